@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_transform` passes what keeps the laws, and refuses each planted bug by its law."""
 
+import faulthandler
 import os
 import random
 from collections.abc import Iterator
@@ -938,10 +939,75 @@ class IgnoresAnOption:
         return dict(slot), slot
 
 
+_norms: dict[str, torch.Tensor] = {}
+
+
+@af.transform
+class SharesNorms:
+    """Keeps norms where all ranks find them, and those of split parameters are DTensors."""
+
+    def grads(self, grads, slot, update):
+        for name, grad in grads.tensors.items():
+            if name not in _norms or update.num_tried % 4 == 0:
+                _norms[name] = grad.norm().detach()
+        shares = {n: g / (1 + _norms[n]) for n, g in grads.tensors.items()}
+        return grads.with_tensors(shares), slot
+
+
+@af.transform
+class AveragesTooEarly:
+    """Averages by the count before the update, and believes at the end that it did after."""
+
+    gives_up: ClassVar[dict[str, str]] = {"replicas_agree": "between averages"}
+    reduce: ClassVar[None] = None
+
+    def after_update(self, state, slot, update):
+        return self._averaged(state) if update.state.step % 2 == 0 else state, slot
+
+    def finalize(self, state, slot, update):
+        return self._averaged(state) if state.step % 2 else state, slot
+
+    def _averaged(self, state: Any) -> Any:
+        return state.with_params(af.reduce(state.params, state.world, "mean"))
+
+
+@af.transform
+class MovesWhenSkipped:
+    """Counts skips, and moves parameters in updates 2 and 4, also where that was skipped."""
+
+    tells: ClassVar[dict[str, Any]] = {"sees_skips": True}
+
+    def init(self, state):
+        return {"skips": 0}
+
+    def after_update(self, state, slot, update):
+        if update.num_tried == (4 if update.skipped else 2):
+            for name in state.trainable:
+                state.params[name].mul_(0.75)
+        return state, {"skips": slot["skips"] + update.skipped}
+
+
+@af.transform
+class NumbersOfNorms:
+    """Divides by a norm, as a number, which is that of a part where a tensor is split."""
+
+    def grads(self, grads, slot, update):
+        return grads.map(lambda g: g / (1 + float(g.norm()))), slot
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("planted", "law", "told"),
     [
+        (
+            SharesNorms(),
+            "splits_alike",
+            "in a thread that is not the rank's: simulated",
+        ),
+        (AveragesTooEarly(), "owes_once", "finalize leaves on rank 0 and on another"),
+        (MovesWhenSkipped(), "skips_whole", "in after_update, ask update.skipped."),
+        (NumbersOfNorms(), "splits_alike", "take a number of norm().full_tensor(), or"),
+        (ClipsByItsPart(), "splits_alike", 'refuses = {"micro_batches": "..."}.'),
         (
             ClipsByItsPart(),
             "splits_alike",
@@ -982,9 +1048,14 @@ class IgnoresAnOption:
 def test_what_depends_on_how_it_is_run_is_told(
     planted: Any, law: str, told: str
 ) -> None:
-    """By the law, the place and the split: ranks, micro-batches, rows, runs, skips or looks."""
+    """By the law, the place and the split: ranks, micro-batches, rows, runs, skips or looks.
+
+    Nothing hangs.
+    """
+    faulthandler.dump_traceback_later(300, exit=True)
     with pytest.raises(LawError) as caught:
         check_transform(planted, sizes=(2,), problems=(Problem(),))
+    faulthandler.cancel_dump_traceback_later()
     assert f"{law!r}" in str(caught.value)
     assert told in str(caught.value)
 
@@ -1031,7 +1102,7 @@ class HalvesTheModel:
         (LosesExtras(), "a loss was not given the step's extras: pass *extras on."),
         (AddsToNothing(), "what is to be added to was lost: pass into= on to the inn"),
         (AlwaysTalks(), "every micro-batch communicated: pass sync= on to the inner"),
-        (HalvesAtTheEnd(), "finalize of what finalize returned is something else: par"),
+        (HalvesAtTheEnd(), "what finalize returns, and finalize of that, differ after"),
         (FadesAsItIsEvaluated(), "Return new tensors from eval_params."),
         (CountsInAClosure(), "two runs from the same beginning"),
         (SetsThreads(), "to 3, for all that runs in the process."),
@@ -1077,6 +1148,25 @@ def test_a_slot_of_one_number_of_ranks_is_told(planted: Any, told: str) -> None:
     law = method_laws((planted,), af.chain)["loads_anywhere"]
     subject = run_of(planted, af.wrap_ddp())
     assert told in str(law(subject))
+
+
+@af.transform
+class LooksAtRates:
+    """Raises a rate that is small, as `state.lrs` says, and squashes gradients by a tanh."""
+
+    def hyper(self, hyper, slot, update):
+        return {"lr": 0.05 + update.state.lrs[0] / 2}, slot
+
+    def grads(self, grads, slot, update):
+        return grads.map(torch.tanh), slot
+
+
+def test_rates_and_layers_may_be_asked_anywhere() -> None:
+    """In `hyper` `state.lrs` has the rates so far; a tanh of gradients is no module run again."""
+    check_transform(LooksAtRates(), sizes=(2,), problems=(Problem(),))
+    setup = af.chain(LooksAtRates(), LooksAtRates(name="again"))
+    state = Problem().state(af.World(), setup)
+    assert state.lrs == (0.05 + (0.05 + 0.1 / 2) / 2,)
 
 
 def of_products(precision: str) -> None:

@@ -61,7 +61,7 @@ class RankInItsSlot:
         return state, {"mine": mine, "all": slot["all"] + 1}
 
     def merge(self, slots: Sequence[Any], world: af.World) -> tuple[list[float], Any]:
-        mine = sum(each["mine"] for each in slots)
+        mine = max(each["mine"] for each in slots)
         return [1.0] * len(slots), {**slots[0], "mine": mine}
 
 

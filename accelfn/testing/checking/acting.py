@@ -58,9 +58,8 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         return subclassed(seen, {"__getattribute__": get})
 
     def rank(world: World) -> None:
-        world.connection.activity.trail = (
-            deque()
-        )  # all that is called, not only the latest
+        # all that is called, not only the latest
+        world.connection.activity.trail = deque()
         state = start(world, observed)
         update[world.rank] = 1
         for after, _ in subject.advance(state, 0, subject.updates):
@@ -153,10 +152,8 @@ def _observed(note: Callable[[str, int], None]) -> Callable[..., Any]:
         kept = update.state.slots.get(self.name) if update.skipped else slot
         # what ranks only count until they meet is not yet what the method is for
         counts = field == "after_update" and "apart" in facts_of(self)
-        before, talked = (
-            _named(field, value, kept, counts=counts),
-            len(world.connection.activity.trail),
-        )
+        before = _named(field, value, kept, counts=counts)
+        talked = len(world.connection.activity.trail)
         returned = method(self, value, slot, update)
         busy.discard(world.rank)
         if field == "hyper" and not returned[0]:  # it laid nothing over

@@ -21,6 +21,9 @@ from accelfn.testing.checking.watching import subclassed
 from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
+# torch has no public name for whether a backward pass runs
+# pyright: reportPrivateUsage=false
+
 Around: TypeAlias = Callable[[Sequence[Any]], chain]
 """Returns the whole setup around some transforms."""
 
@@ -28,18 +31,16 @@ Around: TypeAlias = Callable[[Sequence[Any]], chain]
 def fact_law(members: Sequence[Any], around: Around) -> Law:
     """Return the law that each fact that can be tried is so, and is told where it is so."""
     told = {fact for each in members for fact in facts_of(each)}
+    laws: Mapping[str, Law] = {
+        "draws_nothing": lambda subject: _draws(subject, members, around),
+        "by_rank": lambda subject: _no_entry(subject, members),
+        "judges_finite": _not_judged,
+        "micro_batches": lambda subject: _other_parts(subject, members, around),
+    }
 
     def law(subject: Subject) -> str | None:
-        broken = [_recomputes(subject, told=told)]
-        if "draws_nothing" in told:
-            broken.append(_draws(subject, members, around))
-        if "by_rank" in told:
-            broken.append(_no_entry(subject, members))
-        if "judges_finite" in told:
-            broken.append(_not_judged(subject))
-        if "micro_batches" in told:
-            broken.append(_other_parts(subject, members, around))
-        return next(filter(None, broken), None)
+        found = (held(subject) for name, held in laws.items() if name in told)
+        return _recomputes(subject, told=told) or next(filter(None, found), None)
 
     return law
 
@@ -100,7 +101,7 @@ def _recomputes(subject: Subject, *, told: set[str]) -> str | None:
     """Modules run again in the backward pass if it is told, and only then."""
     if "compiles" in told:
         return None  # a graph calls no function
-    plain, found = _layers_a_loss(subject, chain()), _layers_a_loss(subject, None)
+    plain, found = _run_again(subject, chain()), _run_again(subject, None)
     if found > plain and "recomputes" not in told:
         return "it runs modules again, and does not tell recomputes."
     if found <= plain and "recomputes" in told:
@@ -109,7 +110,7 @@ def _recomputes(subject: Subject, *, told: set[str]) -> str | None:
 
 
 class _Layers(TorchFunctionMode):
-    """Counts what the layers of a model call."""
+    """Counts what the layers of a model call in a backward pass."""
 
     count = 0
 
@@ -117,31 +118,25 @@ class _Layers(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Count a layer's function, and call it."""
-        self.count += func in _LAYERS
+        self.count += func in _LAYERS and torch._C._current_graph_task_id() >= 0
         return func(*args, **(kwargs or {}))
 
 
 _LAYERS = (nn.functional.linear, nn.functional.dropout, torch.tanh)
 
 
-def _layers_a_loss(subject: Subject, setup: chain | None) -> float:
-    """Return how many layers run for one call of a loss, in the first update."""
-    losses = 0
-
-    def loss(model: nn.Module, batch: Any) -> torch.Tensor:
-        nonlocal losses
-        losses += 1
-        return _loss(model, batch, 1.0)
+def _run_again(subject: Subject, setup: chain | None) -> int:
+    """Return how many layers run in the backward pass, in the first update."""
 
     def rank(world: World) -> int:
         state = subject.start(world)
         state = state if setup is None else state.with_setup(setup)
         batch = next(iter(batches(state)))
         with _Layers() as layers:
-            make_step(loss)(state, batch)
+            make_step(_loss)(state, batch, 1.0)
         return layers.count
 
-    return simulate(1, rank)[0] / max(losses, 1)
+    return simulate(1, rank)[0]
 
 
 def _other_parts(

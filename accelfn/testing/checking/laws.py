@@ -21,6 +21,7 @@ from accelfn.world import World
 
 Law: TypeAlias = Callable[[Subject], str | None]
 """Returns how a subject breaks it, or None."""
+Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
 REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
 _DRAW = (
@@ -158,16 +159,10 @@ def replicas_agree(subject: Subject) -> str | None:
     Entries of slots that a transform tells by_rank may be each rank's own, as values of
     metrics are, but not their names.
     """
-    first, *others = subject.plain
-    for rank, other in enumerate(others, start=1):
-        for update, (one, two) in enumerate(zip(first, other, strict=True), start=1):
-            broken = first_difference(_shared(one), _shared(two))
-            if broken:
-                return (
-                    f"after update {update}, ranks 0 and {rank} hold different states:"
-                    f" {broken}" + (_BY_RANK if broken.startswith("slots[") else "")
-                )
-    return None
+    shared = [[_shared(each) for each in history] for history in subject.plain]
+    said = "the states that rank 0 and another rank hold"
+    broken = differ(shared[:1] * subject.size, shared, said)
+    return broken and broken + (_BY_RANK if ": slots[" in broken else "")
 
 
 _BY_RANK = (
@@ -215,7 +210,7 @@ def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
     return None
 
 
-def differ(one: Sequence[History], two: Sequence[History], what: str) -> str | None:
+def differ(one: Histories, two: Histories, what: str) -> str | None:
     """Return the first difference of two runs, rank by rank, or None."""
     for rank, (mine, its) in enumerate(zip(one, two, strict=True)):
         for update, (here, there) in enumerate(zip(mine, its, strict=True), start=1):

@@ -28,7 +28,7 @@ from accelfn.step.make_step import make_step
 from accelfn.structure.prototype import Hyper
 from accelfn.testing.checking.laws import Law, differ
 from accelfn.testing.checking.reducing import held_to_mean, sends_all
-from accelfn.testing.checking.subject import Subject, held
+from accelfn.testing.checking.subject import History, Subject, held
 from accelfn.testing.checking.watching import Seen, intercepted, watched
 from accelfn.testing.comparing.differences import Comparison, leaves
 from accelfn.testing.comparing.entries import entries, first_difference
@@ -241,29 +241,31 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
     is_moved = any(
         "sees_skips" in facts_of(each) or has_field(each, "observe") for each in members
     )
+    parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
 
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
             try:
-                tried = subject.within(around([*members, skips_once()]))
+                tried = subject.within(around([*members, skips_often()]))
             except CompositionError:
                 return None  # it goes with no skips
-            states = islice(tried.advance(tried.start(world), 0, 2), 2)
-            before, after = (entries(state, gather=True) for state, _ in states)
-            kept = ("params", "opt_state", "slots")
-            return first_difference(
-                *(
-                    {n: e for n, e in each.items() if n.startswith(kept)}
-                    for each in (before, after)
-                )
-            )
+            states = tried.advance(tried.start(world), 0, subject.updates)
+            broken, skipped, kept = None, 0, dict[str, Any]()
+            for state, _ in islice(states, subject.updates + 3):
+                found = entries(state, gather=True).items()
+                after = {n: e for n, e in found if n.startswith(parts)}
+                if state.num_skipped > skipped:
+                    broken = broken or first_difference(kept, after)
+                skipped, kept = state.num_skipped, after
+            return broken
 
-        broken = None if is_moved else simulate(subject.size, rank)[0]
+        broken = next(filter(None, simulate(subject.size, rank)), None)
         if not broken:
             return None
         return (
             f"an update that another transform skipped changed {broken} Before after_update,"
-            " return a new slot, and leave the one that was given as it is."
+            " return a new slot, and leave the one that was given as it is; in after_update,"
+            " ask update.skipped."
         )
 
     return law
@@ -276,6 +278,15 @@ class skips_once:
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Wish it on all ranks."""
         return grads.with_skip(update.num_tried == 1, agreed=True), slot
+
+
+@transform_of
+class skips_often:
+    """Wishes to skip updates among twos and threes that are taken, and no two in a row."""
+
+    def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
+        """Wish it on all ranks."""
+        return grads.with_skip(update.num_tried % 5 in (1, 4), agreed=True), slot
 
 
 def _passes_on(members: Sequence[Any], around: Around) -> Law:
@@ -367,20 +378,30 @@ def _evaluates_purely(subject: Subject) -> str | None:
 
 
 def _owes_once(subject: Subject) -> str | None:
-    """What is owed is owed once: `finalize` again changes nothing."""
+    """What is owed is owed once, after any update: `finalize` again changes nothing.
 
-    def rank(world: World) -> str | None:
-        state = subject.start(world)
-        for after, _ in subject.advance(state, 0, subject.updates):
-            state = after
-        state = finalize(state)
-        once = held(state, {})
-        return first_difference(once, held(finalize(state), {}))
+    And ranks that trained apart hold the same parameters then.
+    """
 
-    broken = next(filter(None, simulate(subject.size, rank, sums="ring")), None)
-    if not broken:
-        return None
-    return f"finalize of what finalize returned is something else: {broken}"
+    def rank(world: World) -> tuple[History, History]:
+        once, again = History(), History()
+        for state, _ in subject.advance(subject.start(world), 0, subject.updates):
+            paid = finalize(state.copy())
+            once.append(held(paid, {}))
+            again.append(held(finalize(paid), {}))
+        return once, again
+
+    once, again = zip(*simulate(subject.size, rank, sums="ring"), strict=True)
+    params = [
+        [{n: e for n, e in each.items() if n.startswith("params")} for each in history]
+        for history in once
+    ]
+    said = "what finalize returns, and finalize of that,"
+    return differ(once, again, said) or differ(
+        params[:1] * subject.size,
+        params,
+        "what finalize leaves on rank 0 and on another rank",
+    )
 
 
 def _merges_all(members: Sequence[Any]) -> Law:

@@ -34,6 +34,13 @@ _COARSE = Comparison(rtol=5e-2, atol=1e-3)
 """For what is computed in 16 bits or less, where each order of a sum rounds otherwise."""
 
 
+_ADVICE = {
+    "wrap_fsdp": " There tensors are DTensors: take a number of norm().full_tensor(), or say"
+    ' that it does not go: refuses = {"layout": "..."}.',
+    "micro-batches": " What needs a batch as a whole says so: refuses ="
+    ' {"micro_batches": "..."}.',
+}
+"""What to do, by the way in which an update was split."""
 _FAR = 0.4
 """How far, of the way, methods may go otherwise that send a part of a gradient later."""
 
@@ -69,7 +76,10 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
                     if isinstance(again, str) or _differ(wanted[0], again, _NEAR):
                         return None
                 if broken:
-                    return f"a run on one rank, and the same run {how}, {broken}"
+                    advice = "".join(_ADVICE[each] for each in _ADVICE if each in how)
+                    return (
+                        f"a run on one rank, and the same run {how}, {broken}{advice}"
+                    )
         return None
 
     return law
@@ -81,10 +91,7 @@ def _compare(
     """Return how a run in a setup differs from what is wanted, or failed."""
     found = _histories(subject, setup, subject.size)
     if isinstance(found, str):
-        return (
-            f"are not alike: the second raised {found} A transform that cannot go there says"
-            ' so: refuses = {"layout": "..."} for wrap_fsdp.'
-        )
+        return f"are not alike: the second raised {found}"
     if rough:
         off = max(_distance(wanted, history) for history in found)
         said = f"move the parameters by {off:.2g} of the way otherwise"
@@ -99,17 +106,12 @@ def _compare(
 
 def _distance(wanted: History, found: History) -> float:
     """Return how far parameters moved otherwise than wanted, relative to how far they moved."""
-    steps = [
-        torch.cat(
-            [
-                (history[-1][name] - each).flatten().double()
-                for name, each in history[0].items()
-                if name.startswith("params[")
-            ]
-        )
-        for history in (wanted, found)
-    ]
-    return float((steps[1] - steps[0]).norm() / steps[0].norm())
+
+    def way(history: History) -> torch.Tensor:
+        last, names = history[-1], [n for n in history[0] if n.startswith("params[")]
+        return torch.cat([(last[n] - history[0][n]).flatten().double() for n in names])
+
+    return float((way(found) - way(wanted)).norm() / way(wanted).norm())
 
 
 def _only_splits(transform: Any) -> bool:

@@ -43,6 +43,11 @@ from accelfn.world import World
 _LEAST = 4  # of three an epoch: the last begins the next one
 _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
+_LAST = (
+    *("loads_anywhere", "keeps_frozen", "merges_all"),
+    *("splits_alike", "sends_all_later"),
+)
+"""Laws that come last, for others explain better what breaks them."""
 _SHARES, _ENGINE = shard_data(), wrap_ddp()
 
 
@@ -75,7 +80,7 @@ replace it: they do not take the update's own |
     | `merges_all` | what any rank has in an entry that it tells `by_rank` has a say in `merge` |
     | `passes_on` | what wraps a loss or `value_and_grad` passes on extras, `into=` and `sync=` |
     | `evaluates_purely` | `eval_params` and `hyper` between updates change nothing of the run |
-    | `owes_once` | `finalize` again changes nothing |
+    | `owes_once` | `finalize` again changes nothing, and ranks hold the same parameters then |
     | `loads_anywhere` | with a slot, it is saved on some ranks and loaded on more and on fewer |
     | `memory_in_state` | the same state gives the same run, as often as it is run |
     | `leaves_settings` | torch's settings, such as the default dtype, stay as they are |
@@ -121,13 +126,8 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     members = transform.transforms if isinstance(transform, chain) else (transform,)
     given_up = chain(*members).gives_up()
     laws = {**_own_laws(members), **COMMON}
-    # what other laws explain better comes last
-    for name in (
-        *("loads_anywhere", "keeps_frozen", "merges_all"),
-        *("splits_alike", "sends_all_later"),
-    ):
-        if name in laws:
-            laws[name] = laws.pop(name)
+    for name in filter(laws.__contains__, _LAST):
+        laws[name] = laws.pop(name)
     known = sorted({*laws, "acts", "options_read", "new_process"})
     unknown = sorted(given_up.keys() - set(known))
     if unknown:
@@ -144,7 +144,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
         _subject(members, each, size, number) for each in problems for size in sizes
     ]
     here = _subject(members, other, max(sizes), number)
-    laws["new_process"] = _new_process(anew, here)
+    laws["new_process"] = partial(_new_process, anew)
     for name, law in laws.items():
         broken = first_broken(law, [here] if name == "new_process" else subjects)
         if broken and name not in given_up:
@@ -164,26 +164,21 @@ def _resumed(
     return _subject(members, problem, size, updates).resumed(1, folder)
 
 
-def _new_process(anew: bytes, here: Subject) -> Law:
-    """Return the law that a run goes on in a new process as it does in this one.
+def _new_process(anew: bytes, here: Subject) -> str | None:
+    """A run goes on in a new process as it does in this one.
 
     The problem is another than all before it, and only the first run in a process can tell.
     """
-
-    def law(subject: Subject) -> str | None:
-        del subject
-        with tempfile.TemporaryDirectory() as name:
-            heads = here.saved(1, Path(name))
-            try:
-                tails = call_anew(anew, here.updates, Path(name))
-            except RankError as error:
-                return f"loaded in a new process, the run raised {error}"
-        resumed = [head + tail for head, tail in zip(heads, tails, strict=True)]
-        said = "a run that goes on in a new process, and one that does so here,"
-        broken = differ(resumed, here.plain, said)
-        return f"{broken} {REMEMBER}" if broken else None
-
-    return law
+    with tempfile.TemporaryDirectory() as name:
+        heads = here.saved(1, Path(name))
+        try:
+            tails = call_anew(anew, here.updates, Path(name))
+        except RankError as error:
+            return f"loaded in a new process, the run raised {error}"
+    resumed = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    said = "a run that goes on in a new process, and one that does so here,"
+    broken = differ(resumed, here.plain, said)
+    return f"{broken} {REMEMBER}" if broken else None
 
 
 def _setup(
@@ -236,25 +231,22 @@ def _acting(
             break
     told = "s" if tried > 1 else ""
 
-    def acts(subject: Subject) -> str | None:
-        del subject
-        if not idlers:
-            return None
-        return (
-            f"{idlers[0]} changed nothing, and ranks did not talk in it, in {tried} update"
-            f"{told}, so that no law has seen it at work. Choose options with which it acts"
-            " sooner, or more updates=; if it is there only to look, say so: gives_up ="
-            ' {"acts": "it only looks"}.'
-        )
-
-    def options_read(subject: Subject) -> str | None:
-        del subject
-        return next((_UNREAD.format(name) for name in unread(members, found)), None)
-
-    laws: dict[str, Law] = {"acts": acts, "options_read": options_read}
+    idle_said, unread_said = (
+        next((said.format(name, tried, told) for name in names), None)
+        for said, names in ((_IDLE, idlers), (_UNREAD, unread(members, found)))
+    )
+    laws: dict[str, Law] = {
+        "acts": lambda _: idle_said,
+        "options_read": lambda _: unread_said,
+    }
     return laws, updates or _enough(found)
 
 
+_IDLE = (
+    "{} changed nothing, and ranks did not talk in it, in {} update{}, so that no law has seen"
+    " it at work. Choose options with which it acts sooner, or more updates=; if it is there"
+    ' only to look, say so: gives_up = {{"acts": "it only looks"}}.'
+)
 _UNREAD = "nothing reads {}, so that this option has no effect. Use it, or remove it."
 
 
@@ -298,13 +290,8 @@ def _gathered(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
     """Return the laws that look at the transforms themselves."""
-
-    def value(subject: Subject) -> str | None:
-        del subject
-        return next(filter(None, map(_not_a_value, members)), None)
-
     return {
-        "value": value,
+        "value": lambda _: next(filter(None, map(_not_a_value, members)), None),
         "memory_in_state": COMMON["memory_in_state"],
         "own_randomness": COMMON["own_randomness"],
         "splits_alike": split_law(members, _setup),
