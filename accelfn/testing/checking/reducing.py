@@ -68,7 +68,7 @@ def sends_all(members: Sequence[Any]) -> Law:
 
         def goes_on(world: World) -> _Reduced:
             state, saved = subject.start(world), [slots for *_, slots in begun]
-            slots = {} if merging else saved[world.rank]
+            slots = {} if merging else {**saved[world.rank]}
             for each in merging:
                 own = tree.clone([slots_of[each.name] for slots_of in saved])
                 slots[each.name] = each.merge(own, world)[1]
@@ -78,9 +78,9 @@ def sends_all(members: Sequence[Any]) -> Law:
         begun = simulate(subject.size, begins)
         size = (1 if subject.size > 1 else 2) if merging else subject.size
         sums, means, _ = zip(begun[0], simulate(size, goes_on)[0], strict=True)
-        wanted = {n: sum(each[n] for each in means) for n in means[0]}
-        missing = [sum(each[n] for each in sums) - wanted[n] for n in wanted]
-        off = float(get_total_norm(missing) / get_total_norm(wanted.values()))
+        wanted = {name: means[0][name] + means[1][name] for name in means[0]}
+        missing = [sums[0][name] + sums[1][name] - wanted[name] for name in wanted]
+        off = float(get_total_norm(missing) / get_total_norm([*wanted.values()]))
         if off <= _IN_SUM:
             return None
         moved = f", the last {_ROUNDS} of them on {size}" if merging else ""

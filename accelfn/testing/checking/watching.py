@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial, wraps
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -105,7 +105,7 @@ def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
     if isinstance(value, Update):
         if field in _IN_PLACE:  # the state before has given its tensors away
             return _of_slots(value.slots, own)
-        state = cast("TrainState", value.state)
+        state = value.state
         return _of_state(state, own=own, all_but_slots=True)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
