@@ -147,7 +147,7 @@ def laws(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """Plant bugs, see that a test finds each, and write docs/mutants.md."""
+    """Plant bugs, and see that a test finds each."""
     install_all(session)
     run(session, "python", "-m", "tests.mutants", *session.posargs)
 

@@ -37,7 +37,7 @@ ELSEWHERE = {
 """Pages that are not in docs/, and what they are called on the site."""
 PICTURES = {".svg", ".png"}
 UNSOUGHT = "---\nsearch:\n  exclude: true\n---\n"
-"""What keeps a page out of the search: lists of bugs and tests, which have all words."""
+"""What keeps a page out of the search: files of the repository, which have all words."""
 TO_NEWEST = '<!doctype html><meta http-equiv="refresh" content="0; url={}/">\n'
 """What leads from the address of all versions to the newest one."""
 PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -144,7 +144,7 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
     if url := address("source"):
         text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
     text += foot(text, package()["version"])
-    return UNSOUGHT + text if place == "mutants.md" else text
+    return text
 
 
 def _text(source: Path) -> str:

@@ -14,9 +14,9 @@ if __name__ == "__main__":
     profile.load()
 
     from tests.mutants.hunt import hunt
-    from tests.mutants.mutants import MUTANTS
+    from tests.mutants.table import read_table
 
-    (mutant,) = [each for each in MUTANTS if each.says == sys.argv[1]]
+    (mutant,) = [each for each in read_table() if each.says == sys.argv[1]]
     found = hunt(mutant)
     told = attrs.asdict(found, filter=lambda field, _: field.name != "mutant")
     sys.__stdout__.write(f"\n{json.dumps(told)}\n")

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plant every mutant, print what became of it, and write docs/mutants.md.
+"""Plant every mutant, and print whether its test found it and after how many examples.
 
-Words are names of test files, as `test_diloco`: their mutants alone, and no page.
+Arguments are names of test files, as `test_diloco`: their mutants alone. A hunt of all that finds
+all writes the numbers of examples into the table.
 """
 
 import sys
 import time
 import warnings
 
+import attrs
 import torch
 from rich.console import Console
 
@@ -19,20 +21,20 @@ def main() -> int:
     """Return how many mutants survived."""
     profile.load()
     from tests.mutants.hunt import hunt
-    from tests.mutants.mutants import MUTANTS
-    from tests.mutants.page import PAGE, page
+    from tests.mutants.table import read_table, write_table
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=af.Warning)
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
     words = sys.argv[1:]
-    homes = [mutant.test.__module__.rpartition(".")[2] for mutant in MUTANTS]
+    mutants = read_table()
+    homes = [mutant.module.rpartition(".")[2] for mutant in mutants]
     unknown = [word for word in words if word not in homes]
     if unknown:
         console.print(f"{unknown[0]} finds no mutant: expected words as test_diloco")
         return 1
-    for mutant, home in zip(MUTANTS, homes, strict=True):
+    for mutant, home in zip(mutants, homes, strict=True):
         if words and home not in words:
             continue
         outcome = hunt(mutant)
@@ -40,7 +42,7 @@ def main() -> int:
         color = "green" if outcome.killed else "bold red"
         console.print(
             f"[{color}]{'killed' if outcome.killed else 'SURVIVED':8}[/]"
-            f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law or '':4}"
+            f" {outcome.examples:3} examples {outcome.seconds:5.1f} s  {mutant.law:4}"
             f" {mutant.says}  [dim]{outcome.told}[/]",
             soft_wrap=True,
         )
@@ -52,7 +54,9 @@ def main() -> int:
     if survived:
         console.print(f"Survived: {'; '.join(survived)}. Strengthen their tests.")
     elif not words:
-        PAGE.write_text(page(outcomes))
+        write_table(
+            attrs.evolve(each.mutant, examples=str(each.examples)) for each in outcomes
+        )
     return len(survived)
 
 

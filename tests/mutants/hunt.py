@@ -49,9 +49,9 @@ class Outcome:
 
 def hunt(mutant: Mutant) -> Outcome:
     """Plant a bug and run its test in a process of their own, which they may leave in a mess."""
-    if _ON_A_DEVICE in mutant.test.__module__ and accelerator.kind() == "cpu":
+    if mutant.module.startswith(_ON_A_DEVICE) and accelerator.kind() == "cpu":
         return _hunted_there(mutant)
-    mutant.code()  # or it says here that it cannot be planted
+    _ = mutant.code(), mutant.args  # or it says here that it cannot be planted
     ours, theirs = Pipe(duplex=False)
     process = os.fork()
     if process == 0:

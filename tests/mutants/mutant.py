@@ -1,90 +1,98 @@
 # SPDX-License-Identifier: Apache-2.0
 """A mutant: one function of accelfn with one bug in it, and the test that must find it.
 
-A bug is written as a change of the function's source. It is planted by giving the function
-the changed code, so that whoever imported it has the bug, and taken out by giving it its
-own code back.
+A bug is planted by giving the function the changed code, so that whoever imported it has the
+bug, and taken out by giving the function its own code back.
 """
 
 import ast
 import inspect
-import re
-import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FunctionType
 from typing import Any
 
 import attrs
 
-Place = FunctionType | property
-
-_LAW = re.compile(r"(L\d+): ")
+from tests.mutants.cases import Case, find_case, find_module
+from tests.mutants.change import change_function
+from tests.mutants.places import Place, find_place
 
 
 @attrs.frozen
 class Mutant:
-    """A bug.
+    """A bug: a row of the table.
 
     Attributes:
-        bug: what is wrong, in a sentence; of a law, after its number and a colon.
-        test: it must fail; of a law, the law's.
-        place: the function, or property, that has the bug.
-        change: a part of its source that is there once, an arrow, and what stands there
-            instead; the arrow has a space, or a line's end, before and after it.
-        args: of a test that pytest parametrizes.
+        place: the qualified name of the function that has the bug; see `places`.
+        change: what is changed in it, as `old → new`; see `change`.
+        case: pytest's id of the test that must fail; see `cases`.
+        law: the number of the law that the test belongs to; "" if it belongs to none.
+        says: what is wrong, in a sentence that no other row has.
+        examples: how many the test needed when all mutants were hunted last; "" if it was not.
     """
 
-    bug: str
-    test: Callable[..., None]
-    place: Place
+    place: str
     change: str
-    args: Mapping[str, Any] = attrs.field(factory=dict, kw_only=True)
+    case: str
+    law: str
+    says: str
+    examples: str = ""
 
     @property
-    def says(self) -> str:
-        """What is wrong, in a sentence, which no other bug has."""
-        return _LAW.sub("", self.bug)
+    def module(self) -> str:
+        """The module of its test, which is not imported."""
+        return self._looked_up(find_module, self.case)
 
     @property
-    def law(self) -> str | None:
-        """Its number in the catalogue of laws; None where the test is of no law."""
-        number = _LAW.match(self.bug)
-        return number and number[1]
+    def test(self) -> Callable[..., None]:
+        """It must fail."""
+        return self._found_case.test
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """The arguments that pytest gives the test, but for what it lends."""
+        return self._found_case.args
 
     @property
     def function(self) -> FunctionType:
         """The function that has the bug."""
-        place = self.place.fget if isinstance(self.place, property) else self.place
-        return inspect.unwrap(place)
-
-    @property
-    def where(self) -> str:
-        """What the function is called."""
-        return f"{self.function.__module__}.{self.function.__qualname__}"
+        return self._found_place.function
 
     def code(self) -> CodeType:
         """Return the function's code with the bug in it.
 
         Raises:
-            ValueError: the source has not the part that was to be changed, or has it twice.
+            ValueError: the function has not the part that was to be changed, or has it twice.
         """
-        source = textwrap.dedent(inspect.getsource(self.function))
-        old, new = re.split(r"\s→\s", self.change.removesuffix("\n"))
-        if source.count(old) != 1:
-            msg = (
-                f"mutant {self.says!r}: {self.where} has {source.count(old)} times"
-                f" {old!r}; expected once. The function has changed: plant the bug anew."
-            )
-            raise ValueError(msg)
-        tree = ast.parse(source.replace(old, new))
-        tree.body[0].decorator_list = []
-        whole = compile(tree, inspect.getsourcefile(self.function) or "", "exec")
+        place = self._found_place
+        try:
+            changed = change_function(place.node, self.change)
+        except (ValueError, SyntaxError) as error:
+            msg = f"mutant {self.says!r}: {error}. Plant the bug anew in the table."
+            raise ValueError(msg) from error
+        tree = ast.fix_missing_locations(ast.Module([changed], []))
+        whole = compile(tree, inspect.getsourcefile(place.function) or "", "exec")
         return next(
             each
             for each in whole.co_consts
-            if isinstance(each, CodeType) and each.co_name == self.function.__name__
+            if isinstance(each, CodeType) and each.co_name == changed.name
         )
+
+    @property
+    def _found_place(self) -> Place:
+        return self._looked_up(find_place, self.place)
+
+    @property
+    def _found_case(self) -> Case:
+        return self._looked_up(find_case, self.case)
+
+    def _looked_up(self, find: Callable[[str], Any], text: str) -> Any:
+        try:
+            return find(text)
+        except LookupError as error:
+            msg = f"mutant {self.says!r}: {error.args[0]}"
+            raise LookupError(msg) from error
 
 
 @contextmanager

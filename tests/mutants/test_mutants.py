@@ -11,12 +11,9 @@ import pytest
 import torch
 
 import tests.laws
-from accelfn import collectives
-from tests.laws import test_collectives
 from tests.mutants.hunt import hunt, lent
 from tests.mutants.mutant import Mutant, planted
-from tests.mutants.mutants import MUTANTS
-from tests.mutants.page import PAGE
+from tests.mutants.table import read_table
 
 UNTRIED = {
     "test_composition::test_catalog_is_complete": "looks at the tests' own catalogue",
@@ -35,8 +32,32 @@ UNTRIED = {
 """Laws without a mutant, and why."""
 
 
+MUTANTS = read_table()
+HARMLESS = Mutant(
+    place="collectives:sum_",
+    change="world.size > 1 → not world.size <= 1",
+    case="laws.test_collectives::test_all_reduce_is_the_sum",
+    law="L49",
+    says="nothing",
+)
+
+
 def id_of(module: str, name: str) -> str:
     return f"{module.rpartition('.')[2]}::{name}"
+
+
+def test_every_row_fits() -> None:
+    """Each row names one function, and what it changes is there once."""
+    stale = [said for each in MUTANTS if (said := why_stale(each))]
+    assert not stale, "\n".join(stale)
+
+
+def why_stale(mutant: Mutant) -> str:
+    try:
+        mutant.code()
+    except (LookupError, ValueError) as error:
+        return str(error.args[0])
+    return ""
 
 
 def test_mutants_come_and_go() -> None:
@@ -50,32 +71,15 @@ def test_mutants_come_and_go() -> None:
 
 
 def test_mutants_name_their_tests() -> None:
-    """Each test is a function of a module here; one of a law is with the laws, and says which."""
+    """Each test is there with its parameters; one of a law is with the laws, and says which."""
     for mutant in MUTANTS:
-        module, name = mutant.test.__module__, mutant.test.__name__
-        assert re.match(r"tests\.(\w+\.)*test_", module), mutant.says
-        assert name.startswith("test_"), mutant.says
-        assert getattr(importlib.import_module(module), name) is mutant.test
-        assert (mutant.law is None) != module.startswith("tests.laws."), mutant.says
-        assert mutant.law is None or re.fullmatch(r"L\d+", mutant.law), mutant.says
-
-
-def test_tests_get_what_they_ask_for() -> None:
-    """A mutant gives its test what pytest would, of parameters; what it lends is all the rest."""
-    for mutant in MUTANTS:
-        parameters = inspect.signature(mutant.test).parameters
-        marks = getattr(mutant.test, "pytestmark", [])
-        given = [n for m in marks if m.name == "parametrize" for n in names_of(m)]
-        assert mutant.args.keys() == set(given) & parameters.keys(), mutant.says
+        assert (mutant.law == "") != mutant.module.startswith("tests.laws."), (
+            mutant.says
+        )
+        assert re.fullmatch(r"(L\d+)?", mutant.law), mutant.says
         with lent(mutant.test) as fixtures:
-            assert parameters.keys() == mutant.args.keys() | fixtures.keys(), (
-                mutant.says
-            )
-
-
-def names_of(mark: pytest.Mark) -> list[str]:
-    named = mark.args[0]
-    return named.replace(" ", "").split(",") if isinstance(named, str) else list(named)
+            asked = inspect.signature(mutant.test).parameters.keys()
+            assert asked == mutant.args.keys() | fixtures.keys(), mutant.says
 
 
 def test_sentences_differ() -> None:
@@ -94,16 +98,10 @@ def test_every_law_has_a_mutant() -> None:
                 for name, value in vars(module).items()
                 if name.startswith("test_") and callable(value)
             }
-    of_laws = [each.test for each in MUTANTS if each.law is not None]
+    of_laws = [each.test for each in MUTANTS if each.law]
     tried = {id_of(each.__module__, each.__name__) for each in of_laws}
     assert found == tried | UNTRIED.keys()
     assert not tried & UNTRIED.keys()
-
-
-def test_the_page_lists_them() -> None:
-    """docs/mutants.md has a row for each mutant, in order; `nox -s mutants` writes it."""
-    rows = re.findall(r"^\| (.+?) \|", PAGE.read_text(), re.MULTILINE)[2:]
-    assert rows == [each.says for each in MUTANTS]
 
 
 @pytest.mark.parametrize(
@@ -122,27 +120,33 @@ def test_a_bug_is_found(says: str) -> None:
 
 def test_what_is_no_bug_survives() -> None:
     """A change that changes nothing is not found, and a stale one is refused."""
-    harmless = Mutant(
-        "L49: nothing",
-        test_collectives.test_all_reduce_is_the_sum,
-        collectives.sum_,
-        "if world.size > 1: → if not world.size <= 1:",
-    )
-    outcome = hunt(harmless)
+    outcome = hunt(HARMLESS)
     assert not outcome.killed
     assert outcome.told == ""
     assert outcome.examples > 1
-    with pytest.raises(ValueError, match="plant the bug anew"):
-        attrs.evolve(harmless, change="no such line → pass").code()
+    with pytest.raises(ValueError, match="0 times, expected once. Plant the bug anew"):
+        attrs.evolve(HARMLESS, change="no_such_line → pass").code()
+
+
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        ("no_such_function", "'nothing': .* no function"),
+        ("_rows", "'nothing': .* functions"),
+    ],
+)
+def test_a_row_names_one_function(place: str, said: str) -> None:
+    """A row whose function is gone, or has a namesake, is named."""
+    with pytest.raises(LookupError, match=said):
+        attrs.evolve(HARMLESS, place=place).code()
 
 
 def test_a_bug_leaves_nothing_behind() -> None:
     """A mode that a test was broken off in is not that of the next hunt."""
-    leaving = Mutant(
-        "L49: a mode that stays",
-        test_collectives.test_all_reduce_is_the_sum,
-        collectives.sum_,
-        "if world.size > 1: → if torch.set_grad_enabled(False) is None:",
+    leaving = attrs.evolve(
+        HARMLESS,
+        says="a mode that stays",
+        change="world.size > 1 → torch.set_grad_enabled(False) is None",
     )
     was = torch.is_grad_enabled()
     hunt(leaving)
@@ -151,11 +155,10 @@ def test_a_bug_leaves_nothing_behind() -> None:
 
 def test_a_crash_is_no_finding() -> None:
     """A bug that breaks the function itself is not found by the law."""
-    crashing = Mutant(
-        "L49: a name that is not there",
-        test_collectives.test_all_reduce_is_the_sum,
-        collectives.sum_,
-        "if world.size > 1: → if no_such_name:",
+    crashing = attrs.evolve(
+        HARMLESS,
+        says="a name that is not there",
+        change="world.size > 1 → no_such_name",
     )
     outcome = hunt(crashing)
     assert outcome.told.startswith("NameError")
