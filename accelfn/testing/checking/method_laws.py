@@ -254,7 +254,7 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
             for state, _ in islice(states, subject.updates + 3):
                 found = entries(state, gather=True).items()
                 after = {n: e for n, e in found if n.startswith(parts)}
-                if state.num_skipped > skipped:
+                if kept and state.num_skipped > skipped:
                     broken = broken or first_difference(kept, after)
                 skipped, kept = state.num_skipped, after
             return broken
