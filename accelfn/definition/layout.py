@@ -144,7 +144,7 @@ class Layout:
 
 
 def laid_out(
-    tree: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
+    values: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
 ) -> Any:
     """Return a tree that lay in another way as it lies in a layout.
 
@@ -160,7 +160,7 @@ def laid_out(
             return tensor
         return layout.cut(name, tensor)
 
-    _mapped(tree, shapes, noted)
+    _mapped(values, shapes, noted)
     parts = {str(i): t for i, (t, _) in enumerate(found) if shards.is_shard(t)}
     moved = {str(i): laid(*e) for i, e in enumerate(found) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):
@@ -170,24 +170,24 @@ def laid_out(
     def put(_tensor: torch.Tensor, _name: str | None) -> torch.Tensor:
         return moved[next(order)]
 
-    return _mapped(tree, shapes, put)
+    return _mapped(values, shapes, put)
 
 
 def _mapped(
-    tree: Any,
+    values: Any,
     shapes: Collection[str],
     fn: Callable[[torch.Tensor, str | None], Any],
     name: str | None = None,
 ) -> Any:
     """Return a tree with what a function of each tensor, and its parameter's name, gives."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree, name)
-    if isinstance(tree, Mapping):
-        items = cast("Mapping[Any, Any]", tree).items()
+    if isinstance(values, torch.Tensor):
+        return fn(values, name)
+    if isinstance(values, Mapping):
+        items = cast("Mapping[Any, Any]", values).items()
         return {k: _mapped(v, shapes, fn, k if k in shapes else name) for k, v in items}
-    if isinstance(tree, (list, tuple)) and not hasattr(tree, "_fields"):
-        each = [_mapped(v, shapes, fn, name) for v in cast("list[Any]", tree)]
-        return each if isinstance(tree, list) else tuple(each)
-    if isinstance(tree, Pending):
-        return Pending.of(_mapped(tree.wait(), shapes, fn, name))
-    return tree
+    if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
+        each = [_mapped(v, shapes, fn, name) for v in cast("list[Any]", values)]
+        return each if isinstance(values, list) else tuple(each)
+    if isinstance(values, Pending):
+        return Pending.of(_mapped(values.wait(), shapes, fn, name))
+    return values

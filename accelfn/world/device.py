@@ -55,12 +55,12 @@ def chosen_device(asked: str | torch.device | None, *, local_rank: int) -> torch
     check_kind(chosen)
     if chosen.type == "cpu":
         return chosen
-    count = accelerator.count() if chosen.type == accelerator.kind() else 0
+    num_devices = accelerator.count() if chosen.type == accelerator.kind() else 0
     index = local_rank if chosen.index is None else chosen.index
-    if index >= count:
+    if index >= num_devices:
         msg = (
             f"Device {chosen.type}:{index} was asked for (local rank {local_rank}), but"
-            f" torch sees {count} devices of that type. Start fewer ranks per machine, or"
+            f" torch sees {num_devices} devices of that type. Start fewer ranks per machine, or"
             ' pass device="cpu".'
         )
         raise WorldError(msg)
