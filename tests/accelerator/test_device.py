@@ -14,7 +14,7 @@ import accelfn as af
 from accelfn.base import accelerator, draws
 from accelfn.testing import simulate
 from tests.accelerator.at_hand import DEVICE, IS_FAKE, NAME, near
-from tests.accelerator.trees import devices, different, on_cpu
+from tests.accelerator.trees import device_names, different, on_cpu
 
 pytestmark = pytest.mark.gpu
 INPUTS = torch.linspace(-1, 1, 96).view(32, 3)
@@ -78,14 +78,14 @@ def test_what_a_state_has_is_on_its_device() -> None:
     seen: set[str] = set()
 
     def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
-        seen.update(devices(batch))
+        seen.update(device_names(batch))
         return mean_square(model, batch)
 
     step = af.make_step(loss_fn)
     for batch in af.batches(state, epochs=1):
         state, _ = step(state, batch)
     there = (dict(state.params), dict(state.buffers), dict(state.slots))
-    assert devices(there) == seen == {NAME}
+    assert device_names(there) == seen == {NAME}
 
 
 @pytest.mark.cuda
@@ -184,8 +184,8 @@ def test_a_checkpoint_goes_on_on_any_device(
     cpu = af.World.single(device="cpu")
     there = af.load(create(cpu, setup=setup, seed=1), saved)
     back = af.load(create(setup=setup, seed=1), saved)
-    assert devices((dict(there.params), dict(there.slots))) == {"cpu"}
-    assert devices((dict(back.params), dict(back.slots))) == {NAME}
+    assert device_names((dict(there.params), dict(there.slots))) == {"cpu"}
+    assert device_names((dict(back.params), dict(back.slots))) == {NAME}
     assert different(on_cpu(there), on_cpu(back)) == []
     # hardware draws what is dropped in its own way
     for each in (there, back) if IS_FAKE else (back,):

@@ -25,6 +25,6 @@ def _bits(each: torch.Tensor) -> Any:
     return each.dtype, each.shape, each.reshape(-1).view(torch.uint8).tolist()
 
 
-def devices(value: Any) -> set[str]:
+def device_names(value: Any) -> set[str]:
     """Return the kinds of devices that a tree's tensors are on."""
     return {leaf.device.type for leaf in tree.tensor_leaves(value)}

@@ -267,8 +267,8 @@ def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
 def _draws_kept() -> Generator[None]:
     """Put the process's random generators back afterwards."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
-    devices = range(accelerator.count())
-    with torch.random.fork_rng(devices=devices):
+    all_devices = range(accelerator.count())
+    with torch.random.fork_rng(devices=all_devices):
         try:
             yield
         finally:
