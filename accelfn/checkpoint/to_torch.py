@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from accelfn.checkpoint import disk
-from accelfn.checkpoint.elastic import Source
+from accelfn.checkpoint.elastic import Source as SavedState
 
 
 def write_distributed(
-    folder: Path, model: Mapping[str, torch.Tensor], source: Source
+    folder: Path, model: Mapping[str, torch.Tensor], source: SavedState
 ) -> int:
     """Write a model, and what its optimizer keeps, to a folder; return the bytes of values.
 

@@ -7,35 +7,21 @@ whose rates are those of the optimizer's own groups. Either way a resumed run ne
 scheduler state, and ranks or micro-batches change nothing.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING as _TYPE_CHECKING
-
 from accelfn.base.words import SCHEDULES as _SCHEDULES
 from accelfn.errors import RecordError as _RecordError
+from accelfn.schedules.factors import constant as constant
+from accelfn.schedules.factors import join as join
+from accelfn.schedules.factors import linear as linear
+from accelfn.schedules.factors import one_cycle as one_cycle
+from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 from accelfn.schedules.of_torch import from_torch as from_torch
 from accelfn.schedules.schedule import Schedule as Schedule
 
 # imported when first used: a program that trains at one rate does without
-_FACTORS = ("constant", "join", "linear", "one_cycle", "warmup_cosine")
 
-if _TYPE_CHECKING:
-    from accelfn.schedules.factors import constant as constant
-    from accelfn.schedules.factors import join as join
-    from accelfn.schedules.factors import linear as linear
-    from accelfn.schedules.factors import one_cycle as one_cycle
-    from accelfn.schedules.factors import warmup_cosine as warmup_cosine
-else:  # where it would allow every name
 
-    def __getattr__(name: str) -> object:
-        """Import a schedule, or say what to write for those that have other names here."""
-        if name in _FACTORS:
-            value = getattr(_import_module("accelfn.schedules.factors"), name)
-            globals()[name] = value
-            return value
-        advice = f": {_SCHEDULES[name]}" if name in _SCHEDULES else ""
-        msg = f"module {__name__!r} has no attribute {name!r}{advice}."
-        raise _RecordError(msg)
-
-    def __dir__() -> list[str]:
-        """Return all names, those too that are not imported yet."""
-        return sorted({*globals(), *_FACTORS})
+def __getattr__(name: str) -> object:
+    """Say what to write for what has another name here."""
+    advice = f": {_SCHEDULES[name]}" if name in _SCHEDULES else ""
+    msg = f"module {__name__!r} has no attribute {name!r}{advice}."
+    raise _RecordError(msg)

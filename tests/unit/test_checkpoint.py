@@ -554,10 +554,10 @@ def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch, async_):
     monkeypatch.setattr(fcntl, "flock", flock)
     own = SimpleNamespace(Thread=Now, Lock=threading.Lock, Event=Done)
     monkeypatch.setattr(background, "threading", own)
-    with af.CheckpointStore(tmp_path, async_=async_) as store:
-        store.save(fresh())
-        assert store.restore(fresh(seed=3)).seed == fresh().seed
-    assert store.steps == (0,)
+    with af.CheckpointStore(tmp_path, async_=async_) as kept:
+        kept.save(fresh())
+        assert kept.restore(fresh(seed=3)).seed == fresh().seed
+    assert kept.steps == (0,)
 
 
 def test_what_ranks_of_a_copy_have_alike_is_written_once(tmp_path):
