@@ -7,7 +7,7 @@ from typing import Any
 import attrs
 from hypothesis import strategies as st
 
-from accelfn import schedules
+from accelfn import schedules as rates
 from accelfn.data import Data
 from accelfn.definition.transform import chain
 from accelfn.loop.batches import batches
@@ -143,7 +143,7 @@ _ANY: dict[str, st.SearchStrategy[Any]] = {
     "loss": losses(),
     "optimizer": optimizers(),
     "setup": chains(include=[shard_data], reduced=True),
-    "schedule": st.sampled_from([None, schedules.linear(4)]),
+    "schedule": st.sampled_from([None, rates.linear(4)]),
     "shuffle": st.booleans(),
     "seed": st.integers(0, 3),
     "updates": st.integers(1, 3),
