@@ -17,8 +17,10 @@ from importlib.metadata import version as _version
 from types import ModuleType as _Module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from accelfn import megatron as megatron
+from accelfn import orders as orders
 from accelfn import schedules as schedules
-from accelfn.base.pending import Pending as Pending
+from accelfn.base.tree import Pending as Pending
 from accelfn.base.words import NAMES as _NAMES
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
@@ -37,13 +39,11 @@ from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
 from accelfn.data import Plan as Plan
 from accelfn.data import budget as budget
-from accelfn.data import orders as orders
-from accelfn.data.cursor import Cursor as Cursor
-from accelfn.data.lockstep import lockstep as lockstep
+from accelfn.data.plan import Cursor as Cursor
+from accelfn.data.stream import lockstep as lockstep
 from accelfn.definition.transform import Transform as Transform
 from accelfn.definition.transform import chain as chain
 from accelfn.definition.transform import transform as transform
-from accelfn.engine.module import megatron as megatron
 from accelfn.errors import ArgumentError as ArgumentError
 from accelfn.errors import BatchError as BatchError
 from accelfn.errors import CallError as CallError
@@ -82,26 +82,26 @@ from accelfn.errors import WorldError as WorldError
 from accelfn.loop.batches import Batches as Batches
 from accelfn.loop.batches import batches as batches
 from accelfn.loop.batches import seek as seek
-from accelfn.loop.stopping import stopping as stopping
+from accelfn.loop.run import stopping as stopping
+from accelfn.model.optimizer import partition as partition
 from accelfn.state.grads import Grads as Grads
-from accelfn.state.mean import mean as mean
 from accelfn.state.metrics import Loss as Loss
 from accelfn.state.metrics import Metrics as Metrics
 from accelfn.state.metrics import WeightedSum as WeightedSum
+from accelfn.state.metrics import mean as mean
 from accelfn.state.state import TrainState as TrainState
 from accelfn.state.update import Update as Update
 from accelfn.state.views import bind as bind
 from accelfn.state.views import eval_params as eval_params
 from accelfn.state.views import frozen as frozen
 from accelfn.state.views import rng as rng
-from accelfn.step.apply_grads import apply_grads as apply_grads
-from accelfn.step.apply_grads import finalize as finalize
-from accelfn.step.make_step import build as build
-from accelfn.step.make_step import make_step as make_step
-from accelfn.step.make_step import release as release
-from accelfn.step.sync_grads import sync_grads as sync_grads
+from accelfn.step.step import apply_grads as apply_grads
+from accelfn.step.step import build as build
+from accelfn.step.step import finalize as finalize
+from accelfn.step.step import make_step as make_step
+from accelfn.step.step import release as release
+from accelfn.step.step import sync_grads as sync_grads
 from accelfn.step.value_and_grad import value_and_grad as value_and_grad
-from accelfn.structure.partition import partition as partition
 from accelfn.world import World as World
 
 if _TYPE_CHECKING:
@@ -114,67 +114,67 @@ if _TYPE_CHECKING:
     from accelfn.checkpoint import regroup as regroup
     from accelfn.checkpoint import save as save
     from accelfn.checkpoint import with_world as with_world
-    from accelfn.data.gather_valid import gather_valid as gather_valid
-    from accelfn.data.split import split as split
+    from accelfn.deepspeed.transform import wrap_deepspeed as wrap_deepspeed
+    from accelfn.interop.accelerate import import_state as import_state
+    from accelfn.interop.torch_files import import_torch_weights as import_torch_weights
     from accelfn.launching.function import launch as launch
-    from accelfn.loop.batch_size import find_batch_size as find_batch_size
+    from accelfn.loop.control import RankLogger as RankLogger
     from accelfn.loop.control import assert_replicas_agree as assert_replicas_agree
+    from accelfn.loop.control import logger as logger
     from accelfn.loop.control import main_first as main_first
     from accelfn.loop.control import on_main as on_main
     from accelfn.loop.control import on_rank as on_rank
     from accelfn.loop.control import print_in_order as print_in_order
     from accelfn.loop.control import print_once as print_once
     from accelfn.loop.evaluate import evaluate as evaluate
+    from accelfn.loop.evaluate import gather_valid as gather_valid
+    from accelfn.loop.evaluate import observe as observe
     from accelfn.loop.evaluate import predict as predict
-    from accelfn.loop.logs import RankLogger as RankLogger
-    from accelfn.loop.logs import logger as logger
+    from accelfn.loop.evaluate import split as split
+    from accelfn.loop.memory import find_batch_size as find_batch_size
+    from accelfn.loop.memory import memory as memory
     from accelfn.loop.memory import memory_estimate as memory_estimate
-    from accelfn.loop.memory_use import memory as memory
-    from accelfn.loop.observe import observe as observe
     from accelfn.loop.profiling import profile as profile
     from accelfn.loop.run import epochs as epochs
     from accelfn.loop.run import run as run
-    from accelfn.loop.salvage import salvage as salvage
+    from accelfn.loop.run import salvage as salvage
+    from accelfn.model.optimizer import lomo as lomo
     from accelfn.placing.placed import placed as placed
     from accelfn.placing.plan import DeviceMap as DeviceMap
     from accelfn.placing.plan import place as place
-    from accelfn.structure.lomo import lomo as lomo
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
-    from accelfn.transforms.activations import (
-        checkpoint_activations as checkpoint_activations,
-    )
-    from accelfn.transforms.check import check_replicas as check_replicas
+    from accelfn.transforms.averaging import ema as ema
+    from accelfn.transforms.averaging import schedule_free as schedule_free
     from accelfn.transforms.clip import clip_grad_norm as clip_grad_norm
     from accelfn.transforms.clip import clip_grad_value as clip_grad_value
     from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
-    from accelfn.transforms.compress import compress as compress
     from accelfn.transforms.context_parallel import context_parallel as context_parallel
+    from accelfn.transforms.ddp import check_replicas as check_replicas
+    from accelfn.transforms.ddp import compress as compress
+    from accelfn.transforms.ddp import shard_data as shard_data
+    from accelfn.transforms.ddp import sync_batchnorm as sync_batchnorm
     from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
-    from accelfn.transforms.deepspeed import wrap_deepspeed as wrap_deepspeed
     from accelfn.transforms.diloco import diloco as diloco
-    from accelfn.transforms.ema import ema as ema
     from accelfn.transforms.fsdp import wrap_fsdp as wrap_fsdp
-    from accelfn.transforms.identity import identity as identity
-    from accelfn.transforms.in_backward import (
-        optimizer_in_backward as optimizer_in_backward,
-    )
     from accelfn.transforms.local_sgd import local_sgd as local_sgd
     from accelfn.transforms.plateau import plateau as plateau
     from accelfn.transforms.precision import autocast as autocast
     from accelfn.transforms.precision import full_precision as full_precision
-    from accelfn.transforms.schedule_free import schedule_free as schedule_free
-    from accelfn.transforms.shard import shard_data as shard_data
-    from accelfn.transforms.skip import skip_nonfinite as skip_nonfinite
-    from accelfn.transforms.sync_batchnorm import sync_batchnorm as sync_batchnorm
+    from accelfn.transforms.precision import identity as identity
+    from accelfn.transforms.precision import skip_nonfinite as skip_nonfinite
+    from accelfn.transforms.saving_memory import (
+        checkpoint_activations as checkpoint_activations,
+    )
+    from accelfn.transforms.saving_memory import (
+        optimizer_in_backward as optimizer_in_backward,
+    )
     from accelfn.transforms.tensor_parallel import tensor_parallel as tensor_parallel
-    from accelfn.weights.empty import empty_weights as empty_weights
     from accelfn.weights.export import export_model as export_model
     from accelfn.weights.export import full_params as full_params
     from accelfn.weights.export import save_pretrained as save_pretrained
-    from accelfn.weights.import_state import import_state as import_state
+    from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
-    from accelfn.weights.torch_files import import_torch_weights as import_torch_weights
 
 # imported when first used, for a program does without most of them; a name that its module
 # bears too is not among them, for the import of the module would stand in its place
@@ -189,56 +189,62 @@ _LATER = {
         "save",
         "with_world",
     ),
-    "accelfn.data.gather_valid": ("gather_valid",),
-    "accelfn.data.split": ("split",),
+    "accelfn.deepspeed.transform": ("wrap_deepspeed",),
+    "accelfn.interop.accelerate": ("import_state",),
+    "accelfn.interop.torch_files": ("import_torch_weights",),
     "accelfn.launching.function": ("launch",),
-    "accelfn.loop.batch_size": ("find_batch_size",),
     "accelfn.loop.control": (
+        "RankLogger",
         "assert_replicas_agree",
+        "logger",
         "main_first",
         "on_main",
         "on_rank",
         "print_in_order",
         "print_once",
     ),
-    "accelfn.loop.evaluate": ("evaluate", "predict"),
-    "accelfn.loop.logs": ("RankLogger", "logger"),
-    "accelfn.loop.memory": ("memory_estimate",),
-    "accelfn.loop.memory_use": ("memory",),
-    "accelfn.loop.observe": ("observe",),
+    "accelfn.loop.evaluate": (
+        "evaluate",
+        "gather_valid",
+        "observe",
+        "predict",
+        "split",
+    ),
+    "accelfn.loop.memory": ("find_batch_size", "memory", "memory_estimate"),
     "accelfn.loop.profiling": ("profile",),
-    "accelfn.loop.run": ("epochs", "run"),
-    "accelfn.loop.salvage": ("salvage",),
+    "accelfn.loop.run": ("epochs", "run", "salvage"),
+    "accelfn.model.optimizer": ("lomo",),
     "accelfn.placing.placed": ("placed",),
     "accelfn.placing.plan": ("DeviceMap", "place"),
-    "accelfn.structure.lomo": ("lomo",),
     "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
-    "accelfn.transforms.activations": ("checkpoint_activations",),
-    "accelfn.transforms.check": ("check_replicas",),
+    "accelfn.transforms.averaging": ("ema", "schedule_free"),
     "accelfn.transforms.clip": ("clip_grad_norm", "clip_grad_value"),
     "accelfn.transforms.compile": ("compile",),
-    "accelfn.transforms.compress": ("compress",),
-    "accelfn.transforms.ddp": ("wrap_ddp",),
-    "accelfn.transforms.deepspeed": ("wrap_deepspeed",),
     "accelfn.transforms.context_parallel": ("context_parallel",),
+    "accelfn.transforms.ddp": (
+        "check_replicas",
+        "compress",
+        "shard_data",
+        "sync_batchnorm",
+        "wrap_ddp",
+    ),
     "accelfn.transforms.diloco": ("diloco",),
     "accelfn.transforms.fsdp": ("wrap_fsdp",),
-    "accelfn.transforms.ema": ("ema",),
-    "accelfn.transforms.identity": ("identity",),
-    "accelfn.transforms.in_backward": ("optimizer_in_backward",),
     "accelfn.transforms.local_sgd": ("local_sgd",),
     "accelfn.transforms.plateau": ("plateau",),
-    "accelfn.transforms.precision": ("autocast", "full_precision"),
-    "accelfn.transforms.schedule_free": ("schedule_free",),
-    "accelfn.transforms.shard": ("shard_data",),
-    "accelfn.transforms.skip": ("skip_nonfinite",),
-    "accelfn.transforms.sync_batchnorm": ("sync_batchnorm",),
+    "accelfn.transforms.precision": (
+        "autocast",
+        "full_precision",
+        "identity",
+        "skip_nonfinite",
+    ),
+    "accelfn.transforms.saving_memory": (
+        "checkpoint_activations",
+        "optimizer_in_backward",
+    ),
     "accelfn.transforms.tensor_parallel": ("tensor_parallel",),
-    "accelfn.weights.empty": ("empty_weights",),
     "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
-    "accelfn.weights.import_state": ("import_state",),
-    "accelfn.weights.importing": ("import_model",),
-    "accelfn.weights.torch_files": ("import_torch_weights",),
+    "accelfn.weights.importing": ("empty_weights", "import_model"),
 }
 _MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
 

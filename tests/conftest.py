@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from accelfn.base import accelerator
+from accelfn.base import devices
 from accelfn.errors import ArgumentError
 from accelfn.testing.plugin import register_profiles
 from tests.turns import waiting
@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(
     for item in items:
         if isinstance(item, pytest.Function):
             budgeted(item.function)
-        if item.get_closest_marker("gpu") and not accelerator.count():
+        if item.get_closest_marker("gpu") and not devices.count():
             item.add_marker(pytest.mark.skip(reason="torch sees no accelerator"))
-        if item.get_closest_marker("cuda") and accelerator.kind() != "cuda":
+        if item.get_closest_marker("cuda") and devices.kind() != "cuda":
             item.add_marker(pytest.mark.skip(reason="torch sees no CUDA"))
         if config.pluginmanager.hasplugin("xdist"):
             item.add_marker(pytest.mark.xdist_group(_group(item)))

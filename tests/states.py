@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 FIELDS = (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import is_shard
+from accelfn.base.tree import is_shard
 from accelfn.collectives import wholes
 from accelfn.testing.strategies import Program
 

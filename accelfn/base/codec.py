@@ -14,7 +14,7 @@ from typing import Any, cast
 import attrs
 import torch
 
-from accelfn.base.pending import Pending
+from accelfn.base.tree import Pending
 from accelfn.errors import PlainDataError
 
 _DTYPES = frozenset(

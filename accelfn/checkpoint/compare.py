@@ -10,15 +10,15 @@ from typing import Any, cast
 import attrs
 import torch
 
-from accelfn.base.advice import advise
+from accelfn.base.arguments import advise
 from accelfn.base.codec import Held, has_state
-from accelfn.base.shards import is_shard
+from accelfn.base.tree import is_shard
 from accelfn.checkpoint.grammar import quote
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import definition_of, optimizer_name
 from accelfn.errors import ArgumentError, CheckpointError
+from accelfn.model.optimizer import OTHERS, entries_of, group_key
 from accelfn.state.state import TrainState
-from accelfn.structure.prototype import OTHERS, entries_of, group_key
 
 _SHOWN = 10
 _LONG = 200

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NoReturn, TypeAlias
 
-from accelfn.base import paths
+from accelfn.base import arguments
 
 Chunk: TypeAlias = bytes | memoryview
 _PIECE = 1 << 23
@@ -37,7 +37,7 @@ _WRITE = 2
 
 def make(directory: Path) -> None:
     """Make a directory and its parents where they are not there, and let them last."""
-    if not paths.is_directory(directory):
+    if not arguments.is_directory(directory):
         if directory.is_symlink():
             what = f"a link to {directory.readlink()}, which is not a directory"
             raise NotADirectoryError(errno.ENOTDIR, what, str(directory))
@@ -91,7 +91,7 @@ def flush(directory: Path) -> None:
 
 def rename(path: Path, new: Path) -> None:
     """Give a directory a name that nothing has, and make it last, or leave the old one."""
-    if paths.exists(new):
+    if arguments.exists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     path.rename(new)
     try:
@@ -104,7 +104,7 @@ def rename(path: Path, new: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file, or a directory and all in it, if it is there."""
     with suppress(FileNotFoundError):  # another process removes it too
-        if paths.is_directory(path) and not path.is_symlink():
+        if arguments.is_directory(path) and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()
@@ -204,7 +204,7 @@ def _mount(handle: int) -> bytes:
 def is_there(path: Path) -> bool:
     """Return whether something has a path, as far as the disk says."""
     with suppress(OSError):
-        return paths.exists(path)
+        return arguments.exists(path)
     return False
 
 

@@ -5,9 +5,10 @@ The digest is on the second line, and that of all lines behind it.
 """
 
 import json
+import math
 import re
-from collections.abc import Collection, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, cast
@@ -15,13 +16,83 @@ from typing import Any, Self, cast
 import attrs
 from blake3 import blake3
 
-from accelfn.base import paths
+from accelfn.base import arguments
 from accelfn.base.codec import Table, decode, encode, tensors_in
-from accelfn.checkpoint import disk, grammar
+from accelfn.checkpoint import disk, files, grammar
 from accelfn.checkpoint.files import DTYPES, File
-from accelfn.checkpoint.others import checkpoints_near, reader_of
 from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
+
+# What lies at a path that is not what was asked for, and which function reads it.
+
+
+_SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
+_TORCH = (
+    "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
+)
+_OURS = (
+    "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
+    ' alone af.load_part(state, {path}, "params").'
+)
+_STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
+_ZERO = (
+    "It is a checkpoint of DeepSpeed; af.import_state(state, {path}) reads what ZeRO saves of"
+    " plain models, with the folder of a tag in it."
+)
+_IN_FOLDERS = {
+    "manifest.json": _OURS,
+    ".metadata": _STATE,
+    "optimizer.bin": _STATE,
+    "zero_to_fp32.py": _ZERO,
+    "model.safetensors": _SAFE,
+    "model.safetensors.index.json": _SAFE,
+    "pytorch_model.bin": _TORCH,
+    "pytorch_model.bin.index.json": _TORCH,
+}
+_ENDINGS = {
+    ".safetensors": _SAFE,
+    ".safetensors.index.json": _SAFE,
+    ".bin": _TORCH,
+    ".bin.index.json": _TORCH,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".ckpt": _TORCH,
+}
+
+
+def reader_of(path: Path) -> str:
+    """Return sentences that say what reads a file or folder, behind a space; or nothing."""
+    found: list[str] = []
+    if arguments.is_directory(path):
+        found = [
+            text for name, text in _IN_FOLDERS.items() if arguments.exists(path / name)
+        ]
+    elif arguments.is_file(path):
+        found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
+    said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
+    return "".join(f" {text}" for text in said)
+
+
+def checkpoints_near(path: Path, name: str) -> str:
+    """Return a sentence that names checkpoints in a folder, or beside it, behind a space.
+
+    Args:
+        path: where there is none.
+        name: of the file that a checkpoint has.
+    """
+    inside = arguments.is_directory(path)
+    folder = path if inside else path.parent
+    try:
+        found = sorted(
+            each.name for each in folder.iterdir() if arguments.is_file(each / name)
+        )
+    except OSError:  # it is not there, or not ours to read
+        found = []
+    if not found:
+        return " af.save(state, directory) writes one."
+    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return f" {'In' if inside else 'Beside'} it there are {len(found)}: {shown}."
+
 
 NAME = "manifest.json"
 _LARGEST = 1 << 28
@@ -413,7 +484,7 @@ def _read(
     except FileNotFoundError as error:
         lacks = (
             f"it has no {NAME}"
-            if paths.is_directory(folder)
+            if arguments.is_directory(folder)
             else "there is no such directory"
         )
         way = reader_of(folder) or checkpoints_near(folder, NAME)
@@ -482,3 +553,143 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         msg = "a name comes twice"
         raise ValueError(msg)
     return found
+
+
+# Which checkpoints a directory has, and which of them are kept.
+
+
+_STEP = re.compile(r"step-([0-9]{8,})")
+
+
+def name_of(step: int) -> str:
+    """Return the name of a step's checkpoint; names sort as steps do."""
+    return f"step-{step:08d}"
+
+
+def steps_in(directory: Path) -> tuple[int, ...]:
+    """Return the steps of which a directory has checkpoints, in rising order.
+
+    What has another name than a store gives is not of a store: `step-34`, say.
+    """
+    if not arguments.is_directory(directory):
+        return ()
+    found = [
+        int(match[1])
+        for path in directory.iterdir()
+        if (match := _STEP.fullmatch(path.name))
+        and path.name == name_of(int(match[1]))
+        and arguments.is_file(path / NAME)
+    ]
+    return tuple(sorted(found))
+
+
+def broken_after(directory: Path, step: int) -> Path | None:
+    """Return the newest broken link with the name of a later step's checkpoint."""
+    found = [
+        (int(match[1]), path)
+        for path in directory.iterdir()
+        if (match := _STEP.fullmatch(path.name))
+        and path.is_symlink()
+        and not arguments.exists(path)
+    ]
+    newest, path = max(found, default=(step, None))
+    return path if newest > step else None
+
+
+def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
+    """Return the newest of some steps whose checkpoint is as it was written.
+
+    Cost: one reading of it, and of those that are not.
+    """
+    for step in sorted(steps, reverse=True):
+        with suppress(CheckpointError):
+            verify(directory / name_of(step))
+            return step
+    return None
+
+
+@contextmanager
+def explain_removal(folder: Path) -> Generator[None]:
+    """Let an error of a checkpoint that was removed while it was read say so.
+
+    Raises:
+        CheckpointError: it was removed.
+    """
+    try:
+        yield
+    except (CheckpointCorruptError, FileNotFoundError) as error:
+        if disk.is_there(folder):
+            raise
+        msg = (
+            f"{folder} was removed while it was read, as a run removes the older checkpoints of"
+            f" its store. Load the newest: af.CheckpointStore({str(folder.parent)!r})"
+            ".restore(state)."
+        )
+        raise CheckpointError(msg) from error
+
+
+def verify(folder: Path) -> None:
+    """Read all of a checkpoint again.
+
+    Raises:
+        CheckpointCorruptError: something in it is not what was written.
+    """
+    for state, manifest in read_manifests(folder).items():
+        for name, file in manifest.files.items():
+            files.read(folder / state / name, file, frozenset())
+
+
+def metrics_of(folder: Path) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint; states that were saved together have the same."""
+    return next(iter(read_manifests(folder).values())).metrics
+
+
+def best_of(directory: Path, metric: str, mode: str) -> list[int]:
+    """Return the steps whose checkpoints have a metric, the best first."""
+    found: list[tuple[float, int]] = []
+    for step in steps_in(directory):
+        try:
+            value = metrics_of(directory / name_of(step)).get(metric)
+        except CheckpointError:  # it is none of the best; loading it says why
+            continue
+        if value is not None and not math.isnan(value):
+            found.append((-value if mode == "max" else value, step))
+    return [step for _, step in sorted(found)]
+
+
+def metrics_in(directory: Path) -> set[str]:
+    """Return the names of all metrics that a directory's checkpoints have."""
+    names = set[str]()
+    for step in steps_in(directory):
+        with suppress(CheckpointError):  # as above
+            names |= metrics_of(directory / name_of(step)).keys()
+    return names
+
+
+def check_no_store(directory: Path) -> None:
+    """Refuse a directory of checkpoints where one of them is asked for.
+
+    Raises:
+        CheckpointError: it names the newest.
+    """
+    steps = () if arguments.exists(directory / NAME) else steps_in(directory)
+    if steps:
+        msg = (
+            f"{directory} is a store of {len(steps)} checkpoints, and not one of them."
+            f" Load the newest, {directory / name_of(steps[-1])}, or call"
+            f" af.CheckpointStore({str(directory)!r}).restore(state)."
+        )
+        raise CheckpointError(msg)
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove a checkpoint: first its name, then what it was.
+
+    So a crash between leaves a directory that is no checkpoint, not half of one.
+    """
+    gone = directory / f".tmp-{name_of(step)}.gone"
+    disk.remove(gone)
+    disk.rename(directory / name_of(step), gone)
+    # it is no checkpoint any more, and the next save removes it
+    with suppress(OSError):
+        disk.remove(gone)

@@ -1,21 +1,326 @@
 # SPDX-License-Identifier: Apache-2.0
 """`save`: a state as a directory that anyone can read."""
 
+import copy
+import json
 import os
 import re
-from collections.abc import Mapping
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
 
-from accelfn.base.calling import called
-from accelfn.checkpoint import commit, files
+import attrs
+import torch
+
+from accelfn.base.arguments import advise, called, is_integer
+from accelfn.base.codec import Held, Table, decode, encode, has_state
+from accelfn.base.tree import Pending
+from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Contents, Save
-from accelfn.checkpoint.fields import encoded, fields_of
-from accelfn.checkpoint.options import Given, check_frozen, check_path, states_of
-from accelfn.checkpoint.slices import is_sharded
+from accelfn.checkpoint.grammar import MEMBER
+from accelfn.checkpoint.slices import Slice, is_sharded, slice_of
 from accelfn.collectives import by_calls, gather_text
-from accelfn.definition.fields import has_field
-from accelfn.state.state import TrainState
-from accelfn.structure.prototype import kind_of
+from accelfn.data.plan import Cursor
+from accelfn.definition.transform import has_field
+from accelfn.errors import (
+    ArgumentError,
+    CheckpointError,
+    CheckpointWriteError,
+    WorldError,
+)
+from accelfn.model.optimizer import beside, kind_of
+from accelfn.state.grads import Lease
+from accelfn.state.state import TrainState, check_state
+
+# What of a state is saved, and a state with what was saved.
+
+
+FIELDS = (
+    "params",
+    "buffers",
+    "opt_state",
+    "step",
+    "cursor",
+    "seed",
+    "num_skipped",
+    "slots",
+)
+
+
+def fields_of(state: TrainState) -> dict[str, Any]:
+    """Return what is saved of a state, as a tree of tensors and plain data."""
+    return {
+        "params": dict(state.params),
+        "buffers": dict(state.buffers),
+        "opt_state": {name: dict(entry) for name, entry in state.opt_state.items()},
+        "step": state.step,
+        "cursor": state.cursor.to_plain(),
+        "seed": state.seed,
+        "num_skipped": state.num_skipped,
+        "slots": dict(state.slots),
+    }
+
+
+def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
+    """Return the state that was saved, with the definition of this one.
+
+    Raises:
+        CheckpointError: an object in a slot was saved, and there is none in this state.
+    """
+    slots = {
+        name: _with_objects(value, state.slots.get(name), f"slots.{name}")
+        for name, value in saved["slots"].items()
+    }
+    params = {name: saved["params"][name] for name in state.params}
+    optimizer, module = state.definition.optimizer, state.definition.skeleton.module
+    return attrs.evolve(
+        state,
+        params=params,
+        buffers={name: saved["buffers"][name] for name in state.buffers},
+        opt_state=beside(saved["opt_state"], params, optimizer, module),
+        step=saved["step"],
+        cursor=Cursor(*saved["cursor"]),
+        seed=saved["seed"],
+        num_skipped=saved["num_skipped"],
+        slots=slots,
+        lease=Lease(is_loaded=True),
+    )
+
+
+def _with_objects(saved: Any, current: Any, path: str) -> Any:
+    """Return a slot with objects of the current one's kinds in place of what they said."""
+    if isinstance(saved, Held):
+        if not has_state(current):
+            msg = (
+                f"{path} was saved of an object with a state_dict(), and the state that it"
+                f" is loaded into has {type(current).__name__} there. Give it such an"
+                f" object first, with state.with_slot."
+            )
+            raise CheckpointError(msg)
+        fresh: Any = copy.deepcopy(current)
+        fresh.load_state_dict(saved.state)
+        return fresh
+    if isinstance(saved, Pending):
+        inside = current.wait() if isinstance(current, Pending) else None
+        return Pending.of(_with_objects(saved.wait(), inside, path))
+    if isinstance(saved, dict):
+        items = cast("dict[Any, Any]", saved).items()
+        inside = current if isinstance(current, Mapping) else {}
+        return {k: _with_objects(v, inside.get(k), f"{path}.{k}") for k, v in items}
+    if type(saved) in (list, tuple):
+        sequence = cast("list[Any]", saved)
+        inside = list(current) if isinstance(current, (list, tuple)) else []
+        inside += [None] * (len(sequence) - len(inside))
+        return type(saved)(
+            _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
+        )
+    if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor):
+        return saved.to(current.device)  # the caller's may be on the host
+    return saved
+
+
+class Tensors(Table):
+    """A state's tensors by name; of a DTensor this rank's slice.
+
+    Attributes:
+        slices: which slice that is, by name.
+        sharded: the DTensor itself, by name.
+    """
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        super().__init__(objects=True)
+        self.slices: dict[str, Slice] = {}
+        self.sharded: dict[str, torch.Tensor] = {}
+        self._locals: dict[int, torch.Tensor] = {}
+
+    def put(self, tensor: torch.Tensor, path: str) -> str:
+        """Return a tensor's name; one that stands in two places has one."""
+        place = slice_of(tensor, path)
+        if place is None:
+            return super().put(tensor, path)
+        local = self._locals.setdefault(id(tensor), cast("Any", tensor).to_local())
+        name = super().put(local, path)
+        self.slices[name], self.sharded[name] = place, tensor
+        return name
+
+
+def encoded(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+    """Return fields by unit, each slot one of its own, as plain data beside their tensors."""
+    tensors = Tensors()
+    units = {name: value for name, value in fields.items() if name != "slots"}
+    units |= {f"slots.{name}": value for name, value in fields["slots"].items()}
+    return {name: encode(v, tensors, path=name) for name, v in units.items()}, tensors
+
+
+def decoded(
+    units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return the fields that were encoded."""
+    values = {name: decode(coded, tensors) for name, coded in units.items()}
+    slots = {
+        name.removeprefix("slots."): value
+        for name, value in values.items()
+        if name.startswith("slots.")
+    }
+    fields = {n: value for n, value in values.items() if not n.startswith("slots.")}
+    return {**fields, "slots": slots}
+
+
+# What saves and stores may be asked, looked at before anything is done.
+
+
+Period: TypeAlias = int | timedelta
+Given: TypeAlias = TrainState | Mapping[str, TrainState]
+"""A state, or several by name that are saved and loaded together."""
+States = TypeVar("States", TrainState, dict[str, TrainState])
+
+
+def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainState]]:
+    """Return the first state that a call was given, and all by name; "" is a lone one's.
+
+    Raises:
+        ArgumentError: it was given something else, or a name with other characters.
+        StateDonatedError: a step has taken one of them.
+        WorldError: they are in different worlds.
+    """
+    states: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+    for name in states or [None]:
+        if isinstance(given, Mapping) and not (
+            isinstance(name, str) and MEMBER.fullmatch(name)
+        ):
+            msg = (
+                f'{call}: {name!r} is not a state\'s name, such as "generator". A name has'
+                " letters, digits, - and _ alone."
+            )
+            raise ArgumentError(msg)
+    for each in states.values():
+        check_state(call, each)
+        each.lease.check()
+    worlds = [each.world for each in states.values()]
+    if len({(w.rank, w.size, w.size > 1 and id(w.connection)) for w in worlds}) != 1:
+        msg = (
+            f"{call}: {', '.join(states)} are in different worlds. Create all with"
+            " world=world, the same World."
+        )
+        raise WorldError(msg)
+    return next(iter(states.values())), states
+
+
+def check_path(call: str, directory: object, before: str = "") -> None:
+    """Refuse what is no path, or one that no disk can have."""
+    if isinstance(directory, (str, os.PathLike)):
+        name: object = os.fspath(directory)
+        if isinstance(name, str):
+            try:
+                raw = os.fsencode(name)
+            except UnicodeEncodeError:
+                raw = b"\0"
+            if b"\0" not in raw:
+                return
+    msg = f"{call}({before}{directory!r}): expected the path of a directory."
+    raise ArgumentError(msg)
+
+
+def check_frozen(frozen: str) -> None:
+    """Refuse any other word."""
+    if frozen not in ("write", "hash"):
+        msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
+        raise ArgumentError(msg)
+
+
+def check_options(
+    keep: object, keep_best: object, best_is: object, every: object
+) -> None:
+    """Refuse what a store could not follow."""
+    if keep is not None and not is_integer(keep, 1):
+        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
+    elif not (keep_best is None or isinstance(keep_best, str)):
+        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
+    elif best_is not in ("min", "max"):
+        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
+    elif keep_best is None and best_is != "min":
+        msg = (
+            f"CheckpointStore(best_is={best_is!r}): of which metric? Say keep_best= too, the"
+            " name of one that is given to save, or leave it out."
+        )
+    elif not (
+        every is None
+        or is_integer(every, 1)
+        or (isinstance(every, timedelta) and every > timedelta())
+    ):
+        msg = (
+            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
+            " or None."
+        )
+    else:
+        return
+    raise ArgumentError(msg)
+
+
+def check_writable(directory: Path) -> None:
+    """Make the directory, and a file in it, before anything is trained."""
+    try:
+        disk.make(directory)
+        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # other ranks make theirs
+        disk.create(probe)
+        disk.remove(probe)
+    except OSError as error:
+        msg = (
+            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
+            f" {_mode_near(directory)}this is user {os.getuid()}."
+        )
+        raise CheckpointWriteError(msg) from error
+
+
+def _mode_near(directory: Path) -> str:
+    """Return what may be done where a directory is, or would be, as far as the disk says."""
+    for each in (directory, *directory.parents):
+        if disk.is_there(each):
+            with suppress(OSError):
+                return f"{each} has mode {oct(each.stat().st_mode & 0o7777)}, and "
+    return ""
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):  # 1 and "1" would be one
+        raise TypeError
+    return name
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, (str, bool)):  # which float takes, too
+        raise TypeError
+    return float(value)
+
+
+def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as floats."""
+    try:
+        return {_text(name): _float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
+            " af.mean(metrics, world) gives."
+        )
+        raise ArgumentError(msg) from error
+
+
+def check_numbers(said: Sequence[str]) -> None:
+    """Say so where ranks gave other metrics than rank 0, whose are kept."""
+    first = json.loads(said[0])
+    for rank, text in enumerate(said):
+        if text != said[0]:
+            advise(
+                f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
+                f" {json.loads(text)}. Those of rank 0 are kept, and are what keep_best= goes"
+                " by. Give what all ranks have in common: metrics=af.mean(metrics, world)."
+            )
+            return
+
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN = 1000

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import attrs
 import torch
 
-from accelfn.base import large_pages, shards
+from accelfn.base import devices, tree
 from accelfn.errors import CheckpointCorruptError, PlainDataError
 
 T = TypeVar("T")
@@ -154,7 +154,7 @@ def assembled(
     Raises:
         CheckpointCorruptError: the parts leave some of it open.
     """
-    result = large_pages.empty(target.size, dtype)
+    result = devices.empty(target.size, dtype)
     open_ = target.count
     for part, values in parts:
         here, there = target.within(part), part.within(target)
@@ -221,7 +221,7 @@ def like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
 
     torch's own `from_local` would bring it to the device of the mesh.
     """
-    return shards.with_local(sharded, local.to(shards.local(sharded).device))
+    return tree.with_local(sharded, local.to(tree.local(sharded).device))
 
 
 def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:

@@ -4,26 +4,28 @@
 import json
 import os
 import sys
+import threading
 import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import attrs
+import torch
 
-from accelfn.base import paths, words
-from accelfn.base.calling import called
-from accelfn.base.question import question
+from accelfn.base import arguments, words
+from accelfn.base.arguments import called, question
+from accelfn.base.devices import host_memory
 from accelfn.base.words import foreign
 from accelfn.checkpoint import commit, disk
-from accelfn.checkpoint import keep as keeping
-from accelfn.checkpoint.background import Buffers, Writing, close_talk, open_talk
+from accelfn.checkpoint import manifest as keeping
+from accelfn.checkpoint.commit import Contents, Lock, Save
 from accelfn.checkpoint.load import load
-from accelfn.checkpoint.lock import Lock
-from accelfn.checkpoint.options import (
+from accelfn.checkpoint.save import (
     Given,
     Period,
     States,
@@ -32,13 +34,14 @@ from accelfn.checkpoint.options import (
     check_options,
     check_path,
     check_writable,
+    contents_of,
+    exchange_of,
     numbers_of,
+    save_of,
     states_of,
 )
-from accelfn.checkpoint.retention import Retention
-from accelfn.checkpoint.save import contents_of, exchange_of, save_of
-from accelfn.checkpoint.under_way import UnderWay
 from accelfn.collectives import broadcast_object, gather_text
+from accelfn.collectives.failures import named
 from accelfn.errors import (
     ArgumentError,
     CheckpointCorruptError,
@@ -50,8 +53,448 @@ from accelfn.errors import (
 from accelfn.state.state import TrainState
 
 if TYPE_CHECKING:
-    from accelfn.checkpoint.commit import Contents
     from accelfn.world import World
+
+# Saving behind the training's back: a copy in host memory, and a thread that writes it.
+#
+# Collectives belong to the training's thread. So ranks agree by small files in a directory
+# beside the checkpoint, which they all see, for they write the checkpoint itself to it.
+
+
+_PATIENCE = 600.0
+"""Seconds; of a world that has no timeout of its own."""
+_GRACE = 5.0
+"""Seconds for ranks that still write their part, when another is known to be gone."""
+
+
+class Buffers:
+    """Host memory into which tensors are copied, the same at each save."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._held: dict[str, torch.Tensor] = {}
+
+    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors' values in host memory, which the next call overwrites."""
+        copies: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            held = self._held.get(name)
+            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+                held = host_memory(tensor.shape, tensor.dtype, tensor.device)
+            copies[name] = held.copy_(tensor.detach(), non_blocking=True)
+            if not tensor.is_cpu:
+                devices.add(tensor.device)
+        for device in devices:
+            arrived = torch.Event(device)
+            arrived.record()
+            arrived.synchronize()
+        self._held = copies
+        return copies
+
+
+@attrs.define(kw_only=True)
+class Talk:
+    """How ranks agree by files in a directory that all see.
+
+    Attributes:
+        save: about which.
+        patience: seconds after which a rank that has not said its part is given up.
+        turn: how many times they have agreed.
+        hurried_at: when a rank was known to be gone, if one is.
+    """
+
+    save: Save
+    patience: float
+    turn: int = 0
+    hurried_at: float | None = None
+
+    def __call__(self, what: str, text: str) -> list[str]:
+        """Say this rank's text, and return that of all ranks, when all have said theirs.
+
+        Raises:
+            CheckpointWriteError: a rank's writer has ended with an error.
+            PeerFailedError: a rank's process has ended, or it said nothing in time.
+        """
+        self.turn += 1
+        disk.tell(self._file(self.turn, self.save.rank), text)
+        pause, begun = 0.001, time.monotonic()
+        while absent := self._absent():
+            gone = [r for r in absent if disk.is_let_go(self._file(_HELD, r))]
+            absent = self._absent()  # one that was gone may have spoken before
+            self._check_ended(absent)
+            gone = [rank for rank in gone if rank in absent]
+            if absent and (gone or self._is_over(begun)):
+                raise PeerFailedError(self._given_up(gone, absent, what, begun))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [_read(self._file(self.turn, rank)) for rank in self._ranks()]
+
+    def begin(self) -> BinaryIO | None:
+        """Let the others see whether this process lives, until what is returned is closed."""
+        mine = self._file(_HELD, self.save.rank)
+        return disk.hold(mine) if self.save.size > 1 else None
+
+    def end(self, text: str) -> None:
+        """Let the others know that this rank will say nothing more, and why."""
+        if self.save.size > 1:
+            disk.tell(self._file(_ENDED, self.save.rank), text)
+
+    def _ranks(self) -> range:
+        return range(self.save.size)
+
+    def _file(self, turn: int | str, rank: int) -> Path:
+        return talk_directory(self.save.final) / f"{turn}-{rank}"
+
+    def _absent(self) -> list[int]:
+        return [
+            r for r in self._ranks() if not arguments.exists(self._file(self.turn, r))
+        ]
+
+    def _check_ended(self, absent: list[int]) -> None:
+        for rank in absent:
+            ended = self._file(_ENDED, rank)
+            if arguments.exists(ended):
+                nothing = f"{self.save.unsaved}: rank {rank} failed, and had no room to say why"
+                raise CheckpointWriteError(_read(ended) or nothing)
+
+    def _is_over(self, begun: float) -> bool:
+        now, hurried = time.monotonic(), self.hurried_at
+        return now > begun + self.patience or (
+            hurried is not None and now > max(begun, hurried) + _GRACE
+        )
+
+    def _given_up(
+        self, gone: list[int], absent: list[int], what: str, begun: float
+    ) -> str:
+        if gone:
+            how = f"the process of {named(gone)} has ended"
+        else:
+            waited = time.monotonic() - begun
+            how = (
+                f"{named(absent)} failed, left or did not arrive within {waited:.3g} s"
+            )
+        return (
+            f"The save of step {self.save.step} was not seen to its end: rank"
+            f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
+            " Look at its output for the cause."
+        )
+
+
+_ENDED, _HELD = "ended", "held"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def talk_directory(final: Path) -> Path:
+    """Return where ranks agree about a checkpoint."""
+    return final.parent / f".tmp-{final.name}.talk"
+
+
+def open_talk(save: Save) -> None:
+    """Make the place where ranks agree about a checkpoint, or leave nothing of it."""
+    try:
+        disk.create(talk_directory(save.final))
+    except OSError:
+        disk.remove(save.partial)
+        raise
+
+
+def close_talk(save: Save) -> None:
+    """Remove the place where ranks have agreed, if the disk lets it be removed."""
+    with suppress(OSError):  # the next save removes it
+        disk.remove(talk_directory(save.final))
+
+
+class _Mine(threading.local):
+    """The saves that a thread has begun."""
+
+    def __init__(self) -> None:
+        self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
+
+
+_mine = _Mine()
+
+
+def give_up() -> bool:
+    """End the saves that this thread has begun, as the end of its process would.
+
+    Returns: whether there were any.
+    """
+    begun = list(_mine.writings)
+    for writing in begun:
+        writing.give_up()
+    return bool(begun)
+
+
+class Writing:
+    """A save that a thread writes, once it is started."""
+
+    def __init__(
+        self,
+        save: Save,
+        contents: Mapping[str, Contents],
+        then: Callable[[], None],
+        *,
+        patience: float | None,
+    ) -> None:
+        """Take what to write; the contents' tensors must not change before `join`."""
+        self.save = save
+        self._contents, self._then = contents, then
+        self._talk = Talk(save=save, patience=patience or _PATIENCE)
+        self._begun, self._done = threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+        _mine.writings.add(self)
+
+    def start(self) -> None:
+        """Begin to write; without a thread, `join` returns the error."""
+        try:
+            threading.Thread(target=self._run, name="accelfn-save").start()
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise  # an interrupt while threading took its locks
+            self._begun.acquire(blocking=False)
+            why = CheckpointWriteError(
+                f"no thread can be started to write it ({error}). Give the store async_=False,"
+                " or raise the limit of threads (ulimit -u)."
+            )
+            self._error = self._alone(why)
+            self._talk.end(str(self._error))
+            self._done.set()
+
+    def join(self) -> BaseException | None:
+        """Wait for the end, and return the error with which it ended.
+
+        One whose start was interrupted is started here: other ranks count on it.
+        """
+        if not self._begun.locked():
+            self.start()
+        self._done.wait()
+        return self._error
+
+    def hurry(self) -> None:
+        """Wait for other ranks no longer than a moment: one of them is gone."""
+        self._talk.hurried_at = time.monotonic()
+
+    def give_up(self) -> None:
+        """Wait for no other rank any more, and then for the end."""
+        self._talk.patience = 0.0
+        if self._begun.locked():
+            self._done.wait()
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return  # another thread was started, and that was not known
+        held: BinaryIO | None = None
+        try:
+            held = self._talk.begin()
+            commit.write(self.save, self._contents, self._talk)
+            # there it is: what is said now is said by rank 0, and asks for no other's file
+            self.save.agreed(lambda _, text: [text], commit.READ_BACK, self._then)
+        except CheckpointWriteError as error:
+            self._error = error  # all ranks have it
+        except PeerFailedError as error:
+            self._error = error  # the others see it, too
+        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
+            self._error = self._alone(error)
+            with suppress(BaseException):  # this disk may be what has failed
+                self._talk.end(str(self._error))
+        finally:
+            if held is not None:
+                held.close()
+            self._done.set()
+
+    def _alone(self, error: BaseException) -> CheckpointWriteError:
+        """Return what ends this rank's part, and no other's, as an error of the save."""
+        rank = self.save.rank
+        is_there = disk.is_there(self.save.final)
+        begins = self.save.unread if is_there else self.save.unsaved
+        known = CheckpointWriteError(
+            f"{begins}: rank {rank} failed: {commit.told(error)}"
+        )
+        known.__cause__ = error
+        return known
+
+
+# Retention: what is removed from a store, and never before a newer one was read back.
+
+
+@attrs.define(kw_only=True)
+class Retention:
+    """What a store keeps.
+
+    Attributes:
+        directory: of the store.
+        keep: how many of the newest; None: all.
+        best: keep that one too which is best by this metric, if any.
+        best_is: "min" or "max".
+        has_said_no_best: whether it was said that none has that metric.
+    """
+
+    directory: Path
+    keep: int | None
+    best: str | None
+    best_is: str
+    has_said_no_best: bool = False
+
+    def after(self, step: int) -> None:
+        """Verify a new checkpoint, and then remove what is not kept.
+
+        Raises:
+            CheckpointError: it is not what was written; it has its name no longer.
+        """
+        if self.keep is None:
+            return
+        try:
+            keeping.verify(self.directory / keeping.name_of(step))
+        except CheckpointError:
+            keeping.discard(self.directory, step)
+            raise
+        self._remove({step, *self._kept()})
+
+    def before(self) -> None:
+        """Remove what runs that ended behind a save, and before this, have left.
+
+        Cost: where they have, the newest is read.
+        """
+        kept = self._kept()
+        if not self._others(kept):
+            return
+        newest = self.directory / keeping.name_of(max(kept))
+        try:
+            keeping.verify(newest)
+        except CheckpointError as error:
+            sys.stderr.write(
+                f"accelfn: older checkpoints than {newest} are kept: {error}\n"
+            )
+        else:
+            self._remove(kept)
+
+    def _kept(self) -> set[int]:
+        """Return the steps that are kept, of those that are there."""
+        steps = keeping.steps_in(self.directory)
+        kept = set(steps if self.keep is None else steps[-self.keep :])
+        if self.best is not None:
+            kept.update(keeping.best_of(self.directory, self.best, self.best_is)[:1])
+        return kept
+
+    def _others(self, kept: set[int]) -> list[int]:
+        return [s for s in keeping.steps_in(self.directory) if s not in kept]
+
+    def _remove(self, kept: set[int]) -> None:
+        others = self._others(kept)
+        if others:
+            self._say_no_best()
+        for step in others:
+            try:
+                keeping.discard(self.directory, step)
+            except OSError as error:  # the next save tries it again
+                sys.stderr.write(
+                    f"accelfn: {self.directory / keeping.name_of(step)} is to be removed,"
+                    f" and is still there: {error}\n"
+                )
+
+    def _say_no_best(self) -> None:
+        """Say, once, that some are removed though none has the metric that is best."""
+        if self.best is None or self.has_said_no_best:
+            return
+        names = keeping.metrics_in(self.directory)
+        if self.best not in names:
+            self.has_said_no_best = True
+            sys.stderr.write(
+                f"accelfn: keep_best={self.best!r} keeps none: no checkpoint in"
+                f" {self.directory} has that metric. Metrics that were given to save:"
+                f" {', '.join(sorted(names)) or 'none'}.\n"
+            )
+
+
+# The save that a store's thread writes, and how all ranks hear of its end.
+
+
+class UnderWay:
+    """A save that was begun and not waited for, if there is one.
+
+    Attributes:
+        writing: what its thread does.
+        world: of the state that was saved last.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.writing: Writing | None = None
+        self.world: World | None = None
+
+    def is_of_others(self, now: "World | None") -> bool:
+        """Return whether ranks have met anew since, in the world of the state at hand."""
+        if now is None or now.connection.regrouping is None:
+            return False
+        return self.world is None or self.world.connection is not now.connection
+
+    def ended(self) -> CheckpointWriteError | None:
+        """Wait for its end, and return its error, the same on all ranks.
+
+        Of one that failed nothing is left.
+
+        Raises:
+            PeerFailedError: a rank is gone.
+        """
+        writing, world = self.writing, self.world
+        if world is not None and world.connection.successor is not None:
+            return self.left()
+        if writing is None or world is None:
+            return None
+        step = writing.save.step
+        # all have begun theirs: in a simulated world ranks take turns
+        gather_text("", world, label=f"store: wait for step {step}")
+        error = writing.join()
+        if isinstance(error, PeerFailedError):
+            self.writing = None
+            world.connection.tell("waited in a save", is_waiting=True)
+            raise error
+        text = "" if error is None else str(error)
+        told = _first(gather_text(text, world, label=f"store: outcome of step {step}"))
+        self.writing = None  # not before: an interrupt may have ended the waiting
+        if world.is_main:
+            close_talk(writing.save)
+            if told is not None:  # by now nobody writes to it
+                with suppress(OSError):  # the next save removes it
+                    disk.remove(writing.save.partial)
+        if told is not None:
+            told.__cause__ = None if error is None else error.__cause__
+        return told
+
+    def left(self) -> CheckpointWriteError | None:
+        """End a save of ranks of which one is gone, and return another error than that.
+
+        It is there as a whole, or nothing of it: then a line on stderr says so.
+        """
+        writing, self.writing = self.writing, None
+        if writing is None:
+            return None
+        writing.hurry()
+        error = writing.join()
+        if isinstance(error, CheckpointWriteError):
+            return error
+        if error is not None and not disk.is_there(writing.save.final):
+            sys.stderr.write(f"accelfn: {error}\n")
+        return None
+
+    def goes_on_in(
+        self, world: "World", error: CheckpointWriteError | None
+    ) -> CheckpointWriteError | None:
+        """Begin in another world, and return the error that a rank of it brings along."""
+        text = "" if error is None else str(error)
+        told = _first(gather_text(text, world, label="store: ranks have met anew"))
+        self.world = world
+        return told
+
+
+def _first(texts: list[str]) -> CheckpointWriteError | None:
+    """Return the first error of what ranks have said, if there is one."""
+    failed = [CheckpointWriteError(text) for text in texts if text]
+    return failed[0] if failed else None
 
 
 @called
@@ -129,7 +572,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: the directory was deleted since the store was made.
         """
-        if not paths.is_directory(self.directory):
+        if not arguments.is_directory(self.directory):
             msg = (
                 f"{self.directory} was deleted since the CheckpointStore was made, with the"
                 " checkpoints in it. Make the store anew to begin again."
@@ -326,7 +769,7 @@ class CheckpointStore:
             self._remove_leftovers()
             if is_first:
                 self._retention.before()
-            if paths.exists(job.final):
+            if arguments.exists(job.final):
                 msg = (
                     f"{job.final} exists already: the store has this step. Save after the next"
                     " update; the same once more goes to a store of another directory."

@@ -15,7 +15,7 @@ from typing import NoReturn
 import attrs
 import torch
 
-from accelfn.base.valueless import readable
+from accelfn.base.devices import readable
 from accelfn.collectives.packed import all_gather, gather_text, sum_
 from accelfn.errors import CollectiveMismatchError
 from accelfn.world import World

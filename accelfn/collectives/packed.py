@@ -7,8 +7,9 @@ non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -17,14 +18,12 @@ from torch._utils import (
     _unflatten_dense_tensors,  # pyright: ignore[reportPrivateUsage]
 )
 
-from accelfn.base import lists
-from accelfn.base.accelerator import sent
-from accelfn.base.arguments import Number
-from accelfn.base.calling import called
-from accelfn.base.valueless import readable
-from accelfn.collectives.agreed import agreed, alike, check_world
-from accelfn.collectives.naming import naming
-from accelfn.errors import CollectiveMismatchError
+from accelfn.base import tree
+from accelfn.base.arguments import Number, advise, called, is_number
+from accelfn.base.devices import is_positive, readable, sent
+from accelfn.base.tree import local
+from accelfn.collectives.failures import agreed, alike, await_turn, check_world, naming
+from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
 from accelfn.world import World
 
 _TOGETHER = 16
@@ -52,7 +51,7 @@ def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat.split(sizes)
     views = [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
-    lists.copy_([tensor.detach() for tensor in tensors], views)
+    tree.copy_([tensor.detach() for tensor in tensors], views)
 
 
 _CONTIGUOUS = torch.contiguous_format
@@ -350,3 +349,381 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     padded = _as_tensor(data, longest).to(device)
     joined = torch.cat(all_gather(padded, world, label=label)).cpu().numpy().tobytes()
     return [joined[i * longest : i * longest + n] for i, n in enumerate(counts)]
+
+
+# What a reduction of tensors of one dtype sends, so that it means the same everywhere.
+#
+# Gloo does not know every dtype, adds up 8-bit integers in 8 bits, and lets NaN win or
+# vanish as ranks happen to come.
+
+
+_OPS = {
+    "sum": dist.ReduceOp.SUM,
+    "mean": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+_WIDER = {
+    torch.bool: torch.int64,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+}
+"""What Gloo reduces in place of a dtype; sums and products wrap around as its own would."""
+_REAL = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.uint8, torch.int8, torch.int32, torch.int64),
+        *_WIDER,
+    }
+)
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+
+def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
+    """Raise unless ranks can combine tensors of these dtypes in that way.
+
+    Raises:
+        ArgumentError: they cannot, or there is no such way.
+    """
+    if not isinstance(op, str) or op not in _OPS:
+        msg = f"af.reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
+        raise ArgumentError(msg)
+    for dtype in dtypes:
+        if dtype in _COMPLEX and op not in ("sum", "mean"):
+            msg = f"af.reduce(op={op!r}): {dtype} has no order, and no product across ranks."
+            raise ArgumentError(msg)
+        if dtype not in _REAL | _COMPLEX:
+            msg = (
+                f"af.reduce: ranks cannot reduce {dtype}; convert it to another dtype."
+            )
+            raise ArgumentError(msg)
+
+
+def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
+    """Raise unless a reduction can be by weight, and this is one.
+
+    Raises:
+        ArgumentError: it is no mean; or the weight is no number, or less than 0; or the size
+            of buffers is none.
+    """
+    if weight is None and bucket_cap_mb is None:
+        return
+    if op != "mean" or weight is None:
+        given = "weight" if weight is not None else "bucket_cap_mb"
+        msg = (
+            f"af.reduce({op!r}, {given}=...): only a mean by weight has it; give"
+            ' "mean" and weight=.'
+        )
+        raise ArgumentError(msg)
+    if isinstance(weight, torch.Tensor):
+        good = weight.numel() == 1 and weight.dtype in _REAL
+    else:
+        good = is_number(weight) and 0 <= weight < math.inf
+    if not good:
+        msg = f"af.reduce(weight={weight!r}): expected one number, 0 or more."
+        raise ArgumentError(msg)
+    if bucket_cap_mb is not None and not (
+        is_number(bucket_cap_mb) and 0 < bucket_cap_mb < math.inf
+    ):
+        msg = f"af.reduce(bucket_cap_mb={bucket_cap_mb!r}): expected a positive number of MiB."
+        raise ArgumentError(msg)
+
+
+def as_floats(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor whose mean can be taken in its dtype."""
+    given = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach() if given else tensor.to(torch.float64)
+
+
+def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """Return a mean as one of a tensor of such a dtype is given: of integers as a float."""
+    kept = given.is_floating_point() or given.is_complex()
+    return mean if kept else mean.to(torch.get_default_dtype())
+
+
+def reduced(
+    same: Sequence[torch.Tensor], world: World, op: str, label: str
+) -> Sequence[torch.Tensor]:
+    """Return tensors of one dtype combined over all ranks: parts of one vector."""
+    return started(same, world, op, label)()
+
+
+def started(
+    same: Sequence[torch.Tensor], world: World, op: str, label: str
+) -> Callable[[], Sequence[torch.Tensor]]:
+    """Begin to combine tensors of one dtype; return what waits for them."""
+    dtype = same[0].dtype
+    ordered = op in ("min", "max") and dtype.is_floating_point
+    flat = pack(same)
+    if ordered:
+        flat = _integers(flat, op)
+    elif op == "mean":
+        flat = flat.to(_dtype_of_sum(dtype))
+    elif dtype in _WIDER:
+        flat = flat.to(_WIDER[dtype])
+    wait = _begun(flat, world, op, label) if world.size > 1 else None
+    wanted = dtype
+    if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
+        wanted = torch.get_default_dtype()
+    elif op == "sum" and dtype is torch.bool:
+        wanted = flat.dtype
+    metas = [torch.empty_like(each, device="meta") for each in same]
+
+    def finished() -> Sequence[torch.Tensor]:
+        if wait is not None:
+            wait()
+        found = _floats(flat, dtype) if ordered else flat
+        found = found / world.size if op == "mean" else found
+        return cut(found.to(wanted), metas)
+
+    return finished
+
+
+def _begun(
+    flat: torch.Tensor, world: World, op: str, label: str
+) -> Callable[[], object]:
+    """Begin to reduce a vector in place; return what waits for it."""
+    numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
+    with naming(label, world):
+        work = dist.all_reduce(numbers, op=_OPS[op], group=world.group, async_op=True)
+
+    def wait() -> None:
+        with naming(label, world, begins=False):
+            cast("dist.Work", work).wait()
+
+    return wait
+
+
+def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
+    """Return in what numbers are added up for their mean."""
+    if dtype in (torch.float16, torch.bfloat16):
+        return torch.float32
+    return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
+
+
+_ORDERED = {
+    torch.float64: (torch.float64, torch.int64),
+    torch.float32: (torch.float32, torch.int32),
+    torch.float16: (torch.float32, torch.int32),
+    torch.bfloat16: (torch.float32, torch.int32),
+}
+
+
+def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
+    """Return integers in the order of floats; NaN is beyond all that it is compared with."""
+    wide, integer = _ORDERED[floats.dtype]
+    limits = torch.iinfo(integer)
+    bits = floats.to(wide).view(integer)
+    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    nan = limits.max if op == "max" else limits.min
+    return ordered.masked_fill_(floats.isnan(), nan)
+
+
+def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the floats that integers stand for."""
+    wide, integer = _ORDERED[dtype]
+    limits = torch.iinfo(integer)
+    bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
+    return bits.view(wide).to(dtype)
+
+
+# The mean over ranks by weight, in place, in buffers of a bounded size.
+
+
+_MIB = 1 << 20
+
+
+def average_(
+    tensors: Sequence[torch.Tensor],
+    weight: Number,
+    world: World,
+    *,
+    label: str,
+    bucket_cap_mb: float | None = None,
+) -> None:
+    """Set floating-point tensors to their mean over ranks by weight, in place.
+
+    The weight travels at the end of each buffer; if it is 0 on all ranks, they are asked again
+    for the plain mean. Integer tensors are left alone. Of a DTensor it is the rank's part.
+
+    Args:
+        tensors: of the same shapes and dtypes on all ranks.
+        weight: of this rank, 0 or more.
+        world: whose ranks have them.
+        label: what the ranks are doing.
+        bucket_cap_mb: the size of a buffer in MiB; None is one buffer a dtype.
+    """
+    parts = map(local, tensors)
+    moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
+    if world.size == 1:
+        return
+    for kind in dict.fromkeys((each.dtype, each.device) for each in moving):
+        same = [each for each in moving if (each.dtype, each.device) == kind]
+        for bucket in _buckets(same, bucket_cap_mb):
+            _average_bucket_(bucket, weight, world, label)
+
+
+def _average_bucket_(
+    same: Sequence[torch.Tensor], weight: Number, world: World, label: str
+) -> None:
+    dtype = same[0].dtype
+    # below float32 a weight could not be counted: average in float32
+    wide = dtype if dtype.itemsize >= 4 else torch.float32
+    seen = torch.zeros(1, dtype=wide, device=world.device) + weight
+    seen = seen.to(same[0].device)  # parts may lie on the host
+    flat = pack([*same, seen.to(dtype)]).to(wide)
+    flat[-1:] = 1
+    flat.mul_(seen)
+    sum_(flat, world, label=label)
+    if _may_be_zero(weight) and not is_positive(flat[-1].real):
+        _average_bucket_(same, 1, world, label)
+        return
+    flat.div_(flat[-1].clone())
+    unpack_(flat[:-1], same)
+
+
+def _may_be_zero(weight: Number) -> bool:
+    """Whether the sum of all ranks' weights must be looked at; a device is waited for."""
+    return isinstance(weight, torch.Tensor) or weight == 0
+
+
+def _buckets(
+    tensors: Sequence[torch.Tensor], bucket_cap_mb: float | None
+) -> Iterator[Sequence[torch.Tensor]]:
+    """Yield tensors of one dtype, in order, as many at once as a buffer holds.
+
+    A larger one comes in pieces, if its elements lie one after the other.
+    """
+    if bucket_cap_mb is None:
+        yield tensors
+        return
+    most = max(1, int(bucket_cap_mb * _MIB) // tensors[0].element_size())
+    bucket: list[torch.Tensor] = []
+    room = most
+    for tensor in tensors:
+        whole = tensor.numel() <= most or not tensor.is_contiguous()
+        for piece in [tensor] if whole else tensor.view(-1).split(most):
+            if bucket and piece.numel() > room:
+                yield bucket
+                bucket, room = [], most
+            bucket.append(piece)
+            room -= piece.numel()
+    if bucket:
+        yield bucket
+
+
+# A gather that is differentiated: its backward pass is a collective, and has one of its
+# own.
+
+
+def gather_with_grad(
+    mine: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
+) -> torch.Tensor:
+    """Return all ranks' rows; the gradient of a rank's is the sum of what all have for it.
+
+    Args:
+        mine: this rank's rows.
+        counts: how many each rank has.
+        worlds: in which to gather them, and in which to pass gradients, whenever that is.
+        label: what the ranks are doing.
+    """
+    return cast("Any", _Gather).apply(mine, counts, worlds, label)
+
+
+class _Gather(torch.autograd.Function):
+    """An all-gather whose backward pass sums, over the ranks, the gradients of a part."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, *told: Any) -> torch.Tensor:
+        ctx.counts, (ready, ctx.world), ctx.label = told
+        return all_gather_rows([mine], [ctx.counts], ready, label=ctx.label)[0]
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (gradient,) = grad_outputs
+        label = f"{ctx.label}: gradient"
+        mine = cast("Any", _SumOfMine).apply(gradient, ctx.counts, ctx.world, label)
+        return mine, None, None, None
+
+
+class _SumOfMine(torch.autograd.Function):
+    """This rank's rows of the sum over the ranks; what an all-gather is the transpose of."""
+
+    @staticmethod
+    def forward(ctx: Any, everyone: torch.Tensor, *told: Any) -> torch.Tensor:
+        counts, world, label = ctx.counts, ctx.world, ctx.label = told
+        ready = agreed(world, "gather(grad=True).backward", label, everyone)
+        (total,) = reduced([everyone], ready, "sum", label)
+        return total.split(list(counts))[world.rank].clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
+        (gradient,) = grad_outputs
+        ready = agreed(
+            ctx.world, "gather(grad=True).backward", ctx.label, gradient, free=0
+        )
+        counts, mine = ctx.counts, gradient.resolve_conj().resolve_neg()
+        everyone = gather_with_grad(mine, counts, (ready, ctx.world), ctx.label)
+        return everyone, None, None, None
+
+
+# Collectives in a loss: ranks may have different numbers of samples, or only a stand-in.
+
+
+def uneven_counts(world: World, label: str) -> list[int] | None:
+    """Return how many samples of a loss each rank has; None outside of one, or if all agree.
+
+    All ranks know without a collective whether shares differ. Where no rank of this world has
+    a sample, as in a part of a world, all stand-ins count alike: None.
+
+    Cost: one all-gather of an integer, only where shares differ.
+    """
+    counts = _counts(world, label)
+    if not counts or (None not in counts and len({*counts}) == 1):
+        return None
+    await_turn(f"samples of {label}", world)
+    known = world.connection.activity.samples.known
+    mine = torch.tensor([1 if known is None else known], device=readable(world.device))
+    held = torch.cat(all_gather(mine, world, label=label)).tolist()
+    return held if any(held) else None
+
+
+def check_stand_ins(call: str, world: World) -> None:
+    """Raise in a loss that does not ask which samples count, if a rank has a stand-in only.
+
+    Raises:
+        LossError: the values of stand-ins would count; all ranks raise it.
+    """
+    counts = _counts(world, call)
+    without = [rank for rank, count in enumerate(counts) if count == 0]
+    asks = not without or world.connection.activity.samples.is_weighed
+    if not asks and len(without) < len(counts):
+        msg = (
+            f"{call}: rank {', '.join(map(str, without))} has no sample in this pass, and the"
+            " stand-in that it computes with would count. Write def loss_fn(model, batch, *,"
+            " sample_weight), and multiply by sample_weight, which is 0 for a stand-in."
+        )
+        raise LossError(msg)
+
+
+def warn_of_parts(world: World) -> None:
+    """Warn in a loss on one of several micro-batches, whose samples alone are gathered."""
+    samples = world.connection.activity.samples
+    if samples is not None and not samples.is_whole:
+        advise(
+            "af.gather(grad=True) ran in an update of several micro-batches: the loss couples"
+            " only the samples of one micro-batch, so it depends on their number. Leave out"
+            " af.accumulate, or use af.checkpoint_activations() to save memory."
+        )
+
+
+def _counts(world: World, label: str) -> Sequence[int | None]:
+    """Return how many samples of a loss each share has; nothing outside of one."""
+    check_world(label, world)
+    activity = world.connection.activity
+    if activity.samples is None or world.size == 1:
+        return ()
+    activity.has_coupled = True
+    return activity.samples.counts()

@@ -5,38 +5,44 @@ Nothing given is changed, and no result shares memory with it. A world of 1 give
 a world of N does.
 """
 
+import math
+import pickle as _pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import accumulate, islice, pairwise
 from numbers import Number as AnyNumber
-from typing import Any, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
-from accelfn.base import tree
-from accelfn.base.arguments import Number, is_integer
-from accelfn.base.calling import called
-from accelfn.base.pending import Pending
-from accelfn.base.valueless import readable
-from accelfn.collectives.agreed import agreed, check_world
-from accelfn.collectives.averages import average_
-from accelfn.collectives.differentiated import gather_with_grad
+from accelfn.base import codec, tree
+from accelfn.base.arguments import Number, called, is_integer
+from accelfn.base.devices import readable
+from accelfn.base.tree import Pending
+from accelfn.collectives.failures import agreed, check_world, naming
 from accelfn.collectives.packed import (
     all_gather,
     all_gather_rows,
-    broadcast_,
-    cut,
-    pack,
-)
-from accelfn.collectives.reductions import (
     as_floats,
+    average_,
+    broadcast_,
+    broadcast_bytes,
     check_reducible,
+    check_stand_ins,
     check_weight,
+    cut,
+    gather_bytes,
+    gather_with_grad,
     in_default_floats,
+    pack,
     reduced,
+    scatter_bytes,
     started,
+    uneven_counts,
+    warn_of_parts,
 )
-from accelfn.collectives.shares import check_stand_ins, uneven_counts, warn_of_parts
-from accelfn.errors import ArgumentError
+from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataError
 from accelfn.world import World
 
 T = TypeVar("T")
@@ -421,3 +427,286 @@ def _by_dtype(
 def _row(leaf: torch.Tensor) -> torch.Tensor:
     """Return a tensor with a dim 0."""
     return leaf if leaf.ndim else leaf.reshape(1)
+
+
+# Collectives on objects: plain data and tensors, as bytes.
+#
+# They travel as safetensors and JSON. Pickle, which runs code of whoever wrote it, is used
+# where it is asked for by name.
+
+
+@called
+def gather_objects(
+    value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
+) -> list[Any]:
+    """Return every rank's object in rank order, on all ranks.
+
+    Args:
+        value: tensors, strings, numbers, booleans, None, and dicts, lists and tuples of them;
+            it may differ between ranks in everything.
+        world: whose ranks take part.
+        pickle: whether it is something else, and all ranks are to be trusted.
+        label: what the ranks are doing.
+
+    Cost: two gathers: of the lengths, and of as many bytes as the longest has.
+
+    Raises:
+        PlainDataError: it is something else, and `pickle` is False; or pickle refuses it.
+        CollectiveMismatchError: not all ranks say `pickle=True`.
+    """
+    check_stand_ins("af.gather_objects", world)
+    data = _written(value, pickle=pickle)
+    world = agreed(world, _named("gather_objects", pickle=pickle), label)
+    parts = gather_bytes(data, world, label=label)
+    return [_read(each, world, pickle=pickle) for each in parts]
+
+
+@called
+def broadcast_object(
+    value: Any,
+    world: World,
+    *,
+    root: int = 0,
+    pickle: bool = False,
+    label: str = "broadcast_object",
+) -> Any:
+    """Return the object that rank `root` has, on all ranks; what others give is not looked at.
+
+    Args, Raises: as `gather_objects`.
+
+    Cost: two broadcasts: of the length, and of the bytes.
+    """
+    check_root("broadcast_object", root, world)
+    data = _written(value, pickle=pickle) if world.rank == root else None
+    kind = _named("broadcast_object", pickle=pickle)
+    world = agreed(world, kind, label, root=root)
+    return _read(
+        broadcast_bytes(data, world, root=root, label=label), world, pickle=pickle
+    )
+
+
+@called
+def scatter(
+    values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
+) -> Any:
+    """Return this rank's one of the values that rank `root` has, one for each rank.
+
+    Args:
+        values: on `root`, a tree of tensors and plain data for each rank, of any shapes; it
+            is not looked at elsewhere.
+        world: whose ranks take part.
+        root: the rank that has them.
+        label: what the ranks are doing.
+
+    Law: gathering what was scattered gives it back.
+
+    Cost: a broadcast of the lengths, and a scatter of as many bytes as the longest has.
+
+    Raises:
+        ArgumentError: it is no list or tuple with one value for each rank.
+        PlainDataError: a value is neither a tensor nor plain data.
+    """
+    check_root("scatter", root, world)
+    parts = None
+    if world.rank == root:
+        if not isinstance(values, (list, tuple)) or len(values) != world.size:
+            count = len(values) if isinstance(values, (list, tuple)) else None
+            given = type(values).__name__ if count is None else f"{count} values"
+            msg = (
+                f"af.scatter: rank {root} gave {given} for {world.size} ranks; expected a"
+                " list or a tuple with one value for each."
+            )
+            raise ArgumentError(msg)
+        parts = [_PLAIN + codec.to_bytes(each) for each in values]
+    world = agreed(world, "scatter", label, root=root)
+    data = scatter_bytes(parts, world, root=root, label=label)
+    return _read(data, world, pickle=False)
+
+
+def _named(kind: str, *, pickle: bool) -> str:
+    return f"{kind}(pickle=True)" if pickle else kind
+
+
+_PICKLED = b"pickle"
+_PLAIN = b"plain "
+"""What bytes begin with: ranks that say different things of them must not read them."""
+
+
+def _written(value: Any, *, pickle: bool) -> bytes:
+    if not pickle:
+        try:
+            return _PLAIN + codec.to_bytes(value)
+        except PlainDataError as error:
+            msg = f"{error} Or give pickle=True on all ranks, if all are to be trusted."
+            raise PlainDataError(msg) from error
+    try:
+        return _PICKLED + _pickle.dumps(value)
+    except Exception as error:  # whatever an object's own way of being pickled raises
+        msg = (
+            f"pickle=True: {type(value).__name__} cannot be pickled: {error}. Give what it is"
+            " made of, and functions that a module has by name."
+        )
+        raise PlainDataError(msg) from error
+
+
+def _read(data: bytes, world: World, *, pickle: bool) -> Any:
+    kind, inside = data[: len(_PLAIN)], data[len(_PLAIN) :]
+    if kind != (_PICKLED if pickle else _PLAIN):
+        msg = (
+            f"Rank {world.rank} of {world.size} was given an object that was sent with"
+            f" pickle={not pickle}, and reads with pickle={pickle}. Give the same on all"
+            " ranks."
+        )
+        raise CollectiveMismatchError(msg)
+    if pickle:
+        return _pickle.loads(inside)  # noqa: S301 - asked for by name
+    return codec.from_bytes(inside, str(world.device))
+
+
+# `all_to_all`: each rank has something for each, and gets what each has for it.
+
+
+Shapes: TypeAlias = list[list[int]]
+
+
+@called
+def all_to_all(
+    values: Sequence[T],
+    world: World,
+    *,
+    equal: bool = False,
+    label: str = "all_to_all",
+) -> list[T]:
+    """Give each rank its own of the values; return what each rank gave this one.
+
+    Args:
+        values: a tree of tensors for each rank, in rank order. They have one structure, one
+            dtype and one number of dimensions at each of its places, on all ranks; sizes may
+            be any.
+        world: whose ranks take part.
+        equal: whether all ranks give all ranks tensors of the same shapes, which are then not
+            exchanged first.
+        label: what the ranks are doing.
+
+    Returns: a list of trees, in rank order.
+
+    Law: twice gives everything back; the same for all is `gather_objects`.
+
+    Cost: one all-to-all of the sizes, unless they are equal, and one of the bytes, whatever
+    the dtypes.
+
+    Raises:
+        ArgumentError: there is not one value for each rank, they are of several structures, a
+            leaf is no tensor, or shapes that are said to be equal are not.
+    """
+    check_stand_ins("af.all_to_all", world)
+    if not isinstance(values, (list, tuple)) or len(values) != world.size:
+        count = len(values) if isinstance(values, Sequence) else type(values).__name__
+        msg = (
+            f"af.all_to_all: rank {world.rank} gave {count} values for {world.size} ranks;"
+            " expected a list with one for each."
+        )
+        raise ArgumentError(msg)
+    given = [tensors_of(each, label, world) for each in values]
+    _check_alike(values)
+    free = None if equal else ...
+    world = agreed(world, "all_to_all", label, values[0], free=free)
+    if world.size == 1 or not given[0]:
+        return [tree.clone(each) for each in values]
+    if equal:
+        shapes = _equal(given)
+        return _got(values[0], given, shapes, world, label)
+    sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
+    told = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
+    got = torch.empty_like(told)
+    with naming(label, world):
+        dist.all_to_all_single(got, told, group=world.group)
+    shapes = [_cut(row, [leaf.ndim for leaf in given[0]]) for row in got.tolist()]
+    return _got(values[0], given, shapes, world, label)
+
+
+def _equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
+    """Return the shapes that all ranks are said to give this one: those that it gives."""
+    shapes = [[list(leaf.shape) for leaf in leaves] for leaves in given]
+    for rank, each in enumerate(shapes):
+        if each != shapes[0]:
+            msg = (
+                f"af.all_to_all(equal=True): what is for rank 0 has the shapes {shapes[0]},"
+                f" what is for rank {rank} {each}. Give tensors of the same shapes, or leave"
+                " out equal."
+            )
+            raise ArgumentError(msg)
+    return shapes
+
+
+def _got(
+    value: T,
+    given: list[list[torch.Tensor]],
+    shapes: list[Shapes],
+    world: World,
+    label: str,
+) -> list[T]:
+    """Return the trees that each rank gave this one, of these shapes."""
+    parts = _swapped(given, shapes, world, label)
+    return [
+        _filled(value, given[0], row, part)
+        for row, part in zip(shapes, parts, strict=True)
+    ]
+
+
+def _swapped(
+    given: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
+) -> Sequence[torch.Tensor]:
+    """Return the bytes that each rank gave this one: tensors of these shapes."""
+    sent = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in given]
+    coming = [sum(map(_num_bytes, given[0], row)) for row in shapes]
+    got = sent[0].new_empty(sum(coming))
+    leaving = [len(each) for each in sent]
+    with naming(label, world):
+        dist.all_to_all_single(got, torch.cat(sent), coming, leaving, group=world.group)
+    return got.split(coming)
+
+
+def _filled(
+    value: T, leaves: list[torch.Tensor], shapes: Shapes, data: torch.Tensor
+) -> T:
+    """Return a tree like another, whose tensors have these shapes and bytes."""
+    ends = accumulate(map(_num_bytes, leaves, shapes), initial=0)
+    found = [
+        data[begin:end].clone().view(leaf.dtype).view(shape)
+        for leaf, shape, (begin, end) in zip(
+            leaves, shapes, pairwise(ends), strict=True
+        )
+    ]
+    return tree.with_leaves(value, found)
+
+
+def _cut(sizes: list[int], dims: list[int]) -> Shapes:
+    rest = iter(sizes)
+    return [list(islice(rest, ndim)) for ndim in dims]
+
+
+def _bytes(leaf: torch.Tensor) -> torch.Tensor:
+    plain = leaf.detach().resolve_conj().resolve_neg()
+    return pack([plain]).view(torch.uint8)
+
+
+def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:
+    return math.prod(shape) * leaf.element_size()
+
+
+def _check_alike(values: Sequence[object]) -> None:
+    first = tree.outline(values[0], _kind)
+    for rank, each in enumerate(values):
+        found = tree.outline(each, _kind)
+        if found != first:
+            msg = (
+                "af.all_to_all: the values have one structure, and tensors of one dtype and"
+                f" number of dimensions in each of its places; that for rank 0 is {first},"
+                f" that for rank {rank} {found}."
+            )
+            raise ArgumentError(msg)
+
+
+def _kind(leaf: torch.Tensor) -> str:
+    return f"{leaf.ndim}-dim {leaf.dtype}"

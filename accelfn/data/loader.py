@@ -7,10 +7,10 @@ from typing import Any, cast
 import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
-from accelfn.base.advice import advise
-from accelfn.base.arguments import check_integer
-from accelfn.data.orders.order import Sequential, Shuffled
-from accelfn.data.orders.samplers import (
+from accelfn.base.arguments import advise, check_integer
+from accelfn.data.order import (
+    Sequential,
+    Shuffled,
     is_plain,
     order_of_sampler,
     refuse_distributed,

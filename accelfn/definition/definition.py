@@ -2,26 +2,88 @@
 """What a state is a state of: the part of a training that an update does not change."""
 
 import math
-from functools import cached_property
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import attrs
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
+from accelfn.base.arguments import advise, qualname, why_not
 from accelfn.data import Data, Plan
-from accelfn.definition.cache import Cache
-from accelfn.definition.fields import check_returned
-from accelfn.definition.transform import chain
-from accelfn.schedules.rates import Rates
-from accelfn.schedules.schedule import Schedule
-from accelfn.structure.partition import is_torchs, parts_of
-from accelfn.structure.skeleton import Skeleton
+from accelfn.definition.transform import chain, check_needs, check_returned, facts_of
+from accelfn.errors import ArgumentError, ModelError, WorldError
+from accelfn.model.model import Skeleton
+from accelfn.model.optimizer import is_torchs, parts_of
+from accelfn.schedules.factors import Rates, Schedule
 from accelfn.world import World
 from accelfn.world import axes as arithmetic
-from accelfn.world.folding import folded
+from accelfn.world.world import folded
 
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
+
+# What is made for the states of one definition, and can be dropped and made again.
+
+
+Function = Callable[..., Any]
+
+
+@attrs.define(eq=False)
+class Cache:
+    """What a step would otherwise make anew, and what it does once for a definition.
+
+    Attributes:
+        engine: binds the states to PyTorch; `engine_of` makes it.
+        composed: gradient functions as the setup wraps them, by what `value_and_grad`
+            returned; they go when that is let go of.
+        keys: of the draws that transforms share, by purpose, each with its seed.
+        is_compared: whether ranks that train together hold the same, and will do the same.
+        is_to_compare: whether they are to do so once more, for each was given something.
+        saw_a_batch: whether the first batch was looked at.
+        saw_values: whether updates of plain values were told of, where there are data.
+        last_value: the tensors of the last of them, until then.
+        has_shown: whether somebody has seen a state's tensors since the last step.
+        has_same_data: whether ranks that train on all samples hold the same.
+        compared_sums: whether what a user's `reduce` returned was compared once.
+        slot_changes: how often an update gave a transform another slot, by name.
+        loaded: what was loaded last, behind what it was loaded into: the leases of both.
+        looks_at: the update from which on a schedule is looked at for its end.
+        planned: what is set so far, while a transform's `hyper` is asked.
+    """
+
+    engine: Any = None
+    composed: dict[ref[Function], Function] = attrs.field(
+        factory=dict[ref[Function], Function]
+    )
+    keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
+    is_compared: bool = False
+    is_to_compare: bool = False
+    saw_a_batch: bool = False
+    saw_values: bool = False
+    last_value: list[Any] = attrs.field(factory=list[Any])
+    has_shown: bool = False
+    has_same_data: bool = False
+    compared_sums: bool = False
+    slot_changes: dict[str, int] = attrs.field(factory=dict[str, int])
+    loaded: tuple[ref[Any], ref[Any]] | None = None
+    looks_at: float = 0.0
+    planned: dict[tuple[int, str], Any] | None = None
+
+    def compose(self, function: Function, composed: Function) -> None:
+        """Keep what the setup has made of a function for as long as that lives."""
+        # Not a WeakKeyDictionary. The garbage collector may let go of a function in the
+        # middle of anything, and CPython swallows the Ctrl-C that is taken in a callback
+        # written in Python. In one written in C none is.
+        self.composed[ref(function, self.composed.pop)] = composed
+
+    def clear(self) -> None:
+        """Be as new."""
+        self.composed.clear()  # its keys hold it by their callbacks
+        self.__init__()
+
 
 _BESIDE: dict[str, str] = dict(
     zip(arithmetic.BATCH, reversed(arithmetic.BATCH), strict=True)
@@ -123,3 +185,169 @@ class Definition:
             is_plan = isinstance(plan, Plan)
             check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
         return plan
+
+
+# Whether what users give makes a definition: a world, a setup, a schedule, data.
+
+
+_NEED_VALUES = {
+    "compiles": "needs parameters with values, and the world is on the meta device, where there"
+    ' are none. Let a model of fewer or narrower layers run with values, device="cpu", or leave'
+    " the transform out.",
+    "offloads": "keeps parts in the host's memory, and the world is on the meta device, where"
+    " nothing lies in any. Leave cpu_offload out there: what ranks send is the same without it.",
+}
+"""What transforms tell that nothing can do without values, and what to do."""
+_SEND_FEATURES = {"splits_layers", "splits_sequences"}
+"""What transforms tell under which ranks send what layers compute."""
+
+
+def checked_world(world: Any) -> World:
+    """Return the world of a definition; None is that of one process.
+
+    Raises:
+        ArgumentError: it is no world.
+    """
+    world = World.single() if world is None else world
+    if isinstance(world, World):
+        return world
+    msg = f"TrainState.create(world={world!r}): expected an af.World."
+    raise ArgumentError(msg)
+
+
+def check_setup(setup: chain, world: World) -> None:
+    """Raise unless a setup has what it needs, and every rank of the world its work.
+
+    Raises:
+        CompositionError: a transform needs another that is not there.
+        WorldError: ranks along an axis would all do the same.
+        ModelError: a transform needs values, and the world's device keeps none.
+    """
+    there = {field for field, owners in setup.owners.items() if owners}
+    check_needs(setup, there | setup.facts.keys())
+    check_axes(setup, world)
+    check_device(setup, world)
+
+
+def check_axes(setup: chain, world: World) -> None:
+    """Raise where ranks along an axis would do one another's work, or have none.
+
+    Raises:
+        WorldError: nothing in the setup gives them parts of it; or it names an axis that is
+            not there.
+    """
+    for axis in setup.facts.get("within", ()):
+        if world.loss.size > 1 and axis not in world.axes:
+            msg = (
+                f"The setup reduces gradients within {axis!r}, and the world's"
+                f" {world.loss.size} ranks have no such axis:"
+                f" {dict(world.axes) or 'they have none'}. Name both, as"
+                ' World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
+            )
+            raise WorldError(msg)
+    said = {
+        "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
+        "tp": ("splits_layers", "add af.tensor_parallel(plan)"),
+    }
+    for axis, (fact, way) in said.items():
+        if world.axes.get(axis, 1) > 1 and fact not in setup.facts:
+            msg = (
+                f"The world has {world.axes[axis]} ranks along {axis!r}, {dict(world.axes)},"
+                " and nothing in the setup gives each its part, so all would do the same."
+                f" Leave the axis out, or {way}."
+            )
+            raise WorldError(msg)
+
+
+def check_device(setup: chain, world: World) -> None:
+    """Raise where what a transform does cannot be told without values, on the meta device.
+
+    Raises:
+        ModelError: it compiles the model, or keeps parts on the host; or ranks send what they
+            compute in another dtype.
+    """
+    if world.device.type != "meta":
+        return
+    told = [(each, facts_of(each)) for each in setup]
+    for each, facts in told:
+        for fact in facts.keys() & _NEED_VALUES.keys():
+            msg = f"{each!r} {_NEED_VALUES[fact]}"
+            raise ModelError(msg)
+    sends = [each for each, facts in told if facts.keys() & _SEND_FEATURES]
+    for each, facts in told:
+        if "computes_in" in facts and sends:
+            msg = (
+                f"{each!r} lets torch compute in {facts['computes_in']}, which it does not do on"
+                f" the meta device, and {sends[0]!r} sends what is computed: it would be foreseen"
+                f" in another dtype. Leave it out there, and make the model in that dtype,"
+                " model.to(dtype); or let fewer or narrower layers run with values,"
+                ' device="cpu".'
+            )
+            raise ModelError(msg)
+
+
+def check_schedule(schedule: object) -> None:
+    """Raise unless it is a schedule, or None.
+
+    Raises:
+        ArgumentError: it is no function.
+    """
+    made: Any = schedule.func if isinstance(schedule, partial) else schedule
+    kind = made if isinstance(made, type) else type(made)
+    if issubclass(kind, LRScheduler):
+        name = kind.__name__
+        msg = (
+            f"TrainState.create(schedule={name}): expected a function of the update number."
+            " A scheduler of torch becomes one by af.schedules.from_torch(factory), with"
+            f" factory = functools.partial(torch.optim.lr_scheduler.{name}, ...)."
+        )
+        raise ArgumentError(msg)
+    if schedule is not None and not callable(schedule):
+        msg = (
+            f"TrainState.create(schedule={schedule!r}): expected a function of the"
+            " update number; see af.schedules, whose from_torch takes torch's."
+        )
+        raise ArgumentError(msg)
+    error = None if schedule is None else why_not(schedule, 0)
+    if error is not None:
+        msg = (
+            f"TrainState.create(schedule={qualname(schedule)}): it is called as"
+            f" schedule(update), and gives the factor of the rate: {error}. What it needs"
+            " besides, give it by functools.partial."
+        )
+        raise ArgumentError(msg)
+
+
+def as_data(data: Any) -> Data | None:
+    """Return the data of a definition, or None; of a DataLoader, what it stands for.
+
+    Raises:
+        ArgumentError: it is neither.
+        DataError: what the DataLoader does has no counterpart.
+    """
+    if data is None or isinstance(data, Data):
+        return data
+    if isinstance(data, torch.utils.data.DataLoader):
+        return Data.from_loader(data)
+    msg = (
+        f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
+        " batch_size=...), a torch DataLoader or None."
+    )
+    raise ArgumentError(msg)
+
+
+def say_batch_size(given: Any, definition: Definition) -> None:
+    """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
+    plan, size = definition.plan, getattr(given, "batch_size", None)
+    parts = plan.num_shares * plan.num_micro_batches
+    if not isinstance(given, torch.utils.data.DataLoader) or size is None or parts == 1:
+        return
+    if definition.world.is_main:
+        advise(
+            f"TrainState.create(data=DataLoader): its batch size, {size}, is the number of"
+            f" samples of an update, over {plan.num_shares} ranks and"
+            f" {plan.num_micro_batches} micro-batches together. If that is meant, write"
+            f" data=af.Data.from_loader(loader). If {size} is what one rank takes in one"
+            " micro-batch, as with Accelerate, write data=af.Data.from_loader(loader,"
+            f" num_ranks=world.size, num_micro_batches={plan.num_micro_batches})."
+        )

@@ -8,7 +8,7 @@ that of the whole.
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -17,17 +17,64 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn.base import shards
-from accelfn.base.pending import Pending
+from accelfn.base import tree
+from accelfn.base.tree import Pending
 from accelfn.collectives import by_calls
-from accelfn.definition.cuts import Cuts, cuts_of, largest_part
-from accelfn.definition.facts import facts_of
+from accelfn.definition.transform import facts_of
+from accelfn.errors import ArgumentError
 from accelfn.world import World
-from accelfn.world.folding import folded
+from accelfn.world.world import folded
+
+# pyright: reportPrivateUsage=false
+
+# Along which axes of a world parameters are cut, and how much of them one rank has then.
+
+
+Cuts: TypeAlias = Mapping[str, int]
+"""By axis, the dim that is cut along it."""
+
+
+def cuts_of(
+    owners: Iterable[Any], metas: Mapping[str, torch.Tensor], axes: Mapping[str, int]
+) -> dict[str, Cuts]:
+    """Return what transforms say together, of those parameters that are cut at all.
+
+    Args:
+        owners: the transforms that have `layout`.
+        metas: the parameters by name, as tensors without values.
+        axes: how many ranks stand along each.
+    """
+    owners = list(owners)
+    cuts = {
+        name: {
+            axis: dim
+            for owner in owners
+            for axis, dim in (owner.layout(name, meta, axes) or {}).items()
+            if axes.get(axis, 1) > 1
+        }
+        for name, meta in metas.items()
+    }
+    return {name: along for name, along in cuts.items() if along}
+
+
+def by_rows(meta: torch.Tensor) -> Cuts | None:
+    """Return that rows are cut along dp_shard, if there are any, of any elements."""
+    return {"dp_shard": 0} if meta.ndim and meta.numel() else None
+
+
+def largest_part(
+    shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
+) -> torch.Size:
+    """Return the shape of the first rank's part, which none is larger than."""
+    lengths = list(shape)
+    for axis, dim in cuts.items():
+        lengths[dim] = -(-lengths[dim] // axes[axis])
+    return torch.Size(lengths)
+
 
 # torch has no public word for rows of a rank's rows
-# pyright: reportPrivateUsage=false
 
 
 @attrs.frozen(eq=False)
@@ -119,12 +166,12 @@ class Layout:
         spec = self.spec(name, tensor)
         size, offset = self._place(spec)
         there = (0,) * tensor.ndim
-        if shards.is_shard(tensor):
+        if tree.is_shard(tensor):
             there = self._place(self.of_layers.spec(name, tensor))[1]
-        part = shards.local(tensor).detach()
+        part = tree.local(tensor).detach()
         for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
             part = part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)
-        made = shards.padded(part.to(self.device), self.room(name, tensor.shape))
+        made = tree.padded(part.to(self.device), self.room(name, tensor.shape))
         return self.held(name, made, tensor)
 
     def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -161,7 +208,7 @@ def laid_out(
         return layout.cut(name, tensor)
 
     _mapped(values, shapes, noted)
-    parts = {str(i): t for i, (t, _) in enumerate(found) if shards.is_shard(t)}
+    parts = {str(i): t for i, (t, _) in enumerate(found) if tree.is_shard(t)}
     moved = {str(i): laid(*e) for i, e in enumerate(found) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):
         moved |= {i: laid(whole, found[int(i)][1]) for i, whole in some.items()}
@@ -191,3 +238,69 @@ def _mapped(
     if isinstance(values, Pending):
         return Pending.of(_mapped(values.wait(), shapes, fn, name))
     return values
+
+
+# Draws for tensors that ranks have parts of: each rank's part of what one would draw.
+
+
+_DRAWS = torch.Tag.nondeterministic_seeded
+"""By which torch knows its random operators."""
+
+
+class WholeDraws(TorchDispatchMode):
+    """Draws the whole where a tensor is split, and keeps this rank's part.
+
+    torch draws the part, from generators that are alike on all ranks, so that the rows of one
+    rank would have the noise of another's.
+
+    Cost: while a tensor is drawn, its whole.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call an operator of torch's, and another in the place of one that draws.
+
+        Raises:
+            ArgumentError: it draws by the values of a tensor that is split.
+        """
+        kwargs = kwargs or {}
+        if _DRAWS not in func.tags or not any(map(_is_split, args)):
+            return func(*args, **kwargs)
+        like, *others = args
+        name = func._schema.name.removeprefix("aten::")
+        fills = name.endswith("_")
+        if not (fills or name.endswith("_like")) or any(map(_is_split, others)):
+            msg = (
+                f"torch's {name} draws by the values of a tensor that is split over the ranks,"
+                " and each has a part of them. Draw numbers and compare them, as in"
+                " torch.rand_like(tensor) < probability."
+            )
+            raise ArgumentError(msg)
+        part = tree.local(like)
+        whole = torch.empty(like.shape, dtype=like.dtype, device=part.device)
+        drawn = _part(func(whole, *others, **kwargs), like)
+        if fills:
+            part.copy_(drawn)
+            return like
+        return tree.with_local(like, tree.padded(drawn, tree.room(part)))
+
+
+def _is_split(tensor: Any) -> bool:
+    """Whether it is a DTensor, and no sum of which each rank has a part."""
+    placements = tensor.placements if tree.is_shard(tensor) else ()
+    return bool(placements) and not any(each.is_partial() for each in placements)
+
+
+def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return what a rank has of a whole that lies as another tensor does."""
+    from torch.distributed.tensor._utils import (  # noqa: PLC0415 - it is loaded by now
+        compute_local_shape_and_global_offset,
+    )
+
+    size, offset = compute_local_shape_and_global_offset(
+        like.shape, like.device_mesh, like.placements
+    )
+    for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
+        whole = whole.narrow(dim, min(begin, whole.shape[dim]), length)
+    return whole

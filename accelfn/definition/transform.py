@@ -2,42 +2,524 @@
 """Transforms: values that say what a step does, and `chain`, which composes them.
 
 A transform is a frozen record of options with a method for each thing it has a say in: the
-fields of the table in `accelfn.definition.fields`. It is made of a class by `@transform`;
+fields of the table in `accelfn.definition.transform`. It is made of a class by `@transform`;
 accelfn's own are made the same way. Leftmost is outermost; values flow left to right.
 """
 
+import copy
+import difflib
+import inspect
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import WrapperDescriptorType
 from typing import (
     Any,
     NoReturn,
     Protocol,
     Self,
+    TypeAlias,
     TypeVar,
     cast,
     dataclass_transform,
 )
 
 import attrs
+import torch
 from attrs import NOTHING
 
-from accelfn.base import words
-from accelfn.base.calling import called
-from accelfn.base.words import foreign
-from accelfn.base.words.foreign import keeping
-from accelfn.definition.explanation import explanation
-from accelfn.definition.facts import (
-    check_attributes,
-    check_together,
-    check_told,
-    facts_of,
-    told_by,
-)
-from accelfn.definition.fields import FIELDS, check_fields, has_field
-from accelfn.definition.slots import is_slot_name
-from accelfn.errors import ArgumentError, CallError, CompositionError
+from accelfn.base import tree, words
+from accelfn.base.arguments import advise, annotations_of, called, signature
+from accelfn.base.tree import is_within
+from accelfn.base.words import foreign, keeping
+from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
+
+# The fields of a transform: what it can have a say in, and what its methods are called
+# with.
+#
+# All that act in an update, and those around it, have one shape, `(value, slot, update) ->
+# (value, slot)`: the value flows through the chain, left to right, `slot` is the
+# transform's own entry, and `update` is the read-only `accelfn.state.update.Update`.
+#
+# | method | type | its value, or what it does | | --- | --- | --- | | `init` | `state ->
+# slot` | the transform's own entry in `state.slots`; None is none | | `data` | `Plan ->
+# Plan` | who takes which samples | | `loss` | `loss_fn -> loss_fn` | wraps `(model, batch,
+# *extras) -> loss` | | `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) ->
+# (metrics, grads)` | | `reduce` | one shape, or None | gradients of this rank's totals,
+# which become those of all | | `loss_scale` | one shape | what losses are multiplied by
+# before the backward pass | | `grads` | one shape | the true, reduced gradients | | `hyper`
+# | one shape | hyperparameters of the update; what it returns is laid over them | |
+# `after_update` | one shape | the state after the optimizer | | `observe` | one shape |
+# what an evaluation gave | | `eval_params` | one shape | the parameters that are evaluated
+# and exported | | `finalize` | one shape | the state, with what is owed at the end | |
+# `merge` | `(slots, world) -> (weights, slot)` | how ranks that differ become one, to load
+# them | | `layout` | `(name, meta, axes) -> cuts` | the dim at which a parameter is cut, by
+# axis | | `engine` | `state -> engine` | how the model lies over the ranks | | `module` |
+# `(module, state) -> module` | the engine's own module, which runs the loss | | `runner` |
+# `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
+
+
+_ARGUMENTS = {
+    "init": ("state",),
+    "data": ("plan",),
+    "loss": ("loss_fn",),
+    "value_and_grad": ("inner",),
+    "reduce": ("grads", "slot", "update"),
+    "loss_scale": ("scale", "slot", "update"),
+    "grads": ("grads", "slot", "update"),
+    "hyper": ("hyper", "slot", "update"),
+    "after_update": ("state", "slot", "update"),
+    "observe": ("value", "slot", "update"),
+    "eval_params": ("params", "slot", "update"),
+    "finalize": ("state", "slot", "update"),
+    "merge": ("slots", "world"),
+    "layout": ("name", "meta", "axes"),
+    "engine": ("state",),
+    "module": ("module", "state"),
+    "runner": ("make", "state"),
+}
+FIELDS = tuple(_ARGUMENTS)
+
+
+def check_fields(cls: type) -> None:
+    """Raise unless the public methods of a class are fields of a transform.
+
+    Raises:
+        ArgumentError: one is none, or does not take what it is called with.
+    """
+    _check_methods(cls)
+    _check_arguments(cls)
+
+
+def has_field(value: object, field: str) -> bool:
+    """Return whether a transform has a say in `field`.
+
+    One whose options leave it without some of its fields names these in `without`.
+    """
+    if not hasattr(type(value), field):
+        return False
+    # asked of the class, for a property that raises must not be taken for none
+    return (
+        not hasattr(type(value), "without") or field not in cast("Any", value).without
+    )
+
+
+def pair(
+    owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
+) -> tuple[Any, Any]:
+    """Return what a method gave, if it is a value of a kind and a slot.
+
+    Raises:
+        ArgumentError: it is not; the transform is named.
+    """
+    shown = type(returned).__name__
+    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
+        value, slot = cast("tuple[Any, Any]", returned)
+        if isinstance(value, kind):
+            return value, slot
+        shown = f"({type(value).__name__}, {type(slot).__name__})"
+    first = _ARGUMENTS[field][0]
+    msg = f"{owner!r}.{field} returned {shown}; expected ({first}, slot)."
+    raise ArgumentError(msg)
+
+
+def check_returned(
+    owner: object, field: str, *, ok: bool, returned: object, expected: str
+) -> None:
+    """Raise where a method gave something else than its field is for.
+
+    Raises:
+        ArgumentError: it did; the transform is named.
+    """
+    if not ok:
+        shown = type(returned).__name__
+        msg = f"{owner!r}.{field} returned {shown}; expected {expected}."
+        raise ArgumentError(msg)
+
+
+def _check_methods(cls: type) -> None:
+    for name, value in vars(cls).items():
+        public = not name.startswith("_") and inspect.isfunction(value)
+        if public and name not in FIELDS:
+            near = difflib.get_close_matches(name, FIELDS, n=1)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            msg = (
+                f"{cls.__name__}.{name} is no field of a transform"
+                f" ({', '.join(FIELDS)}).{hint} Start the names of helper methods with"
+                " an underscore."
+            )
+            raise ArgumentError(msg)
+
+
+def _check_arguments(cls: type) -> None:
+    for field, arguments in _ARGUMENTS.items():
+        method = vars(cls).get(field)
+        if not inspect.isfunction(method):
+            continue
+        try:
+            signature(method).bind("self", *arguments)
+        except TypeError as error:
+            msg = (
+                f"{cls.__name__}.{field} is called as {field}(self,"
+                f" {', '.join(arguments)}), which it does not take: {error}."
+            )
+            raise ArgumentError(msg) from error
+
+
+# What a transform tells of itself, and what it cannot stand beside.
+#
+# Class attributes of a transform, or properties where its options decide; accelfn's own
+# have them as users' have, and nothing asks for another's type or options.
+#
+# | attribute | says | | --- | --- | | `tells` | facts, of the table below, each with a
+# value that is not false | | `refuses` | by a field's or a fact's name, the sentence in
+# which `chain` refuses another transform that has it; `{other!r}` in it is that transform,
+# `{told}` what it tells | | `needs` | by a field's or a fact's name, the sentence in which
+# a state refuses a setup in which no transform has it | | `without` | fields that its
+# options leave it without | | `gives_up` | laws that it breaks on purpose, each with its
+# reason |
+
+
+FACTS: Mapping[str, str] = {
+    "apart": "ranks hold different parameters between averages; it follows from"
+    " `gives_up` of `replicas_agree`, and from `reduce = None`",
+    "buckets": "gradients cross the ranks in DistributedDataParallel's buckets",
+    "by_rank": "names of entries of its slot that differ by rank",
+    "clips": "the bound of the gradients' global 2-norm, for an engine that holds gradients itself",
+    "compiles": "the loss is compiled",
+    "compression": "a function of a state that returns how buckets cross the ranks",
+    "computes_in": "the dtype in which torch computes the loss's products",
+    "draws_nothing": "its methods draw no random numbers, so none are made ready",
+    "eight_bits": "linear layers multiply in 8 bits",
+    "finds_unused": "parameters may take no part in the loss, by an option that is named",
+    "judges_finite": "it looks at the gradients, so that a loss may be infinite",
+    "micro_batches": "a function of a batch that returns its parts, each of which has its"
+    " backward pass",
+    "offloads": "parts of parameters lie in the host's memory, and are computed with elsewhere",
+    "one_graph": "the loss is traced as one graph",
+    "owes": "a function of a state and its slot that returns whether ranks hold other"
+    " parameters until `finalize` is called",
+    "recomputes": "modules run again in the backward pass",
+    "sees_skips": "its `after_update` is called after a skipped update, too",
+    "skips_alone": "its `grads` does no more than leave out updates that are not finite, for an"
+    " engine that does so itself",
+    "skips_on_device": "its `after_update` is as well called once a device knows of a skip",
+    "small_buckets": "buckets are smaller than 1 MiB",
+    "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
+    " layers",
+    "splits_sequences": 'ranks along "cp" take parts of the same sequences',
+    "stays": "gradients stay on their rank, or in its copy of the model; it follows"
+    " from `reduce = None`",
+    "steps_in_backward": "the optimizer steps while the backward pass runs",
+    "within": "gradients are averaged along this axis alone",
+    "whole_gradients": "until the last micro-batch each rank has all of every gradient",
+}
+"""What each fact says of the transform that tells it."""
+
+ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
+
+
+def facts_of(transform: Any) -> dict[str, Any]:
+    """Return what a transform tells, and what follows from its other attributes."""
+    told = {name: value for name, value in told_by(transform, "tells").items() if value}
+    stays = has_field(transform, "reduce") and transform.reduce is None
+    if stays:
+        told["stays"] = True
+    if stays or "replicas_agree" in told_by(transform, "gives_up"):
+        told["apart"] = True
+    return told
+
+
+def by_rank(transforms: Iterable[Any]) -> frozenset[tuple[str, str]]:
+    """Return the entries of slots that differ by rank, as names of slots and in them."""
+    return frozenset(
+        (each.name, entry)
+        for each in transforms
+        for entry in facts_of(each).get("by_rank", ())
+    )
+
+
+def check_attributes(cls: type) -> None:
+    """Raise where an attribute of a class looks like one of a transform's, misspelt.
+
+    Raises:
+        ArgumentError: it does; or one of a transform's is annotated as an option.
+    """
+    annotations = annotations_of(cls)
+    options = {name for name, kind in annotations.items() if not _is_of_class(kind)}
+    for name in sorted(options & {*ATTRIBUTES, *FIELDS}):
+        msg = (
+            f"{cls.__name__}.{name}: a transform's own word cannot be an option. Annotate it"
+            " as ClassVar, or not at all, if that is meant; or call the option otherwise."
+        )
+        raise ArgumentError(msg)
+    for name, value in vars(cls).items():
+        plain = not name.startswith("_") and name not in options and not callable(value)
+        if plain and name not in (*ATTRIBUTES, *FIELDS):
+            _refuse_near(f"{cls.__name__}.{name}", name, ATTRIBUTES)
+
+
+def _is_of_class(annotation: object) -> bool:
+    """Whether an annotation is a ClassVar, which may be a text."""
+    return "ClassVar" in str(annotation)
+
+
+def check_told(transform: Any) -> None:
+    """Raise unless what a transform tells can be read: names that are known, and sentences.
+
+    Raises:
+        ArgumentError: one looks like another, misspelt, or is no name or sentence.
+    """
+    shown = repr(transform)
+    for name in ("tells", "needs", "refuses"):
+        known = (*FACTS, *FIELDS) if name != "tells" else tuple(FACTS)
+        for fact, value in told_by(transform, name).items():
+            if fact not in known:
+                _refuse_near(f"{shown}.{name}[{fact!r}]", fact, known)
+            if name != "tells" and not isinstance(value, str):
+                msg = f"{shown}.{name}[{fact!r}] is {value!r}; expected a sentence."
+                raise ArgumentError(msg)
+    left = transform.without if hasattr(type(transform), "without") else ()
+    for field in (left,) if isinstance(left, str) else left:
+        if isinstance(left, str) or field not in FIELDS:
+            msg = (
+                f"{shown}.without is {left!r}; expected a tuple of {', '.join(FIELDS)}."
+            )
+            raise ArgumentError(msg)
+    entries = told_by(transform, "tells").get("by_rank") or ()
+    if isinstance(entries, str) or not all(isinstance(each, str) for each in entries):
+        msg = f"{shown}.tells['by_rank'] is {entries!r}; expected a tuple of names."
+        raise ArgumentError(msg)
+
+
+def _refuse_near(what: str, name: str, known: Sequence[str]) -> None:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    if near:
+        msg = f"{what}: did you mean {near[0]!r}? Known are {', '.join(known)}."
+        raise ArgumentError(msg)
+
+
+def check_together(
+    transforms: Sequence[Any], says: Mapping[Any, Mapping[str, Any]]
+) -> None:
+    """Raise where a transform cannot stand beside the others.
+
+    Args:
+        transforms: of a chain.
+        says: of each by its id, fields and facts by name.
+
+    Raises:
+        CompositionError: in the words of the one that refuses.
+    """
+    for each in transforms:
+        others = [other for other in transforms if other is not each]
+        refuses = told_by(each, "refuses")
+        for other in others if refuses else ():
+            for name, sentence in refuses.items():
+                told = says[id(other)].get(name)
+                if told:
+                    said = sentence.replace("{other!r}", "{other}")
+                    said = said.replace("{told}", str(told))
+                    said = said.replace("{other}", repr(other))
+                    msg = f"chain: {each!r} {said}"
+                    raise CompositionError(msg)
+
+
+def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
+    """Raise where a transform is applied without another that it is nothing without.
+
+    Raises:
+        CompositionError: in the words of the one that needs it.
+    """
+    for each in transforms:
+        for name, sentence in told_by(each, "needs").items():
+            if name not in there:
+                msg = f"{each!r} {sentence}"
+                raise CompositionError(msg)
+
+
+def told_by(transform: Any, name: str) -> Mapping[str, Any]:
+    """Return an attribute of a transform that is a mapping; none is an empty one.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    # asked of the class, for a property that raises must not be taken for none
+    found = getattr(transform, name) if hasattr(type(transform), name) else {}
+    if isinstance(found, Mapping):
+        return cast("Mapping[str, Any]", found)
+    msg = f"{transform!r}.{name} is {found!r}; expected a mapping by name."
+    raise ArgumentError(msg)
+
+
+# A step as text: the nested calls in which transforms have a say.
+
+
+Owners: TypeAlias = Mapping[str, tuple[Any, ...]]
+
+
+def explanation(owners: Owners) -> str:
+    """Return the nested calls of one step as text, of who has a say in which field."""
+    engine, reduce = owners["engine"], owners["reduce"]
+    if reduce:
+        how = "not reduced" if reduce[0].reduce is None else "reduced"
+        how = f"{how} over ranks: {reduce[0].name}"
+    else:
+        how = "averaged over ranks" if engine else "not reduced over ranks"
+    wraps = _nested(
+        owners,
+        "value_and_grad",
+        f"value_and_grad({_nested(owners, 'loss', 'loss_fn')})",
+    )
+    made = _piped(owners, "module", "module")
+    lies = _nested(owners, "runner", engine[0].name if engine else "local")
+    lies = lies if made == "module" else f"{lies} of {made}"
+    scales = "".join(f" * {e.name}.loss_scale" for e in owners["loss_scale"])
+    mean = f"grads / (weight{scales})" if scales else "grads / weight"
+    noting = [e.name for e in owners["after_update"] if facts_of(e).get("sees_skips")]
+    lines = [
+        f"plan = {_piped(owners, 'data', 'plan')}  # who takes which samples",
+        f"metrics, grads = {wraps}(state, batch)",
+        f"# engine: {lies}; gradients {how}",
+        f"grads = {_piped(owners, 'grads', mean)}",
+        *(f"# if skipped, it goes on with after_update: {name}" for name in noting),
+        f"hyper = {_piped(owners, 'hyper', 'schedule(state.step)')}",
+        "state = optimizer(state, grads, hyper)",
+        f"state = {_piped(owners, 'after_update', 'state')}",
+    ]
+    told = [line for line in lines if line != "state = state"]
+    return "\n    ".join(["step(state, batch):", *told])
+
+
+def _nested(owners: Owners, field: str, inner: str) -> str:
+    """Return the wraps of a field, the leftmost outermost."""
+    calls = [f"{each.name}.{field}(" for each in owners[field]]
+    return "".join(calls) + inner + ")" * len(calls)
+
+
+def _piped(owners: Owners, field: str, value: str) -> str:
+    """Return the calls through which a value flows, the leftmost innermost."""
+    for each in owners[field]:
+        value = f"{each.name}.{field}({value})"
+    return value
+
+
+# Slots: the entries of a state that are its transforms', or the user's own.
+
+
+def is_slot_name(name: object) -> bool:
+    """Return whether a name can stand for a slot, in files too."""
+    return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
+
+
+def check_own_name(name: str, setup: Collection[str]) -> None:
+    """Raise unless a user's own entry can have this name, beside these transforms.
+
+    Raises:
+        StateError: it can be no slot's, or is a transform's.
+    """
+    if not is_slot_name(name):
+        msg = (
+            f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and"
+            " '-'."
+        )
+        raise StateError(msg)
+    if name in setup:
+        msg = (
+            f"with_slot({name!r}): the transform of that name in the setup owns"
+            " this slot."
+        )
+        raise StateError(msg)
+
+
+def carried_over(
+    slots: Mapping[str, Any], old: Collection[str], new: Collection[str]
+) -> dict[str, Any]:
+    """Return the slots without those of transforms that are gone.
+
+    Args:
+        slots: of transforms, and the user's own.
+        old: names of the transforms that there were.
+        new: names of those that there are.
+
+    Raises:
+        StateError: a new transform has the name of an entry of the user's own.
+    """
+    taken = sorted((set(new) - set(old)) & slots.keys())
+    if taken:
+        msg = (
+            f"The transforms {taken} would take over entries of the same name that"
+            " with_slot made. Give the transforms another name=."
+        )
+        raise StateError(msg)
+    gone = set(old) - set(new)
+    return {name: slot for name, slot in slots.items() if name not in gone}
+
+
+def say_what_follows(name: str, slot: Any, state: Any) -> None:
+    """Warn of an entry that is to keep what a state holds, and has the state's own tensors."""
+    if _follows(slot, state):
+        advise(
+            f"with_slot({name!r}) was given tensors of the state itself, which the next updates"
+            " write into: the entry follows the training. To keep what they are now, give"
+            " copies, {name: each.clone() for name, each in state.params.items()} say."
+        )
+
+
+def check_copied(
+    owner: Any, slot: Any, state: Any, *grads: Mapping[str, torch.Tensor]
+) -> None:
+    """Raise if the slot of a transform has tensors that updates write into.
+
+    Args:
+        owner: the transform.
+        slot: what it returned.
+        state: whose parameters, buffers and optimizer state are looked at.
+        grads: of the update.
+
+    Raises:
+        StateError: it has.
+    """
+    names = state.definition.skeleton.trainable
+    held: list[tuple[str, Mapping[str, Any]]] = [
+        ("state.params", {name: state.params[name] for name in names}),
+        ("state.buffers", state.buffers),
+        ("state.opt_state", state.opt_state),
+        *(("grads.tensors", each) for each in grads),
+    ]
+    for what, tensors in held:
+        if not _follows(slot, tensors):
+            continue
+        name = next(name for name, each in tensors.items() if _follows(slot, each))
+        msg = (
+            f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
+            " next updates write into this tensor, so the slot would change with it. Return"
+            f" copies: {{name: each.clone() for name, each in {what}.items()}}."
+        )
+        raise StateError(msg)
+
+
+def _follows(slot: Any, state: Any) -> bool:
+    is_held = is_within(tree.tensor_leaves(state))
+    return any(map(is_held, _tensors(slot)))
+
+
+def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:
+    if isinstance(slot, torch.Tensor):
+        yield slot
+    elif depth and isinstance(slot, (Mapping, list, tuple)):
+        inside = cast("Any", slot.values() if isinstance(slot, Mapping) else slot)
+        for each in inside:
+            yield from _tensors(each, depth - 1)
+
+
+def own_objects(slot: Any) -> Any:
+    """Return a slot whose objects, which are no tensors, are copies."""
+    return tree.tree_map(
+        lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf),
+        slot,
+    )
+
 
 T = TypeVar("T")
 
@@ -88,9 +570,9 @@ def transform(cls: type[T]) -> type[T]:
     The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
     options, the first of which may be given by position, the others by keyword. It gets a
     `name` (default: what the class sets, or its own in snake_case), which is the key of its
-    slot. Its public methods are the fields of the table in `accelfn.definition.fields`; others
+    slot. Its public methods are the fields of the table in `accelfn.definition.transform`; others
     start with an underscore. What it tells of itself, and what it cannot stand beside, are the
-    class attributes of the table in `accelfn.definition.facts`.
+    class attributes of the table in `accelfn.definition.transform`.
 
     Acts on: what its methods say.
 

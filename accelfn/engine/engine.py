@@ -10,38 +10,202 @@ bound anew; another state is bound by swapping pointers.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from operator import is_
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+import attrs
 import torch
 from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import draws, tree
-from accelfn.base.contexts import NOTHING, span
-from accelfn.base.shards import is_shard, local, with_local
-from accelfn.data.cursor import Cursor
-from accelfn.data.left_out import LeftOut
-from accelfn.engine import untaken
-from accelfn.engine.agreement import check_gradients
-from accelfn.engine.buffers import Buffers
-from accelfn.engine.counters import Counters
-from accelfn.engine.elsewhere import refuse_elsewhere
-from accelfn.engine.home import Home
-from accelfn.engine.module.synced_norm import norm_buffers, norm_order
-from accelfn.engine.optimizer.in_backward import LiveUpdate
-from accelfn.engine.optimizer.takes_updates import TakesUpdates
-from accelfn.engine.read_loss import ReadLoss, Samples, say_what_tokens_weigh
-from accelfn.engine.runner import LossFunction, Runner
-from accelfn.engine.strangers import Strangers
-from accelfn.errors import GradsError
+from accelfn.base.arguments import advise
+from accelfn.base.devices import is_set_to
+from accelfn.base.draws import NOTHING, own_modes, span
+from accelfn.base.tree import is_shard, local, with_local
+from accelfn.collectives import all_gather, check_replicas, checksum
+from accelfn.data import Batch
+from accelfn.data.consistency import LeftOut
+from accelfn.data.plan import Cursor
+from accelfn.definition.definition import Definition
+from accelfn.definition.transform import check_returned
+from accelfn.engine import doctor
+from accelfn.engine.binding import Home, home_of
+from accelfn.engine.doctor import (
+    Counters,
+    Strangers,
+    check_definitions,
+    check_gradients,
+    refuse_elsewhere,
+)
+from accelfn.engine.loss import (
+    LocalRunner,
+    LossFunction,
+    ReadLoss,
+    Runner,
+    Samples,
+    say_what_tokens_weigh,
+)
+from accelfn.engine.modules import made, norm_buffers, norm_order
+from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
+from accelfn.errors import GradsError, ModelError
+from accelfn.model.optimizer import Assignments, rebuilt
+from accelfn.schedules.factors import advise_of_rates
 from accelfn.state.grads import Grads, Taken, never_zero
 from accelfn.state.metrics import Metrics, Number
-from accelfn.state.state import TrainState
-from accelfn.state.values import OptState
-from accelfn.structure.prototype import Assignments
+from accelfn.state.state import OptState, TrainState
 
 if TYPE_CHECKING:
-    from accelfn.engine.compression import Compression
+    from accelfn.engine.ddp import Compression
+
+# Buffers that a forward pass writes (BatchNorm's statistics), kept pure.
+#
+# A forward pass has copies; the state's own are written only when the update is applied.
+# Large ones (masks, tables) are copied too, twice an update: whether a pass wrote one shows
+# in its values alone, for neither BatchNorm nor a write to `.data` counts as a version, and
+# comparing two tensors takes as long as copying one (64 MiB on a CPU: 10 ms by bits, 40 by
+# numbers).
+
+
+Table: TypeAlias = dict[str, torch.Tensor | None]
+
+
+@attrs.frozen(eq=False)
+class _Buffer:
+    """Where a buffer stands in the module, and the tensor object that stays there."""
+
+    name: str
+    table: Table
+    key: str
+    tensor: torch.Tensor
+
+
+class Buffers:
+    """The buffers of an engine's module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Find them; a shared buffer counts once."""
+        self._tables: list[tuple[str, Table, Table]] = []
+        found: dict[int, _Buffer] = {}
+        self._fixed: list[tuple[str, Table, str, torch.Tensor | None]] = []
+        for path, owner in module.named_modules():
+            table = owner._buffers  # pyright: ignore[reportPrivateUsage]
+            self._tables.append((path, table, dict(table)))
+            for key, tensor in table.items():
+                name = _named(path, key)
+                if tensor is None or id(tensor) in found:
+                    self._fixed.append((name, table, key, tensor))
+                else:
+                    found[id(tensor)] = _Buffer(name, table, key, tensor)
+        self._found = list(found.values())
+        self._num_keys = [len(before) for _, _, before in self._tables]
+        self._assigned: dict[str, _Buffer] = {}
+        self._home: dict[str, torch.Tensor] = {}
+        self._scratch: dict[str, torch.Tensor] = {}
+
+    def bind(self, home: Mapping[str, torch.Tensor]) -> None:
+        """Take over a state's buffers."""
+        self._home = dict(home)
+        for each in self._found:
+            self._place(each, home[each.name].clone())
+
+    def begin(self, written: Mapping[str, torch.Tensor]) -> None:
+        """Put values in place for a forward pass: the state's, or what was `written` since."""
+        sources = {name: written.get(name, own) for name, own in self._home.items()}
+        for name, each in self._assigned.items():
+            if self._scratch[name].shape != sources[name].shape:
+                self._place(each, sources[name].clone())
+        stale = [n for n, source in sources.items() if source is not self._scratch[n]]
+        if stale:
+            tree.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
+
+    def end(self) -> dict[str, torch.Tensor]:
+        """Return the buffers after forward passes, by name; unless left, the next reuses them.
+
+        Raises:
+            ModelError: a pass made or removed one, or gave one another dtype or device.
+        """
+        self._check_places()
+        for each in self._found:
+            current, own = each.table.get(each.key), each.tensor
+            if current is not own or not is_set_to(own, self._scratch[each.name]):
+                self._take(each, current)
+        return dict(self._scratch)
+
+    def leave(self) -> None:
+        """Leave what the last pass wrote to who holds it; the next one writes elsewhere."""
+        for each in self._found:
+            self._place(each, torch.empty_like(self._scratch[each.name]))
+
+    def abandon(self) -> None:
+        """Forget a forward pass that raised."""
+        for _, table, before in self._tables:
+            table.clear()
+            table.update(before)
+        for each in self._found:
+            self._place(each, self._scratch[each.name])
+
+    def commit(
+        self, written: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
+    ) -> None:
+        """Write the values into the state's own buffers; where `skip` is 1, nothing."""
+        for name, value in written.items():
+            if self._home[name].shape != value.shape:
+                self._home[name].data = value.clone()
+        own = [self._home[name] for name in written]
+        new = [*written.values()]
+        if skip is not None:
+            pairs = zip(own, new, strict=True)
+            new = [torch.where(skip != 0, old, value) for old, value in pairs]
+        tree.copy_(own, new)
+
+    def keep_shapes(self, written: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the values fit into the state's own buffers, so that a device can decide."""
+        return all(self._home[n].shape == value.shape for n, value in written.items())
+
+    def _place(self, each: _Buffer, values: torch.Tensor) -> None:
+        """Let the module's buffer have these values, as its memory."""
+        self._scratch[each.name] = values
+        each.tensor.data = values
+
+    def _take(self, each: _Buffer, current: torch.Tensor | None) -> None:
+        """Take the values of a buffer that was assigned, not written."""
+        if current is None:
+            raise ModelError(_refused(each.name, "was set to None"))
+        home = self._home[each.name]
+        for what in ("dtype", "device"):
+            old, new = getattr(home, what), getattr(current, what)
+            if old != new:
+                changed = f"had the {what} {old}, and was given {new}"
+                raise ModelError(_refused(each.name, changed))
+        each.table[each.key] = each.tensor
+        self._assigned[each.name] = each
+        self._place(each, current.detach().clone())
+
+    def _check_places(self) -> None:
+        """Refuse buffers that the state would not have."""
+        if [len(table) for _, table, _ in self._tables] != self._num_keys:
+            for path, table, before in self._tables:
+                for key in table.keys() ^ before.keys():
+                    what = "removed" if key in before else "registered"
+                    raise ModelError(_refused(_named(path, key), f"was {what}"))
+        for name, table, key, tensor in self._fixed:
+            if table.get(key) is not tensor:
+                shared = "is shared, and was assigned under one of its names"
+                what = "was None, and was set" if tensor is None else shared
+                raise ModelError(_refused(name, what))
+
+
+def _named(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _refused(name: str, what: str) -> str:
+    return (
+        f"The buffer {name!r} {what} in the forward pass. A state has the buffers that its"
+        " model was made with, in their dtypes and on their devices: register it with a"
+        " tensor of the dtype that it is to have, and write into that one."
+    )
 
 
 class Engine:
@@ -174,7 +338,7 @@ class Engine:
                 with span("accelfn forward") if profiled else NOTHING:
                     read = self._forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
-                    untaken.refuse_taken()
+                    doctor.refuse_taken()
                 self._look(loss_fn, samples, read)
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
@@ -358,12 +522,12 @@ class Engine:
         found = dict(stepped) or self._home.take_gradients()
         trained = self._home.trained
         if len(found) < len(trained):
-            untaken.refuse_frozen(trained, found)
+            doctor.refuse_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
-            untaken.refuse_unused(unused, are_held=self._holder is not None)
+            doctor.refuse_unused(unused, are_held=self._holder is not None)
         if not found:
-            untaken.refuse_apart()
+            doctor.refuse_apart()
         if not self._has_compared:
             check_gradients(self._home.trained, found, self._layer_ranks)
             self._has_compared = True
@@ -435,3 +599,270 @@ def _buffers_of(into: Grads | None, samples: Samples) -> Mapping[str, torch.Tens
     """Return the buffers that a pass goes on from; they do not count an empty share's stand-in."""
     kept = {} if into is None else into.buffers
     return tree.clone(dict(kept)) if samples.known == 0 else kept
+
+
+# The engine of a state: it is made at first use, once ranks have compared what they hold.
+
+
+MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
+Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
+
+
+def engine_of(state: TrainState) -> Engine:
+    """Return the engine of the state's definition, building it at first use."""
+    cache, world = state.definition.cache, state.definition.world
+    if cache.engine is None or cache.is_to_compare:
+        state.lease.check()
+        if world.is_main and cache.engine is None:
+            advise_of_rates(state.definition.schedule)
+        _compare(state)
+        cache.is_to_compare = False
+        if cache.engine is None:
+            cache.engine = _built(state)
+    return cache.engine
+
+
+def build(
+    state: TrainState,
+    home: Home,
+    innermost: Innermost,
+    *,
+    compression: "Compression | None" = None,
+    optimizer: TakesUpdates | None = None,
+) -> Engine:
+    """Return an engine whose losses run in a home of the state's tensors.
+
+    What takes the updates is the state's optimizer over them, or what is given. Around the
+    innermost runner stand those of transforms, the leftmost outside.
+    """
+    definition, live = state.definition, None
+    if optimizer is None:
+        optimizer = _over_params(definition, home)
+        if "steps_in_backward" in definition.setup.facts:
+            live = LiveUpdate(optimizer, home.trained)
+    module = made(home.module, state)
+
+    def make_runner(module: nn.Module) -> Runner:
+        return innermost(module, live)
+
+    for each in reversed(definition.setup.owners["runner"]):
+        make_runner = each.runner(make_runner, state)
+        ok, what = callable(make_runner), "a function that makes a runner"
+        check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
+    runner = make_runner(module)
+    if live is not None and not live.by_buckets:
+        live.hook()
+    return Engine(
+        state,
+        home,
+        runner,
+        module=module,
+        optimizer=optimizer,
+        live_update=live,
+        compression=compression,
+    )
+
+
+def _compare(state: TrainState) -> None:
+    """Raise unless ranks that train together, as the state says, hold the same.
+
+    Raises:
+        ReplicaMismatchError: their definitions or their parameters differ.
+    """
+    if _is_one_training(state):
+        compare(state)
+
+
+def _is_one_training(state: TrainState) -> bool:
+    """Whether the setup says how gradients cross ranks; else the user's code may, or nothing."""
+    owners = state.setup.owners
+    reduces = owners["engine"] or owners["reduce"]
+    return bool(reduces) or state.definition.layout is not None
+
+
+def compare(state: TrainState) -> None:
+    """Raise unless the ranks hold the same, and will do the same; once a definition.
+
+    Ranks that may train apart can hold other parameters, but for the beginning.
+
+    Cost: some small all-reduces (see `check_definitions` and `check_replicas`), once.
+
+    Raises:
+        ReplicaMismatchError: their definitions or their parameters differ.
+    """
+    definition, setup, world = state.definition, state.setup, state.world
+    cache = definition.cache
+    if world.size == 1 or (cache.is_compared and not cache.is_to_compare):
+        return
+    check_definitions(state)
+    is_apart = "apart" in setup.facts or not _is_one_training(state)
+    values = not is_apart or state.step == 0
+    whole = {n: p for n, p in state.params.items() if not is_shard(p)}
+    has_copies = world.axes.get("dp_replicate", 1) > 1
+    check_replicas(
+        state.params if has_copies else whole,
+        world,
+        label="compare replicas",
+        values=values,
+        trained=set(definition.skeleton.trainable),
+    )
+    if not values and definition.trains_apart:
+        copy = definition.copy  # whose ranks agree at any time
+        check_replicas(whole, copy, label="compare replicas", values=True)
+    cache.is_compared = True
+
+
+def _built(state: TrainState) -> Engine:
+    """Return the engine that a transform gives, or one in which nothing crosses ranks."""
+    chosen = state.setup.owners["engine"]
+    if not (chosen and state.definition.copy.size > 1):
+        return build(state, home_of(state), lambda module, _: LocalRunner(module))
+    engine = chosen[0].engine(state)
+    is_one = isinstance(engine, Engine)
+    check_returned(
+        chosen[0], "engine", ok=is_one, returned=engine, expected="an Engine"
+    )
+    return engine
+
+
+def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
+    """Return a state's optimizer over the parameters of a home."""
+    metas = definition.skeleton.module.named_parameters()
+    memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
+    names = {param: name for name, param in home.params.items()}
+    return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
+
+
+# Whether ranks share the work: looked at once, at the first batch of a definition.
+#
+# Replicas that all see the same samples agree, and nothing else shows that each does the
+# work of all.
+
+
+def check_loaded(state: TrainState) -> None:
+    """Say if a state was loaded into this one, which stayed as it was, and nobody kept it."""
+    loaded = state.definition.cache.loaded
+    if loaded is None or not state.world.is_main:
+        return
+    given, made = loaded
+    if given() is state.lease and made() is None:
+        advise(
+            "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
+            " what the last one returned; this step takes the state that it was given, which"
+            f" stands at update {state.step}. Write state = af.load(state, directory). If this"
+            " state is meant, all is well."
+        )
+
+
+def check_first_batch(state: TrainState, batch: Any) -> None:
+    """Say if every rank is about to train on all samples; in a world of 1, nothing.
+
+    Cost: none but at the first batch of a definition. If that is a plain value under
+    `shard_data`, of a state without data, an all-gather of 8 bytes.
+    """
+    definition = state.definition
+    if definition.world.batch.size == 1 or definition.cache.saw_a_batch:
+        return
+    with own_modes(definition.world.device):
+        engine_of(state)
+    definition.cache.saw_a_batch = True
+    is_sharded = definition.plan.num_shares > 1
+    if not isinstance(batch, Batch):
+        said = _of_value(state, batch) if is_sharded else None
+    elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
+        said = None
+    elif is_sharded:
+        said = _uncut(state, batch)
+    else:
+        said = _unshared(state)
+    if said is not None and definition.world.is_main:
+        advise(said)
+
+
+def warn_of_values(state: TrainState, value: Any) -> None:
+    """Warn of a second update of plain values: a loop that does not move the state's data.
+
+    Values between batches are let be, as a replay of samples, and so is one value that is
+    learned by heart.
+    """
+    cache, cursor = state.definition.cache, state.cursor
+    if cache.saw_values or cursor.epoch or cursor.samples:
+        return
+    before, cache.last_value = cache.last_value, tree.tensor_leaves(value)
+    if not (state.num_tried and before) or all(map(is_, before, cache.last_value)):
+        return
+    cache.last_value = []
+    cache.saw_values = True
+    if state.world.is_main:
+        advise(
+            "step(state, batch) gets values that are no batches of af.batches(state), so the"
+            " state stays at the beginning of its data, and a resumed run reads them again;"
+            " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
+            " epochs=...):` and step(state, batch, noise) with the batch itself and anything"
+            " else behind it. If a loader of your own is meant, leave out data=."
+        )
+
+
+def _is_whole(batch: Batch) -> bool:
+    """Whether this rank has all samples of an update, of which others could have had some."""
+    counted = sum(weight or 0 for weight in batch.weights)
+    return counted == batch.num_samples > 1
+
+
+def _has_own_stream(state: TrainState) -> bool:
+    """Whether each rank reads a stream of its own, of which some may have ended."""
+    return state.data is not None and state.data.sharded
+
+
+def _of_value(state: TrainState, value: Any) -> str | None:
+    """Return what is wrong with a plain value where batches are to be cut."""
+    size = state.world.batch.size
+    if state.data is not None or not _is_alike(value, state):
+        return None  # `warn_of_values` warns of a value where the state has data
+    return (
+        f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
+        " batches of af.batches alone, so each rank trains on all samples, which is"
+        f" {size} times the work for the result of one rank. Give the dataset to the state,"
+        " TrainState.create(data=af.Data(dataset, batch_size=...)), and write `for batch in"
+        " af.batches(state, epochs=...):`; or give each rank its part, af.split(value,"
+        " world)."
+    )
+
+
+def _is_alike(value: Any, state: TrainState) -> bool:
+    """Whether all ranks have a value of the same tensors."""
+    batch = state.world.batch
+    sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
+    # without any there is nothing to tell by: a number that no other rank has
+    mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
+    told = all_gather(mine.to(batch.device), batch, label="first batch")
+    return len({int(each) for each in told}) == 1
+
+
+def _has_words(tensor: torch.Tensor) -> bool:
+    """Whether ranks can be told apart by it: sparse and nested ones are several tensors."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return plain and tensor.numel() > 1
+
+
+def _uncut(state: TrainState, batch: Batch) -> str:
+    size = state.world.batch.size
+    return (
+        f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
+        f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
+        " begun before this setup was given: write `for batch in af.batches(state):` with"
+        " the state that is trained, made with world= and its setup."
+    )
+
+
+def _unshared(state: TrainState) -> str | None:
+    """Return what is wrong with ranks that have the same data, and take all of it."""
+    if not state.definition.cache.has_same_data:
+        return None
+    size = state.world.batch.size
+    return (
+        f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
+        f" samples of every batch, which is {size} times the work for the result of one."
+        " Write af.shard_data() into the setup, as in af.chain(af.shard_data(),"
+        " af.wrap_ddp())."
+    )

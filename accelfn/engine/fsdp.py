@@ -1,21 +1,672 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that is split over the ranks, by torch's own `fully_shard`, around the loss."""
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn, cast
 
+import attrs
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
+    DefaultAllGather,
+    DefaultAllocMixin,
+    DefaultReduceScatter,
+    foreach_reduce,
+)
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
-from accelfn.collectives import all_reduce_, gather_text, naming
-from accelfn.engine.read_loss import ReadLoss, Samples
-from accelfn.engine.root import RootModule
-from accelfn.engine.runner import LossFunction, Ones, like, run_backward
-from accelfn.engine.shard_home import ShardHome
-from accelfn.engine.untaken import refuse_unused
-from accelfn.errors import LossError
+from accelfn.base import devices, tree
+from accelfn.collectives import all_reduce_, gather_text, naming, neighbors
+from accelfn.collectives.call_order import CallOrder
+from accelfn.definition.definition import Definition
+from accelfn.engine.binding import Parts, built, parameter
+from accelfn.engine.doctor import refuse_unused
+from accelfn.engine.loss import (
+    LossFunction,
+    Ones,
+    ReadLoss,
+    RootModule,
+    Samples,
+    like,
+    run_backward,
+)
+from accelfn.engine.modules import Regions, chosen, has_forward
+from accelfn.engine.vocabulary import whole
+from accelfn.errors import LossError, ModelError
+from accelfn.state.grads import Grads
 from accelfn.state.metrics import Number
 from accelfn.world import World
+
+# pyright: reportPrivateUsage=false, reportUnknownMemberType=false
+
+# The units of a model: modules whose parameters are gathered together.
+#
+# A parameter is of the unit that is nearest above it; what lies in none is of the root.
+
+
+ROOT = "the rest of the model"
+_TABLES = nn.Embedding, nn.EmbeddingBag
+
+
+def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
+    """Return the modules that are units; by default the members of lists of modules.
+
+    Raises:
+        ModelError: no module is one of `regions`; the classes that there are are named.
+    """
+    if regions is not None:
+        return chosen(module, regions, whose)
+    members = [
+        member
+        for each in _outermost_lists(module)
+        for member in _callable_members(each)
+        if next(member.parameters(), None) is not None
+    ]
+    return list({id(member): member for member in members}.values())
+
+
+def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
+    """Yield members that have a forward, also those of containers inside this one."""
+    for member in container.children():
+        if has_forward(member):
+            yield member
+        else:
+            yield from _callable_members(member)
+
+
+def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
+    """Return the lists of modules that lie in no other: of blocks, not of what blocks have."""
+    if isinstance(module, nn.ModuleList):
+        return [module]
+    return [found for child in module.children() for found in _outermost_lists(child)]
+
+
+def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
+    """Refuse units that torch cannot gather, or would gather twice.
+
+    Args:
+        module: the whole.
+        units: parts of it.
+        whose: who asks.
+
+    Raises:
+        ModelError: a parameter is in two units, a unit has parameters of two dtypes, or a
+            layer has sparse gradients.
+    """
+    _refuse_sparse(module, whose)
+    names = {id(unit): name for name, unit in module.named_modules()}
+    members: dict[str, dict[str, nn.Parameter]] = {}
+    owner: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        unit = _unit_of(name, module, {id(each) for each in units}, names)
+        if owner.setdefault(id(param), unit) != unit:
+            msg = (
+                f"{whose}: {name!r} is tied to a parameter of another unit: of"
+                f" {owner[id(param)]}, and of {unit}. Each would gather it for itself. Give"
+                " units= that have both in one, or in none."
+            )
+            raise ModelError(msg)
+        members.setdefault(unit, {})[name] = param
+    for unit, params in members.items():
+        _check_dtypes(unit, params, whose)
+
+
+def _unit_of(
+    name: str, module: nn.Module, units: set[int], names: Mapping[int, str]
+) -> str:
+    """Return what the unit of a parameter is called."""
+    path = name.split(".")[:-1]
+    for length in range(len(path), 0, -1):
+        each = module.get_submodule(".".join(path[:length]))
+        if id(each) in units:
+            return f"unit {names[id(each)]!r}"
+    return ROOT
+
+
+def _refuse_sparse(module: nn.Module, whose: str) -> None:
+    """Refuse layers whose gradients name rows, of which torch reduces no parts."""
+    for name, each in module.named_modules():
+        if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
+            msg = (
+                f"{whose}: the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and"
+                " torch reduces parts of dense ones alone. Make that layer with sparse=False,"
+                " or train it by af.wrap_ddp()."
+            )
+            raise ModelError(msg)
+
+
+def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> None:
+    """Refuse two dtypes, for a unit is gathered as one tensor; and complex numbers."""
+    first: dict[torch.dtype, str] = {}
+    for name, param in params.items():
+        if param.ndim:  # a lone number is not split
+            first.setdefault(param.dtype, name)
+    if any(dtype.is_complex for dtype in first):
+        name = next(name for dtype, name in first.items() if dtype.is_complex)
+        msg = (
+            f"{whose}: {name!r} is complex, and torch gathers real numbers alone. Hold its"
+            " real view (torch.view_as_real) as the parameter."
+        )
+        raise ModelError(msg)
+    if len(first) > 1:
+        listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
+        msg = (
+            f"{whose}: {unit} has parameters of several dtypes, but is gathered as one"
+            f" tensor: {listed}. Make them of one dtype, or give units= that have one each."
+        )
+        raise ModelError(msg)
+
+
+# How torch's FSDP gathers a unit and reduces its gradients where Gloo joins the ranks.
+#
+# The arguments are torch's. Whoever asks for a result early has its work from torch.
+
+
+gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
+
+
+def gather_by_gloo(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
+) -> Any:
+    """Fill `output_tensor` with the parts of a unit."""
+    if how.get("async_op"):
+        return gather(output_tensor, input_tensor, group, **how)
+    return neighbors.gather_(output_tensor, input_tensor, group)
+
+
+def reduce_scatter_by_gloo(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
+) -> Any:
+    """Fill `output_tensor` with this rank's part of the sum, or of the mean."""
+    op = how["op"]
+    if how.get("async_op") or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        return reduce_scatter(output_tensor, input_tensor, group, **how)
+    neighbors.reduce_scatter_(output_tensor, input_tensor, group)
+    if op == dist.ReduceOp.AVG:
+        output_tensor.div_(group.size())
+    return None
+
+
+# `UnitOrder`: all ranks gather and reduce the units of a model in one order.
+#
+# Ranks may need units in different orders, or not all of them: experts, heads, layers that
+# are skipped. A rank takes part in a gather with its own rows, and in a reduction with
+# gradients of zero, so the numbers of the others are right.
+
+
+# torch's FSDP has no public names for what a unit is made of
+
+
+class Ordered(DefaultAllocMixin):
+    """A collective of a unit that waits for its turn."""
+
+    def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
+        """Take what waits for the turn, and what makes the collective."""
+        self._reach, self._make = reach, make
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Wait, then make the collective."""
+        self._reach()
+        return self._make(*args, **kwargs)
+
+
+class UnitOrder(CallOrder):
+    """The order in which the ranks of one model gather its units and reduce their gradients."""
+
+    def __init__(
+        self, ranks: World, units: Mapping[str, FSDPParamGroup], *, by_gloo: bool
+    ) -> None:
+        """Take the ranks that share units, and the units by name, in an order of all ranks."""
+        self._gather: Any = gather_by_gloo if by_gloo else gather
+        self._reduce: Any = Ordered(
+            tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
+        )
+        self._reduced: list[FSDPParamGroup] = []
+        calls: dict[str, Callable[[], object]] = {}
+        unit: Any
+        for name, unit in units.items():
+            first, then = f"FSDP gather {name}", f"FSDP reduce {name}"
+            calls[first] = partial(self._gather_rows, unit)
+            calls[then] = partial(self._reduce_zeros, unit)
+            unit._all_gather_comm = Ordered(partial(self.reach, first), self._gather)
+            unit._reduce_scatter_comm = Ordered(partial(self.reach, then), self._reduce)
+        super().__init__(ranks, calls)
+
+    def end(self, note: int = 0) -> list[int]:
+        """End the pass on all ranks; return what each of them noted."""
+        notes = super().end(note)
+        for unit in self._reduced:  # of which torch may know nothing in this pass
+            unit.finalize_backward()
+        self._reduced.clear()
+        return notes
+
+    @torch.no_grad()
+    def _gather_rows(self, unit: FSDPParamGroup) -> None:
+        """Give other ranks what they need of a unit."""
+        rows = [
+            param._sharded_param_data.to(unit.device, param.param_dtype)
+            for param in unit.fsdp_params
+        ]
+        group = unit._all_gather_process_group
+        part = torch.cat(rows)
+        self._gather(part.new_empty(len(part) * group.size()), part, group)
+
+    @torch.no_grad()
+    def _reduce_zeros(self, unit: FSDPParamGroup) -> None:
+        """Add nothing to the gradients of a unit, and take this rank's rows of their sum."""
+        params = [each for each in unit.fsdp_params if each.sharded_param.requires_grad]
+        zeros = [
+            torch.zeros(each._orig_size, dtype=each.orig_dtype, device=unit.device)
+            for each in params
+        ]
+        replicas = unit._all_reduce_process_group if unit._is_hsdp else None
+        context, device = unit.comm_ctx, cast("Any", unit.device_handle)
+        _, _, stream, event, *_ = foreach_reduce(
+            *(params, zeros, unit._reduce_scatter_process_group),
+            *(context.reduce_scatter_stream, self._reduce, unit._orig_dtype),
+            *(unit._reduce_dtype, unit.device, unit.gradient_divide_factor),
+            *(replicas, context.all_reduce_stream, unit.all_reduce_grads),
+            *(unit._partial_reduce_output, None, unit.force_sum_reduction_for_comms),
+        )
+        device.current_stream().wait_event(event)
+        context._last_post_reduce_events[stream] = event
+        self._reduced.append(unit)
+
+
+# `ShardHome`: each rank has a part of every parameter, as torch's `fully_shard` keeps it.
+#
+# torch keeps of a parameter its part as a flat view that is gathered, a DTensor that is in
+# the module when it is not gathered, and what was gathered. The first two share the memory
+# of a state's value, by pointers; the optimizer steps a plain parameter that shares it,
+# too.
+
+
+# torch's FSDP has no public names for where it keeps a parameter
+
+
+# whether sums in another dtype than a parameter's have a place of their own; from torch 2.15 on
+# the whole parameter's gradient has it, and the name only reads that
+_ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
+
+
+class Unit(FSDPParamGroup):
+    """A unit that is reduced if this rank has a gradient of it, then with all its parameters.
+
+    Attributes:
+        came: the parameters of which a backward pass had a gradient.
+    """
+
+    came: set[FSDPParam]
+
+    def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
+        """Gather it for a backward pass that nothing differentiates.
+
+        Raises:
+            LossError: something does; torch would reduce values that are not there any more.
+        """
+        if torch.is_grad_enabled():
+            msg = (
+                "The loss calls torch.autograd.grad(create_graph=True), as a gradient penalty"
+                " does, and af.wrap_fsdp cannot run such a double backward. Train this model"
+                " with af.wrap_ddp(), or leave the penalty out."
+            )
+            raise LossError(msg)
+        super().pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        """Reduce gradients; parameters that took no part have zeros."""
+        came = [each for each in self.fsdp_params if _whole_gradient(each) is not None]
+        self.came.update(came)
+        self.reduce_scatter_unused_params = bool(came)
+        super().post_backward(*unused)
+
+
+class Valueless(Unit):
+    """A unit in a world without values, which torch would have its user load first."""
+
+    def _validate_no_meta_params(self) -> None:
+        """Take them as they are."""
+
+
+class Lent(nn.Module):
+    """A module whose forward is a function of the model, with all that lies in no unit."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take the model."""
+        super().__init__()
+        self.module = module
+
+    def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
+        """Return what a function of the model returns."""
+        return whole(fn(self.module, *inputs))
+
+
+@attrs.frozen(kw_only=True)
+class Splitter:
+    """How a model is split.
+
+    Attributes:
+        mesh: over which ranks.
+        units: the modules of a model that are gathered together.
+        reshard_after_forward: whether they are given up after the forward pass.
+        gather_dtype: in which they are gathered and computed with; None is their own.
+        reduce_dtype: in which gradients are reduced; None is the parameters' own.
+        device: on which they are computed with.
+        cpu_offload: whether parts lie on the CPU.
+    """
+
+    mesh: DeviceMesh
+    units: Callable[[nn.Module], Sequence[nn.Module]]
+    reshard_after_forward: bool
+    gather_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+    device: torch.device
+    cpu_offload: bool
+
+    @property
+    def pins(self) -> bool:
+        """Whether parts lie where the device copies from by itself."""
+        return self.cpu_offload and devices.pins(self.device)
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """In which there may be gradients beside the parameters' own."""
+        return tuple(d for d in (self.gather_dtype, self.reduce_dtype) if d is not None)
+
+    def split(
+        self, module: nn.Module, root: nn.Module, whole: set[nn.Parameter]
+    ) -> None:
+        """Split a model's units, and what is in none of them with the module that runs it."""
+        how: dict[str, Any] = {
+            "mesh": self.mesh,
+            # None: not what the backward pass begins with
+            "reshard_after_forward": None if self.reshard_after_forward else False,
+            "ignored_params": whole,
+            "offload_policy": CPUOffloadPolicy(pin_memory=self.pins)
+            if self.cpu_offload
+            else OffloadPolicy(),
+        }
+        for unit in reversed(self.units(module)):  # what lies in another comes first
+            fully_shard(unit, mp_policy=self._policy(unit), **how)
+        if self.gather_dtype is not None:  # as torch casts what units are called with
+            cast = partial(_cast, self.gather_dtype)
+            module.register_forward_pre_hook(cast, with_kwargs=True)
+        fully_shard(root, mp_policy=self._policy(root), **how)
+
+    def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
+        # torch would reduce in the dtype in which it gathers
+        own = next((param.dtype for param in unit.parameters() if param.ndim), None)
+        dtype = self.reduce_dtype or (own if self.gather_dtype else None)
+        return MixedPrecisionPolicy(param_dtype=self.gather_dtype, reduce_dtype=dtype)
+
+
+def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return a module's inputs with floating-point numbers in a dtype."""
+
+    def cast(leaf: Any) -> Any:
+        is_real = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+        return leaf.to(dtype) if is_real else leaf
+
+    return tree.tree_map(cast, args), tree.tree_map(cast, kwargs)
+
+
+class ShardHome:
+    """Each rank has a part of every parameter, and gathers a unit of them to compute with."""
+
+    holder = None
+
+    def __init__(
+        self,
+        definition: Definition,
+        splitter: Splitter,
+        params: Mapping[str, torch.Tensor],
+        buffers: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Build the module without values, and what the optimizer steps."""
+        assert definition.layout is not None  # noqa: S101 - asked by who splits
+        self._definition, self._splitter = definition, splitter
+        self._layout, skeleton = definition.layout, definition.skeleton
+        metas = {
+            name: meta.new_empty(self._layout.computed(name))
+            for name, meta in skeleton.module.named_parameters()
+        }
+        whole = {n: p for n, p in params.items() if not tree.is_shard(p)}
+        self.module = built(definition, {**metas, **whole}, buffers)
+        inside = dict(self.module.named_parameters())
+        self.params: dict[str, nn.Parameter] = {
+            name: inside[name] if name in whole else parameter(value, inside[name])
+            for name, value in params.items()
+        }
+        self.trained = {name: self.params[name] for name in skeleton.trainable}
+        self._places = {
+            (id(module), key): name
+            for name, param in inside.items()
+            for module in self.module.modules()
+            for key, each in module._parameters.items()
+            if each is param
+        }
+        self._is_inner = splitter.mesh != self._layout.mesh
+        self.whole = {name: inside[name] for name in whole}
+        self._split: dict[str, FSDPParam] = {}
+        self._came = set[FSDPParam]()
+        self.order: UnitOrder
+        self.shows = Parts(self._split, self.params, params)
+
+    def split(self, root: nn.Module) -> None:
+        """Split a module that runs this home's, and take what torch made of its parameters."""
+        self._splitter.split(self.module, root, set(self.whole.values()))
+        units = {
+            path.removeprefix("module.") or ROOT: unit
+            for path, module in root.named_modules()
+            if isinstance(module, FSDPModule)
+            for unit in module._get_fsdp_state()._fsdp_param_groups
+        }
+        is_meta = self._splitter.device.type == "meta"
+        for unit in units.values():
+            unit.__class__ = Valueless if is_meta else Unit
+            cast("Unit", unit).came = self._came
+            for param in unit.fsdp_params:
+                info = param._module_info
+                name = self._places[id(info.module), info.param_name]
+                self._split[name] = param
+        for name, param in self._split.items():
+            held = _held(param, tree.local(self.shows.state[name]))
+            trained = self.params[name].requires_grad
+            param.sharded_param = nn.Parameter(held, requires_grad=trained)
+            param._setattr_on_modules(param.sharded_param)
+        self.bind(self.shows.state)
+        mesh = self._splitter.mesh
+        carries = neighbors.carries(
+            mesh.get_group(mesh.ndim - 1), self._splitter.device
+        )
+        self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
+        state: Any = cast("Any", root)._get_fsdp_state()
+        state._lazy_init()
+        # what autograd has not reduced comes last, and the root last of all: whether inputs of
+        # a unit need a gradient may differ between ranks
+        state._state_ctx.all_states.reverse()
+
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls functions of a module of other values, split alike."""
+        return lent_in_parts(self._definition, self._splitter, params, buffers)
+
+    def bind(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Point torch's parts, and the optimizer's, at the state's memory."""
+        for name, param in self.params.items():
+            value: Any = params[name]
+            if name not in self._split:
+                param.data = value
+                continue
+            split = self._split[name]
+            count = split.padded_sharded_param_size.numel()
+            part = value._local_tensor
+            has_room = tree.room(part) >= count  # not if made by somebody's operators
+            if not has_room or (self._splitter.pins and not part.is_pinned()):
+                part = value._local_tensor = self._rehomed(part, count)
+            split._sharded_param_data = part.as_strided(
+                (count,), (1,), part.storage_offset()
+            )
+            held: Any = split.sharded_param
+            held._local_tensor = param.data = part
+        self.shows.state = params
+
+    def _rehomed(self, part: torch.Tensor, count: int) -> torch.Tensor:
+        """Return a copy of a part in memory from which torch can gather it."""
+        if not self._splitter.pins:
+            return tree.padded(part, count)
+        shape = (max(count, part.numel()),)
+        memory = devices.host_memory(shape, part.dtype, self._splitter.device)
+        return memory.zero_()[: part.numel()].view(part.shape).copy_(part)
+
+    def has_gradients(self) -> bool:
+        """Whether some are there."""
+        return any(param.grad is not None for param in self.trained.values())
+
+    def note_none(self) -> None:
+        """Begin a backward pass, which has come by no parameter yet."""
+        self._came.clear()
+
+    def used(self) -> dict[str, bool]:
+        """Return of each trained parameter whether this rank's pass came by it."""
+        return {
+            name: param.grad is not None
+            if name in self.whole
+            else self._split[name] in self._came
+            for name, param in self.trained.items()
+        }
+
+    def whole_gradients(self) -> list[torch.Tensor]:
+        """Return the gradients of what is not split, zeros where there was none."""
+        gradients: list[torch.Tensor] = []
+        for param in self.whole.values():
+            if param.requires_grad:
+                if param.grad is None:
+                    param.grad = torch.zeros_like(param)
+                gradients.append(param.grad)
+        return gradients
+
+    def parts_there(self) -> set[str]:
+        """Return the names of parameters of which a part of a gradient is there already."""
+        return {
+            name
+            for name, split in self._split.items()
+            if split.sharded_param.grad is not None
+        }
+
+    def drop_gradients(self, names: Iterable[str]) -> None:
+        """Leave these parameters without a gradient."""
+        for name in names:
+            self.trained[name].grad = None
+            if name in self._split:
+                self._split[name].sharded_param.grad = None
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return parts of reduced gradients, or whole ones that were not reduced."""
+        gradients: dict[str, torch.Tensor] = {}
+        for name, param in self.trained.items():
+            split = self._split.get(name)
+            if split is None:
+                grad = param.grad
+            else:
+                grad = split.sharded_param.grad
+                if grad is None:
+                    grad = _whole_gradient(split)
+                    grad = None if grad is None else self._layout.laid(name, grad)
+                else:
+                    param.grad = part = tree.local(grad)
+                    split.sharded_param.grad = None
+                    if self._is_inner:  # torch's FSDP knows of its own ranks alone
+                        grad = tree.with_local(self.shows.state[name], part)
+            if grad is not None:
+                gradients[name] = grad
+        return gradients
+
+    def put_gradients(self, grads: Grads) -> None:
+        """Let the optimizer have parts, and the next pass what it adds to."""
+        # until they are reduced they are as they were computed
+        dtypes = () if grads.reduced else self._splitter.dtypes
+        grads.check_fit(self.shows.state, dtypes, self._splitter.device)
+        self.clear_gradients()
+        for name, param in self.trained.items():
+            grad, split = grads.as_taken.get(name), self._split.get(name)
+            if grad is None or split is None:
+                param.grad = grad
+            elif grads.reduced:
+                is_part = "dp_shard" in tree.cut_axes(grad)
+                part = grad if is_part else self._layout.cut(name, grad)
+                param.grad = tree.local(part)
+            elif "dp_shard" in tree.cut_axes(grad):
+                split.sharded_param.grad = _held(split, tree.local(grad))
+            else:
+                _put_whole(split, tree.local(grad))
+
+    def clear_gradients(self) -> None:
+        """Leave none."""
+        for param in self.trained.values():
+            param.grad = None
+        for split in self._split.values():
+            split.sharded_param.grad = None
+            if hasattr(split, "_unsharded_param"):
+                split._unsharded_param.grad = None
+            if _ACCUMULATES_APART:
+                split.unsharded_accumulated_grad = None
+
+
+def lent_in_parts(
+    definition: Definition,
+    splitter: Splitter,
+    params: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, torch.Tensor],
+) -> Callable[..., Any]:
+    """Return what calls functions of a model in evaluation mode, of which ranks have parts."""
+    home = ShardHome(definition, splitter, params, buffers)
+    lent = Lent(home.module.eval())
+    home.split(lent)
+
+    def call(fn: Callable[..., Any], *inputs: Any) -> Any:
+        with home.order.begins():
+            found = lent(fn, *inputs)
+            home.order.end()
+        return found
+
+    return call
+
+
+def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
+    """Return a part as torch's FSDP keeps it: over its own ranks alone."""
+    return DTensor(part, split._sharding_spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:
+    """Put a gradient to where torch adds those of further passes."""
+    whole = getattr(split, "_unsharded_param", None)
+    if not _ACCUMULATES_APART:
+        split.unsharded_param.grad = grad
+    elif whole is not None and whole.dtype == grad.dtype:
+        whole.grad = grad
+    else:  # it is computed in another dtype than it is reduced in
+        split.unsharded_accumulated_grad = grad
+
+
+def _whole_gradient(split: FSDPParam) -> torch.Tensor | None:
+    if split.unsharded_accumulated_grad is not None:
+        return split.unsharded_accumulated_grad
+    whole = getattr(split, "_unsharded_param", None)
+    return None if whole is None else whole.grad
 
 
 class FSDPRunner:

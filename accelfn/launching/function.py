@@ -23,16 +23,15 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import cloudpickle
 import torch
 
-from accelfn.base import accelerator, codec, paths
-from accelfn.base.arguments import check_seconds, is_integer
-from accelfn.base.calling import called
+from accelfn.base import arguments, codec, devices
+from accelfn.base.arguments import called, check_seconds, is_integer
+from accelfn.base.devices import check_kind, known_device
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
-from accelfn.launching.options import MOST_PROCESSES
 from accelfn.launching.script import run_here
+from accelfn.launching.settings import MOST_PROCESSES
 from accelfn.world.axes import resolved
-from accelfn.world.device import check_kind, known_device
-from accelfn.world.environment import asked_size
+from accelfn.world.place import asked_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -130,7 +129,7 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
 
 
 def _check_device(device: Any, size: int) -> None:
-    kind = accelerator.kind()
+    kind = devices.kind()
     try:
         asked = known_device(kind if device is None else device)
         check_kind(asked)
@@ -138,7 +137,7 @@ def _check_device(device: Any, size: int) -> None:
         msg = f"af.launch(device={device!r}): {error}"
         raise ArgumentError(msg) from error
     needed = size if asked.index is None else asked.index + 1
-    count = accelerator.count() if asked.type == kind else 0
+    count = devices.count() if asked.type == kind else 0
     if asked.type != "cpu" and needed > count:
         msg = (
             f"af.launch({size}, fn, device={device!r}): that takes {needed} devices of type"
@@ -174,7 +173,7 @@ def _sources() -> dict[str, str]:
     return {
         name: "".join(lines)
         for name, lines in cached.items()
-        if lines and not paths.is_file(Path(name))
+        if lines and not arguments.is_file(Path(name))
     }
 
 
@@ -196,7 +195,7 @@ def _run(folder: Path, nproc: int) -> Ended:
 
 def _result(folder: Path, rank: int) -> Any:
     file = folder / f"result-{rank}"
-    if not paths.is_file(file):
+    if not arguments.is_file(file):
         msg = f"af.launch: rank {rank} left, by sys.exit or so, and returned nothing."
         raise RankFailedError(msg)
     return codec.from_bytes(file.read_bytes())

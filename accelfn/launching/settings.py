@@ -6,24 +6,206 @@ The command line comes before the file, and the file before the default.
 
 from __future__ import annotations
 
+import difflib
+import os
+import stat
+import sys
+import tomllib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import tomlkit
 from attrs import field, frozen
 
-from accelfn.errors import LaunchError
-from accelfn.launching.machines import MAIN_PORT, Machines
-from accelfn.launching.options import (
-    COMMAND_LINE,
-    DYNAMIC,
-    NUMBERED,
-    OPTIONS,
-    check_axes,
-    checked,
-    flag,
-)
+from accelfn.base import arguments
+from accelfn.errors import ArgumentError, LaunchError
+from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT, Machines
+from accelfn.world.axes import of_text
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+# What a launch can be told: each option's name, its meaning and the values that it may
+# have.
+
+
+@frozen
+class Kind:
+    """What values a setting may have, and how the command line spells them.
+
+    Attributes:
+        expects: the values, in words.
+        accepts: whether one is among them.
+    """
+
+    expects: str
+    accepts: Callable[[Any], bool]
+
+    def from_text(self, text: str) -> Any:
+        """Return the value that a word of the command line means."""
+        number = _number(text)
+        return text if self.accepts(text) and not self.accepts(number) else number
+
+
+def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _parse_count(text: str) -> int:
+    """Return the number that a text is; -1 where it is none, or has many digits."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
+
+
+def _is_range(value: object, most: int) -> bool:
+    if not isinstance(value, str):
+        return _is_whole(value, 1, most)
+    numbers = [_parse_count(part) for part in value.split(":")]
+    return len(numbers) == 2 and 1 <= numbers[0] <= numbers[1] <= most
+
+
+def _is_endpoint(value: object) -> bool:
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    return host != "" and _is_whole(_parse_count(port), 1, _LAST_PORT)
+
+
+def _number(text: str) -> int | float | str:
+    """Return a number where the text is one, else the text, which is then refused."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+# more than any machine starts, or any run has, and few enough to be tried by mistake
+MOST_PROCESSES, _MOST, _LAST_PORT = 4096, 10**6, 65535
+_INDEX = Kind(
+    "a whole number, 0 or more, a million at most", lambda v: _is_whole(v, 0, _MOST)
+)
+_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT))
+_ENDPOINT = Kind("HOST:PORT, a port from 1 to 65535", _is_endpoint)
+_TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
+_SECONDS = Kind(
+    "a number of seconds, 1 to a million",
+    lambda v: type(v) in (int, float) and 1 <= v <= _MOST,
+)
+_NPROC = Kind(
+    f"a whole number, 1 or more, or 'auto'; {MOST_PROCESSES} at most",
+    lambda v: v == "auto" or _is_whole(v, 1, MOST_PROCESSES),
+)
+_SPAN = Kind(
+    f"'MIN:MAX', two whole numbers, 1 or more, {MOST_PROCESSES} at most",
+    lambda v: isinstance(v, str) and _is_range(v, MOST_PROCESSES),
+)
+_MACHINES = Kind(
+    "a whole number, 1 or more, or 'FEWEST:MOST'; a million at most",
+    lambda v: _is_range(v, _MOST),
+)
+
+
+@frozen
+class Option:
+    """A setting's meaning."""
+
+    kind: Kind
+    metavar: str
+    help: str
+    default: Any = None
+
+
+COMMAND_LINE = "command line"
+
+OPTIONS: dict[str, Option] = {
+    "nproc": Option(
+        _NPROC,
+        "N",
+        "how many processes on each machine; 'auto' is one for each GPU, or one"
+        " without any",
+        "auto",
+    ),
+    "num_machines": Option(
+        _MACHINES,
+        "N",
+        "how many machines; with --rdzv-endpoint also FEWEST:MOST",
+        1,
+    ),
+    "machine_rank": Option(_INDEX, "I", "this machine's number, from 0"),
+    "main_address": Option(_TEXT, "HOST", "machine 0, as the other machines reach it"),
+    "main_port": Option(
+        _PORT, "PORT", f"of machine 0, free there (default {MAIN_PORT})"
+    ),
+    "rdzv_endpoint": Option(
+        _ENDPOINT,
+        "HOST:PORT",
+        "where machines that come and go meet by torch's dynamic rendezvous, which"
+        " unpickles what it finds there: whoever can reach this port, such as another user"
+        " of the machine, runs code as you",
+    ),
+    "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
+    "join_timeout": Option(
+        _SECONDS, "S", "how long a machine waits for the others", JOIN_SECONDS
+    ),
+    "axes": Option(
+        _TEXT,
+        "AXIS=N,…",
+        "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 is what is"
+        " left",
+    ),
+    "max_restarts": Option(
+        _INDEX, "N", "how often all ranks start again after one has failed", 0
+    ),
+    "elastic": Option(
+        _SPAN,
+        "MIN:MAX",
+        "how many processes, of this machine alone: MAX are started, MIN may go on, by"
+        " af.regroup, where others are killed, and each is replaced by one that comes in",
+    ),
+}
+NUMBERED = ("machine_rank", "main_address", "main_port")
+DYNAMIC = ("rdzv_endpoint", "rdzv_id")
+
+
+def flag(name: str) -> str:
+    """Return a setting's name on the command line."""
+    return f"--{name.replace('_', '-')}"
+
+
+def checked(name: str, value: Any, source: str) -> Any:
+    """Return a setting's value.
+
+    Raises:
+        LaunchError: there is no such setting, or it cannot have it.
+    """
+    option = OPTIONS.get(name)
+    if option is None:
+        msg = f"{source} has {name!r:.80}, which is no setting.{near(name, list(OPTIONS))}"
+        raise LaunchError(msg)
+    if not option.kind.accepts(value):
+        msg = f"{_where(name, source)} is {value!r:.80}; give {option.kind.expects}."
+        raise LaunchError(msg)
+    if name == "axes":
+        check_axes(value, source, None)
+    return value
+
+
+def check_axes(text: str, source: str, size: int | None) -> None:
+    """Refuse axes that no world has, or none of so many ranks, as a world refuses them."""
+    try:
+        of_text(f"{_where('axes', source)} {text}", text, size)
+    except ArgumentError as error:
+        raise LaunchError(str(error)) from error
+
+
+def _where(name: str, source: str) -> str:
+    return flag(name) if source == COMMAND_LINE else f"{source}: {name}"
+
+
+def near(name: str, names: list[str]) -> str:
+    """Return the name that was meant, or all that there are, as the end of a sentence."""
+    close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
+
 
 DEFAULT = "default"
 
@@ -199,3 +381,205 @@ class Settings:
 
 def _shown(names: list[str]) -> str:
     return " and ".join(flag(name) for name in names)
+
+
+# A file of settings: `accelfn.toml` in the current directory, or another that is named.
+#
+# [launch] nproc = 4 max_restarts = 2
+
+
+FILE = "accelfn.toml"
+TABLE = "launch"
+_MOST_BYTES, _DEEPEST = 2**16, 100
+_MEETS = ("main_address", "rdzv_endpoint")
+
+
+def find(named: str | None) -> Path | None:
+    """Return the file of settings that is named, or the current directory's, if it has one.
+
+    Raises:
+        LaunchError: the one that is named is not there.
+    """
+    file = Path(FILE if named is None else named)
+    if arguments.is_file(file):
+        return file
+    if named is not None:
+        msg = (
+            f"there is no file {named!r} in {Path.cwd()}; `accelfn config` writes one."
+        )
+        raise LaunchError(msg)
+    return None
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return the settings that a file has.
+
+    Raises:
+        LaunchError: the file is not TOML, or has an unknown name or a wrong value; or it says
+            where machines meet, and another user can write it.
+    """
+    try:
+        with file.open("rb") as opened:
+            about = os.fstat(opened.fileno())
+            tables = tomllib.loads(_decode_bounded(opened.read(_MOST_BYTES + 1)))
+    except (OSError, ValueError) as error:
+        msg = f"{file} cannot be read: {error}."
+        raise LaunchError(msg) from error
+    for name, table in tables.items():
+        if name == TABLE and not isinstance(table, dict):
+            msg = (
+                f"{file} has {TABLE!r}, which must be a table: a line [{TABLE}], and"
+                " settings below it."
+            )
+            raise LaunchError(msg)
+        if name != TABLE:
+            hint = f" Write it below [{TABLE}]." if name in OPTIONS else ""
+            hint = hint or near(name, [TABLE])
+            msg = f"{file} has {name!r:.80}, of which nothing is known.{hint}"
+            raise LaunchError(msg)
+    settings: dict[str, Any] = tables.get(TABLE, {})
+    named = [name for name in _MEETS if name in settings]
+    if named and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
+        msg = (
+            f"{file} has {named[0]!r}, and another user owns it or can write to it: that"
+            " user would say where this run connects. Read it, copy it, and name your copy:"
+            " accelfn launch --config COPY."
+        )
+        raise LaunchError(msg)
+    return {name: checked(name, value, str(file)) for name, value in settings.items()}
+
+
+def _decode_bounded(data: bytes) -> str:
+    """Return a text that is neither long nor deep: the parser's memory grows with both."""
+    brackets = data.count(b"[") + data.count(b"{")
+    dots = max(line.count(b".") for line in data.split(b"\n"))
+    if len(data) > _MOST_BYTES or brackets + dots > _DEEPEST:
+        msg = (
+            f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots"
+            " in a key; no settings are so long or deep"
+        )
+        raise ValueError(msg)
+    return data.decode()
+
+
+# `accelfn config`: write the file of settings, from answers or from the command line.
+
+
+def configure(
+    named: str | None,
+    assignments: Sequence[str],
+    *,
+    default: bool,
+    ask: Callable[[str], str] | None = None,
+) -> Path:
+    """Write a file of settings, and return its path.
+
+    A file that is there already gives what is not said otherwise, and keeps its comments.
+
+    Args:
+        named: the file; default `accelfn.toml` in the current directory.
+        assignments: settings as `name=value`; `name=` takes one out.
+        default: whether the defaults are written down. Nothing is asked where they are,
+            or where there are assignments.
+        ask: shows a question and returns the answer; default on the terminal.
+
+    Raises:
+        LaunchError: a setting, or several together, cannot be; nothing is written.
+    """
+    file = Path(FILE if named is None else named)
+    found = read(file) if arguments.is_file(file) else {}
+    if default:
+        begun = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
+        found = {**begun, **found}
+    for each in assignments:
+        _assign(found, each)
+    if not assignments and not default:
+        for name in _questions(found):
+            _answer(found, name, ask or _terminal())
+    Settings.of({}, found, str(file), is_whole=False)
+    in_order = {name: found[name] for name in OPTIONS if name in found}
+    text = file.read_text(encoding="utf-8") if arguments.is_file(file) else ""
+    part = file.with_name(f".{file.name}.part")
+    try:
+        part.write_text(edited(text, in_order), encoding="utf-8")
+        part.replace(file)
+    except OSError as error:
+        msg = f"{file} cannot be written: {error}."
+        raise LaunchError(msg) from error
+    return file
+
+
+def edited(text: str, settings: Mapping[str, Any]) -> str:
+    """Return a file's text with these settings and its own comments, order and blank lines."""
+    document = tomlkit.parse(text)
+    table: Any = document.setdefault(TABLE, tomlkit.table())
+    for name in [each for each in table if each not in settings]:
+        table.remove(name)
+    for name, value in settings.items():
+        if name not in table or table[name] != value:
+            table[name] = value
+    return tomlkit.dumps(document)
+
+
+def _assign(found: dict[str, Any], text: str) -> None:
+    name, equals, value = text.partition("=")
+    if not equals:
+        msg = f"--set {text!r}; write it as NAME=VALUE."
+        raise LaunchError(msg)
+    name = name.strip().replace("-", "_")
+    if name in OPTIONS and not value:
+        found.pop(name, None)
+        return
+    kind = OPTIONS[name].kind if name in OPTIONS else None
+    given = value if kind is None else kind.from_text(value)
+    found[name] = checked(name, given, "--set")
+
+
+def _questions(found: dict[str, Any]) -> Iterator[str]:
+    """Yield the names of what is to be asked, as the answers come in."""
+    yield "nproc"
+    yield "num_machines"
+    if found.get("num_machines", 1) == 1:
+        for name in (*NUMBERED, *DYNAMIC):
+            found.pop(name, None)
+    else:
+        # a machine's number is its own, and given on its command line
+        is_dynamic = isinstance(found["num_machines"], str) or "rdzv_endpoint" in found
+        yield from DYNAMIC if is_dynamic else ("main_address", "main_port")
+    yield "max_restarts"
+
+
+def _answer(found: dict[str, Any], name: str, ask: Callable[[str], str]) -> None:
+    """Ask until the answer can be; an empty one keeps what there is."""
+    option = OPTIONS[name]
+    kept = found.get(name, option.default)
+    shown = "none" if kept is None else kept
+    while True:
+        text = ask(f"{name}: {option.help} [{shown}] ").strip()
+        try:
+            if text:
+                kept = checked(name, option.kind.from_text(text), "the answer")
+        except LaunchError as error:
+            sys.stderr.write(f"{error}\n")
+            continue
+        if kept is not None:
+            found[name] = kept
+        return
+
+
+def _terminal() -> Callable[[str], str]:
+    if not sys.stdin.isatty():
+        msg = (
+            "there is no terminal to ask on; give --default, or --set NAME=VALUE for what"
+            " is to be written."
+        )
+        raise LaunchError(msg)
+
+    def ask(question: str) -> str:
+        try:
+            return input(question)
+        except EOFError:
+            msg = "the answers ended; nothing is written."
+            raise LaunchError(msg) from None
+
+    return ask

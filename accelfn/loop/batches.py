@@ -6,18 +6,15 @@ from collections.abc import Iterator
 import attrs
 
 from accelfn.base import words
-from accelfn.base.advice import advise
-from accelfn.base.arguments import is_integer
-from accelfn.base.calling import called
-from accelfn.base.contexts import is_plain, own_modes, span
+from accelfn.base.arguments import advise, called, is_integer
+from accelfn.base.draws import is_plain, own_modes, span
 from accelfn.base.words import foreign
 from accelfn.data import Batch, Data
-from accelfn.data.alike import check_readers
-from accelfn.data.cursor import Cursor
+from accelfn.data.consistency import check_readers
+from accelfn.data.plan import Cursor
 from accelfn.data.reading import Reading
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.argument import check_state
-from accelfn.state.state import TrainState
+from accelfn.state.state import TrainState, check_state
 
 
 @foreign(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)

@@ -1,31 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluating and predicting: each held-out sample exactly once, on any number of ranks."""
 
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
+import attrs
+import numpy as np
 import torch
 
-from accelfn.base import draws, tree
-from accelfn.base.advice import advise
-from accelfn.base.arguments import why_not
-from accelfn.base.calling import called
-from accelfn.base.contexts import own_modes
-from accelfn.base.shards import local
-from accelfn.collectives import broadcast_, join_rows
+from accelfn.base import codec, draws, tree
+from accelfn.base.arguments import advise, called, is_number, why_not
+from accelfn.base.draws import own_modes
+from accelfn.base.tree import local
+from accelfn.collectives import (
+    all_gather,
+    broadcast_,
+    check_rows,
+    gather_bytes,
+    join_rows,
+)
+from accelfn.collectives.failures import check_world
 from accelfn.data import Batch, Data, Plan
-from accelfn.data.alike import check_alike
-from accelfn.data.cut import even_part
-from accelfn.data.left_out import LeftOut
+from accelfn.data.consistency import LeftOut, check_alike
+from accelfn.data.plan import even_part
 from accelfn.data.reading import Reading
-from accelfn.engine.building import engine_of
-from accelfn.engine.home import lent
-from accelfn.engine.read_loss import Samples
-from accelfn.errors import BatchError, LossError, StateError
-from accelfn.state.argument import check_state
-from accelfn.state.mean import mean
+from accelfn.definition.transform import check_copied
+from accelfn.engine.binding import lent
+from accelfn.engine.engine import engine_of
+from accelfn.engine.loss import Samples
+from accelfn.errors import ArgumentError, BatchError, LossError, StateError
 from accelfn.state.metrics import (
     Loss,
     Metrics,
@@ -33,10 +38,13 @@ from accelfn.state.metrics import (
     WeightedSum,
     check_whole,
     is_scalar,
+    mean,
 )
-from accelfn.state.state import TrainState
+from accelfn.state.state import TrainState, check_state
+from accelfn.state.update import Update, through
 from accelfn.state.views import eval_params
 from accelfn.step.value_and_grad import is_weighed, wrap_loss
+from accelfn.world import World
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
 _NO_GRADIENTS = (
@@ -357,3 +365,261 @@ def _told(fn: EvaluateFunction, returned: Any) -> str:
 
 def _called(fn: EvaluateFunction) -> str:
     return getattr(fn, "__qualname__", repr(fn))
+
+
+# `observe`: what an evaluation gave, told to the transforms that go by it.
+
+
+@called
+def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
+    """Return the state whose transforms know what an evaluation gave: `(state, value) -> state`.
+
+    Its slots alone are other than the given state's, whose tensors it shares. To be called
+    by all ranks, as `af.evaluate` is, whose numbers are the same on all of them.
+
+    Args:
+        state: with transforms in its setup that observe, as `af.plateau` does.
+        value: a number, such as `af.evaluate(state, held_out, loss_fn)["loss"]`.
+
+    Law: two states that observed the same are equal; nothing but slots is changed.
+
+    Cost: over ranks that train together, a small all-reduce, by which they compare values.
+
+    Raises:
+        ArgumentError: it is no number.
+        StateError: no transform observes.
+        ReplicaMismatchError: ranks that train together observed other values than one
+            another, a loss of their own batches say.
+
+    Example:
+        >>> import torch
+        >>> from functools import partial
+        >>> import accelfn as af
+        >>> state = af.TrainState.create(
+        ...     model=lambda: torch.nn.Linear(1, 1),
+        ...     optimizer=partial(torch.optim.SGD, lr=0.5),
+        ...     setup=af.plateau(patience=0),
+        ... )
+        >>> state = af.observe(af.observe(state, 0.25), 0.25)  # no better than before
+        >>> state.lrs
+        (0.05,)
+    """
+    check_state("af.observe(state, value)", state)
+    state.lease.check()
+    setup, world = state.definition.setup, state.definition.world
+    if not setup.owners["observe"]:
+        msg = (
+            "af.observe(state, value): no transform of the setup goes by what is observed."
+            " Put one into it, such as af.plateau(patience=2)."
+        )
+        raise StateError(msg)
+    number = _number(value)
+    if setup.owners["engine"] or setup.owners["reduce"]:
+        check_rows(
+            {"observed value": repr(number)},
+            world,
+            label="compare observed values",
+            advice="Observe what is the same on all ranks, as what af.evaluate and af.mean give.",
+        )
+    before = Update(state=state, slots=state.slots)
+    _, after = through("observe", number, before, (int, float))
+    for owner in setup.owners["observe"]:
+        check_copied(owner, after.slots.get(owner.name), state)
+    return attrs.evolve(state, slots=dict(after.slots))
+
+
+def _number(value: object) -> float:
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        value = value.item()
+    if is_number(value):
+        return float(value)
+    hint = ""
+    if hasattr(value, "keys"):
+        hint = ' Choose one by its name: af.evaluate(...)["loss"].'
+    msg = f"af.observe(state, {value!r}): expected a number.{hint}"
+    raise ArgumentError(msg)
+
+
+# `gather_valid`: what ranks computed of an update's samples, each sample once.
+
+
+@called
+def gather_valid(
+    values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
+) -> Any:
+    """Return the values of all ranks' samples, without filler, in the order of the batch.
+
+    Args:
+        values: of this rank's samples: a tree of tensors whose dim 0 is the samples (those of
+            all its micro-batches, one after the other), or a list with one entry a sample:
+            tensors of any shapes, strings, numbers, and dicts, lists and tuples of those.
+        batch: from `af.batches`, in which those samples were.
+        world: whose ranks took part.
+        label: what the ranks are doing, for errors.
+
+    Returns: a tree of tensors, or a list, with an entry for each sample of the update, the
+    same on all ranks. Ranks that all took the whole batch give it once.
+
+    Law: on any number of ranks, what one process has.
+
+    Cost: a gather a dtype; lists travel as bytes, with no pickle. And one gather of two integers.
+
+    Raises:
+        BatchError: there are not as many values as samples.
+        PlainDataError: a list has something else in it.
+    """
+    if not isinstance(batch, Batch):
+        msg = (
+            f"af.gather_valid(values, batch, world): got {type(batch).__name__}; expected a"
+            " batch of af.batches. af.gather(values, world) takes any values."
+        )
+        raise BatchError(msg)
+    check_world("af.gather_valid", world)
+    ranks = world.batch
+    kept = (~batch.filler).nonzero().reshape(-1)
+    rows = len(batch.filler)
+    _check_same_rows(values, rows)
+    held = sum(weight or 0 for weight in batch.weights)
+    mine = torch.tensor([len(kept), held], device=ranks.device)
+    told = [each.tolist() for each in all_gather(mine, ranks, label=label)]
+    counts = [int(row[0]) for row in told]
+    # where nothing shards the data, every rank holds the whole batch
+    alone = ranks.size == 1 or sum(row[1] for row in told) > batch.num_samples
+    if isinstance(values, list):
+        valid = [values[place] for place in kept.tolist()]
+        data = codec.to_bytes(valid, path="values")
+        parts = [data] if alone else gather_bytes(data, ranks, label=label)
+        return [each for part in parts for each in codec.from_bytes(part)]
+    valid = tree.tree_map(lambda leaf: leaf[kept.to(leaf.device)], values)
+    return valid if alone else join_rows(valid, counts, ranks, label=label)
+
+
+def _check_same_rows(values: Any, rows: int) -> None:
+    if isinstance(values, list):
+        found = [len(values)]
+    else:
+        leaves = tree.tree_leaves(values)
+        found = [
+            leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None
+            for leaf in leaves
+        ]
+    if not found or any(count != rows for count in found):
+        msg = (
+            f"af.gather_valid: this rank's batch has {rows} samples (filler included), and"
+            f" the values have {found}; expected tensors whose dim 0 is the samples, or a list"
+            " with an entry for each."
+        )
+        raise BatchError(msg)
+
+
+# `split`: each rank's part of a list, a tensor, or a dict of them.
+
+
+T = TypeVar("T")
+
+
+@called
+def split(values: T, world: World, *, pad: bool = False) -> T:
+    """Return this rank's part of values that all ranks hold: prompts, files, rows.
+
+    Parts are contiguous, in rank order, and their lengths differ by at most one, longer
+    ones first; a part may be empty. Nothing is communicated and nothing given is changed.
+
+    Args:
+        values: a list, tuple, string, bytes, range, tensor or array, or a dict of such of one
+            length. A tensor's part is a view.
+        world: says which rank this is; of a world with ranks that share their samples ("cp",
+            "tp"), `world.batch`.
+        pad: make all parts as long as the first, by repeating a part's last value, or the
+            last of all where a part is empty. Those of a range are lists then.
+
+    Raises:
+        ArgumentError: ranks of the world share samples, a dict's values differ in length, there
+            is nothing to repeat, or something is no sequence that can be sliced; a namedtuple
+            is a record.
+
+    Law: without `pad`, the parts of all ranks in rank order are the values; in a world of 1
+    they are the very object.
+
+    Example:
+        >>> split(["a", "b", "c"], World.single())
+        ['a', 'b', 'c']
+    """
+    _check_world(world)
+    length = _length(values)
+    if world.size == 1:
+        return values
+    start, stop = even_part((0, length), world.rank, world.size)
+    longest = -(-length // world.size)
+    if pad and length == 0:
+        msg = "af.split(pad=True): there is nothing to repeat in empty values."
+        raise ArgumentError(msg)
+    places = list(range(start, stop))
+    if pad:
+        places += [max(stop, 1) - 1] * (longest - len(places))
+
+    def part(each: Any) -> Any:
+        if isinstance(each, Mapping):
+            items = cast("Mapping[Any, Any]", each).items()
+            return {name: part(inner) for name, inner in items}
+        if pad and isinstance(each, range):  # a range cannot repeat its last value
+            return [each[place] for place in places]
+        if len(places) == stop - start:
+            return each[start:stop]
+        if isinstance(each, (torch.Tensor, np.ndarray)):
+            return each[places]
+        return _like(each[start:stop], [each[place] for place in places])
+
+    return part(values)
+
+
+def _check_world(world: object) -> None:
+    """Refuse what is no world, and one of which not every rank has samples of its own."""
+    if not isinstance(world, World):
+        msg = f"af.split: expected an af.World, got {world!r}."
+        raise ArgumentError(msg)
+    if world.whole is world and world.batch is not world:
+        sharers = [n for n in ("cp", "tp") if world.axes.get(n, 1) > 1]
+        msg = (
+            f"af.split: the ranks along {' and '.join(sharers)} share their samples, so they"
+            " would be given parts of one another's. Give world.batch; or the axes that are"
+            f" meant, such as world.along({sharers[0]!r})."
+        )
+        raise ArgumentError(msg)
+
+
+def _like(part: Any, picked: list[Any]) -> Any:
+    """Return the values that were picked as what a part of theirs is."""
+    if isinstance(part, str):
+        return "".join(picked)
+    kind = {bytes: bytes, bytearray: bytearray, tuple: tuple}.get(type(part), list)
+    return kind(picked)
+
+
+def _length(values: Any) -> int:
+    """Return how many values there are to split."""
+    if isinstance(values, Mapping):
+        items = cast("Mapping[Any, Any]", values).items()
+        lengths = {name: _length(each) for name, each in items}
+        if len(set(lengths.values())) > 1:
+            msg = f"af.split: the values of this dict differ in length: {lengths}."
+            raise ArgumentError(msg)
+        return next(iter(lengths.values()), 0)
+    shaped = isinstance(values, (torch.Tensor, np.ndarray)) and values.ndim > 0
+    if not shaped and not _is_cut(values):
+        msg = (
+            f"af.split: expected a sequence that can be sliced, a tensor with a dim 0, or a"
+            f" dict of them, got {type(values).__name__}."
+        )
+        raise ArgumentError(msg)
+    return len(cast("Sequence[Any]", values))
+
+
+def _is_cut(values: Any) -> bool:
+    """Whether it is a sequence with parts: a deque has none, and a record's fields are none."""
+    if not isinstance(values, Sequence) or hasattr(values, "_fields"):
+        return False
+    with suppress(TypeError):
+        cast("Sequence[Any]", values)[0:0]
+        return True
+    return False

@@ -10,11 +10,10 @@ from typing import Any
 
 from torch import profiler as torch_profiler
 
-from accelfn.base import accelerator
-from accelfn.base.arguments import as_path, check_integer
-from accelfn.base.calling import called
-from accelfn.base.contexts import is_profiled
-from accelfn.collectives.agreed import check_world
+from accelfn.base import devices
+from accelfn.base.arguments import as_path, called, check_integer
+from accelfn.base.draws import is_profiled
+from accelfn.collectives.failures import check_world
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import World
 
@@ -231,8 +230,8 @@ def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
     """Return those of the host and its accelerator."""
     known = torch_profiler.ProfilerActivity
     # which has no entry for a make of device that it cannot look into
-    device: Any = getattr(known, accelerator.kind().upper(), known.CPU)
-    if device is known.CPU and accelerator.count():
+    device: Any = getattr(known, devices.kind().upper(), known.CPU)
+    if device is known.CPU and devices.count():
         device = known.PrivateUse1
     return list(dict.fromkeys([known.CPU, device]))
 

@@ -8,22 +8,179 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import as_path
-from accelfn.base.calling import called
+from accelfn.base.arguments import as_path, called
+from accelfn.base.devices import pins
 from accelfn.base.tree import tensor_leaves, to_device
 from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.placing.ahead import Ahead
-from accelfn.placing.guests import Guest
-from accelfn.placing.hooks import let_in
-from accelfn.placing.plan import DISK, DeviceMap
-from accelfn.placing.units import Part, calls_of, units_of
-from accelfn.structure.placed import PLACED, refuse_placed
-from accelfn.weights.mapped import Mapped, mapped
-from accelfn.weights.shards import shards_at
+from accelfn.model.model import PLACED, refuse_placed
+from accelfn.placing.plan import DISK, DeviceMap, Part, calls_of, units_of
+from accelfn.weights.export import shards_at
+from accelfn.weights.importing import Mapped, is_aligned, mapped
+
+# Parameters that are elsewhere, and come for the forward of their module.
+
+
+@attrs.define(eq=False)
+class Guest:
+    """A parameter that comes for a forward, and how often it is in use."""
+
+    param: torch.Tensor
+    home: torch.Tensor
+    device: torch.device
+    file: Mapped | None = None
+    ahead: torch.Tensor | None = None
+    uses: int = 0
+
+    def come(self) -> None:
+        """Come, if it is not here, for one use more."""
+        self.uses += 1
+        if self.uses == 1:
+            away = self.home.device != self.device
+            if self.ahead is not None:
+                self.param.data, self.ahead = self.ahead, None
+            elif away:
+                self.param.data = self.home.to(self.device)
+            elif not is_aligned(self.home):
+                self.param.data = self.home.clone()
+
+    def go(self) -> None:
+        """Go home, if this was its last use."""
+        self.uses -= 1
+        if not self.uses:
+            self.param.data = self.home
+            if self.file is not None:
+                self.file.drop()
+
+
+# What is called next is sent ahead on a stream, while what is here computes.
+
+
+@attrs.define(eq=False)
+class Ahead:
+    """Sends the parameters of the module that is called next, while this one computes.
+
+    It is foreseen from the two modules that were called last: next is the one that followed
+    these two, in this order, the last time.
+
+    Attributes:
+        device: that computes.
+        room: how many bytes of parameters that come and go may be on the device at a time.
+        side: the stream on which it is sent.
+    """
+
+    device: torch.device
+    room: int
+    side: Any
+    _all: set[Guest] = attrs.field(factory=set, init=False)
+    _sent: tuple[Guest, ...] = attrs.field(default=(), init=False)
+    _last: tuple[tuple[Guest, ...], ...] = attrs.field(default=(), init=False)
+    _next: dict[Any, tuple[Guest, ...]] = attrs.field(factory=dict, init=False)
+    _runs: bool = attrs.field(default=False, init=False)
+
+    @classmethod
+    def on(cls, device: torch.device, room: int) -> "Ahead | None":
+        """Return one for a device that has streams, and copies from pinned memory."""
+        if not pins(device):
+            return None
+        module: Any = torch.get_device_module(device)
+        return cls(device, room, module.Stream(device))
+
+    def within(self, stack: ExitStack, model: nn.Module) -> None:
+        """Send within passes of a model; between them it may be given other values."""
+
+        def begin(_module: nn.Module, _args: Any) -> None:
+            self._turn(runs=True)
+
+        def end(_module: nn.Module, _args: Any, _output: Any) -> None:
+            self._turn(runs=False)
+
+        stack.callback(self._turn, runs=False)
+        stack.callback(model.register_forward_pre_hook(begin, prepend=True).remove)
+        stack.callback(model.register_forward_hook(end, always_call=True).remove)
+
+    def receive(self, guests: tuple[Guest, ...]) -> None:
+        """Hear whose module is called: what was sent for it is there now, and no other is kept."""
+        if not self._runs:
+            return
+        self._all.update(guests)
+        self._next[self._last] = guests
+        self._last = (*self._last[-1:], guests)
+        self._wait(guests)
+
+    def send(self) -> None:
+        """Send what is foreseen, if there is room for it beside what is on the device."""
+        if not self._runs:
+            return
+        some = tuple(g for g in self._next.get(self._last, ()) if _can_be_sent(g))
+        here = sum(guest.home.nbytes for guest in self._all if guest.uses)
+        if not some or here + sum(g.home.nbytes for g in some) > self.room:
+            return
+        module: Any = torch.get_device_module(self.device)
+        self._sent = some
+        # memory of the stream that computes, which uses it and gets it back
+        targets = [torch.empty_like(g.home, device=self.device) for g in some]
+        self.side.wait_stream(module.current_stream(self.device))
+        with module.stream(self.side):
+            for guest, target in zip(some, targets, strict=True):
+                guest.ahead = target.copy_(guest.home, non_blocking=True)
+
+    def _wait(self, guests: tuple[Guest, ...] = ()) -> None:
+        """Let the stream that computes go on behind what was sent, and keep some of it."""
+        if not self._sent:
+            return
+        module: Any = torch.get_device_module(self.device)
+        module.current_stream(self.device).wait_stream(self.side)
+        for guest in self._sent:
+            if guest not in guests:
+                guest.ahead = None
+        self._sent = ()
+
+    def _turn(self, *, runs: bool) -> None:
+        self._wait()
+        self._runs, self._last = runs, ()
+
+
+def _can_be_sent(guest: Guest) -> bool:
+    away = guest.home.device != guest.device
+    return away and not guest.uses and guest.home.is_pinned()
+
+
+# Hooks with which parameters come for the forward of their module, and go after it.
+
+
+def let_in(
+    stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], ahead: Ahead | None
+) -> None:
+    """Let guests come before a module's forward, and go after it, whatever it raises."""
+
+    def before(_module: nn.Module, _args: Any) -> None:
+        told = None if all(guest.uses for guest in guests) else ahead
+        if told is not None:
+            told.receive(guests)
+        for guest in guests:
+            guest.come()
+        if told is not None:
+            told.send()
+        if torch.is_grad_enabled():
+            msg = (
+                "af.placed: gradients are on in its block, and parameters are gone before"
+                " a backward pass. Leave out torch.enable_grad(); a model that is trained over"
+                " several devices is split by af.wrap_fsdp()."
+            )
+            raise ModelError(msg)
+
+    def after(_module: nn.Module, _args: Any, _output: Any) -> None:
+        for guest in guests:
+            guest.go()
+
+    stack.callback(module.register_forward_pre_hook(before, prepend=True).remove)
+    stack.callback(module.register_forward_hook(after, always_call=True).remove)
+
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -9,13 +9,13 @@ scheduler state, and ranks or micro-batches change nothing.
 
 from accelfn.base.words import SCHEDULES as _SCHEDULES
 from accelfn.errors import RecordError as _RecordError
+from accelfn.schedules.factors import Schedule as Schedule
 from accelfn.schedules.factors import constant as constant
+from accelfn.schedules.factors import from_torch as from_torch
 from accelfn.schedules.factors import join as join
 from accelfn.schedules.factors import linear as linear
 from accelfn.schedules.factors import one_cycle as one_cycle
 from accelfn.schedules.factors import warmup_cosine as warmup_cosine
-from accelfn.schedules.of_torch import from_torch as from_torch
-from accelfn.schedules.schedule import Schedule as Schedule
 
 # imported when first used: a program that trains at one rate does without
 

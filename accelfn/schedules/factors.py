@@ -2,15 +2,276 @@
 """Pure functions from the update number to the factor of all learning rates."""
 
 import math
-from typing import Any, cast
+from array import array
+from collections.abc import Callable, Iterator
+from functools import partial
+from threading import Lock
+from typing import Any, NoReturn, Protocol, cast
 
 import attrs
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from accelfn.base.arguments import integer, is_number
-from accelfn.base.calling import called
-from accelfn.errors import ArgumentError
-from accelfn.schedules.of_torch import from_torch
-from accelfn.schedules.schedule import Schedule
+from accelfn.base.arguments import (
+    advise,
+    called,
+    integer,
+    is_number,
+    qualname,
+    signature,
+)
+from accelfn.errors import ArgumentError, OptimizerError
+from accelfn.model.optimizer import STRUCTURE, Assignments, scratch_of
+
+# Torch's learning-rate schedulers as values.
+
+
+_PLATEAU = (
+    "What follows a metric is no function of the update number: put"
+    " af.plateau(...) into the setup, and give it the metric by"
+    " state = af.observe(state, value)."
+)
+
+_BY_COUNT = (
+    "It is not an LRScheduler of torch's, like all schedulers of timm. Use"
+    " af.schedules.warmup_cosine(num_warmup, num_updates) or another of af.schedules, or"
+    " let the factory return an LRScheduler of yours, whose get_lr calls"
+    " step_update(self.last_epoch) of this one and returns the groups' lr."
+)
+
+
+def _is_factory(_owner: object, _field: object, factory: Any) -> None:
+    """Refuse what can be known before there are groups."""
+    if not callable(factory):
+        msg = (
+            f"schedules.from_torch({factory!r}): expected a function that takes an"
+            " optimizer and returns a scheduler, such as functools.partial("
+            "torch.optim.lr_scheduler.StepLR, step_size=10)."
+        )
+        raise ArgumentError(msg)
+    while isinstance(factory, partial):
+        factory = cast("Any", factory).func
+    if isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau):
+        msg = f"schedules.from_torch({factory.__name__}): {_PLATEAU}"
+        raise ArgumentError(msg)
+
+
+@called
+@attrs.frozen
+class from_torch:
+    """Take the learning rates of a torch scheduler, and the momenta that it cycles.
+
+    When a state is created, the factory's scheduler is run ahead on an optimizer of its own
+    that has the state's parameter groups, rates and other options, and its numbers are kept
+    by update. So nothing of it is in a checkpoint, several states can have one
+    `from_torch`, and any update can be asked for at any time.
+
+    Its numbers are learning rates, and whatever else it sets in the groups (OneCycleLR and
+    CyclicLR: momentum, or the first of betas). They are no factors, so it stands alone: in
+    place of `join`, join torch's schedulers in the factory, by SequentialLR.
+
+    Args:
+        factory: takes a torch optimizer and returns a scheduler on it: a class with its
+            options, as `partial(OneCycleLR, max_lr=0.1, total_steps=500)`, or Transformers'
+            functions.
+
+    Law:
+        Bitwise the numbers of the scheduler that is stepped after each update of a real
+        optimizer, and so the same parameters; for every scheduler that torch and
+        Transformers ship and that is stepped without a metric.
+
+    Cost:
+        Some microseconds of the scheduler's own an update, once; 8 bytes an update and
+        parameter group, and 100 for a momentum.
+
+    Raises:
+        ArgumentError: the factory is none, or, when the state is created, fails on the
+            state's groups, or gives no LRScheduler, one on another optimizer, or one that
+            reads a metric (ReduceLROnPlateau; `af.plateau` does) or the optimizer's state;
+            at an update for which the scheduler has no rate.
+
+    Example:
+        >>> from functools import partial
+        >>> from torch.optim.lr_scheduler import StepLR
+        >>> halve = from_torch(partial(StepLR, step_size=10, gamma=0.5))
+    """
+
+    factory: Callable[[Optimizer], LRScheduler] = attrs.field(validator=_is_factory)
+
+    def __call__(self, step: int, /) -> NoReturn:
+        """Refuse: without an optimizer's groups there are no rates.
+
+        Raises:
+            ArgumentError: always.
+        """
+        msg = (
+            f"schedules.from_torch(...)({step!r}): its learning rates are those of an"
+            " optimizer's groups, and no factors. Give it to TrainState.create(schedule=),"
+            " and read state.lrs; what is to be computed of several schedulers, compute in"
+            " the factory, by torch.optim.lr_scheduler.SequentialLR or LambdaLR."
+        )
+        raise ArgumentError(msg)
+
+    def on(self, optimizer: Optimizer) -> "TorchRates":
+        """Return its numbers on the groups of an optimizer, which stays as it is."""
+        return TorchRates(self.factory, optimizer)
+
+
+class TorchRates:
+    """The numbers that a torch scheduler sets in an optimizer's groups, by update.
+
+    They are found once, in order, and by one thread at a time. A scheduler that fails has ended,
+    and each later call says why; one that is interrupted is made again.
+    """
+
+    def __init__(
+        self, factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
+    ) -> None:
+        """Make the scheduler on a copy of the optimizer, of which nothing is trained."""
+        self._lock = Lock()
+        self._factory, self._prototype = factory, optimizer
+        self._optimizer: Any = scratch_of(optimizer)
+        groups = self._optimizer.param_groups
+        self._given = [
+            {k: _said(v) for k, v in group.items() if k not in STRUCTURE}
+            for group in groups
+        ]
+        self._scheduler = self._made()
+        self._is_whole = True
+        self._ended: Exception | None = None
+        self._rates = [array("d") for _ in groups]
+        self._others: dict[tuple[int, str], list[Any]] = {}
+        self._num_known = 0
+        self._note()
+
+    def __call__(self, update: int) -> Assignments:
+        """Return what the groups have at an update.
+
+        Raises:
+            ArgumentError: the scheduler has nothing for it.
+        """
+        if update >= self._num_known:
+            with self._lock:
+                while update >= self._num_known:
+                    self._advance()
+        found: Assignments = {
+            (i, "lr"): known[update] for i, known in enumerate(self._rates)
+        }
+        for at, known in self._others.items():
+            found[at] = known[update]
+        return found
+
+    def _made(self) -> Any:
+        """Return the factory's scheduler on this optimizer."""
+        try:
+            scheduler: Any = self._factory(self._optimizer)
+        except Exception as error:
+            num_groups = len(self._optimizer.param_groups)
+            msg = (
+                f"schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
+                f" with {num_groups} parameter groups: {error}"
+            )
+            raise ArgumentError(msg) from error
+        _check(scheduler, self._optimizer)
+        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        return scheduler
+
+    def _advance(self) -> None:
+        """Step the scheduler, and note what it set."""
+        if self._ended is None:
+            try:
+                if not self._is_whole:
+                    self._make_again()
+                self._is_whole = False  # if interrupted, what it has done is not known
+                self._scheduler.step()
+                self._note()
+            except Exception as error:  # noqa: BLE001 - it is told, now and later
+                self._ended = error
+            else:
+                self._is_whole = True
+        if self._ended is not None:
+            msg = (
+                f"schedules.from_torch: {type(self._scheduler).__name__} has no rate for"
+                f" update {self._num_known}: {self._ended}"
+            )
+            raise ArgumentError(msg) from self._ended
+
+    def _make_again(self) -> None:
+        """Replace a scheduler that was interrupted by one that has come as far."""
+        for known in (*self._rates, *self._others.values()):
+            del known[self._num_known :]
+        self._optimizer = scratch_of(self._prototype)
+        self._scheduler = self._made()
+        for _ in range(self._num_known - 1):
+            self._scheduler.step()
+
+    def _note(self) -> None:
+        for i, group in enumerate(self._optimizer.param_groups):
+            for key, given in self._given[i].items():
+                now = _said(group[key])
+                if (
+                    key != "lr"
+                    and (i, key) not in self._others
+                    and _differs(now, given)
+                ):
+                    self._others[i, key] = [given] * self._num_known
+        for (i, key), known in self._others.items():
+            known.append(_said(self._optimizer.param_groups[i][key]))
+        for known, group in zip(self._rates, self._optimizer.param_groups, strict=True):
+            known.append(float(group["lr"]))
+        self._num_known += 1
+
+
+def _said(value: Any) -> Any:
+    """Return an option as a value that nothing changes; a tensor of a number as that."""
+    if isinstance(value, torch.Tensor):
+        return value.item() if value.numel() == 1 else value
+    return value
+
+
+def _differs(now: object, given: object) -> bool:
+    return now != given if is_number(now) else now is not given
+
+
+def _check(scheduler: Any, optimizer: Optimizer) -> None:
+    """Refuse what is no scheduler of this optimizer, or wants more than to be stepped."""
+    kind = type(scheduler).__name__
+    step = getattr(scheduler, "step", None)
+    taken = signature(step).parameters.values() if callable(step) else ()
+    needed = [
+        each.name
+        for each in taken
+        if each.default is each.empty
+        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    why = ""
+    if needed:
+        follows_metric = needed[0] != "epoch" or "plateau" in kind.lower()
+        advice = _PLATEAU if follows_metric else _BY_COUNT
+        why = f"whose step needs {', '.join(needed)}. {advice}"
+    elif not isinstance(scheduler, LRScheduler):
+        why = "expected an LRScheduler of torch's."
+    elif scheduler.optimizer is not optimizer:
+        why = (
+            "which is on another optimizer than it was given: that one's rates would never"
+            " move. Make the scheduler in the factory: lambda optimizer: StepLR(optimizer,"
+            " 10)."
+        )
+    if why:
+        msg = f"schedules.from_torch: the factory gave {kind}, {why}"
+        raise ArgumentError(msg)
+
+
+# What a schedule is: a pure function of the update number.
+
+
+class Schedule(Protocol):
+    """A pure function of the update number."""
+
+    def __call__(self, step: int, /) -> float:
+        """Return the factor for update `step`, the first being 0."""
+        ...
 
 
 def _updates(least: int) -> Any:
@@ -189,3 +450,160 @@ def _is_part(part: Any) -> bool:
         return False
     count, schedule = cast("tuple[Any, Any]", part)
     return isinstance(count, int) and count >= 1 and callable(schedule)
+
+
+# What a schedule makes of an optimizer's parameter groups, update by update.
+
+
+class Rates(Protocol):
+    """A schedule that is bound to parameter groups; a pure function of the update."""
+
+    def __call__(self, update: int, /) -> Assignments:
+        """Return the hyperparameters of an update that the schedule sets."""
+        ...
+
+
+def bound(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
+    """Return a schedule bound to an optimizer's groups; of none, None.
+
+    Raises:
+        ArgumentError: the optimizer has no rate, or a torch scheduler does not go with it.
+    """
+    if schedule is None:
+        return None
+    if isinstance(schedule, from_torch):
+        return schedule.on(optimizer)
+    return FactorRates(schedule, optimizer)
+
+
+class FactorRates:
+    """The optimizer's own rates, times a factor."""
+
+    def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
+        """Take the function, and the rates."""
+        _check_pure(factor)
+        self._factor = factor
+        self._rates: list[tuple[tuple[int, str], Any]] = []
+        for i, group in enumerate(optimizer.param_groups):
+            if "lr" not in group:
+                known = sorted(group.keys() - STRUCTURE)
+                msg = (
+                    f"schedule: the optimizer's parameter group {i} has no 'lr', only"
+                    f" {known}. Leave the schedule out, or set what it has by a"
+                    " transform's hyper."
+                )
+                raise OptimizerError(msg)
+            self._rates.append(((i, "lr"), group["lr"]))
+
+    def __call__(self, update: int) -> Assignments:
+        """Return the rates of an update.
+
+        Raises:
+            ArgumentError: the function gives no factor.
+        """
+        factor = self._factor(update)
+        is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
+        if not is_number or factor < 0:
+            msg = (
+                f"The schedule gave {factor!r} for update {update}; expected a finite"
+                " number, 0 or more, the factor of the learning rate."
+            )
+            raise ArgumentError(msg)
+        return {at: rate * factor for at, rate in self._rates}
+
+
+def _check_pure(factor: Schedule) -> None:
+    """Refuse a function that counts its calls, or draws: a run could not be resumed.
+
+    Raises:
+        ArgumentError: it gives two factors for one update.
+    """
+    try:
+        first, _, again = (factor(update) for update in (0, 1, 0))
+    except Exception:  # noqa: BLE001 - it is the step's to tell
+        return
+    numbers = isinstance(first, (int, float)) and isinstance(again, (int, float))
+    if numbers and repr(first) != repr(again):
+        msg = (
+            f"The schedule gave {first!r} for update 0, and {again!r} when it was asked again;"
+            " expected a function of the update number alone, that counts no calls and draws"
+            " nothing. What goes by losses is af.plateau, or a transform's hyper."
+        )
+        raise ArgumentError(msg)
+
+
+# Warnings of schedules that run, and train next to nothing.
+
+
+_LEAST_PEAK = 0.01
+"""No warm-up or decay has so small a factor at all updates; most learning rates are smaller."""
+_SHORT = 10
+"""So many updates at a rate of 0 are a run's rounded end."""
+_LONGEST = 10**8
+"""Updates; a file may say that a state took more, and looking at each takes hours."""
+
+
+def advise_of_rates(schedule: Schedule | None) -> None:
+    """Warn of a function whose factors are all so small that they are likely rates."""
+    if schedule is None or isinstance(schedule, from_torch):
+        return
+    peak = max(_factors(schedule), default=0.0)
+    if 0 < peak < _LEAST_PEAK:
+        name = qualname(schedule)
+        advise(
+            f"schedule={name} gives factors of the optimizer's learning rate, of which the"
+            f" largest is {peak:g}: no update would take more than that part of it. If they"
+            f" are learning rates, give the optimizer lr={peak:g}, and divide by it:"
+            f" schedule=lambda update: rate(update) / {peak:g}."
+        )
+
+
+def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
+    """Warn when updates go on though the schedule has come to 0 for good.
+
+    Called at an update whose rates are 0, from update `looks_at` on; returns when to look
+    again. It looks when a tenth of the run was at 0, lest it be the last few updates of a
+    schedule whose length was rounded, and warns once.
+    """
+    if update < looks_at or update > _LONGEST:
+        return looks_at
+    since = max(_SHORT, update // 10)
+    start = update - since
+    spread = {start * i // 20 for i in range(21)}
+    live = [each for each in sorted(spread) if each >= 0 and not _is_zero(rates, each)]
+    later = (update + 1 + round(update * i / 5) for i in range(20))
+    if not live or live[-1] >= start:
+        return update + since
+    if not all(_is_zero(rates, each) for each in (*range(start, update), *later)):
+        return update + since
+    first = live[-1] + 1
+    while not _is_zero(rates, first):
+        first += 1
+    advise(
+        f"The schedule's learning rate is 0 from update {first} on, and this is update"
+        f" {update}: the optimizer changes nothing any more. Make the schedule as long as the"
+        " run, af.schedules.linear(epochs * data.updates_per_epoch) say, let it end above 0,"
+        " or end the run."
+    )
+    return math.inf
+
+
+def _factors(schedule: Schedule) -> Iterator[float]:
+    """Yield factors of updates in no regular distance, up to some million; or until it ends."""
+    far = {round(100 * 1.37**i) for i in range(30)}
+    for update in (*range(100), *sorted(far)):
+        try:
+            factor = schedule(update)
+        except Exception:  # noqa: BLE001 - it is the step's to tell
+            return
+        if isinstance(factor, (int, float)):
+            yield float(factor)
+
+
+def _is_zero(rates: Rates, update: int) -> bool:
+    """Whether all learning rates are 0 at an update; past the schedule's end they are."""
+    try:
+        found = rates(update)
+    except Exception:  # noqa: BLE001 - none is taken
+        return True
+    return not any(value for (_, key), value in found.items() if key == "lr")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a state begins with: a model that each rank draws whole, or no more than its part."""
 
+from collections.abc import Collection
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -8,35 +9,32 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base import shards, tree
+from accelfn.base import tree
 from accelfn.base.arguments import check_word, is_integer
-from accelfn.base.contexts import own_modes
-from accelfn.base.sharing import apart_from_others
+from accelfn.base.draws import own_modes
+from accelfn.base.tree import apart_from_others, local
 from accelfn.collectives import check_replicas
 from accelfn.collectives.replicas import checksum
-from accelfn.definition.checks import (
+from accelfn.definition.definition import (
+    Definition,
     as_data,
     check_device,
     check_schedule,
     checked_world,
 )
-from accelfn.definition.definition import Definition
-from accelfn.definition.slots import check_copied
-from accelfn.definition.transform import chain
+from accelfn.definition.transform import chain, check_copied
 from accelfn.errors import ArgumentError
-from accelfn.schedules.rates import bound
-from accelfn.schedules.schedule import Schedule
-from accelfn.state.shared_draws import shared_draws
-from accelfn.structure.counts import beside
-from accelfn.structure.drawn import bare, drawn
-from accelfn.structure.prototype import OptimizerSource, prototype_of
-from accelfn.structure.skeleton import (
+from accelfn.model.drawn import bare, drawn
+from accelfn.model.model import (
     ModelSource,
     Skeleton,
     materialize,
     parameter_like,
     skeleton_of,
 )
+from accelfn.model.optimizer import OptimizerSource, beside, prototype_of
+from accelfn.schedules.factors import Schedule, bound
+from accelfn.state.update import shared_draws
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -196,7 +194,7 @@ def _in_parts(
         if layout is not None:
             sums[name] = checksum(values)
             values = layout.cut(name, values)
-        return values if shards.is_shard(values) else values.to(world.device)
+        return values if tree.is_shard(values) else values.to(world.device)
 
     params = drawn(begun, keep, seed=seed, name=name)
     if layout is not None:  # what is cut must have been the same on all ranks
@@ -207,11 +205,11 @@ def _in_parts(
 
     def laid(name: str, leaf: Any) -> Any:
         """Return what an optimizer made like a part as parts are, with their room."""
-        if layout is None or not shards.is_shard(leaf):
+        if layout is None or not tree.is_shard(leaf):
             return leaf
         room = layout.room(name, leaf.shape)
-        part = shards.padded(shards.local(leaf).detach(), room)
-        return shards.with_local(params[name], part)
+        part = tree.padded(tree.local(leaf).detach(), room)
+        return tree.with_local(params[name], part)
 
     opt_state = {
         n: tree.tree_map(partial(laid, n), each) for n, each in opt_state.items()
@@ -230,3 +228,75 @@ def _in_parts(
 def _copies(module: nn.Module) -> Tensors:
     """Return a module's buffers as a state's own: one may be a constant of its whole class."""
     return {name: each.detach().clone() for name, each in module.named_buffers()}
+
+
+# Slots of a state that gets other parameters: an average, or an anchor, may begin with
+# them.
+
+
+def begun_anew(
+    before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
+) -> tuple[dict[str, Any], list[Any]]:
+    """Return the slots of a state that has other parameters than the one before.
+
+    Those that are still as they begin, begin with what the parameters are now.
+
+    Args:
+        before: its slots are the ones that there are.
+        after: has other parameters.
+        kept: names of slots that stay as they are.
+
+    Returns: the slots by name, and the transforms whose slots would begin otherwise and
+        go on, for they have come further.
+
+    Cost: two beginnings of each slot.
+    """
+    slots, going_on = dict(after.slots), list[Any]()
+    with own_modes(before.world.device):
+        for owner in before.setup.owners["init"]:
+            if owner.name in kept:
+                continue
+            old, new = (begun(owner, state) for state in (before, after))
+            if _are_same(old, new):
+                continue
+            if _are_same(old, slots.get(owner.name)):
+                slots[owner.name] = new
+            else:
+                going_on.append(owner)
+    return slots, going_on
+
+
+def slots_of(before: "TrainState", after: "TrainState") -> dict[str, Any]:
+    """Return the slots of a state that gets other parameters; those of one in training stay."""
+    return dict(after.slots) if before.num_tried else begun_anew(before, after)[0]
+
+
+def as_begun(state: "TrainState") -> list[Any]:
+    """Return the transforms whose slots are still as they begin."""
+    with own_modes(state.world.device):
+        return [
+            owner
+            for owner in state.setup.owners["init"]
+            if _are_same(begun(owner, state), state.slots.get(owner.name))
+        ]
+
+
+def _are_same(one: Any, other: Any) -> bool:
+    """Whether two slots hold the same, bit by bit."""
+    if tree.outline(one, _kind) != tree.outline(other, _kind):
+        return False
+    pairs = zip(tree.tree_leaves(one), tree.tree_leaves(other), strict=True)
+    return all(_is_same(*pair) for pair in pairs)
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor):
+        return bool(one == other)
+    a, b = local(one), local(other)
+    return a.is_meta or torch.equal(a, b)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{tuple(leaf.shape)} {leaf.dtype} {leaf.device}"
+    return type(leaf).__name__

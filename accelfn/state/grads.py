@@ -2,21 +2,101 @@
 """Gradients as a value: what one backward pass, or several, found."""
 
 import math
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import attrs
 import torch
 
-from accelfn.base import lists, words
+from accelfn.base import tree, words
 from accelfn.base.arguments import is_number
-from accelfn.base.shards import is_shard, split_as
-from accelfn.base.sharing import have_memory_in_common
+from accelfn.base.tree import have_memory_in_common, is_shard, split_as
 from accelfn.base.words import foreign
-from accelfn.data.cursor import Cursor
-from accelfn.errors import GradsError
-from accelfn.state.lease import Lease
+from accelfn.data.plan import Cursor
+from accelfn.errors import Error, GradsError
 from accelfn.state.metrics import Number
+
+# `Lease`: whether tensors still are what the records that hold them say.
+
+
+class Leased(Protocol):
+    """A record of tensors."""
+
+    @property
+    def lease(self) -> "Lease":
+        """Whether they still are what it says."""
+        ...
+
+
+class Lease:
+    """Shared by all records of the same tensors; once they have changed, it is over for good."""
+
+    __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded", "is_mean")
+
+    def __init__(self, *, is_loaded: bool = False) -> None:
+        """Begin valid; `is_loaded` of tensors that came from a checkpoint, as they are."""
+        self._ended: tuple[type[Error], str, int] | None = None
+        self.is_loaded = is_loaded
+        self.is_mean = False  # of gradients: whether they were divided by their weight
+        self._heirs: _Line | None = None
+        self._line: weakref.ref[_Line] | None = None
+
+    def check(self) -> None:
+        """Raise if the tensors were given away.
+
+        Raises:
+            Error: they were; of the kind and with the message that ended the lease.
+        """
+        if self._ended is not None:
+            kind, message, update = self._ended
+            raise kind(message.format(update=update))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the tensors were given away."""
+        return self._ended is not None
+
+    @property
+    def heir(self) -> Any:
+        """The newest record that came of those of this lease, if they were handed over."""
+        return None if self._heirs is None else self._heirs.newest
+
+    def end(self, kind: type[Error], message: str, *, update: int) -> None:
+        """End it; whoever uses the tensors through an old record gets this error.
+
+        Every step ends a lease, so the message is made when somebody asks.
+        """
+        self._ended = (kind, message, update)
+
+    def hand_over(
+        self, heir: Leased, kind: type[Error], message: str, *, update: int
+    ) -> None:
+        """End it, for the tensors are another record's, which old ones remember.
+
+        All that were handed over one after another know the newest, and no other: an old
+        record keeps one more alive, not all that came between. The newest itself does not
+        know them, so it lives no longer than somebody has it, or one of them.
+        """
+        line = None if self._line is None else self._line()
+        if line is None:
+            line = _Line()
+        line.newest = heir
+        heir.lease._line = weakref.ref(line)
+        self._heirs = line
+        self.end(kind, message, update=update)
+
+    def restore(self) -> None:
+        """Make it valid again: what it was ended for has changed nothing."""
+        self._ended = None
+
+
+class _Line:
+    """Leases that were handed over one to the next."""
+
+    __slots__ = ("__weakref__", "newest")
+    newest: Leased
+
 
 _GIVEN = (
     "These gradients of update {update} were given to apply_grads or into=, which worked on"
@@ -31,14 +111,14 @@ def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
     """
     if not isinstance(divisor, torch.Tensor):
         if divisor != 1:
-            lists.div_(tensors, divisor)
+            tree.div_(tensors, divisor)
         return
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         wide = tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
         by_dtype.setdefault(wide, []).append(tensor)
     for dtype, same in by_dtype.items():
-        lists.div_(same, divisor.to(dtype))
+        tree.div_(same, divisor.to(dtype))
 
 
 @attrs.frozen(eq=False)
@@ -185,7 +265,7 @@ class Grads:
     def multiplied(self) -> Self:
         """Return them as gradients of totals, multiplied in place, if they were divided."""
         if self.taken.lease.is_mean:
-            lists.mul_(self.as_taken.values(), self.taken.scale)
+            tree.mul_(self.as_taken.values(), self.taken.scale)
             self.taken.lease.is_mean = False
         return self
 

@@ -6,35 +6,253 @@ JAX's donated buffers are: after it, the old records raise, and the new one owns
 The lease belongs to the tensors, so all records that share them go together.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal, NoReturn, Self
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import NoneType
+from typing import Any, Literal, NoReturn, Self, TypeAlias, cast
 
 import attrs
 import torch
+from torch import nn
+from torch.autograd import profiler
 
 from accelfn.base import tree, words
-from accelfn.base.calling import called
-from accelfn.base.contexts import own_modes
-from accelfn.base.read_only import ReadOnly
+from accelfn.base.arguments import called
+from accelfn.base.codec import has_state
+from accelfn.base.draws import NOTHING, own_modes, span
+from accelfn.base.tree import Pending, ReadOnly, is_shard
 from accelfn.base.words import foreign
+from accelfn.collectives import check_replicas, check_rows
+from accelfn.collectives.failures import shown
+from accelfn.collectives.replicas import sums_of
 from accelfn.data import Data
-from accelfn.data.cursor import Cursor
-from accelfn.definition import slots as entries
-from accelfn.definition.checks import check_setup, say_batch_size
-from accelfn.definition.definition import Definition
-from accelfn.definition.transform import chain
-from accelfn.errors import CallError
-from accelfn.schedules.schedule import Schedule
-from accelfn.state.anew import slots_of
-from accelfn.state.beginning import begin, begin_slots
-from accelfn.state.hyper import rates_of_next_update
-from accelfn.state.lease import Lease
-from accelfn.state.skips import Skips
-from accelfn.state.values import OptState, Values, carried, cut
-from accelfn.structure.given import seal_optimizer
-from accelfn.structure.prototype import OptimizerSource, trained_names
-from accelfn.structure.skeleton import ModelSource, check_params, give_away
+from accelfn.data.plan import Cursor
+from accelfn.definition import transform as entries
+from accelfn.definition.definition import Definition, check_setup, say_batch_size
+from accelfn.definition.transform import by_rank, chain, facts_of, pair
+from accelfn.errors import ArgumentError, CallError
+from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
+from accelfn.model.optimizer import OptimizerSource, beside, trained_names
+from accelfn.schedules.factors import Schedule
+from accelfn.state.beginning import begin, begin_slots, slots_of
+from accelfn.state.grads import Lease
+from accelfn.state.update import (
+    Skips,
+    Update,
+    rates_of_next_update,
+    shared_draws,
+    with_own,
+)
 from accelfn.world import World
+
+# Whether ranks hold the same state: what each says of it, a row a tensor or a number.
+
+
+_LABEL = "replicas agree"
+
+
+def check_alike(
+    fields: Mapping[str, Any], world: World, *, is_split: bool, advice: str
+) -> None:
+    """Raise, on all ranks, unless they hold the same fields of a state, bit by bit.
+
+    Args:
+        fields: in the order in which they are compared.
+        world: whose ranks hold them.
+        is_split: whether ranks hold parts, of which copies are compared.
+        advice: how the error ends.
+
+    Cost: a few passes over every tensor, and two gathers, of a line for each.
+
+    Raises:
+        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+    """
+    if world.size == 1:
+        return
+    rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
+    if is_split:  # parts are summed up together
+        shapes = {n: shown(r) if _is_tensor(r) else r for n, r in rows.items()}
+        check_rows(shapes, world, label=_LABEL, advice=advice)
+    check_rows(_summed(rows, world), world, label=_LABEL, advice=advice)
+
+
+def shared_slots(
+    slots: Mapping[str, Any], own: Collection[tuple[str, str]]
+) -> dict[str, Any]:
+    """Return slots without the entries that are each rank's own, named by slot and in it."""
+    return {name: _shared(name, slot, own) for name, slot in slots.items()}
+
+
+def _summed(rows: Mapping[str, Any], world: World) -> dict[str, str]:
+    """Return rows in which tensors are told by their shapes and checksums."""
+    tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
+    if not tensors:
+        return dict(rows)
+    sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
+    named = dict(zip(tensors, sums, strict=True))
+    return {
+        name: f"{shown(row)}, checksum {named[name]}" if name in named else row
+        for name, row in rows.items()
+    }
+
+
+def _is_tensor(row: Any) -> bool:
+    return isinstance(row, torch.Tensor)
+
+
+def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
+    """Return a slot without the entries that are each rank's own."""
+    if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
+        return slot
+    return {entry: each for entry, each in slot.items() if (name, entry) not in own}
+
+
+def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what there is at and below a place: a tensor, or what ranks say of it."""
+    if isinstance(value, torch.Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        items = cast("Mapping[Any, Any]", value).items()
+        for key, inner in items:
+            yield from _rows(f"{path}[{key!r}]", inner)
+    elif isinstance(value, (list, tuple)):
+        for place, inner in enumerate(cast("list[Any]", value)):
+            yield from _rows(f"{path}[{place}]", inner)
+    elif isinstance(value, Pending):
+        yield from _rows(path, value.wait())
+    elif has_state(value):
+        yield from _rows(path, value.state_dict())
+    else:  # of an object of any other kind, which no checkpoint would have, its kind
+        plain = isinstance(value, (str, int, float, complex, bytes, NoneType))
+        yield path, repr(value) if plain else type(value).__name__
+
+
+# The values of a state, field by field: where they lie, and whether ranks have the same.
+#
+# A setup that splits a model over ranks has them in parts; under another they lie
+# otherwise.
+
+
+OptState: TypeAlias = dict[str, dict[str, Any]]
+
+
+@attrs.frozen
+class Values:
+    """What a state holds in tensors.
+
+    Attributes:
+        params: the parameters by name.
+        buffers: the buffers by name.
+        opt_state: what the optimizer keeps, by the name of the parameter.
+        slots: what transforms and the user keep, by name.
+    """
+
+    params: dict[str, torch.Tensor]
+    buffers: dict[str, torch.Tensor]
+    opt_state: OptState
+    slots: dict[str, Any]
+
+    @property
+    def by_field(self) -> dict[str, Any]:
+        """The fields by name, without a copy of anything in them."""
+        return attrs.asdict(self, recurse=False)
+
+
+def carried(values: Values, before: Definition, after: Definition) -> Values:
+    """Return the values of one definition as another has them.
+
+    Where ranks trained apart and now train together, they compare what is gone on with. Where
+    either definition cuts, values are laid out anew. Both are collectives.
+
+    Raises:
+        ReplicaMismatchError: ranks that trained apart hold other values.
+    """
+    regrouped = after.copy_of_each not in ((), before.copy_of_each)
+    if "apart" in before.setup.facts and (
+        regrouped or "apart" not in after.setup.facts
+    ):
+        names = {each.name for each in after.setup}
+        kept = {name: slot for name, slot in values.slots.items() if name in names}
+        check_met(attrs.evolve(values, slots=kept), before, by_rank(after.setup))
+    if before.layout or after.layout:
+        values = on_device(laid_out(values, before, after), after)
+    return values
+
+
+def check_met(
+    values: Values, definition: Definition, own: Collection[tuple[str, str]]
+) -> None:
+    """Raise unless ranks that trained apart hold the same; their buffers may differ.
+
+    Args:
+        values: with those slots that are gone on with.
+        definition: under which they trained apart.
+        own: what each rank keeps for itself from now on, by slot and entry.
+
+    Raises:
+        ReplicaMismatchError: they do not.
+    """
+    (apart, *_) = (each for each in definition.setup if "apart" in facts_of(each))
+    check_alike(
+        {
+            "params": values.params,
+            "opt_state": values.opt_state,
+            "slots": shared_slots(values.slots, own),
+        },
+        definition.world,
+        is_split=definition.layout is not None,
+        advice=(
+            f"Under {apart!r} ranks trained apart, and now they would drift. Bring them"
+            " together first: state = af.finalize(state) averages parameters, and under"
+            " af.local_sgd(opt_state=True) what the optimizer keeps of them."
+        ),
+    )
+
+
+def cut(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
+    """Return parameters as a layout has them, of which some may be whole; None cuts nothing."""
+    if layout is None:
+        return params
+    return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
+
+
+def laid_out(values: Values, before: Definition, definition: Definition) -> Values:
+    """Return values as the layout of a definition has them, which lay as that of another.
+
+    What was cut is gathered, which is a collective.
+    """
+    from accelfn.definition import layout  # noqa: PLC0415 - rarely needed
+
+    wanted, world = definition.layout, definition.world
+    if wanted is not None and wanted.same(before.layout):
+        return values
+    if before.layout is None:  # what is cut must have been the same on all ranks
+        check_replicas(
+            values.params,
+            world,
+            label="compare replicas",
+            values="apart" not in before.setup.facts,
+        )
+    named = before.skeleton.module.named_parameters()
+    shapes = {name: meta.shape for name, meta in named}
+    with own_modes(world.device):
+        moved = [
+            layout.laid_out(each, wanted, shapes, world)
+            for each in (values.params, values.opt_state, values.slots)
+        ]
+    params, opt_state, slots = moved
+    return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
+
+
+def on_device(values: Values, definition: Definition) -> Values:
+    """Return values of which what was not split is on the device, and parts where they were."""
+    device = definition.world.device
+    params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
+    buffers = {name: each.to(device) for name, each in values.buffers.items()}
+    # dicts: an engine may have kept values in another order, which others do not know
+    module = definition.skeleton.module
+    opt_state = beside(values.opt_state, params, definition.optimizer, module)
+    return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
 
 
 @called
@@ -401,3 +619,128 @@ class TrainState:
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
+
+
+# A call's argument that is to be a state, looked at before anything is done with it.
+
+
+def check_state(call: str, value: object) -> None:
+    """Raise unless a call, as the user wrote it, was given a state.
+
+    Raises:
+        ArgumentError: it was given something else.
+    """
+    if isinstance(value, TrainState):
+        return
+    hint = ""
+    if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
+        hint = " A step returns two things: state, metrics = step(state, batch)."
+    elif isinstance(value, (nn.Module, Mapping)):
+        hint = (
+            " A state is what TrainState.create(model=..., optimizer=...) returned; it holds"
+            " the model and its parameters."
+        )
+    msg = f"{call}: expected a TrainState, got {type(value).__name__}.{hint}"
+    raise ArgumentError(msg)
+
+
+# The state after another: made by the step, which can do without a look at the call.
+
+
+_fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
+"""Set a new state's fields."""
+_FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
+
+
+def successor(
+    update: Update,
+    state: TrainState,
+    opt_state: OptState,
+    flag: torch.Tensor | None,
+    params: Any = None,
+) -> TrainState:
+    """Return the state after an update that the optimizer has taken, unless a flag says no.
+
+    It has the tensors of the state before it, or the given parameters, and a lease of its own.
+    """
+    cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
+    step = state._step  # pyright: ignore[reportPrivateUsage]
+    if flag is not None or isinstance(step, Skips):
+        step, num_skipped = _counted(state, flag), 0
+    else:
+        step += 1
+    after = object.__new__(TrainState)
+    _fill(
+        after,
+        params=state._params if params is None else params,  # pyright: ignore[reportPrivateUsage]
+        buffers=state._buffers,  # pyright: ignore[reportPrivateUsage]
+        opt_state=opt_state,
+        step=step,
+        cursor=state.cursor if cursor is None else cursor,
+        seed=state.seed,
+        num_skipped=num_skipped,
+        slots=update.slots,
+        definition=state.definition,
+        lease=Lease(),
+    )
+    return after
+
+
+def skipped(update: Update, state: TrainState) -> TrainState:
+    """Return the state after an update that is left out: the same, after the batch."""
+    cursor = update.grads.taken.cursor
+    return changed(
+        state,
+        cursor=state.cursor if cursor is None else cursor,
+        step=state.step,
+        num_skipped=state.num_skipped + 1,
+        lease=Lease(),
+    )
+
+
+def changed(state: TrainState, **fields: Any) -> TrainState:
+    """Return the state with other fields, as `attrs.evolve` does."""
+    made = object.__new__(TrainState)
+    for name, alias in _FIELDS:
+        if alias not in fields:
+            fields[alias] = getattr(state, name)
+    _fill(made, **fields)
+    return made
+
+
+def through_state(field: str, state: TrainState, update: Update) -> TrainState:
+    """Let a state flow through the transforms that have a say in it, with their slots.
+
+    After an update that was skipped, only those are asked that see skips.
+    """
+    owners = update.state.definition.setup.owners[field]
+    if update.skipped:
+        owners = [each for each in owners if "sees_skips" in facts_of(each)]
+    if not owners:
+        return state
+    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    with shared_draws(state, field), torch.no_grad():
+        for owner in owners:
+            slot = update.slots.get(owner.name)
+            with span("accelfn", field, owner.name) if profiled else NOTHING:
+                returned = getattr(owner, field)(state, slot, update)
+            after, kept = pair(owner, field, returned, TrainState)
+            if update.skipped and after is not state:
+                msg = (
+                    f"{owner!r}.{field} returned another state after a skipped update, which"
+                    " leaves all as it is. Return the state that was given."
+                )
+                raise ArgumentError(msg)
+            state = after
+            slots = state._slots  # pyright: ignore[reportPrivateUsage] - as they are shown, in less time
+            if kept is not slots.get(owner.name):
+                state = changed(state, slots=with_own(slots, owner.name, kept))
+    return state
+
+
+def _counted(state: TrainState, flag: torch.Tensor | None) -> Skips:
+    """Return how many updates were skipped, after one of which a device knows."""
+    skips = state.skips
+    before = state.num_skipped if skips is None else skips.count
+    count = before if flag is None else before + flag.long()
+    return Skips.sent(state.num_tried + 1, torch.as_tensor(count))

@@ -9,17 +9,13 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
-from accelfn.base.arguments import check_word
-from accelfn.base.calling import called
-from accelfn.base.contexts import own_modes
-from accelfn.base.shards import local
-from accelfn.base.sharing import apart
+from accelfn.base.arguments import called, check_word
+from accelfn.base.draws import own_modes
+from accelfn.base.tree import apart, local
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.anew import as_begun
-from accelfn.state.argument import check_state
-from accelfn.state.beginning import begun
-from accelfn.state.state import TrainState
+from accelfn.state.beginning import as_begun, begun
+from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, looked
 
 _ENDED = "_accelfn_was_lent"

@@ -9,20 +9,17 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.bundle import crash_bundles, replay
-from accelfn.testing.checking.equivalence import assert_equivalent
-from accelfn.testing.checking.problems import Problem
-from accelfn.testing.checking.step_laws import check_resume, check_step
-from accelfn.testing.checking.transform_laws import check_transform
-from accelfn.testing.comparing.loops import Agreement, compare_loops, quantities
-from accelfn.testing.comparing.snapshot import assert_collectives
-from accelfn.testing.comparing.states import assert_states_equal
-from accelfn.testing.processes.run import RankError, run_processes
+from accelfn.testing.comparing import assert_collectives, assert_states_equal
+from accelfn.testing.equivalence import assert_equivalent
+from accelfn.testing.laws import Problem
+from accelfn.testing.loops import Agreement, compare_loops, quantities
+from accelfn.testing.plugin import crash_bundles, replay
+from accelfn.testing.processes import RankError, run_processes
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.entries import Entry
-from accelfn.testing.simulation.faults import (
+from accelfn.testing.simulation.calls import (
     Corrupt,
     Crash,
+    Entry,
     Fault,
     Leave,
     Raise,
@@ -31,8 +28,9 @@ from accelfn.testing.simulation.faults import (
     Terminate,
 )
 from accelfn.testing.simulation.plan import Run
-from accelfn.testing.traffic.link import Link
-from accelfn.testing.traffic.traffic import Traffic, communication
+from accelfn.testing.step_laws import check_resume, check_step
+from accelfn.testing.traffic import Link, Traffic, communication
+from accelfn.testing.transform_laws import check_transform
 
 __all__ = [
     "Agreement",

@@ -12,8 +12,7 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS
-from accelfn.definition.transform import Transform, chain
+from accelfn.definition.transform import FIELDS, Transform, chain
 from accelfn.errors import ArgumentError
 
 Arguments: TypeAlias = dict[str, Any]

@@ -6,15 +6,35 @@ when a test has its marker.
 """
 
 import functools
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias, cast
 
+import attrs
+import numpy as np
 import pytest
+import safetensors.torch
+import torch
 from pytest_accelfn import register_profiles
 
+from accelfn.base import tree
+from accelfn.base.arguments import called
+from accelfn.base.codec import Table, decode, encode
+from accelfn.checkpoint.save import fields_of, with_fields
+from accelfn.data import Batch
+from accelfn.data.plan import Cursor
+from accelfn.errors import ArgumentError, CheckpointError, SimulationError
+from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.entries import Entry
+from accelfn.testing.simulation.calls import Entry
 from accelfn.world import World
 
 __all__ = ["on_ranks", "register_profiles"]
@@ -85,3 +105,212 @@ def _told(item: pytest.Function, error: BaseException, log: Sequence[Entry]) -> 
 def _log_of(world: World) -> list[Entry]:
     group: Any = world.group
     return group.log
+
+
+# Crash bundles: what a step that raised was given, on disk, and run again in simulation.
+
+
+Step: TypeAlias = Callable[..., tuple[Any, Any]]
+Make: TypeAlias = Callable[[World], tuple[Any, Step]]
+
+FORMAT = 1
+
+
+@called
+def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
+    """Return the step; when it raises, every rank leaves a bundle of what it was given.
+
+    A bundle is `rank-00000.json` (the error, setup, latest collectives, place) beside
+    `rank-00000.safetensors` (states and batch); an older one of the directory is
+    overwritten. `replay(directory)` or `accelfn replay DIR` runs it again on simulated
+    ranks. On a step that does not raise it acts not at all.
+
+    Args:
+        step: `(states, batch, *extras) -> (states, metrics)`.
+        directory: where bundles are left; made when there is one.
+        make: a function at the top level of a file, by which the replay gets its
+            definitions: `make(world) -> (states, step)`.
+
+    Raises:
+        ArgumentError: `make` cannot be found again by its name.
+
+    Cost: nothing, until the step raises.
+    """
+    source = _source_of(make)
+
+    def bundled(states: Any, batch: Any, /, *extras: Any, **named: Any) -> Any:
+        try:
+            return step(states, batch, *extras, **named)
+        except Exception as error:
+            try:
+                path = _write(Path(directory), source, states, (batch, *extras), error)
+                error.add_note(f"What the step was given is in {path}.")
+            except Exception as other:  # noqa: BLE001 - the step's error is the one to show
+                error.add_note(f"No crash bundle was written: {other!r}")
+            raise
+
+    return bundled
+
+
+@called
+def replay(directory: str | os.PathLike[str]) -> None:
+    """Run the step of a crash bundle again, on as many simulated ranks as there were.
+
+    Raises:
+        CheckpointError: a rank's bundle is missing or holds no state; the text says why.
+        SimulationError: the step did not raise this time.
+        Exception: what the step raises, as it did; step into it with a debugger.
+    """
+    folder = Path(directory)
+    bundles = _read(folder)
+    first = bundles[0]
+    make = _made_by(first["make"])
+
+    def rank(world: World) -> None:
+        mine = bundles[world.rank]
+        made, step = make(world)
+        saved = iter(mine["states"])
+        states = tree.tree_map(lambda state: with_fields(state, next(saved)), made)
+        step(states, *map(_again, mine["given"]))
+
+    simulate(len(bundles), rank)
+    msg = (
+        f"{folder} did not raise again. It had raised"
+        f" {first['error']['kind']}: {first['error']['message']}"
+    )
+    raise SimulationError(msg)
+
+
+def _write(
+    folder: Path,
+    source: Mapping[str, str],
+    states: Any,
+    given: Sequence[Any],
+    error: Exception,
+) -> Path:
+    """Write one rank's bundle; the JSON last, so that it is there when all is."""
+    tensors = Table(objects=True)
+    kept = [state for _, state in leaves(states)]
+    world = kept[0].definition.world
+    path = folder / f"rank-{world.rank:05d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.unlink(missing_ok=True)
+    over = any(state.lease.is_over for state in kept)
+    bundle: dict[str, Any] = {
+        "format": FORMAT,
+        "rank": world.rank,
+        "size": world.size,
+        "make": dict(source),
+        "setup": [repr(state.definition.setup) for state in kept],
+        "latest": [
+            f"{label} at update {step}"
+            for label, step in world.connection.activity.trail
+        ],
+        "error": {
+            "kind": type(error).__name__,
+            "message": str(error),
+            "traceback": "".join(traceback.format_exception(error)),
+        },
+        "states": None
+        if over  # it raised in the midst of the update: tensors are partly updated
+        else [encode(fields_of(state), tensors, path="state") for state in kept],
+        "given": [encode(_plain(each), tensors, path="batch") for each in given],
+    }
+    dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
+    safetensors.torch.save_file(dense, path.with_suffix(".safetensors"))
+    path.write_text(json.dumps(bundle, indent=1))
+    return path
+
+
+def _read(folder: Path) -> list[dict[str, Any]]:
+    """Return every rank's bundle, decoded."""
+    found = sorted(folder.glob("rank-*.json"))
+    if not found:
+        msg = f"There is no crash bundle in {folder}."
+        raise CheckpointError(msg)
+    bundles = {each["rank"]: each for each in map(_read_rank, found)}
+    size = next(iter(bundles.values()))["size"]
+    # a run on another number of ranks may have left some before
+    there = {rank for rank, each in bundles.items() if each["size"] == size}
+    missing = [rank for rank in range(size) if rank not in there]
+    if missing:
+        msg = (
+            f"{folder}: of {size} ranks, {missing} left no bundle; were they killed? A"
+            " step cannot be run again without its peers."
+        )
+        raise CheckpointError(msg)
+    return [bundles[rank] for rank in range(size)]
+
+
+def _read_rank(path: Path) -> dict[str, Any]:
+    bundle = cast("dict[str, Any]", json.loads(path.read_text()))
+    if bundle.get("format") != FORMAT:
+        msg = (
+            f"{path} has format {bundle.get('format')!r}; this version reads {FORMAT}."
+        )
+        raise CheckpointError(msg)
+    if bundle["states"] is None:
+        msg = (
+            f"{path}: the step raised in the midst of its update, so its state was partly"
+            f" updated and is not here. It had raised:\n{bundle['error']['traceback']}"
+        )
+        raise CheckpointError(msg)
+    tensors = safetensors.torch.load_file(path.with_suffix(".safetensors"))
+    for part in ("states", "given"):
+        bundle[part] = [decode(coded, tensors) for coded in bundle[part]]
+    return bundle
+
+
+def _plain(given: Any) -> Any:
+    """Return a batch, or an extra of the loss, as a tree of tensors and plain data."""
+    if not isinstance(given, Batch):
+        return {"value": given}
+    parts = attrs.asdict(given, recurse=False)
+    for name, cursor in (("start", given.start), ("cursor", given.cursor)):
+        parts[name] = None if cursor is None else cursor.to_plain()
+    for name in ("parts_indices", "parts_filler"):
+        parts[name] = tuple(torch.as_tensor(np.asarray(each)) for each in parts[name])
+    parts["shares"] = None if given.shares is None else [*map(list, given.shares())]
+    return {"batch": parts}
+
+
+def _again(plain: Mapping[str, Any]) -> Any:
+    if "value" in plain:
+        return plain["value"]
+    parts = dict(plain["batch"])
+    for name in ("start", "cursor"):
+        parts[name] = None if parts[name] is None else Cursor(*parts[name])
+    for name in ("parts_indices", "parts_filler"):
+        parts[name] = tuple(each.numpy() for each in parts[name])
+    if parts["shares"] is not None:
+        parts["shares"] = partial(list, parts["shares"])
+    return Batch(**parts)
+
+
+def _source_of(make: Make) -> dict[str, str]:
+    """Return where a function is found again: module, name, and the script's file."""
+    module, name = getattr(make, "__module__", ""), getattr(make, "__qualname__", "")
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if not name.isidentifier() or file is None:
+        msg = (
+            f"crash_bundles(make={make!r}): expected a function at the top level of a"
+            " file, so that a replay finds it by name."
+        )
+        raise ArgumentError(msg)
+    return {"module": module, "name": name, "file": str(Path(file).absolute())}
+
+
+def _made_by(source: Mapping[str, str]) -> Make:
+    module = source["module"]
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
+        module = "__main__"
+    if module != "__main__":
+        found = importlib.import_module(module)
+    else:  # a script: under another name its `if __name__ == "__main__"` does not run
+        spec = importlib.util.spec_from_file_location("replayed", source["file"])
+        if spec is None or spec.loader is None:
+            msg = f"{source['file']}, which makes the state, cannot be imported."
+            raise CheckpointError(msg)
+        found = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(found)
+    return getattr(found, source["name"])

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accelfn.base import accelerator
+from accelfn.base import devices
 from accelfn.checkpoint import load, save
 from accelfn.collectives import (
     all_ranks,
@@ -29,9 +29,8 @@ from accelfn.errors import LawError
 from accelfn.loop.batches import batches
 from accelfn.loop.control import assert_replicas_agree, print_once
 from accelfn.state.state import TrainState
-from accelfn.step.make_step import make_step
-from accelfn.transforms.ddp import wrap_ddp
-from accelfn.transforms.shard import shard_data
+from accelfn.step.step import make_step
+from accelfn.transforms.ddp import shard_data, wrap_ddp
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def main(num_ranks: int) -> None:
     signal.alarm(_LONGEST)
     started = time.monotonic()
     # one device is no place for two ranks, which its line then shows
-    device = "cpu" if accelerator.count() < num_ranks else None
+    device = "cpu" if devices.count() < num_ranks else None
     with World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, started)
         for name, test in _TESTS.items():

@@ -10,12 +10,11 @@ from typing import (
 
 import torch
 
-from accelfn.base.calling import called
+from accelfn.base.arguments import called
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.faults import Fault
+from accelfn.testing.simulation.calls import Fault, Sums
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.ranks import simulated
-from accelfn.testing.simulation.sums import Sums
 from accelfn.world import World
 
 T = TypeVar("T")
@@ -111,9 +110,9 @@ def simulate(
 def _compared(plan: Plan) -> Run[Any]:
     """Run, and compare with real processes."""
     # here, since few runs ask for it, and it brings all that starting processes needs
-    from accelfn.testing.processes import differential  # noqa: PLC0415
+    from accelfn.testing import processes  # noqa: PLC0415
 
-    differential.check_comparable(plan)
+    processes.check_comparable(plan)
     run = simulated(plan)
-    differential.compare_with_processes(plan, run)
+    processes.compare_with_processes(plan, run)
     return run

@@ -8,10 +8,9 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, is_integer
-from accelfn.base.calling import called
+from accelfn.base.arguments import called, integer, is_integer
 from accelfn.data import Batch, Plan
-from accelfn.data.cut import even_part
+from accelfn.data.plan import even_part
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.state.grads import Grads

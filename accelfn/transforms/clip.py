@@ -10,9 +10,9 @@ import attrs
 import torch
 import torch.distributed as dist
 
-from accelfn.base import lists
+from accelfn.base import tree
 from accelfn.base.arguments import is_number, truth
-from accelfn.base.shards import computes_on, is_shard, local
+from accelfn.base.tree import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, GradsError, OptimizerError
 from accelfn.state.grads import Grads
@@ -120,7 +120,7 @@ class clip_grad_norm:
             scale = self.max_norm / norm
             # 1 within the bound, and for a norm of 0, inf or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
-            lists.mul_(tensors, scale)
+            tree.mul_(tensors, scale)
         return norm
 
 
@@ -195,7 +195,7 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
     """
     with torch.no_grad():
         norms = [
-            torch.stack(lists.norms(tensors[i : i + _FEW], norm_type))
+            torch.stack(tree.norms(tensors[i : i + _FEW], norm_type))
             for i in range(0, len(tensors), _FEW)
         ]
         return torch.linalg.vector_norm(torch.cat(norms), norm_type)
@@ -209,7 +209,7 @@ def _norms_of_16_bits(
     if not narrow:
         return tensors
     wide = [each for each in tensors if each.dtype.itemsize >= 4]
-    return wide + lists.norms(narrow, norm_type, dtype=torch.float32)
+    return wide + tree.norms(narrow, norm_type, dtype=torch.float32)
 
 
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
@@ -276,5 +276,5 @@ class clip_grad_value:
         """Clamp, in place."""
         _refuse_sparse(grads, self)
         _refuse_complex(grads, self)
-        lists.clamp_(grads.as_taken.values(), -self.max_value, self.max_value)
+        tree.clamp_(grads.as_taken.values(), -self.max_value, self.max_value)
         return grads, slot

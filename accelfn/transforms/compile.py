@@ -10,16 +10,17 @@ from torch import nn
 
 from accelfn.base.arguments import option, truth
 from accelfn.definition.transform import transform
-from accelfn.engine.building import MakeRunner
-from accelfn.engine.module.compiled import Compiler, Options
-from accelfn.engine.module.graph_runner import (
+from accelfn.engine.compiled import (
+    Compiler,
     OneGraphRunner,
+    Options,
     RegionsRunner,
     TwoGraphsRunner,
     compile_regions,
 )
-from accelfn.engine.module.regions import Regions, are_regions, chosen
-from accelfn.engine.runner import Runner
+from accelfn.engine.engine import MakeRunner
+from accelfn.engine.loss import Runner
+from accelfn.engine.modules import Regions, are_regions, chosen
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 

@@ -9,17 +9,13 @@ import torch
 from torch import nn
 
 from accelfn.base import tree
-from accelfn.base.advice import advise
-from accelfn.base.arguments import integer, option, truth
-from accelfn.base.signatures import qualname
-from accelfn.base.valueless import is_positive, on_host
+from accelfn.base.arguments import advise, integer, option, qualname, truth
+from accelfn.base.devices import is_positive, on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
-from accelfn.engine.module.attention import Attending
-from accelfn.engine.module.first_look import Coarsest, first_of, untouched
-from accelfn.engine.module.heads import Heads
-from accelfn.engine.module.ring import Ring
-from accelfn.engine.runner import LossFunction
+from accelfn.engine.context_parallel import Attending, Heads, Ring
+from accelfn.engine.doctor import Coarsest, first_of, untouched
+from accelfn.engine.loss import LossFunction
 from accelfn.errors import BatchError, LossError
 from accelfn.state.metrics import Loss
 from accelfn.state.state import TrainState

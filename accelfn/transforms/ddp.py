@@ -1,21 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train replicas on every rank with torch's DistributedDataParallel."""
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias, cast
 
 import attrs
+import torch
 from torch import nn
 
-from accelfn.base.arguments import is_number, option, truth
+from accelfn.base.arguments import advise, integer, is_integer, is_number, option, truth
+from accelfn.collectives import check_values
+from accelfn.data import Plan
 from accelfn.definition.transform import transform
-from accelfn.engine.building import build
-from accelfn.engine.ddp import DDPRunner
-from accelfn.engine.engine import Engine
-from accelfn.engine.home import home_of
-from accelfn.engine.optimizer.in_backward import LiveUpdate
+from accelfn.engine.binding import home_of
+from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
+from accelfn.engine.engine import Engine, build
+from accelfn.engine.modules import BatchNorm, sync_norms
+from accelfn.engine.optimizer import LiveUpdate
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
+from accelfn.world import World
 from accelfn.world.axes import BATCH
 
 _FIRST_BUCKET_MB = 1
@@ -161,3 +166,321 @@ class wrap_ddp:
             return DDPRunner(module, ranks, options, compression, live)
 
         return build(state, home_of(state), make, compression=compression)
+
+
+# Let gradients cross the ranks in fewer bytes.
+
+
+Slot: TypeAlias = dict[str, Any]
+
+_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_POWERSGD = "powersgd"
+_DEFAULTS: Mapping[str, float] = {
+    "matrix_approximation_rank": 1,
+    "start_powerSGD_iter": 1000,
+    "min_compression_rate": 2.0,
+}
+
+
+def _is_method(_owner: object, _field: object, value: object) -> None:
+    known = (*_DTYPES, _POWERSGD)
+    if value not in known:
+        msg = (
+            f"af.compress({value!r}): unknown method; expected one of"
+            f" {', '.join(map(repr, known))}."
+        )
+        raise ArgumentError(msg)
+
+
+def _of_powersgd(least: float) -> Any:
+    """Return an option of PowerSGD, a number of at least `least`."""
+
+    def check(owner: Any, field: Any, value: Any) -> None:
+        if value is None:
+            return
+        if owner.method != _POWERSGD:
+            msg = (
+                f"af.compress({owner.method!r}, {field.name}={value!r}): only 'powersgd'"
+                " has this option. Leave it out."
+            )
+            raise ArgumentError(msg)
+        whole = isinstance(_DEFAULTS[field.name], int)
+        is_kind = is_integer if whole else is_number
+        if not is_kind(value) or not value >= least:
+            what = "an integer" if whole else "a number"
+            msg = f"af.compress({field.name}={value!r}): expected {what} of at least {least}."
+            raise ArgumentError(msg)
+
+    return attrs.field(default=None, validator=check, kw_only=True)
+
+
+@transform
+class compress:
+    """Let `wrap_ddp` send gradients in fewer bytes, by a communication hook of torch's DDP.
+
+    "fp16" and "bf16" sum them in 16 bits; parameters and the optimizer keep their dtype.
+    Gradients are divided by the update's weight first, or the next power of 2, so a total
+    over many samples overflows no sooner than their mean; under a loss scale, as that of
+    `autocast("fp16")`, they cross as it has scaled them. "powersgd" sends matrices as products
+    of two thin ones; what that leaves out on a rank is added to the rank's next gradient.
+    Its memory is in the slot: it is saved, and a skipped update leaves it. The weight of the
+    losses itself is summed exactly. `af.sync_grads` sends gradients whole.
+
+    Acts on: how `wrap_ddp` reduces; with "powersgd" also init, merge.
+
+    Args:
+        method: "fp16", "bf16" or "powersgd".
+        matrix_approximation_rank: how many columns the thin matrices have; 1.
+        start_powerSGD_iter: updates that are sent whole before; 1000.
+        min_compression_rate: compress what becomes smaller by more than this factor; 2.
+            Vectors are sent whole.
+
+    Law:
+        Ranks agree bitwise, and in a world of 1 nothing changes. In 16 bits the result is the
+        plain one, up to rounding in these. With PowerSGD the sum of the gradients applied
+        and of what is left out in the end is that of the true ones; at full rank nothing is.
+
+    Cost:
+        Half the bytes, and a pass over the gradients. PowerSGD: (n + m) r numbers for a
+        matrix of n by m, two matrix products and two decompositions, memory of one more
+        gradient; and it does not overlap with the backward pass. For each, one number more
+        crosses the ranks before the backward pass.
+
+    Raises:
+        ArgumentError: an unknown method, or an option that it has not.
+        CompositionError: nothing to compress, because `wrap_ddp` is not there; or PowerSGD and
+            parameters that may be unused, whose rest would be lost.
+
+    References:
+        Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization".
+
+    Example:
+        >>> compress("powersgd", matrix_approximation_rank=2)
+        af.compress('powersgd', matrix_approximation_rank=2)
+    """
+
+    needs: ClassVar[Mapping[str, str]] = {
+        "buckets": "is about gradients that af.wrap_ddp() reduces, which the setup lacks. Put"
+        " af.wrap_ddp() into the chain, or leave it out."
+    }
+    method: str = attrs.field(validator=_is_method)
+    matrix_approximation_rank: int | None = _of_powersgd(1)
+    start_powerSGD_iter: int | None = _of_powersgd(0)  # noqa: N815 - torch's name
+    min_compression_rate: float | None = _of_powersgd(0)
+
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        """How buckets cross the ranks, and what of its slot is each rank's own."""
+        return {
+            "draws_nothing": True,
+            "compression": self._compression,
+            "by_rank": ("error",) if self.method == _POWERSGD else (),
+        }
+
+    @property
+    def gives_up(self) -> Mapping[str, str]:
+        """PowerSGD sends less than a gradient, and the rest later."""
+        late = {
+            "splits_alike": "what is left out of a gradient is added to a later one"
+        }
+        return late if self.method == _POWERSGD else {}
+
+    @property
+    def refuses(self) -> Mapping[str, str]:
+        """What PowerSGD would lose."""
+        if self.method != _POWERSGD:
+            return {}
+        return {
+            "finds_unused": "keeps what is left out of a gradient for the next update, and"
+            " would lose that of parameters that {other!r} allows to be unused. Leave out"
+            " {told}.",
+        }
+
+    @property
+    def without(self) -> tuple[str, ...]:
+        """Sums in 16 bits have no memory."""
+        return () if self.method == _POWERSGD else ("init", "merge")
+
+    def _option(self, name: str) -> Any:
+        given = getattr(self, name)
+        return _DEFAULTS[name] if given is None else given
+
+    def init(self, state: TrainState) -> Slot:
+        """Begin with nothing left out."""
+        del state
+        return {"iter": 0, "error": {}, "q": {}}
+
+    def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
+        """Give every rank the mean of what was left out, so the mean stays what it was."""
+        first, count = slots[0], len(slots)
+        errors = {
+            name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
+            for name in first["error"]
+        }
+        return [1.0] * count, {**first, "error": errors}
+
+    def _compression(self, state: TrainState) -> Compression:
+        """Return what works on one engine's gradients."""
+        name: str = cast("Any", self).name
+        ranks = state.definition.copy
+        if self.method != _POWERSGD:
+            return Narrow(name, _DTYPES[self.method], ranks)
+        return LowRank(
+            name,
+            state.name,
+            ranks,
+            rank=self._option("matrix_approximation_rank"),
+            start=self._option("start_powerSGD_iter"),
+            rate=self._option("min_compression_rate"),
+        )
+
+
+# Let batch normalisation see the samples of all ranks.
+
+
+@transform
+class sync_batchnorm:
+    """Normalise batches by the mean and variance over the samples of all ranks.
+
+    The BatchNorm layers of the model see the global batch, or under `accumulate` the
+    global micro-batch, and so do their running statistics, which are equal on all ranks.
+    What an empty share stands in for counts nowhere. It works on CPUs and in simulated
+    worlds too, where torch's SyncBatchNorm does not; layers of that class are taken for
+    BatchNorm, and a model that has neither is warned of. Modules other than the state's
+    own, such as `af.frozen` teachers, are left alone. In a world of 1 it changes nothing.
+
+    Acts on: module.
+
+    Law:
+        However the batch is shared out, parameters and running statistics are those of one
+        rank on the whole batch, up to rounding.
+
+    Cost:
+        Two small collectives a layer, one forward and one backward, which wait for the
+        slowest rank; and an all-gather of 24 bytes a forward pass, to compare which layers
+        ranks ran. Under wrap_fsdp each small collective has one of these.
+
+    Raises:
+        CollectiveMismatchError: at a step, ranks ran different layers, or in another order.
+        CompositionError: beside `local_sgd`, whose ranks train apart; or a compiler
+            that is to trace the loss as one graph.
+        ModelError: when built, a BatchNorm layer has a forward or a process group of its own.
+
+    References:
+        Ioffe and Szegedy 2015, "Batch Normalization"; Peng et al. 2018, "MegDet".
+
+    Example:
+        >>> sync_batchnorm()
+        af.sync_batchnorm()
+    """
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "normalises by what all ranks see, so that each gradient depends on all, but"
+        " under {other!r} ranks train apart. Leave out one of the two.",
+        "one_graph": "asks the other ranks in the midst of the forward pass, which {other!r}"
+        " cannot trace as one graph. Compile with fullgraph=False, or only regions= without"
+        " BatchNorm.",
+    }
+
+    def module(self, module: nn.Module, state: TrainState) -> nn.Module:
+        """Let the layers of the engine's own module ask the other ranks."""
+        ranks = state.world.loss
+        has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
+        if not has_layers and state.world.is_main:
+            advise(
+                f"{self!r} has nothing to do: the model has none of torch's BatchNorm layers,"
+                " and others are not known by it. Leave it out, or use torch's."
+            )
+        if ranks.size > 1:
+            compiled = "compiles" in state.setup.facts
+            sync_norms(module, ranks, f"{self!r}", compiled=compiled)
+        return module
+
+
+# Split every batch over the ranks.
+
+
+@transform
+class shard_data:
+    """Give each rank its share of every batch.
+
+    The global batch is cut into contiguous shares that differ by at most one sample,
+    before anything is read; a short last batch is cut like any other. A share may be
+    empty: its rank takes part with one sample of weight 0.
+
+    Acts on: data.
+
+    Law:
+        The global order of samples, and with `wrap_ddp` the result of a step, do not depend on
+        the number of ranks (up to rounding; batch statistics excepted).
+
+    Cost:
+        Arithmetic on two integers a batch.
+
+    Example:
+        >>> shard_data()
+        af.shard_data()
+    """
+
+    def data(self, plan: Plan) -> Plan:
+        """Cut a batch into one share a rank."""
+        return plan.sharded()
+
+
+# Look, every few updates, whether all ranks still hold the same parameters.
+
+
+_ADVICE = (
+    "They were trained alike and have drifted apart. Look for what differs by rank in"
+    " transforms and steps of your own, for parameters that are written outside of a step,"
+    " and for operations that are not deterministic."
+)
+
+
+@transform
+class check_replicas:
+    """Raise, on all ranks, at the first check that finds different parameters on them.
+
+    It looks after each update whose number is a multiple of `every`, before anything is made
+    of the new state. Buffers are not compared: batch statistics differ by rank. Of a model
+    that is split, copies are compared; one copy has nothing to be compared with. Where ranks
+    differ on purpose, as under `local_sgd`, it is refused.
+
+    Acts on: after_update.
+
+    Args:
+        every: updates between checks.
+
+    Law:
+        If one element of one parameter differs on one rank, all raise at the next check; ranks
+        that agree train, bitwise, as without it.
+
+    Cost:
+        A sum over every parameter and a small all-reduce, every `every` updates; the host waits
+        for it.
+
+    Raises:
+        ReplicaMismatchError: the first parameter that differs is named, a row a rank.
+
+    Example:
+        >>> check_replicas(every=100)
+        af.check_replicas(every=100)
+    """
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "apart": "would raise beside {other!r}, under which ranks differ on purpose."
+        " Leave it out; af.assert_replicas_agree(state) looks once."
+    }
+    every: int = attrs.field(validator=integer(1, "a number of updates"), kw_only=True)
+
+    def after_update(
+        self, state: TrainState, slot: None, update: Update
+    ) -> tuple[TrainState, None]:
+        """Compare, if it is time."""
+        if state.step % self.every == 0:
+            label = f"check_replicas at update {state.step}"
+            check_values(state.params, state.world, label=label, advice=_ADVICE)
+        return state, slot

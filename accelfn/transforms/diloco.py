@@ -1,31 +1,385 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train ranks apart, and let an outer optimizer step by how far they moved."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
 import torch
+from torch import nn
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, is_number, mebibytes
-from accelfn.base.shards import local
-from accelfn.collectives import average_
+from accelfn.base.arguments import Number, integer, is_number, mebibytes
+from accelfn.base.devices import is_positive
+from accelfn.base.tree import Pending, cut_axes, is_shard, local, with_local
+from accelfn.collectives import average_, start_reduce
+from accelfn.collectives.few_bits import (
+    mean_of,
+    start_mean,
+    start_parts,
+    summed,
+)
 from accelfn.definition.transform import transform
-from accelfn.engine.optimizer.trial import check_elements, counts_by_group
+from accelfn.engine.optimizer import (
+    LiveOptimizer,
+    State,
+    check_elements,
+    counts_by_group,
+)
 from accelfn.errors import (
     ArgumentError,
     CompositionError,
     OptimizerError,
     StateError,
 )
-from accelfn.outer.exchange import Exchange, Tensors, met, moved, without
-from accelfn.outer.fragments import Timetable, cut, together
-from accelfn.outer.stepping import NESTEROV, Outer, as_value
+from accelfn.model.optimizer import owned_names, prototype_of
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
-from accelfn.structure.prototype import owned_names, prototype_of
 from accelfn.world import World
+
+# What ranks send each other of a fragment: by how much they moved away from the anchor.
+#
+# Whole numbers cross in one sum. In few bits they cross in two halves, of which the second
+# begins half-way to when the mean is used; what rounding left out is remembered.
+
+
+Tensors: TypeAlias = dict[str, torch.Tensor]
+Flight: TypeAlias = dict[str, Any]
+"""A fragment on its way: `sent`, the update; `names`; `values`, pending; in few bits also
+`half`, 1 or 2, and in the second `weight`, that of all ranks."""
+
+
+def moved(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
+    """Return by how much this rank's parts moved, in float32 at least: a gradient's sign."""
+    return {name: _wide(local(a)) - local(params[name]) for name, a in anchor.items()}
+
+
+@attrs.frozen(kw_only=True)
+class Exchange:
+    """How fragments cross the ranks.
+
+    Attributes:
+        ranks: which.
+        bits: of a number; 32 stands for all that it has.
+        label: what the ranks are doing.
+    """
+
+    ranks: World
+    bits: int
+    label: str
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether numbers cross as they are: to itself a rank sends nothing."""
+        return self.bits == 32 or self.ranks.size == 1
+
+    def send(
+        self,
+        deltas: Tensors,
+        error: Mapping[str, Any],
+        weight: Number,
+        sent: int,
+        *,
+        like: Mapping[str, Any],
+    ) -> tuple[Flight, Mapping[str, Any]]:
+        """Begin to send a fragment; return its flight, and what this rank remembers of it.
+
+        Args:
+            deltas: by how much each parameter of it moved.
+            error: what this rank remembers, laid over the ranks as parameters are.
+            weight: what this rank saw.
+            sent: the update after which it is sent.
+            like: what lies over the ranks as parameters do, by name.
+        """
+        flight: Flight = {"sent": sent, "names": list(deltas)}
+        owed = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
+        if self.is_whole:
+            sums = {name: each * weight for name, each in owed.items()}
+            told = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+            told += weight
+            values = {"sums": sums, "weight": told}
+            pending = start_reduce(values, self.ranks, label=self.label)
+            pending = pending.then(partial(_laid, like=like))
+            return {**flight, "values": pending}, without(error, deltas)
+        pending, left = start_parts(
+            _flat(owed), weight, self.ranks, self.bits, label=self.label
+        )
+        kept = dict(zip(owed, _cut(left, owed), strict=True))
+        new = {
+            name: _like(error[name], _if_seen(weight, kept[name], local(error[name])))
+            for name in owed
+        }
+        return {**flight, "half": 1, "values": pending}, {**error, **new}
+
+    def go_on(
+        self, flight: Flight, error: Mapping[str, Any]
+    ) -> tuple[Flight, Mapping[str, Any]]:
+        """Begin the second half of a flight in few bits; return what is remembered, too."""
+        if flight.get("half") != 1:
+            return flight, error
+        names: Sequence[str] = flight["names"]
+        parts = {name: local(error[name]) for name in names}
+        flat = _flat(parts)
+        pending, left, total = start_mean(
+            flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
+        )
+        # to a mean over all ranks it is one rank's share that this rank gives
+        size = left.numel()
+        begin = self.ranks.rank * size
+        rest = left[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
+        flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
+        new = {
+            name: _like(error[name], each.clone())
+            for name, each in zip(names, _cut(flat, parts), strict=True)
+        }
+        flight = {**flight, "half": 2, "values": pending, "weight": total}
+        return flight, {**error, **new}
+
+    def arrived(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
+        """Return the mean by name, of this rank's parts; None where no rank saw anything.
+
+        Args:
+            flight: in few bits, in its second half.
+            like: tensors of this rank's parts, by name.
+        """
+        names: Sequence[str] = flight["names"]
+        found = flight["values"].wait()
+        if "half" not in flight:
+            sums, total = found["sums"], found["weight"][0]
+            if not is_positive(total):
+                return None
+            return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
+        if not is_positive(flight["weight"]):
+            return None
+        parts = {name: local(like[name]) for name in names}
+        flat = mean_of(found, self.bits, _dtype_of(parts))
+        return dict(zip(names, _cut(flat, parts), strict=True))
+
+
+def met(
+    flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
+) -> tuple[Flight, Tensors]:
+    """Return the flight that all ranks would have had, and what rounding leaves out of it."""
+    first = flights[0]
+    if first.get("half") != 1:
+        return first, {}
+    parts = {name: like[name] for name in first["names"]}
+    sums = [summed(f["values"].wait(), bits, _dtype_of(parts)) for f in flights]
+    whole, total = torch.cat([coded for coded, _, _ in sums]), sums[0][2]
+    left = torch.where(total > 0, torch.cat([each for _, each, _ in sums]), 0)
+    flight = {**first, "half": 2, "values": Pending.of(whole), "weight": total}
+    return flight, dict(zip(parts, _cut(left, parts), strict=True))
+
+
+def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """Return what is remembered, once that of some parameters has been sent."""
+    if not error:
+        return error
+    return {**error, **{name: torch.zeros_like(error[name]) for name in names}}
+
+
+def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return what is remembered: nothing new by a rank of whose numbers none was taken."""
+    if isinstance(weight, torch.Tensor):
+        return torch.where(weight > 0, new, old)
+    return new.clone() if weight else old
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
+
+
+def _dtype_of(parts: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """Return in what dtype numbers are added up that cross in few bits."""
+    wide = any(part.dtype in _DOUBLE for part in parts.values())
+    return torch.float64 if wide else torch.float32
+
+
+_DOUBLE = (torch.float64, torch.complex128)
+
+
+def _reals(part: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(part) if part.is_complex() else part
+
+
+def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the numbers of tensors, in order, as one vector."""
+    dtype = _dtype_of(parts)
+    return torch.cat([_reals(part).reshape(-1).to(dtype) for part in parts.values()])
+
+
+def _cut(
+    flat: torch.Tensor, like: Mapping[str, torch.Tensor]
+) -> Iterator[torch.Tensor]:
+    """Yield the parts of a vector, shaped as the tensors that it was made of."""
+    begin = 0
+    for part in like.values():
+        shape = _reals(part).shape
+        piece = flat[begin : begin + shape.numel()].view(shape)
+        # pairs of numbers must begin at an even place
+        yield torch.view_as_complex(piece.clone()) if part.is_complex() else piece
+        begin += shape.numel()
+
+
+def _laid(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sums that lie over the ranks as parameters do, so that files know them."""
+    sums = {name: _like(like[name], each) for name, each in found["sums"].items()}
+    return {**found, "sums": sums}
+
+
+def _like(laid: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a part as a tensor that lies over the ranks as another."""
+    return with_local(laid, part) if is_shard(laid) else part
+
+
+# Fragments of a model: runs of parameters of about one size, each exchanged in its turn.
+
+
+_MIB = 1 << 20
+
+
+@attrs.frozen
+class Timetable:
+    """When each of some fragments is sent, and when what comes of it is used.
+
+    Attributes:
+        fragments: how many there are.
+        sync_every: updates between two exchanges of a fragment.
+        delay: updates between an exchange and its use.
+    """
+
+    fragments: int
+    sync_every: int
+    delay: int
+
+    def leaving(self, updates: int) -> Iterator[int]:
+        """Yield the fragments that are sent after so many updates."""
+        for i in range(self.fragments):
+            if updates and (updates - self._first(i)) % self.sync_every == 0:
+                yield i
+
+    def due(self, updates: int, sent: int) -> bool:
+        """Whether what was sent after so many updates is used now."""
+        return updates - sent == self.delay
+
+    def half_way(self, updates: int, sent: int) -> bool:
+        """Whether it has come so far that its second half begins."""
+        return updates - sent == -(-self.delay // 2)
+
+    def _first(self, i: int) -> int:
+        return i * self.sync_every // self.fragments
+
+
+def cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+    """Cut parameters, given by their sizes, into so many runs; some may be empty."""
+    whole = max(1, sum(sizes.values()))
+    ends = accumulate(sizes.values())
+    # by its middle, so that one large parameter does not take its neighbours with it
+    middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
+    names: list[list[str]] = [[] for _ in range(count)]
+    for name, middle in zip(sizes, middles, strict=True):
+        names[min(count - 1, int(middle * count / whole))].append(name)
+    return names
+
+
+def together(
+    names: Collection[str], params: Mapping[str, torch.Tensor], most: float
+) -> Iterator[list[str]]:
+    """Yield names of parameters in order, as many at once as have so many MiB, or one.
+
+    Those at once are cut along the same axes: numbers that several ranks of a copy hold must
+    not be rounded beside others, or they would drift.
+    """
+    bucket: list[str] = []
+    size, axes = 0, None
+    for name in names:
+        part = local(params[name])
+        more, cut = part.numel() * part.element_size(), cut_axes(params[name])
+        if bucket and (size + more > most * _MIB or cut != axes):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(name)
+        size, axes = size + more, cut
+    if bucket:
+        yield bucket
+
+
+# A step of an outer optimizer: a torch optimizer over the anchor, with its state as a
+# value.
+
+
+OuterTensors = Mapping[str, torch.Tensor]
+
+NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
+"""What DiLoCo has for an outer optimizer."""
+
+
+def as_value(factory: Any) -> Any:
+    """Return what two factories are compared by: of partials, function and arguments."""
+    if not isinstance(factory, partial):
+        return factory
+    made: partial[Any] = factory
+    return made.func, made.args, tuple(sorted(made.keywords.items()))
+
+
+@attrs.frozen(eq=False)
+class Outer:
+    """An outer optimizer, and the anchor that it steps.
+
+    Attributes:
+        factory: makes it of a list of (name, parameter).
+        anchor: what it steps in place, by name; parts, where the model is split.
+    """
+
+    factory: Any
+    anchor: OuterTensors
+
+    def stepped(self, state: State, gradients: OuterTensors) -> State:
+        """Step the parameters that have a gradient; return the optimizer's next state.
+
+        Args:
+            state: of the optimizer, by name; its tensors are written.
+            gradients: of this rank's parts, of any floating-point dtype.
+        """
+        params = {name: nn.Parameter(local(each)) for name, each in self.anchor.items()}
+        for name, gradient in gradients.items():
+            params[name].grad = gradient.to(params[name].dtype)
+        named = list(params.items())
+        optimizer = self.factory(named)
+        live = LiveOptimizer(optimizer, {p: n for n, p in named}, self)
+        live.load(state)
+        return {name: dict(entry) for name, entry in live.update({}).items()}
+
+    def shown(self, opt_state: State) -> State:
+        """Return values that lie over the ranks as the anchor does."""
+        return _mapped(opt_state, self._laid)
+
+    def raw(self, opt_state: State) -> State:
+        """Return what the optimizer has of them: parts."""
+        return _mapped(opt_state, _part)
+
+    def _laid(self, name: str, each: torch.Tensor) -> torch.Tensor:
+        anchor = self.anchor.get(name)
+        if anchor is None or not is_shard(anchor) or each.shape != local(anchor).shape:
+            return each
+        return with_local(anchor, each)
+
+
+def _part(_name: str, each: torch.Tensor) -> torch.Tensor:
+    return local(each)
+
+
+def _mapped(state: State, fn: Callable[[str, torch.Tensor], torch.Tensor]) -> State:
+    return {
+        name: {
+            key: fn(name, each) if isinstance(each, torch.Tensor) else each
+            for key, each in entry.items()
+        }
+        for name, entry in state.items()
+    }
+
 
 Slot: TypeAlias = dict[str, Any]
 

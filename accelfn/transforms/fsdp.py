@@ -11,14 +11,12 @@ import torch.distributed as dist
 from torch import nn
 
 from accelfn.base.arguments import option, truth
-from accelfn.definition.cuts import by_rows
-from accelfn.definition.facts import facts_of
-from accelfn.definition.transform import transform
-from accelfn.engine.building import build
-from accelfn.engine.engine import Engine
-from accelfn.engine.module.regions import Regions, are_regions
-from accelfn.engine.module.units import check_units, units_of
-from accelfn.engine.optimizer.trial import check_elements
+from accelfn.definition.layout import by_rows
+from accelfn.definition.transform import facts_of, transform
+from accelfn.engine.engine import Engine, build
+from accelfn.engine.fsdp import check_units, units_of
+from accelfn.engine.modules import Regions, are_regions
+from accelfn.engine.optimizer import check_elements
 from accelfn.errors import ArgumentError, CompositionError, WorldError
 from accelfn.state.state import TrainState
 from accelfn.world import World
@@ -188,8 +186,11 @@ class wrap_fsdp:
 
     def engine(self, state: TrainState) -> Engine:
         """Build torch's units around the state's parts."""
-        from accelfn.engine.fsdp import FSDPRunner  # noqa: PLC0415
-        from accelfn.engine.shard_home import ShardHome, Splitter  # noqa: PLC0415
+        from accelfn.engine.fsdp import (  # noqa: PLC0415
+            FSDPRunner,
+            ShardHome,
+            Splitter,
+        )
 
         splitter = Splitter(
             mesh=state.definition.splits.mesh,

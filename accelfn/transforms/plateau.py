@@ -11,9 +11,9 @@ import torch
 from accelfn.base.arguments import integer, is_number
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
+from accelfn.model.optimizer import Hyper
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
-from accelfn.structure.prototype import Hyper
 
 Slot: TypeAlias = dict[str, Any]
 

@@ -9,23 +9,22 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
-from accelfn.base.arguments import truth
-from accelfn.base.signatures import qualname
-from accelfn.base.valueless import on_host
+from accelfn.base.arguments import qualname, truth
+from accelfn.base.devices import on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
-from accelfn.engine.module.first_look import Coarsest, first_of, untouched
-from accelfn.engine.module.parallel_layers import Layers
-from accelfn.engine.module.plan import (
+from accelfn.engine.doctor import Coarsest, first_of, untouched
+from accelfn.engine.loss import LossFunction
+from accelfn.engine.optimizer import check_elements
+from accelfn.engine.tensor_parallel import (
+    Layers,
     check_model,
     check_words,
     checked,
     cut_of,
     split,
 )
-from accelfn.engine.module.scores import whole
-from accelfn.engine.optimizer.trial import check_elements
-from accelfn.engine.runner import LossFunction
+from accelfn.engine.vocabulary import whole
 from accelfn.errors import BatchError, Error, LossError
 from accelfn.state.metrics import Loss
 from accelfn.state.state import TrainState

@@ -1,21 +1,612 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import_model`: the weights of a file that anyone wrote, in a model."""
 
+import inspect
+import math
+import mmap
 import os
-from collections.abc import Mapping
-from typing import TypeVar
+import sys
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
 
+import attrs
 import torch
 from torch import nn
+from torch.nn import init
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
 
-from accelfn.base.arguments import as_path
-from accelfn.base.calling import called
-from accelfn.weights.empty import Source, built
-from accelfn.weights.mapped import Maps
-from accelfn.weights.placing import Incoming, fill, placement
-from accelfn.weights.shards import shards_at
+from accelfn.base import devices
+from accelfn.base.arguments import advise, as_path, called, why_not
+from accelfn.base.draws import own_modes
+from accelfn.base.tree import tensor_leaves
+from accelfn.checkpoint import compare, disk, files
+from accelfn.checkpoint.slices import is_sharded
+from accelfn.errors import ArgumentError, CheckpointError, ModelError
+from accelfn.model.model import parameters_on_meta
+from accelfn.weights.export import Shards, shards_at
+
+# Where parameters have no values: none are drawn, and who asks for some is told so.
+
+
+_DRAWS = {name for name in dir(init) if name.strip("_") == name[:-1]}
+"""By name, for libraries put functions of their own in the place of torch's."""
+
+
+class Valueless(TorchFunctionMode):
+    """Leaves tensors on meta alone where they were to be drawn, for which torch takes 0.1 ms each.
+
+    What torch cannot do there is an error of accelfn's: torch's own `parametrize` passes over
+    some of its own, and makes another model.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function, if it is no initialiser of a tensor without values.
+
+        Raises:
+            ModelError: it needs the values of one.
+        """
+        del types
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "a function")
+        if name in _DRAWS:
+            tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        try:
+            return func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            if any(each.is_meta for each in tensor_leaves([args, kwargs])):
+                raise ModelError(_needs_values(name, error)) from error
+            raise
+
+
+def _needs_values(function: str, error: Exception) -> str:
+    return (
+        f"{_building()} takes values of its parameters as it is built, by {function}, and in a"
+        f" block of af.empty_weights(), or in a factory that is imported into, they have none:"
+        f" {str(error).splitlines()[0].rstrip('.')}. Build this model with values, as"
+        " af.import_model(Net(), files); they are replaced."
+    )
+
+
+def _building() -> str:
+    """Return the kind of the innermost module that is being built."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return type(owner).__name__
+        frame = frame.f_back
+    return "The model"
+
+
+# Models without memory for their parameters, whose buffers have values all the same.
+#
+# A file has no buffer that is not persistent, a table of rotary angles say: only who builds
+# the module can tell what is in it. So a factory is run with its parameters, and nothing
+# else, on the meta device; and a model of Transformers that is there already, whole on
+# meta, is built a second time like that, from its configuration.
+
 
 M = TypeVar("M", bound=nn.Module)
+Source: TypeAlias = M | Callable[[], M]
+
+
+@called
+@contextmanager
+def empty_weights() -> Generator[None]:
+    """Let modules that are built in a `with` block have parameters without values.
+
+    Each parameter goes to the meta device as soon as a module registers it, so at most one
+    has memory at a time, which no initialiser writes into. Buffers are what the module's code
+    makes them: no file has those that are not persistent, as tables of rotary angles.
+    `af.import_model` gives the parameters their values.
+
+    It acts in its own thread, on what is registered there and then; a parameter that is in two
+    places stays one, and is as trainable as it was. Nothing of torch is patched, and nothing
+    is left behind, whatever the block raises. Blocks may stand in one another. torch's
+    initialisers leave parameters alone that have no values.
+
+    Law: `af.import_model(model, files)` into a model of such a block has the parameters and
+    buffers, ties included, of the model that wrote the files, bitwise.
+
+    Cost: the memory of one parameter, which nothing is written to.
+
+    Raises:
+        ModelError: a module is lazy, so its parameters have no shape either; or it takes values
+            of its parameters as it is built, as `parametrizations.orthogonal` does.
+    """
+    with parameters_on_meta(), Valueless():
+        yield
+
+
+def built(caller: str, source: Source[M]) -> M:
+    """Return a module that is given, or that of a factory, its parameters on meta.
+
+    Raises:
+        ModelError: it is neither, or the factory takes arguments.
+    """
+    if isinstance(source, nn.Module):
+        return cast("M", source)
+    said = (
+        f"{caller}(model={source!r}): expected a torch.nn.Module, or a factory of one"
+    )
+    if not callable(source):
+        msg = f"{said}."
+        raise ModelError(msg)
+    error = why_not(source)
+    if error is not None:
+        name = getattr(source, "__name__", "factory")
+        msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
+        raise ModelError(msg) from error
+    with empty_weights():
+        made = source()
+    if not isinstance(made, nn.Module):
+        msg = f"{said}; it returned {type(made).__name__}."
+        raise ModelError(msg)
+    return made
+
+
+def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+    """Return values for buffers of a model on meta, by name, where they can be made again.
+
+    That is in models of Transformers, each of which is made of its `config` alone.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    found: dict[str, torch.Tensor] = {}
+    if not names or library is None:
+        return found
+    for prefix, part in model.named_modules():
+        begin = f"{prefix}." if prefix else ""
+        wanted = [n for n in names if n.startswith(begin) and n not in found]
+        if wanted and isinstance(part, library.PreTrainedModel):
+            kind: Any = type(part)
+            with empty_weights():
+                twin = kind(part.config)
+            buffers = dict(cast("nn.Module", twin).named_buffers())
+            found |= {
+                n: buffers[k] for n in wanted if (k := n[len(begin) :]) in buffers
+            }
+    return {name: value for name, value in found.items() if not value.is_meta}
+
+
+# Tensors mapped from safetensors files: no memory but the pages that were read.
+
+
+@attrs.frozen(eq=False)
+class Mapped:
+    """A tensor in a file.
+
+    Attributes:
+        tensor: its values, of which the system reads a page when it is looked at.
+        file: the mapping.
+        begin: its first byte in the file.
+        end: the byte behind them.
+    """
+
+    tensor: torch.Tensor
+    file: mmap.mmap
+    begin: int
+    end: int
+
+    def drop(self) -> None:
+        """Let the pages go that hold nothing else; they are read again when needed."""
+        first = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        last = self.end // mmap.PAGESIZE * mmap.PAGESIZE
+        if last > first:
+            self.file.madvise(mmap.MADV_DONTNEED, first, last - first)
+
+
+@attrs.frozen(eq=False)
+class Maps:
+    """Files that are mapped, each when the first of its tensors is.
+
+    Attributes:
+        shards: where the tensors lie.
+    """
+
+    shards: Shards
+    _opened: dict[Path, mmap.mmap] = attrs.field(factory=dict, init=False)
+
+    def mapped(self, name: str) -> Mapped:
+        """Return a tensor, of which nothing is read."""
+        path = self.shards.places[name]
+        entry = self.shards.tables[path].tensors[name]
+        if path not in self._opened:
+            with disk.open_plain(path) as stream:
+                # a private mapping: what is written into it never goes to the file
+                file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._opened[path] = file
+        file, dtype = self._opened[path], files.DTYPES[entry.dtype]
+        count = math.prod(entry.shape)
+        if not count:  # torch would not begin behind the end
+            values = torch.empty(entry.shape, dtype=dtype)
+        else:
+            flat = torch.frombuffer(file, dtype=dtype, count=count, offset=entry.begin)
+            values = flat.view(entry.shape)
+        return Mapped(values, file, entry.begin, entry.end)
+
+    def read(self, name: str) -> torch.Tensor:
+        """Return a tensor, read where torch would have begun it at another place."""
+        values = self.mapped(name).tensor
+        return values if is_aligned(values) else self.shards.read(name)
+
+
+def mapped(shards: Shards) -> Mapping[str, Mapped]:
+    """Return the tensors of files, by name; nothing is read."""
+    maps = Maps(shards)
+    return {name: maps.mapped(name) for name in shards.places}
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor begins where torch lets one begin; a kernel may round otherwise else."""
+    return tensor.data_ptr() % files.ALIGNED == 0
+
+
+# Giving a model's tensors their values, one at a time, wherever and however they lie.
+
+
+_Places: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
+"""Modules, and their attributes, by the identity of the tensor that stands there."""
+
+
+@attrs.frozen(eq=False)
+class Incoming:
+    """Tensors that can be had one by one.
+
+    Attributes:
+        where: from where, as errors say it.
+        tensors: their dtypes and shapes, by name; no values are taken from these.
+        read: gives one by name, in memory that is then the model's.
+        read_to: reads one by name into memory that there is, of whichever floating-point dtype;
+            None, if that cannot be.
+    """
+
+    where: str
+    tensors: Mapping[str, torch.Tensor]
+    read: Callable[[str], torch.Tensor]
+    read_to: Callable[[str, torch.Tensor], None] | None = None
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """A tensor of a model, under all its names.
+
+    Attributes:
+        names: of the model's state dict, in its order.
+        tensors: the parameters or buffers that share these values: mostly one.
+    """
+
+    names: tuple[str, ...]
+    tensors: tuple[torch.Tensor, ...]
+
+
+@attrs.frozen(kw_only=True)
+class Placement:
+    """Where tensors go, and as what.
+
+    Attributes:
+        device_map: device by prefix of module names.
+        dtype: of floating-point tensors; None: as the model has them.
+    """
+
+    device_map: Mapping[str, torch.device]
+    dtype: torch.dtype | None
+
+    def device(self, name: str, old: torch.Tensor) -> torch.device:
+        """Return on which device a tensor of this name is to be."""
+        fitting = [each for each in self.device_map if _within(name, each)]
+        if fitting:
+            return self.device_map[max(fitting, key=len)]
+        return torch.device("cpu") if old.is_meta else old.device
+
+    def placed(self, value: torch.Tensor, name: str, old: torch.Tensor) -> torch.Tensor:
+        """Return a tensor on its device and in its dtype."""
+        return value.to(self.device(name, old), self._dtype(value, old))
+
+    def has_room(self, value: torch.Tensor, name: str, old: torch.Tensor) -> bool:
+        """Whether there is memory on the host that a tensor goes to, in the file's order."""
+        return (
+            old.device == torch.device("cpu") == self.device(name, old)
+            and old.dtype == self._dtype(value, old)
+            and old.is_contiguous()
+            and not (old.is_conj() or old.is_neg() or old.is_inference())
+        )
+
+    def converted(
+        self, value: torch.Tensor, name: str, old: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Return memory on the host for what is to be of another dtype; None where it is not."""
+        dtype, device = self._dtype(value, old), self.device(name, old)
+        if dtype == value.dtype or device != torch.device("cpu"):
+            return None
+        return devices.empty(value.shape, dtype)
+
+    def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
+        if not value.is_floating_point():
+            return value.dtype
+        return old.dtype if self.dtype is None else self.dtype
+
+
+def placement(
+    caller: str, model: nn.Module, device_map: Any, dtype: torch.dtype | None
+) -> Placement:
+    """Return where a caller's arguments say that tensors go.
+
+    Raises:
+        ArgumentError: a prefix is no module's, a device none, or a dtype not floating.
+    """
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    ):
+        msg = f"{caller}(dtype={dtype!r}): expected a floating-point dtype, as torch.bfloat16."
+        raise ArgumentError(msg)
+    if device_map is not None and not isinstance(device_map, Mapping):
+        msg = (
+            f"{caller}(device_map={device_map!r}): expected devices by names of modules,"
+            f' or {{"": {device_map!r}}} for the whole model.'
+        )
+        raise ArgumentError(msg)
+    devices: dict[str, torch.device] = {}
+    for prefix, device in (device_map or {}).items():
+        if not any(_within(name, prefix) for name in _named(model)):
+            modules = [name for name, _ in model.named_children()]
+            msg = (
+                f"{caller}(device_map={{{prefix!r}: ...}}): the model has no such module."
+                f" Its own are {compare.some(modules)}."
+            )
+            raise ArgumentError(msg)
+        devices[prefix] = _device(caller, prefix, device)
+    return Placement(device_map=devices, dtype=dtype)
+
+
+def fill(
+    model: nn.Module, incoming: Incoming, place: Placement, *, strict: bool
+) -> None:
+    """Give a model's tensors the incoming values; before the first, all is compared.
+
+    Raises:
+        CheckpointError: names differ and `strict` is true, or shapes or kinds do.
+        ModelError: a tensor of the model cannot be given its values.
+    """
+    targets = _targets(model)
+    empty, made = _remade(model, targets)
+    pairs = _paired(targets, incoming, strict=strict)
+    with own_modes(torch.device("cpu")), torch.no_grad():
+        _check_ties(targets, incoming, strict=strict)
+        places = _places(model)
+        for name in incoming.tensors:
+            target = pairs.get(name)
+            if target is not None:
+                _give(target, incoming, name, place, places)
+        for name, value in made.items():
+            old = empty[name]
+            _set(old, value.to(place.device(name, old)), places.get(id(old), []))
+        given = {id(each) for target in pairs.values() for each in target.tensors}
+        for name, left in _named(model).items():
+            if id(left) not in given and not left.is_meta and place.device_map:
+                left.data = left.data.to(place.device(name, left))
+
+
+def _give(
+    target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
+) -> None:
+    """Give a tensor its values; none of them is held when it returns, for the next to come."""
+    own, old = target.names[0], target.tensors[0]
+    if incoming.read_to and place.has_room(incoming.tensors[name], own, old):
+        incoming.read_to(name, old)
+        torch.autograd.graph.increment_version(old)  # as a copy does
+        return
+    room = place.converted(incoming.tensors[name], own, old)
+    if incoming.read_to and room is not None:
+        incoming.read_to(name, room)
+        value = room
+    else:
+        value = place.placed(incoming.read(name), own, old)
+    for each in target.tensors:
+        _set(each, value, places.get(id(each), []))
+
+
+def _targets(model: nn.Module) -> list[Target]:
+    """Return the tensors of a model that a state dict has, tied ones once.
+
+    Raises:
+        ModelError: one cannot be given values.
+    """
+    named = _named(model)
+    for name, tensor in named.items():
+        if is_lazy(tensor) or is_sharded(tensor):
+            kind = "a DTensor" if is_sharded(tensor) else "lazy, without a shape yet"
+            msg = (
+                f"{name} is {kind}. Import into the model before that, or after a call."
+            )
+            raise ModelError(msg)
+    own = {id(tensor) for tensor in named.values()}
+    found: dict[Any, tuple[list[str], list[torch.Tensor]]] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in own:
+            names, tensors = found.setdefault(_key(tensor), ([], []))
+            names.append(name)
+            if all(each is not tensor for each in tensors):
+                tensors.append(tensor)
+    return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
+
+
+def _remade(
+    model: nn.Module, targets: list[Target]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the tensors on meta that no file has, and values for them, by name.
+
+    Raises:
+        ModelError: one would be left without any.
+    """
+    saved = {id(tensor) for target in targets for tensor in target.tensors}
+    named = _named(model)
+    empty = {n: t for n, t in named.items() if t.is_meta and id(t) not in saved}
+    made = remade(model, empty)
+    left = [
+        name
+        for name, old in empty.items()
+        if name not in made
+        or (made[name].shape, made[name].dtype) != (old.shape, old.dtype)
+    ]
+    if left:
+        msg = (
+            f"{compare.some(left)}: on the meta device, and not in the model's state dict, so"
+            " no file has values for it. Build the model in `with af.empty_weights():`, which"
+            " makes all but the parameters, or give a factory, as"
+            " af.import_model(lambda: Net(...), ...); or give it values first:"
+            " module.register_buffer(name, values, persistent=False)."
+        )
+        raise ModelError(msg)
+    return empty, made
+
+
+def _key(tensor: torch.Tensor) -> Any:
+    """Return what is equal for tensors that are one."""
+    if tensor.is_meta or not tensor.numel():
+        return id(tensor)
+    layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+    return tensor.data_ptr(), *layout
+
+
+def _paired(
+    targets: list[Target], incoming: Incoming, *, strict: bool
+) -> dict[str, Target]:
+    """Return which tensor of the model each incoming one is for.
+
+    Raises:
+        CheckpointError: they do not fit.
+    """
+    there, expected = dict(incoming.tensors), dict[str, torch.Tensor]()
+    pairs: dict[str, Target] = {}
+    for target in targets:
+        named = [name for name in target.names if name in there]
+        expected[(named or target.names)[0]] = target.tensors[0]
+        if named:
+            pairs[named[0]] = target
+        for name in named[1:]:
+            del there[name]
+    found = compare.differences(there, expected)
+    # only what is floating-point on both sides is converted
+    floating = {
+        name
+        for name in found.dtypes
+        if there[name].is_floating_point() and expected[name].is_floating_point()
+    }
+    found = attrs.evolve(
+        found,
+        dtypes={n: how for n, how in found.dtypes.items() if n not in floating},
+    )
+    told = found.told(f"{incoming.where}: tensors", "the model's")
+    if found.shapes or found.dtypes or (found and strict):
+        raise CheckpointError(told)
+    _check_given(targets, pairs, incoming.where)
+    if found:
+        advise(told)
+    return pairs
+
+
+def _check_given(
+    targets: list[Target], pairs: Mapping[str, Target], where: str
+) -> None:
+    """Refuse to leave a tensor on meta, which the files have no values for.
+
+    Raises:
+        CheckpointError: one would be.
+    """
+    given = {target.names for target in pairs.values()}
+    left = [
+        each.names[0]
+        for each in targets
+        if each.names not in given and each.tensors[0].is_meta
+    ]
+    if left:
+        msg = (
+            f"{where}: {compare.some(left)}: without values in the model, on the meta device,"
+            " and not in the files. Build the model with values, not in"
+            " af.empty_weights(), and what strict=False leaves keeps them."
+        )
+        raise CheckpointError(msg)
+
+
+def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:
+    """Refuse what is one tensor in the model, and several that differ in the files."""
+    for target in targets:
+        first, *others = [n for n in target.names if n in incoming.tensors] or [""]
+        for other in others:
+            one, two = incoming.read(first), incoming.read(other)
+            if one.dtype == two.dtype and files.bytes_of(one) == files.bytes_of(two):
+                continue
+            msg = (
+                f"{incoming.where}: {first} and {other} are one tensor in the model, and"
+                " two that differ there. Untie them in the model,"
+                f" or take {first} for both with strict=False."
+            )
+            if strict:
+                raise CheckpointError(msg)
+            advise(msg)
+
+
+def _places(model: nn.Module) -> _Places:
+    """Return the modules and attributes that hold each tensor of a model."""
+    found: _Places = {}
+    for module in model.modules():
+        for name, tensor in _own(module):
+            found.setdefault(id(tensor), []).append((module, name))
+    return found
+
+
+def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
+
+
+def _set(
+    old: torch.Tensor, value: torch.Tensor, places: list[tuple[nn.Module, str]]
+) -> None:
+    """Give a tensor its values: in its own memory where it has fitting one."""
+    if not old.is_meta:
+        if (old.dtype, old.device) == (value.dtype, value.device):
+            old.copy_(value)
+        else:
+            old.data = value
+        return
+    new = value
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(value, requires_grad=old.requires_grad)
+        vars(new).update(vars(old))
+    for module, name in places:
+        setattr(module, name, new)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _within(name: str, prefix: str) -> bool:
+    return not prefix or name == prefix or name.startswith(f"{prefix}.")
+
+
+def _device(caller: str, prefix: str, device: Any) -> torch.device:
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): {error}"
+        raise ArgumentError(msg) from error
+    if found.type == "meta":
+        msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): meta tensors have no values."
+        raise ArgumentError(msg)
+    return found
 
 
 @called

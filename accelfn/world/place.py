@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Final
+from zlib import crc32
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from accelfn.errors import WorldError
 
@@ -111,3 +113,383 @@ def integer(env: Environment, name: str) -> int:
     except ValueError:
         msg = f"The environment variable {name} is {env[name]!r}; expected an integer."
         raise WorldError(msg) from None
+
+
+# The place of a process that an mpirun has started: Open MPI's, MVAPICH2's or MPICH's.
+
+
+@frozen
+class Words:
+    """What an implementation of MPI calls the place of a process."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+    export: str  # how its mpirun hands {} to all ranks
+    job: str | None = None  # what is the same for all ranks of a run, and for no other
+
+    @property
+    def names(self) -> tuple[str, str, str, str]:
+        """All of them."""
+        return self.rank, self.size, self.local_rank, self.local_size
+
+    def is_meant(self, env: Environment) -> bool:
+        """Whether an mpirun has started this process; SLURM speaks PMI too, but not all."""
+        if self.rank == "PMI_RANK" and "SLURM_PROCID" in env:
+            return self.local_rank in env
+        return self.rank in env or self.size in env
+
+
+_OPEN_MPI: Final = Words(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "mpirun -x {}={}",
+    job="PMIX_NAMESPACE",
+)
+_MVAPICH: Final = Words(
+    "MVAPICH2",
+    "MV2_COMM_WORLD_RANK",
+    "MV2_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_LOCAL_RANK",
+    "MV2_COMM_WORLD_LOCAL_SIZE",
+    "mpirun_rsh ... {}={}",
+)
+_PMI: Final = Words(
+    "MPICH or Intel MPI",
+    "PMI_RANK",
+    "PMI_SIZE",
+    "MPI_LOCALRANKID",
+    "MPI_LOCALNRANKS",
+    "mpiexec -genv {} {}",
+)
+WORDS = (_OPEN_MPI, _MVAPICH, _PMI)
+
+
+def place_by_mpi(env: Environment, words: Words) -> Place:
+    """Return the place that an mpirun's variables give.
+
+    Raises:
+        WorldError: one is missing, malformed or contradicts another.
+    """
+    missing = [name for name in words.names if name not in env]
+    if missing:
+        present = [name for name in words.names if name in env]
+        msg = (
+            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}:"
+            f" {words.launcher} sets them all. Start the ranks with its mpirun, or unset"
+            " them to train in one process."
+        )
+        raise WorldError(msg)
+    rank, size, local_rank, local_size = (integer(env, name) for name in words.names)
+    place = Place(
+        launcher=words.launcher,
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=0,
+    )
+    check_place(place, words.names)
+    place = evolve(place, node_rank=machine_of(env, place))
+    if size == 1:
+        return place
+    address = _address(env, words, place)
+    return evolve(place, address=address, port=_port_of_run(env, words, place))
+
+
+def _address(env: Environment, words: Words, place: Place) -> str:
+    if "MASTER_ADDR" in env:
+        return env["MASTER_ADDR"]
+    if place.local_size == place.size:
+        return THIS_MACHINE
+    msg = (
+        f"{words.launcher} started {place.size} ranks on several machines, but does not"
+        " say where rank 0 listens; give MASTER_ADDR, the name of its machine:"
+        f" {words.export.format('MASTER_ADDR', 'HOST')}."
+    )
+    raise WorldError(msg)
+
+
+def _port_of_run(env: Environment, words: Words, place: Place) -> int:
+    if "MASTER_PORT" in env:
+        return given_port(env)
+    if words.job is not None and words.job in env:
+        return derived_port(crc32(env[words.job].encode()))
+    name = "" if words.job is None else f" ({words.job})"
+    msg = (
+        f"{words.launcher} started {place.size} ranks, but gives the run no name{name} that"
+        " a port could follow from; give MASTER_PORT, one that is free where rank 0 runs:"
+        f" {words.export.format('MASTER_PORT', 29500)}."
+    )
+    raise WorldError(msg)
+
+
+# The place of a process that SLURM's srun has started.
+
+
+def place_by_slurm(env: Environment) -> Place:
+    """Return the place that srun's variables give.
+
+    Raises:
+        WorldError: one is missing, malformed or contradicts another; or srun has started
+            none of the tasks that were asked for.
+    """
+    refuse_unstarted_by_slurm(env)
+    started = _started_by_srun(env)
+    if started == 0 or (started == 1 and "SLURM_NTASKS" not in env):
+        # the script of sbatch, or the shell that salloc makes a step of
+        first = dict.fromkeys(("rank", "local_rank", "node_rank"), 0)
+        return Place(launcher="SLURM", size=1, local_size=1, **first)
+    names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
+    if missing := [name for name in names if name not in env]:
+        present = [name for name in names if name in env]
+        msg = (
+            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}: srun"
+            " sets them all. Start the ranks with srun or `accelfn launch`, or train in"
+            " one process with af.World.single()."
+        )
+        raise WorldError(msg)
+    size = integer(env, "SLURM_NTASKS")
+    rank, node_rank = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NODEID")
+    if "PMI_RANK" in env and integer(env, "PMI_RANK") != rank:
+        msg = (
+            f"SLURM_PROCID={rank} and PMI_RANK={env['PMI_RANK']} contradict each other."
+        )
+        raise WorldError(msg)
+    per_node = _tasks_per_node(env)
+    agree = size == started == sum(per_node)
+    if not agree or not 0 <= node_rank < len(per_node):
+        msg = (
+            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={started} and"
+            f" SLURM_NODEID={node_rank} contradict each other or the tasks of each machine,"
+            f" {per_node}."
+        )
+        raise WorldError(msg)
+    place = Place(
+        launcher="SLURM",
+        rank=rank,
+        size=size,
+        local_rank=integer(env, "SLURM_LOCALID"),
+        local_size=per_node[node_rank],
+        node_rank=node_rank,
+    )
+    check_place(
+        place, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks per node")
+    )
+    if size == 1:
+        return place
+    port = given_port(env) if "MASTER_PORT" in env else _port_of_job(env)
+    if "MASTER_ADDR" in env:
+        address = env["MASTER_ADDR"]
+    else:
+        address = THIS_MACHINE if place.local_size == size else _first_machine(env)
+    return evolve(place, address=address, port=port)
+
+
+def refuse_unstarted_by_slurm(env: Environment) -> None:
+    """Raise where several tasks were asked for, and this is not one of several."""
+    # srun starts one task a machine, unless told how many
+    name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
+    asked = integer(env, name) if name in env else 1
+    if asked > 1 and _started_by_srun(env) <= 1:
+        msg = (
+            f"{name}={asked}, but this is no rank of srun's: it is the script of sbatch or"
+            " the shell of salloc, one process whatever was asked for. Start the ranks in"
+            " it with `srun` or `accelfn launch`, or train in one process with"
+            " af.World.single()."
+        )
+        raise WorldError(msg)
+
+
+def _started_by_srun(env: Environment) -> int:
+    """Return how many tasks the step has that this process is of; 0 where it is of none."""
+    name = "SLURM_STEP_NUM_TASKS"
+    return integer(env, name) if name in env else 0
+
+
+def _of_step(env: Environment, *names: str) -> str:
+    """Return the first variable that is set."""
+    for name in names:
+        if name in env:
+            return env[name]
+    msg = f"The environment has SLURM_PROCID but lacks {' and '.join(names)}."
+    raise WorldError(msg)
+
+
+def _tasks_per_node(env: Environment) -> list[int]:
+    """Read how many tasks each machine has, as in `2(x3),1`: three machines with two, one."""
+    text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    counts: list[int] = []
+    for part in text.split(","):
+        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if found is None:
+            msg = f"SLURM_TASKS_PER_NODE is {text!r}; expected such as '2(x3),1'."
+            raise WorldError(msg)
+        counts += [int(found[1])] * int(found[2] or 1)
+    return counts
+
+
+def _first_machine(env: Environment) -> str:
+    """Read the first name of a list such as `gpu[07-09,12],cpu1`."""
+    text = _of_step(env, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
+    name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
+    if not re.fullmatch(r"[\w.-]+", name):
+        msg = f"SLURM_NODELIST is {text!r}, of which no first machine can be read."
+        raise WorldError(msg)
+    return name
+
+
+def _port_of_job(env: Environment) -> int:
+    """Return a port that all ranks of a step agree on, and other steps rarely have."""
+    if "SLURM_JOB_ID" not in env:
+        msg = "The environment has SLURM_PROCID but lacks SLURM_JOB_ID and MASTER_PORT."
+        raise WorldError(msg)
+    step = integer(env, "SLURM_STEP_ID") if "SLURM_STEP_ID" in env else 0
+    return derived_port(integer(env, "SLURM_JOB_ID") + 1009 * step)
+
+
+# The place of a process that torchrun or `accelfn launch` has started.
+#
+# Ray Train and Kubeflow's PyTorchJob say it in the same words, or in some of them.
+
+
+def place_by_torchrun(env: Environment) -> Place:
+    """Return the place that torchrun's variables give.
+
+    Raises:
+        WorldError: one is missing, malformed or contradicts another.
+    """
+    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in env]
+    if missing:
+        msg = (
+            f"The environment has {' and '.join(present)} but lacks"
+            f" {', '.join(missing)}. Start the ranks with torchrun or `accelfn launch`,"
+            " which set them all, or unset them to train in one process."
+        )
+        raise WorldError(msg)
+    rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
+    if size < 1 or not 0 <= rank < size:
+        msg = (
+            f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <="
+            " RANK < WORLD_SIZE."
+        )
+        raise WorldError(msg)
+    if "LOCAL_RANK" not in env and "PET_NNODES" in env:
+        local_rank, local_size = _only_one_of_pod(env, size)
+    else:  # by hand a rank need not be told that all are on one machine
+        local_rank = integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
+        name = "LOCAL_WORLD_SIZE"
+        local_size = integer(env, name) if name in env else size
+    if not 0 <= local_rank < local_size <= size:
+        msg = (
+            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
+            f" and WORLD_SIZE={size} contradict each other: expected 0 <= LOCAL_RANK <"
+            " LOCAL_WORLD_SIZE <= WORLD_SIZE."
+        )
+        raise WorldError(msg)
+    place = Place(
+        launcher="torchrun",
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        node_rank=0,
+        address=env["MASTER_ADDR"],
+        port=given_port(env),
+        attempt=_attempt(env),
+        has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+    return evolve(place, node_rank=machine_of(env, place))
+
+
+def refuse_unstarted_by_torchrun(env: Environment) -> None:
+    """Raise where torchrun was told of several processes, and has not started this one.
+
+    Kubeflow tells it so: a pod of a TrainJob that runs Python by itself trains alone.
+    """
+    asked = {
+        name: env[name]
+        for name in ("PET_NNODES", "PET_NPROC_PER_NODE")
+        if env.get(name, "1").isdecimal() and int(env.get(name, "1")) > 1
+    }
+    if asked:
+        shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+        msg = (
+            f"{shown} tells torchrun to start several ranks, but this is none of them:"
+            " Python was started without it. Start the script with `torchrun train.py`,"
+            " which reads the variables, or train in one process with"
+            " af.World.single()."
+        )
+        raise WorldError(msg)
+
+
+def _only_one_of_pod(env: Environment, size: int) -> tuple[int, int]:
+    """Return local rank and size where Kubeflow numbers the pods, and Python runs in each."""
+    pods = integer(env, "PET_NNODES")
+    if pods != size:
+        msg = (
+            f"PET_NNODES={pods} and WORLD_SIZE={size}: the pods are to have several ranks"
+            " each, but this process has no LOCAL_RANK. Start the script with `torchrun"
+            " train.py`, which starts them all."
+        )
+        raise WorldError(msg)
+    return 0, 1
+
+
+def _attempt(env: Environment) -> int:
+    """Return which attempt of a launcher this is, where several share a store.
+
+    Launchers count those that failed on their machine: with a store for each attempt they
+    need not agree.
+    """
+    name = "TORCHELASTIC_RESTART_COUNT"
+    is_shared = env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    return integer(env, name) if is_shared and name in env else 0
+
+
+# Which rank of how many this process is, as its launcher says in the environment.
+#
+# torchrun and `accelfn launch`, MPI and SLURM each say it in their own words, and Ray Train
+# and Kubeflow in those of torchrun. The words of one launcher must be complete and agree
+# with each other; what is missing is not guessed.
+
+
+def read_place(env: Environment) -> Place | None:
+    """Return the place that the environment describes; None where no launcher has.
+
+    The innermost launcher is believed: torchrun may itself have been started by mpirun, and
+    mpirun by SLURM.
+
+    Raises:
+        WorldError: a variable is missing, malformed or contradicts another.
+    """
+    if "RANK" in env or "WORLD_SIZE" in env:
+        return place_by_torchrun(env)
+    for words in WORDS:
+        if words.is_meant(env):
+            return place_by_mpi(env, words)
+    if "SLURM_PROCID" in env:
+        return place_by_slurm(env)
+    if "SLURM_JOB_ID" in env:  # the shell of salloc
+        refuse_unstarted_by_slurm(env)
+    refuse_unstarted_by_torchrun(env)
+    return None
+
+
+def asked_size(env: Environment) -> tuple[str, int]:
+    """Return how many processes a launcher has started, and the variable that says so."""
+    names = ["WORLD_SIZE", *(words.size for words in WORDS)]
+    if "SLURM_PROCID" in env:
+        names.append("SLURM_STEP_NUM_TASKS")
+    for name in names:
+        if name in env:
+            return name, integer(env, name)
+    return "WORLD_SIZE", 1

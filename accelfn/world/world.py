@@ -6,25 +6,32 @@ A `World` is passed, never looked up. This is the one file that reads the enviro
 
 import os
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Any, Self, TypeAlias
 
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.base import words
-from accelfn.base.arguments import is_integer
-from accelfn.base.calling import called
+from accelfn.base.arguments import called, check_seconds, is_integer
+from accelfn.base.devices import chosen_device, known_device
 from accelfn.base.words import foreign
-from accelfn.errors import ArgumentError, WorldError
+from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
-from accelfn.world.device import chosen_device, known_device
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
+from accelfn.world.meeting import (
+    Meeting,
+    check_backend,
+    explain_opening,
+    join,
+    refuse_open_group,
+    regrouping_of,
+)
+from accelfn.world.place import Environment, Place, read_place
 
 
 def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
@@ -115,7 +122,7 @@ class World:
                 rank, or the device is not there.
         """
         # here and below, not above: importing accelfn is to cost little
-        from accelfn.world.environment import asked_size  # noqa: PLC0415
+        from accelfn.world.place import asked_size  # noqa: PLC0415
 
         name, size = asked_size(os.environ)
         if size > 1:
@@ -177,8 +184,6 @@ class World:
                 backend or the device cannot be had. Nothing falls back in silence.
             PeerFailedError: another rank came, and ended before all were joined.
         """
-        from accelfn.world.opening import open_world  # noqa: PLC0415
-
         place, own_device, sizes, connection = open_world(
             os.environ, timeout=timeout, backend=backend, device=device, axes=axes
         )
@@ -279,23 +284,20 @@ class World:
         return self._parted("World.across", size, by)
 
     def _parted(self, call: str, size: int | None, by: str | None) -> "World":
-        from accelfn.world import parts  # noqa: PLC0415
 
-        written = parts.check_given(call, size, by, self.size)
+        written = check_given(call, size, by, self.size)
         if self._whole is not None:
             msg = f"{written}: this is a part of a world. Split the whole: world.whole."
             raise WorldError(msg)
         assert self.group is not None or self.size == 1  # noqa: S101 - it raises if closed
         place = self.connection, self.device
         if size is None:
-            rows = parts.of_nodes(
-                parts.nodes_of(self.node_rank, *place, size=self.size)
-            )
+            rows = of_nodes(nodes_of(self.node_rank, *place, size=self.size))
         else:
-            rows = parts.of_size(size, self.size)
+            rows = of_size(size, self.size)
         if call == "World.across":
-            rows = parts.across(written, rows)
-        joins = parts.open_part(written, rows, self.rank, *place)
+            rows = across(written, rows)
+        joins = open_part(written, rows, self.rank, *place)
         (mine,) = (row for row in rows if self.rank in row)
         return self._part(mine, joins, axes={})
 
@@ -339,7 +341,6 @@ class World:
                 ' World.from_env(axes={"dp_shard": -1}).'
             )
             raise WorldError(msg)
-        from accelfn.world.mesh import mesh_of  # noqa: PLC0415
 
         return mesh_of(self.axes, self.connection, self.device)
 
@@ -390,3 +391,266 @@ class World:
             self.close()
         else:
             self.connection.fail(error)
+
+
+# Parts of a world: neighbours, or the ranks of a machine, and those at one place in each
+# part.
+
+
+Rows: TypeAlias = list[tuple[int, ...]]
+"""All parts of a world, each the ranks that it has, in ascending order."""
+
+
+def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> str:
+    """Return a call as it was written, once it says in one way how to divide so many ranks.
+
+    Raises:
+        ArgumentError: it says so in two ways or in none, or the size is none or does not divide
+            them.
+    """
+    if (size is None) is (by is None):
+        msg = f'{call}: expected either size=, a number of ranks, or by="node".'
+        raise ArgumentError(msg)
+    written = f"{call}(by={by!r})" if size is None else f"{call}(size={size!r})"
+    if size is None and by != "node":
+        msg = f'{written}: expected by="node", the ranks of one machine.'
+        raise ArgumentError(msg)
+    if size is not None and not is_integer(size, 1):
+        msg = f"{written}: expected a number of ranks, 1 or more."
+        raise ArgumentError(msg)
+    if size is not None and num_ranks % size:
+        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        msg = (
+            f"{written}: a world of {num_ranks} ranks has no equal parts of {size}. Take"
+            f" {', '.join(map(str, divisors[:-1]))} or {divisors[-1]}."
+        ).replace("Take  or", "Take")
+        raise ArgumentError(msg)
+    return written
+
+
+def of_size(size: int, num_ranks: int) -> Rows:
+    """Return parts of so many neighbours."""
+    return [tuple(range(at, at + size)) for at in range(0, num_ranks, size)]
+
+
+def of_nodes(nodes: Sequence[int]) -> Rows:
+    """Return the ranks of each machine, of which each rank names its own."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(nodes):
+        found.setdefault(node, []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def across(written: str, rows: Rows) -> Rows:
+    """Return the ranks that stand at one place in each part.
+
+    Raises:
+        WorldError: parts have not as many ranks.
+    """
+    sizes = [len(row) for row in rows]
+    if len(set(sizes)) > 1:
+        msg = (
+            f"{written}: machines have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks,"
+            " so that not each rank has one at its place on every other. Start as many on each."
+        )
+        raise WorldError(msg)
+    return [tuple(sorted(each)) for each in zip(*rows, strict=True)]
+
+
+def nodes_of(
+    node: int, connection: Connection, device: torch.device, *, size: int
+) -> list[int]:
+    """Return the machine of each rank; a collective of 8 bytes a rank."""
+    if size == 1:
+        return [node]
+    mine = torch.tensor([node], device=device)
+    found = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(found, mine, group=connection.group)
+    return [int(each) for each in found]
+
+
+def open_part(
+    written: str, rows: Rows, rank: int, connection: Connection, device: torch.device
+) -> Connection:
+    """Return what joins the ranks of a rank's part; all ranks open all parts, once."""
+    name = written.removeprefix("World.")
+    (mine,) = (row for row in rows if rank in row)
+    if len(rows) == 1:
+        return connection
+    if (name,) not in connection.parts:
+        if connection.simulated is None:
+            group, simulated = _opened(name, rows, mine, connection, device), None
+        elif len(mine) > 1:
+            group, simulated = connection.simulated.part(name, mine)
+        else:
+            group = simulated = None
+        connection.add_part((name,), group, simulated)
+        connection.parts[name,].parts = {}
+    return connection.parts[name,]
+
+
+def _opened(
+    name: str,
+    rows: Rows,
+    mine: tuple[int, ...],
+    connection: Connection,
+    device: torch.device,
+) -> Any:
+    """Open the groups of all parts of several ranks, in one order, and return this rank's."""
+    everyone = dist.get_process_group_ranks(connection.group)
+    seconds = connection.timeout(device)
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    opened: dict[tuple[int, ...], Any] = {
+        row: dist.new_group([everyone[i] for i in row], timeout, group_desc=name)
+        for row in rows
+        if len(row) > 1
+    }
+    return opened.get(mine)
+
+
+# The ranks that a model is split over: gradients along "cp" are summed as along "dp_shard".
+
+
+_FOLDED = ("dp_shard x cp",)
+
+
+def folded(world: World) -> World:
+    """Return the ranks that a model may be split over, along the axes of splitting.
+
+    Without axes they all share one copy; those along "cp" count to "dp_shard".
+    """
+    if not world.axes:
+        return attrs.evolve(world, axes={"dp_shard": world.loss.size})
+    axes = arithmetic.folded(world.axes)
+    if axes == world.axes:
+        return world
+    connection = world.connection
+    if _FOLDED not in connection.parts:
+        connection.add_part(_FOLDED, _group(connection), connection.simulated)
+        whole = connection.parts[_FOLDED]
+        whole.parts = {}
+        for names in arithmetic.joined(axes):
+            inner = (*names, "cp") if "dp_shard" in names else names
+            part = connection.parts[arithmetic.long(world.axes, inner)]
+            whole.add_part(names, _group(part), part.simulated)
+    return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
+
+
+def _group(connection: Connection) -> Any:
+    return connection.group
+
+
+# Process groups of a world's axes, and torch's record of them, a DeviceMesh.
+
+
+Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
+
+
+def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
+    """Open the groups of all runs of neighbouring axes, and return those of this rank.
+
+    All ranks open all groups, in one order.
+    """
+    groups: Groups = {}
+    for names in arithmetic.joined(axes):
+        for ranks in arithmetic.rows(axes, names):
+            group: Any = dist.new_group(
+                ranks,
+                timeout=timedelta(seconds=timeout),
+                group_desc=" x ".join(names),
+            )
+            if rank in ranks:
+                groups[names] = group
+    return groups
+
+
+def mesh_of(
+    axes: Mapping[str, int], connection: Connection, device: torch.device
+) -> DeviceMesh:
+    """Return torch's record of the axes, with accelfn's own groups; made once.
+
+    Two meshes of the same ranks with other groups would let ranks wait for one another.
+    """
+    if connection.mesh is None:
+        names = arithmetic.long(axes, tuple(axes))
+        joins = [connection.parts.get((name,), connection) for name in names]
+        ranks = dist.get_process_group_ranks(connection.group)
+        sizes = [axes[name] for name in names]
+        connection.mesh = DeviceMesh.from_group(
+            [join.group for join in joins if join.group is not None],
+            device.type,
+            mesh=torch.tensor(ranks).view(sizes),
+            mesh_dim_names=names,
+        )
+    return connection.mesh
+
+
+# Opening the world that a launcher describes: a place, a device, axes, and what joins
+# ranks.
+
+
+_CALL = "World.from_env"
+_ALONE = Place(launcher="none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
+
+
+def open_world(
+    env: Environment,
+    *,
+    timeout: float,
+    backend: str | None,
+    device: str | torch.device | None,
+    axes: Mapping[str, int] | None,
+) -> tuple[Place, torch.device, Mapping[str, int], Connection]:
+    """Join the ranks that the environment describes; the arguments are those of `from_env`.
+
+    Returns:
+        This process's place, which is that of one process where no launcher has started it,
+        or where the others have yet to let it in; the device for its tensors; the sizes of
+        the world's axes by name; and what joins the ranks.
+
+    Raises:
+        ArgumentError, WorldError, PeerFailedError: as `from_env`.
+    """
+    check_seconds(_CALL, "timeout", timeout)
+    check_backend(backend)
+    place = read_place(env)
+    size = 1 if place is None else place.size
+    sizes = arithmetic.chosen(_CALL, axes, env.get(arithmetic.VARIABLE), size)
+    if place is None or place.is_alone:
+        refuse_open_group()
+        chosen = chosen_device(device, local_rank=0)
+        return _ALONE, chosen, sizes, Connection(None)
+    chosen = chosen_device(device, local_rank=place.local_rank)
+    regrouping = regrouping_of(
+        env, place, backend=backend, device=chosen, timeout=timeout
+    )
+    if regrouping is not None and regrouping.is_newcomer:
+        alone = Connection(None, regrouping=regrouping)
+        return _ALONE, chosen, {}, alone
+    with Meeting(place, timeout) as meeting:
+        connection, is_ours = join(meeting, backend=backend, device=chosen)
+        if is_ours:
+            connection.own()
+            connection.regrouping = regrouping
+        if sizes:
+            with explain_opening(place.rank, place.size, backend):
+                groups = open_groups(sizes, place.rank, meeting.seconds_to_open)
+            for names, group in groups.items():
+                connection.add_part(names, group)
+        if is_ours:
+            _begin(connection, meeting.seconds_left)
+    if meeting.opens_in_time:
+        connection.set_timeout(timeout)
+    return place, chosen, sizes, connection
+
+
+def _begin(connection: Connection, timeout: float) -> None:
+    """Wait for the ranks that are still being joined; close the group if one never is."""
+    roll_call = connection.roll_call
+    assert roll_call is not None  # noqa: S101 - what is opened here has met at a store
+    try:
+        roll_call.begin(timeout)
+    except PeerFailedError as error:
+        connection.fail(error)
+        connection.end()
+        raise

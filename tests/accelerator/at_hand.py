@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.accelerator import fake
 
-NAME = accelerator.kind()
+NAME = devices.kind()
 DEVICE = torch.device(NAME, 0)
 IS_FAKE = NAME == fake.NAME
 

@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.accelerator import meter, races, streams
 
 NAME = "fake"
@@ -133,7 +133,7 @@ def install() -> None:
     for name in (*_LOW, *_WIDE):
         aten.impl(name, _cast(name), "AutocastPrivateUse1")
     # torch gives Python no way to say how memory is pinned: all of the host's is here
-    accelerator._pins = lambda kind: kind == NAME
+    devices._pins = lambda kind: kind == NAME
     torch.empty = _unpinned(torch.empty)
     torch.Tensor.pin_memory = lambda tensor: tensor
     torch.Tensor.is_pinned = lambda tensor: tensor.is_cpu

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base import accelerator, draws
+from accelfn.base import devices, draws
 from accelfn.testing import simulate
 from tests.accelerator.at_hand import DEVICE, IS_FAKE, NAME, near
 from tests.accelerator.trees import device_names, different, on_cpu
@@ -53,11 +53,11 @@ def train(state: af.TrainState, updates: int) -> af.TrainState:
 
 def test_a_world_is_on_the_accelerator_that_torch_sees() -> None:
     """By default, by its name, and by the number of the local rank; no other is there."""
-    assert accelerator.kind() == NAME
-    assert accelerator.count() >= 1
+    assert devices.kind() == NAME
+    assert devices.count() >= 1
     for asked in (None, NAME, f"{NAME}:0", DEVICE):
         assert af.World.single(device=asked).device == DEVICE
-    for asked in (f"{NAME}:{accelerator.count()}", "mtia", "xpu:0"):
+    for asked in (f"{NAME}:{devices.count()}", "mtia", "xpu:0"):
         with pytest.raises(af.WorldError, match="was asked for .*torch sees"):
             af.World.single(device=asked)
 
@@ -214,7 +214,7 @@ def test_the_memory_that_was_had_is_asked_of_the_device(
     """A device that does not count is named."""
     world = af.World.single()
     assert af.track.peak_memory_bytes(world) == MODULE.max_memory_allocated()
-    accelerator.give_back_memory(world.device)
+    devices.give_back_memory(world.device)
     monkeypatch.delattr(type(MODULE) if IS_FAKE else MODULE, "max_memory_allocated")
     with pytest.raises(af.WorldError, match=f"{NAME} does not say how much memory"):
         af.track.peak_memory_bytes(world)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import is_shard, local
-from accelfn.base.tree import tensor_leaves
+from accelfn.base.tree import is_shard, local, tensor_leaves
 from accelfn.testing import simulate
 from tests.accelerator import at_hand
 from tests.accelerator.at_hand import near

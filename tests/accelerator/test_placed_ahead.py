@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.accelerator import at_hand, streams
 from tests.accelerator.meter import metered
 from tests.laws.test_placing import TREES, Node, breaking, look, values
@@ -41,7 +41,7 @@ class Blocks(nn.Module):
 def without_streams() -> Iterator[None]:
     """Let nothing be sent ahead in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(accelerator, "_pins", lambda _: False)
+        patch.setattr(devices, "_pins", lambda _: False)
         yield
 
 

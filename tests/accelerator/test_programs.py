@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from accelfn.testing.strategies import programs
-from accelfn.testing.strategies.programs import Program
+from accelfn.testing.strategies import Program, programs
 from tests.accelerator.at_hand import IS_FAKE, NAME, near
 from tests.accelerator.trees import devices, different, on_cpu
 

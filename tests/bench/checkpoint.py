@@ -18,7 +18,7 @@ from rounds import compared, timed
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.fields import encoded, fields_of
+from accelfn.checkpoint.save import encoded, fields_of
 
 LAYERS, WIDTH = 10, 2048  # 10 * 2048 * 2049 = 42 million
 

@@ -13,7 +13,7 @@ from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelfn.testing import simulate
-from accelfn.testing.processes.run import run_processes
+from accelfn.testing.processes import run_processes
 from accelfn.world import World
 
 

@@ -13,11 +13,10 @@ from types import FunctionType
 from typing import Any
 
 import accelfn as af
-from accelfn import testing, track
-from accelfn.cli.words import parser as command_line
-from accelfn.data import orders
-from accelfn.launching.options import OPTIONS
-from accelfn.transforms import compress, precision
+from accelfn import orders, testing, track
+from accelfn.cli import parser as command_line
+from accelfn.launching.settings import OPTIONS
+from accelfn.transforms import ddp, precision
 
 FILE = Path(__file__).with_name("defaults.txt")
 _MODULES = {
@@ -28,7 +27,7 @@ _MODULES = {
     "accelfn.testing": testing,
 }
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
-    "af.compress": compress._DEFAULTS,
+    "af.compress": ddp._DEFAULTS,
     "af.autocast": precision._SCALING,
 }
 """What is taken where an option's default is None."""

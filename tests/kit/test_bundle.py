@@ -16,7 +16,7 @@ import torch
 
 import accelfn as af
 from accelfn.errors import SimulationError
-from accelfn.testing.bundle import crash_bundles, replay
+from accelfn.testing.plugin import crash_bundles, replay
 from accelfn.testing.simulate import simulate
 from tests.states import linear_state
 from tests.waiting import HANGS
@@ -304,7 +304,7 @@ def test_states_of_which_one_is_over_are_not_saved(given: int, tmp_path: Path) -
 SCRIPT = """
 import torch, accelfn as af
 from accelfn.testing import simulate
-from accelfn.testing.bundle import crash_bundles
+from accelfn.testing.plugin import crash_bundles
 
 def loss(model, batch):
     assert not (batch == 5).any(), "a five"

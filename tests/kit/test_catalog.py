@@ -9,10 +9,10 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS
+from accelfn.definition.transform import FIELDS
 from accelfn.testing import catalog
 from accelfn.testing.catalog import CATALOG, fields_of, row_of
-from accelfn.testing.comparing.states import assert_states_equal
+from accelfn.testing.comparing import assert_states_equal
 from accelfn.testing.strategies import programs
 
 rows = pytest.mark.parametrize("row", CATALOG, ids=repr)

@@ -14,11 +14,9 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.checking.acting import acted
-from accelfn.testing.checking.method_laws import method_laws
-from accelfn.testing.checking.problems import PROBLEMS, Problem
-from accelfn.testing.checking.subject import Subject
-from accelfn.testing.checking.transform_laws import check_transform
+from accelfn.testing.laws import PROBLEMS, Problem, Subject
+from accelfn.testing.method_laws import method_laws
+from accelfn.testing.transform_laws import acted, check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
 from tests.laws.reducing import (

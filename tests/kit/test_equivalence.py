@@ -14,7 +14,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.checking.equivalence import assert_equivalent, dyadic_problem
+from accelfn.testing.equivalence import assert_equivalent, dyadic_problem
 from accelfn.testing.simulate import simulate
 
 SGD = partial(torch.optim.SGD, lr=0.5)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import accelfn as af
 from accelfn.errors import LawError
 from accelfn.testing import check_transform
-from accelfn.testing.checking.problems import Problem
+from accelfn.testing.laws import Problem
 from tests.states import linear_state
 
 ONE = (Problem(),)

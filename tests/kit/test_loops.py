@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.comparing.loops import compare_loops, quantities
+from accelfn.testing.loops import compare_loops, quantities
 from accelfn.testing.simulate import simulate
 from tests.states import linear_state
 

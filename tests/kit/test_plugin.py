@@ -6,7 +6,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-import accelfn.testing.comparing.snapshot  # noqa: F401 - else each inner run imports it again
+import accelfn.testing.comparing  # noqa: F401 - else each inner run imports it again
 from accelfn.testing.plugin import register_profiles
 
 pytest_plugins = ["pytester"]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.comparing.snapshot import assert_collectives
+from accelfn.testing.comparing import assert_collectives
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.entries import Entry
+from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.simulation.plan import Run
 from tests import strategies
 from tests.strategies import runs

@@ -15,9 +15,9 @@ from torch import nn
 import accelfn as af
 from accelfn.base import tree
 from accelfn.errors import LawError
-from accelfn.state.lease import Lease
+from accelfn.state.grads import Lease
 from accelfn.testing import simulate
-from accelfn.testing.comparing.states import assert_states_equal
+from accelfn.testing.comparing import assert_states_equal
 from tests.catalog import stacks
 from tests.strategies import Run, runs
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS, has_field
+from accelfn.definition.transform import FIELDS, has_field
 from accelfn.testing import catalog, simulate, strategies
 from accelfn.testing.catalog import CATALOG
-from accelfn.testing.comparing.states import assert_states_equal
-from accelfn.testing.simulation import faults
+from accelfn.testing.comparing import assert_states_equal
+from accelfn.testing.simulation import calls
 from accelfn.testing.strategies import (
     Criterion,
     Net,
@@ -34,7 +34,7 @@ from accelfn.testing.strategies import (
 )
 from tests.strategies import differences, tensors
 
-KINDS = [fault for fault in vars(faults).values() if fault in strategies.ranks.KINDS]
+KINDS = [fault for fault in vars(calls).values() if fault in strategies.KINDS]
 SIMPLEST = {
     "worlds": (worlds(), 1),
     "schedules": (schedules(), []),
@@ -375,13 +375,13 @@ class TestRanks:
         found = find(strategies.faults(2), lambda drawn: [*map(type, drawn)] == [kind])
         assert found == (kind(0, 0),)
 
-    @given(planned=strategies.faults(2, kinds=[faults.Leave], at=st.just("barrier")))
+    @given(planned=strategies.faults(2, kinds=[calls.Leave], at=st.just("barrier")))
     def test_given_kinds_and_places(self, planned):
         """Only the kinds that are given are drawn, where they are wanted."""
         assert planned in [
             (),
-            (faults.Leave(0, "barrier"),),
-            (faults.Leave(1, "barrier"),),
+            (calls.Leave(0, "barrier"),),
+            (calls.Leave(1, "barrier"),),
         ]
 
     @given(data=st.data(), size=worlds((2, 4)), schedule=schedules(4))
@@ -390,12 +390,12 @@ class TestRanks:
 
         Corrupt is left out: a wrong number may end in any error, or in none.
         """
-        kinds = [kind for kind in KINDS if kind is not faults.Corrupt]
+        kinds = [kind for kind in KINDS if kind is not calls.Corrupt]
         planned = data.draw(strategies.faults(size, kinds=kinds))
         program = data.draw(programs(updates=1))
         try:
             simulate(size, program, schedule=schedule, faults=planned)
-        except (af.Error, faults.RankFaultError):
+        except (af.Error, calls.RankFaultError):
             assert planned
 
 

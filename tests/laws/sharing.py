@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.testing import simulate
 from tests.states import values
 

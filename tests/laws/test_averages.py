@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.averages import average_
+from accelfn.collectives.packed import average_
 from accelfn.testing import simulate
 
 LAYOUTS = {

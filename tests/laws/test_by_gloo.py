@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.engine.unit_crossing import (
+from accelfn.deepspeed.engine import reduce_by_gloo
+from accelfn.engine.fsdp import (
     gather,
     gather_by_gloo,
     reduce_scatter,
     reduce_scatter_by_gloo,
 )
-from accelfn.engine.zero.reducing import reduce_by_gloo
 from accelfn.testing import simulate
 
 RANKS = st.integers(2, 4)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accelfn.launching.agent import Ended
-from accelfn.launching.failures import by_cause, report
+from accelfn.launching.script import by_cause, report
 from tests.laws.disks import lent
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 import accelfn as af
-from accelfn.step import holding
+from accelfn.step import step
 from tests.strategies import tensors
 
 Found = dict[str, torch.Tensor]
@@ -60,7 +60,7 @@ class AtASeam:
 
     def __enter__(self) -> None:
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(holding, "_set", functools.partial(self.set, holding._set))
+        self.patch.setattr(step, "_set", functools.partial(self.set, step._set))
 
     def __exit__(self, *_: object) -> None:
         self.patch.undo()
@@ -221,13 +221,13 @@ def test_an_interrupt_comes_before_an_update_or_after_it(
 def kept_from_leaving() -> Iterator[None]:
     """Let other threads run at the very end of what holds Ctrl-C, for as long as they like."""
 
-    def leave(self: holding.holding, *error: object) -> None:
+    def leave(self: step.holding, *error: object) -> None:
         leaves(self, *error)
         time.sleep(2e-3)
 
     with pytest.MonkeyPatch.context() as patch:
-        leaves = holding.holding.__exit__
-        patch.setattr(holding.holding, "__exit__", leave)
+        leaves = step.holding.__exit__
+        patch.setattr(step.holding, "__exit__", leave)
         yield
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.sums import Sums
+from accelfn.testing.simulation.calls import Sums
 from tests.laws.worlds import DDP, Found, trained
 from tests.processes import run_ranks
 from tests.ranks import programs

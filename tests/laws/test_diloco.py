@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.collectives.few_bits import num_bytes
-from accelfn.collectives.in_few_bits import part_size
+from accelfn.collectives.few_bits import num_bytes, part_size
 from accelfn.testing import simulate
 from tests.laws.outer_by_hand import (
     NAMES,

@@ -13,7 +13,7 @@ import accelfn as af
 from accelfn.definition.transform import transform
 from accelfn.state.update import Update
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.sums import Sums
+from accelfn.testing.simulation.calls import Sums
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)

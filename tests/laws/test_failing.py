@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS
-from accelfn.definition.transform import transform
+from accelfn.definition.transform import FIELDS, transform
 from accelfn.state.update import Update
 from accelfn.testing import simulate
 from tests.laws.worlds import Found

@@ -15,7 +15,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint import commit, disk, files, keep, store
+from accelfn.checkpoint import (
+    commit,
+    disk,
+    files,
+    manifest,
+    store,
+)
 from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.laws.disks import Disk, lent, watched
@@ -34,7 +40,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "say what it holds": (commit, "_said", lambda job, *_: job.rank),
     "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (disk, "rename", lambda *_: 0),
-    "read it back": (keep, "verify", lambda *_: 0),
+    "read it back": (manifest, "verify", lambda *_: 0),
     "divide": (commit, "divided", lambda _contents, _ranks, rank: rank),
 }
 

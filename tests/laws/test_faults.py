@@ -21,7 +21,7 @@ from accelfn.errors import (
     SimulationError,
 )
 from accelfn.testing import Crash, Leave, Raise, Stall, simulate
-from accelfn.testing.simulation.faults import Fault, RankFaultError
+from accelfn.testing.simulation.calls import Fault, RankFaultError
 from tests.laws.worlds import DDP, Found
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 

@@ -11,9 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives import both_ways
-from accelfn.collectives.few_bits import BLOCK, decoded, encoded, num_bytes
-from accelfn.collectives.in_few_bits import mean_of, start_mean, start_parts
+from accelfn.collectives import neighbors
+from accelfn.collectives.few_bits import (
+    BLOCK,
+    decoded,
+    encoded,
+    mean_of,
+    num_bytes,
+    start_mean,
+    start_parts,
+)
 from accelfn.testing import simulate
 
 BITS = st.sampled_from([16, 8, 4])
@@ -129,7 +136,7 @@ class Written:
 @given(
     ranks=st.integers(2, 4),
     columns=st.integers(1, 3),
-    start=st.sampled_from([both_ways.start_swap, both_ways.start_spread]),
+    start=st.sampled_from([neighbors.start_swap, neighbors.start_spread]),
     users=st.integers(0, 2),
 )
 def test_messages_carry_what_a_collective_does(
@@ -139,7 +146,7 @@ def test_messages_carry_what_a_collective_does(
 
     def program(world: af.World) -> None:
         rows = 100 * world.rank + torch.arange(ranks * columns).view(ranks, columns)
-        given = rows if start is both_ways.start_swap else rows[0]
+        given = rows if start is neighbors.start_swap else rows[0]
         expected, got = torch.empty(2, ranks, columns, dtype=torch.int64)
         start(expected, given, world).wait()
         to, sender = (world.rank + 1) % ranks, (world.rank - 1) % ranks
@@ -157,7 +164,7 @@ def test_messages_carry_what_a_collective_does(
 
     written = Written(ranks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(both_ways, "dist", written)
+        patch.setattr(neighbors, "dist", written)
         simulate(ranks, program)
     each = ["asked"] * (ranks - 1) + ["sent"] * (ranks - 1)
     assert written.calls == [each] * ranks

@@ -14,17 +14,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.layout import Layout
-from accelfn.engine.zero import places
-from accelfn.engine.zero.flats import (
+from accelfn.deepspeed import flats
+from accelfn.deepspeed.engine import Zero
+from accelfn.deepspeed.flats import (
     FlatOptState,
     FlatParams,
     Flats,
+    cut_of,
+    evenly,
     flat_key,
     flattened,
+    moved,
 )
-from accelfn.engine.zero.places import cut_of, evenly, moved
-from accelfn.engine.zero.zero import Zero
+from accelfn.definition.layout import Layout
 from accelfn.testing import simulate
 
 SHAPES = [(), (1,), (2,), (5,), (3, 2), (7, 3), (4, 1, 2), (1, 6)]
@@ -225,7 +227,7 @@ def moves(draw: st.DrawFn) -> tuple[int, list[int], list[Any], list[Any]]:
     )
 
 
-@given(case=moves(), at_once=st.sampled_from([places._AT_ONCE, 4, 40]))
+@given(case=moves(), at_once=st.sampled_from([flats._AT_ONCE, 4, 40]))
 def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> None:
     """However they lie, whether several have them, and in however many calls they go."""
     ranks, counts, have, want = case
@@ -243,7 +245,7 @@ def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> N
             assert torch.equal(piece, found[name])
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(places, "_AT_ONCE", at_once)
+        patch.setattr(flats, "_AT_ONCE", at_once)
         simulate(ranks, fn)
 
 

@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS
-from accelfn.definition.transform import transform
-from accelfn.engine.read_loss import Samples
-from accelfn.engine.runner import Delegating
+from accelfn.definition.transform import FIELDS, transform
+from accelfn.engine.loss import Delegating, Samples
 from accelfn.state.update import Update
 from tests.laws.test_pairs import X, create, mean, number
 from tests.laws.worlds import single

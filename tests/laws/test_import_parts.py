@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.testing import simulate
 from tests.laws.bytes_read import bytes_read
 

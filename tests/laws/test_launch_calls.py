@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.cli import main
-from accelfn.launching.config import edited
-from accelfn.launching.options import OPTIONS
-from accelfn.launching.settings import Settings
+from accelfn.launching.settings import OPTIONS, Settings, edited
 from tests.laws.disks import lent
 
 # settings

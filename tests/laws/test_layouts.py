@@ -14,8 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.shards import is_shard, local
-from accelfn.base.tree import tensor_leaves
+from accelfn.base.tree import is_shard, local, tensor_leaves
 from accelfn.errors import LawError
 from accelfn.testing import assert_states_equal, quantities, simulate
 from tests.laws.split_models import LOSSES, Run, runs

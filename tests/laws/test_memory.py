@@ -12,7 +12,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base import tree
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.testing import simulate
 from accelfn.testing.strategies import chains
 

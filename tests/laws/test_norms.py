@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from accelfn.transforms import clip
-from accelfn.world.folding import folded
+from accelfn.world.world import folded
 from tests.laws.test_whole_tensors import AXES, Piece, cut
 
 POWERS = 1.0, 2.0, 3.0, inf

@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.explanation import explanation
-from accelfn.definition.fields import FIELDS
-from accelfn.definition.transform import transform
+from accelfn.definition.transform import FIELDS, explanation, transform
 from accelfn.state.update import Update
 from tests.laws.worlds import single
 

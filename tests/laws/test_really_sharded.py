@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.shards import local
-from accelfn.base.tree import tensor_leaves
+from accelfn.base.tree import local, tensor_leaves
 from accelfn.testing import simulate
 from tests.laws.split_models import AXES, LOSSES, Block, Net, Run, runs
 

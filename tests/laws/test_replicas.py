@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.pending import Pending
+from accelfn.base.tree import Pending
 from accelfn.collectives import checksum
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP

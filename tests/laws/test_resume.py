@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.fields import FIELDS
+from accelfn.checkpoint.save import FIELDS
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.sums import Sums
+from accelfn.testing.simulation.calls import Sums
 from tests.catalog import stacks
 from tests.laws.worlds import Found
 from tests.strategies import Run, differences, runs, tensors

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.loop.stopping import deliver
+from accelfn.loop.run import deliver
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, single
 from tests.strategies import LOSSES, Run, differences, runs, tensors

@@ -12,8 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.engine.module import crossing
-from accelfn.engine.module.scores import Scores, whole
+from accelfn.engine import vocabulary
+from accelfn.engine.vocabulary import Scores, whole
 from accelfn.testing import simulate
 from tests.strategies import differences
 
@@ -145,7 +145,7 @@ def test_the_entropy_of_parts_is_that_of_the_whole(
         scale = number.clone().requires_grad_()
         seen: Any = mine
         if ranks.size > 1:
-            part = crossing.taken(mine, -1, ranks)
+            part = vocabulary.taken(mine, -1, ranks)
             seen = Scores.of(part, ranks)
         lost = whole(entropy(seen, scale, *given))
         lost.backward()
@@ -173,7 +173,7 @@ def test_no_rank_has_all_scores(each: str, way: Way) -> None:
 
     def fn(world: af.World) -> None:
         ranks = world.along("tp")
-        seen = Scores.of(crossing.taken(scores, -1, ranks), ranks)
+        seen = Scores.of(vocabulary.taken(scores, -1, ranks), ranks)
         entropy(seen, number, due, EACH[each], way, {"label_smoothing": 0.1})
 
     run = simulate(2, fn, axes={"tp": 2})
@@ -219,7 +219,7 @@ def test_every_other_function_sees_the_whole(name: str, size: int) -> None:
 
     def fn(world: af.World) -> Any:
         ranks = world.along("tp")
-        return OTHERS[name](Scores.of(crossing.taken(scores, -1, ranks), ranks))
+        return OTHERS[name](Scores.of(vocabulary.taken(scores, -1, ranks), ranks))
 
     for found in simulate(size, fn, axes={"tp": size}):
         same = zip(_leaves(expected), _leaves(found), strict=True)

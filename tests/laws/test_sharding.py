@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.base.draws import key
-from accelfn.data.cut import EvenCut
-from accelfn.data.permutation import shuffled
+from accelfn.data.order import shuffled
+from accelfn.data.plan import EvenCut
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 

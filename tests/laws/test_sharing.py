@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from accelfn.testing.strategies.chains import chains
+from accelfn.testing.strategies import chains
 from tests.laws.sharing import (
     SETUPS,
     Net,

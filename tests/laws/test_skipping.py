@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import lists
+from accelfn.base import tree
 from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
 from accelfn.state.update import Update
-from accelfn.step import skipping
+from accelfn.step import step
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found
 from tests.strategies import differences, model, tensors
@@ -281,7 +281,7 @@ def test_what_is_not_finite_is_found(
         number = complex(0.0, value) if dtype.is_complex else value
         tensor.view(-1)[place % tensor.numel()] = number
     before = [tensor.clone() for tensor in fixed]
-    assert bool(lists.non_finite(fixed)) == (spoil and bool(fixed))
+    assert bool(tree.non_finite(fixed)) == (spoil and bool(fixed))
     for one, two in zip(before, fixed, strict=True):
         number = ~one.isnan()
         assert torch.equal(number, ~two.isnan())
@@ -378,7 +378,7 @@ def test_a_device_that_skips_by_itself_does_as_the_host(
 
     host = simulate(size, run).results
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(skipping, "_reads_at_once", lambda _: False)
+        patch.setattr(step, "_reads_at_once", lambda _: False)
         device = simulate(size, run).results
     for one, two in zip(host, device, strict=True):
         assert differences(one[0], two[0]) == []

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.shards import is_shard, local
+from accelfn.base.tree import is_shard, local
 from accelfn.errors import ReplicaMismatchError
 from tests.laws.copies_apart import (
     Apart,

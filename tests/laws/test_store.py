@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.checkpoint import files
-from accelfn.checkpoint.background import Writing
-from accelfn.checkpoint.lock import Lock
+from accelfn.checkpoint.commit import Lock
+from accelfn.checkpoint.store import Writing
 from accelfn.collectives import gather_text
 from accelfn.testing import Terminate, simulate
 from tests.laws.disks import Disk, lent, watched

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import cut_axes, local
-from accelfn.base.tree import tensor_leaves
+from accelfn.base.tree import cut_axes, local, tensor_leaves
 from tests.laws.parallel_layers import (
     DDP,
     FEW,

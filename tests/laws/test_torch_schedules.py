@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler, swa_utils
 import accelfn as af
 from accelfn.state.update import Update
 from accelfn.testing import simulate
-from accelfn.testing.comparing.loops import quantities
+from accelfn.testing.loops import quantities
 from tests.laws.torch_schedulers import (
     SCHEDULERS,
     TORCH,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.engine.zero.turns import Turns
+from accelfn.deepspeed.engine import Turns
 from accelfn.testing import simulate
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.definition.fields import FIELDS
+from accelfn.definition.transform import FIELDS
 from accelfn.testing import assert_equivalent, check_transform
 from accelfn.testing.catalog import fields_of
 from tests.laws import users_own as own

@@ -16,9 +16,9 @@ from torch.distributed.tensor.placement_types import (
 
 import accelfn as af
 from accelfn import collectives
-from accelfn.collectives import parts
+from accelfn.collectives import replicas
 from accelfn.testing import simulate
-from accelfn.world.folding import folded
+from accelfn.world.world import folded
 
 AXES = [
     *({"dp_shard": size} for size in (2, 3, 4)),
@@ -141,7 +141,7 @@ def test_parts_are_gathered_to_what_was_cut(
             assert not cuts[name] or same_bits(found[name], parts[name].full_tensor())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(parts, "_MOST", most)
+        patch.setattr(replicas, "_MOST", most)
         log = simulate(prod(axes.values()), fn, axes=axes).log
     mine = [each for each in log if 0 in each.ranks and each.label == "whole"]
     groups: dict[Any, list[int]] = {}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import arriving
+from accelfn.checkpoint import elastic
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
 from tests.laws.alive import Alive
@@ -110,7 +110,7 @@ def test_small_tensors_are_handed_over_together(
         af.with_world(state, world)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arriving, "_AT_ONCE", most)
+        patch.setattr(elastic, "_AT_ONCE", most)
         log = simulate(size, fn).log
     given_ = [each for each in log if each.label == "with_world: hand over"]
     for root in range(size):
@@ -193,7 +193,7 @@ def test_a_rank_holds_what_it_goes_on_with(
         return alive.most, had.total.here, gets.total.here, gets.params.here
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(arriving, "_AT_ONCE", 1)
+        patch.setattr(elastic, "_AT_ONCE", 1)
         ranks = simulate(total, fn).results
     for most, _, gets, room in ranks:
         allowed = 2 * gets + 3 * LAYER

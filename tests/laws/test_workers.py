@@ -13,7 +13,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.shards import is_shard
+from accelfn.base.tree import is_shard
 from accelfn.checkpoint.manifest import read_manifest
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate

@@ -19,7 +19,7 @@ import attrs
 import pytest
 
 import accelfn as af
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
@@ -49,7 +49,7 @@ class Outcome:
 
 def hunt(mutant: Mutant) -> Outcome:
     """Plant a bug and run its test in a process of their own, which they may leave in a mess."""
-    if mutant.module.startswith(_ON_A_DEVICE) and accelerator.kind() == "cpu":
+    if mutant.module.startswith(_ON_A_DEVICE) and devices.kind() == "cpu":
         return _hunted_there(mutant)
     _ = mutant.code(), mutant.args  # or it says here that it cannot be planted
     ours, theirs = Pipe(duplex=False)

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.testing.processes.run import RankProcess
+from accelfn.testing.processes import RankProcess
 from accelfn.world.connection import Connection as WorldConnection
-from accelfn.world.mesh import open_groups
+from accelfn.world.world import open_groups
 from tests.waiting import HANGS
 
 COLLECTIVE_SECONDS = 2.0

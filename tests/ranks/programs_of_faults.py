@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import roll_call
+from accelfn.world import connection
 
 SECONDS = 3.0
 
@@ -66,7 +66,7 @@ def live(
     """Make the calls on one rank, and send how that ended."""
     torch.set_num_threads(1)
     # all that live speak, however busy the machine
-    roll_call._ANSWERS_WITHIN = roll_call._LINGERS = 2 * SECONDS
+    connection._ANSWERS_WITHIN = connection._LINGERS = 2 * SECONDS
     place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ["MASTER_ADDR"] = "127.0.0.1"

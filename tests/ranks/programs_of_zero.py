@@ -17,11 +17,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from accelfn.collectives import by_gloo
-from accelfn.engine.building import engine_of
-from accelfn.engine.zero import runner
-from accelfn.engine.zero.course import Course
-from accelfn.engine.zero.flats import Flats
+from accelfn.collectives import neighbors
+from accelfn.deepspeed import home
+from accelfn.deepspeed.engine import Course
+from accelfn.deepspeed.flats import Flats
+from accelfn.engine.engine import engine_of
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Net, Run
 from tests.laws.test_shard_histories import broken_backward, broken_forward
@@ -251,7 +251,7 @@ def starts_of_processes(world: af.World, each: Trained) -> tuple[int, bool]:
 def sums_of_gradients(comm: Any) -> list[tuple[Any, str]]:
     """Return what sums over ranks under ZeRO: DeepSpeed's calls, and accelfn's over Gloo."""
     names = ("all_reduce", "reduce", "reduce_scatter_fn")
-    return [*((comm, name) for name in names), (by_gloo, "reduce_to_holders_")]
+    return [*((comm, name) for name in names), (neighbors, "reduce_to_holders_")]
 
 
 def calls(world: af.World, each: Trained) -> list[int]:
@@ -302,7 +302,7 @@ def sums(world: af.World, each: Trained) -> list[list[str]]:
             return mock.patch.object(owner, name, call)
 
         with ExitStack() as stack:
-            stack.enter_context(noted(runner, "start_sum_", "weights"))
+            stack.enter_context(noted(home, "start_sum_", "weights"))
             for owner, name in sums_of_gradients(comm):
                 stack.enter_context(noted(owner, name, "others"))
             stepped(of, state, 1)

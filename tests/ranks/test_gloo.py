@@ -24,7 +24,7 @@ from accelfn.errors import (
     RankCrashedError,
 )
 from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.faults import Crash, Fault
+from accelfn.testing.simulation.calls import Crash, Fault
 from tests.ranks import programs_of_mistakes as mistakes
 from tests.ranks.fresh_processes import Outcome, outcomes
 from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split

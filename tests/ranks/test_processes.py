@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.testing.processes import run as processes
-from accelfn.testing.processes.run import RankError, run_processes
+from accelfn.testing import processes
+from accelfn.testing.processes import RankError, run_processes
 from tests.ranks import programs_of_processes as programs
 from tests.waiting import HANGS, is_gone, wait_until
 
@@ -185,7 +185,7 @@ def test_a_rank_that_died_between_programs_is_replaced() -> None:
 
 SCRIPT = """
 import sys
-from accelfn.testing.processes.run import run_processes
+from accelfn.testing.processes import run_processes
 from tests.ranks import programs_of_processes as programs
 
 print([rank for rank, _, _ in run_processes(2, programs.place)], flush=True)

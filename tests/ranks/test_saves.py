@@ -17,8 +17,8 @@ from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing.processes import run
-from accelfn.testing.processes.run import RankProcess
+from accelfn.testing import processes
+from accelfn.testing.processes import RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ranks import programs_of_saves
 from tests.ranks.programs_of_saves import SLOW, WAYS, Moment, live
@@ -105,7 +105,7 @@ def _received(rank: RankProcess) -> tuple[str, float]:
 def _lost(folder: Path) -> list[int]:
     """Return what is lost of what ranks were told is saved; the next run goes on."""
     told = [p.read_text().split() for p in folder.glob("saved-by-*")]
-    store = af.CheckpointStore(folder / "run", keep=2)
+    store = af.CheckpointStore(folder / "processes", keep=2)
     assert all(is_of(store.directory / f"step-{s:08d}", s) for s in store.steps)
     there = max(store.steps, default=0)
     with store:
@@ -148,7 +148,9 @@ def test_ranks_that_go_in_a_save_lose_nothing(case: Case) -> None:
 
 def main(count: int) -> None:
     """Draw moments of every way to go, and say of each, and of all, how the law was kept."""
-    vars(run)["_PRELOAD"].append(programs_of_saves.__name__)  # ranks then start sooner
+    vars(processes)["_PRELOAD"].append(
+        programs_of_saves.__name__
+    )  # ranks then start sooner
     found: list[tuple[Case, Outcome]] = []
     broken = late = 0
 

@@ -7,16 +7,14 @@ import sys
 import pytest
 from hypothesis import settings
 
-from accelfn.base import accelerator
+from accelfn.base import devices
 
 PARTS = 4
 """Each is of a few minutes: what takes ten hangs."""
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    accelerator.count() > 0, reason="torch has one accelerator a process"
-)
+@pytest.mark.skipif(devices.count() > 0, reason="torch has one accelerator a process")
 @pytest.mark.parametrize("part", range(PARTS))
 def test_on_a_fake_accelerator(part: int) -> None:
     """`python -m tests.accelerator` passes: programs, waits, draws, checkpoints, precisions."""

@@ -15,9 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import cli
-from accelfn.launching.config import configure
-from accelfn.launching.file import read
-from accelfn.launching.options import OPTIONS
+from accelfn.launching.settings import OPTIONS, configure, read
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())

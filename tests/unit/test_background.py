@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint import background, disk
-from accelfn.checkpoint.background import Talk, Writing, talk_directory
+from accelfn.checkpoint import disk, store
 from accelfn.checkpoint.commit import Save
 from accelfn.checkpoint.save import contents_of
+from accelfn.checkpoint.store import Talk, Writing, talk_directory
 from tests.states import linear_state
 
 
@@ -67,7 +67,7 @@ def test_a_lock_of_another_mount_tells_nothing(talks, monkeypatch):
 
 def test_nobody_waits_long_when_one_is_known_to_be_gone(talks, monkeypatch):
     """B1: then those that have not spoken are given a moment."""
-    monkeypatch.setattr(background, "_GRACE", 0.1)
+    monkeypatch.setattr(store, "_GRACE", 0.1)
     talk = talks(1, patience=1e6)
     talk.hurried_at = 0.0
     assert "ranks 0 and 2 failed, left or did not" in said(talk)
@@ -95,7 +95,7 @@ def test_a_writer_that_ended_is_believed(talks, text):
 
 def test_a_copy_is_of_the_kind_that_the_tensor_is_now():
     """Memory is used again for a tensor of the same shape and dtype, and for no other."""
-    buffers, seen = background.Buffers(), []
+    buffers, seen = store.Buffers(), []
     for each in (
         torch.arange(3.0) + 1 / 3,
         torch.arange(3.0) + 2 / 3,
@@ -117,7 +117,7 @@ def test_how_long_a_rank_waits(tmp_path, monkeypatch, patience, hurried):
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(background, "time", clock)
+    monkeypatch.setattr(store, "time", clock)
     talk = talk_in(tmp_path, 1, patience)
     talk.hurried_at = hurried
     assert "failed, left or did not arrive" in said(talk)
@@ -136,7 +136,7 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
         time.sleep(0)
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=sleep)
-    monkeypatch.setattr(background, "time", clock)
+    monkeypatch.setattr(store, "time", clock)
     saved = af.CheckpointStore(tmp_path)
     save = Save(final=tmp_path / "step-00000002", step=2, rank=1, size=2)
     talk_directory(save.final).mkdir()

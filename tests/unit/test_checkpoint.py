@@ -28,7 +28,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base import codec
-from accelfn.checkpoint import background, disk, keep
+from accelfn.checkpoint import disk, manifest, store
 from accelfn.testing import simulate
 from tests.states import bits, values
 
@@ -457,7 +457,7 @@ def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
     def closed(*_):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(tmp_path))
 
-    monkeypatch.setattr(keep, "steps_in", closed)
+    monkeypatch.setattr(manifest, "steps_in", closed)
 
     def restore(world):
         reason = os.strerror(errno.EACCES)
@@ -553,7 +553,7 @@ def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch, async_):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     own = SimpleNamespace(Thread=Now, Lock=threading.Lock, Event=Done)
-    monkeypatch.setattr(background, "threading", own)
+    monkeypatch.setattr(store, "threading", own)
     with af.CheckpointStore(tmp_path, async_=async_) as kept:
         kept.save(fresh())
         assert kept.restore(fresh(seed=3)).seed == fresh().seed
@@ -966,16 +966,16 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
 @pytest.mark.parametrize("step", [None, 2])
 def test_all_ranks_restore_what_rank_0_sees(tmp_path, monkeypatch, step):
     """A disk of several machines may list a checkpoint on one before it does on another."""
-    own, listed = threading.local(), keep.steps_in
+    own, listed = threading.local(), manifest.steps_in
     for number in (1, 2):
-        af.save(attrs.evolve(small(), step=number), tmp_path / keep.name_of(number))
+        af.save(attrs.evolve(small(), step=number), tmp_path / manifest.name_of(number))
     late = lambda folder: listed(folder)[: 2 - own.rank]  # noqa: E731
 
     def train(world):
         own.rank = world.rank
         return af.CheckpointStore(tmp_path).restore(small(world), step=step).step
 
-    monkeypatch.setattr(keep, "steps_in", late)
+    monkeypatch.setattr(manifest, "steps_in", late)
     assert simulate(2, train).results == (2, 2)
 
 

@@ -22,10 +22,9 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from accelfn.launching import crew, watch
-from accelfn.launching.agent import Agent
-from accelfn.launching.crew import Crew, _Ending
-from accelfn.world.regrouping import Words
+from accelfn.launching import agent, script
+from accelfn.launching.agent import Agent, Crew, _Ending
+from accelfn.world.meeting import Words
 
 SIZE = 3
 GOES_ON = ["sleep", "60"]
@@ -90,9 +89,9 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
     """Whenever they are killed: it would end all. A newcomer is not started again."""
     deaths = dict.fromkeys(range(SIZE), 0)
     to_kill: list[int] = []
-    looked = watch.Watch.may_end
+    looked = script.Watch.may_end
 
-    def looks(watching: watch.Watch) -> bool:
+    def looks(watching: script.Watch) -> bool:
         may_end = looked(watching)
         while to_kill:
             kill(to_kill.pop())
@@ -103,8 +102,8 @@ def test_torch_is_not_asked_of_ranks_that_others_do_without(
         TemporaryDirectory() as directory,
         running(Path(directory)) as (agent, context, said),
         mock.patch.object(LocalElasticAgent, "_monitor_workers", asked),
-        mock.patch.object(watch, "_GRACE_SECONDS", 0.0),
-        mock.patch.object(watch.Watch, "may_end", looks),
+        mock.patch.object(script, "_GRACE_SECONDS", 0.0),
+        mock.patch.object(script.Watch, "may_end", looks),
     ):
         for place, between_looks in kills:
             if deaths[place] == 2:  # nobody has taken its place
@@ -183,8 +182,8 @@ def run(
 ) -> Iterator[Run]:
     """Return a run of which so many ranks may be left, by default one."""
     made = Run(tmp_path, getattr(request, "param", 1))
-    monkeypatch.setattr(crew, "_ending", made.ends.get)
-    monkeypatch.setattr(crew._Follower, "_popen", made.popen)
+    monkeypatch.setattr(agent, "_ending", made.ends.get)
+    monkeypatch.setattr(agent._Follower, "_popen", made.popen)
     yield made
     for each in made.handlers.values():
         each._stdout.close()

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import schedules
-from accelfn.cli.words import parser
-from accelfn.launching.options import OPTIONS
+from accelfn.cli import parser
+from accelfn.launching.settings import OPTIONS
 from accelfn.testing import (
     Corrupt,
     Crash,

@@ -15,8 +15,7 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing import Raise, run_processes, simulate
-from accelfn.testing.processes import differential, run
+from accelfn.testing import Raise, processes, run_processes, simulate
 
 ARE_PROCESSES: list[bool] = []
 """Not empty while the ranks that run stand for processes."""
@@ -36,7 +35,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> None:
             ARE_PROCESSES.clear()
 
     CALLS.clear()
-    monkeypatch.setattr(differential, "run_processes", ranks)
+    monkeypatch.setattr(processes, "run_processes", ranks)
 
 
 def planted(world: af.World, one: object, two: object) -> object:
@@ -156,18 +155,18 @@ def test_a_world_of_one_process_is_a_world(
             assert planted.__name__.encode() in program
             return [timeout] * size
 
-    monkeypatch.setattr(run, "_pool", {size: Pool()}.__getitem__)
+    monkeypatch.setattr(processes, "_pool", {size: Pool()}.__getitem__)
     assert run_processes(size, planted, 1, 2, timeout=7.0) == [7.0] * size
 
 
 def test_who_failed_first_is_told_first() -> None:
     """The whole trace of the first, a line of each that failed after it, by their times."""
     failed = {
-        0: run.Answer(failure="Traceback\nKeyError: 'after'\n", at=2.0),
-        1: run.Answer(failure="Traceback\nValueError: boom\n", at=1.0),
-        2: run.Answer(failure="The process was ended by SIGKILL.", at=3.0),
+        0: processes.Answer(failure="Traceback\nKeyError: 'after'\n", at=2.0),
+        1: processes.Answer(failure="Traceback\nValueError: boom\n", at=1.0),
+        2: processes.Answer(failure="The process was ended by SIGKILL.", at=3.0),
     }
-    assert run._report(failed, 4).splitlines() == [
+    assert processes._report(failed, 4).splitlines() == [
         "Rank 1 of 4 failed first:",
         "Traceback",
         "ValueError: boom",

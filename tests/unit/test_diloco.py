@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import is_shard, local
-from accelfn.outer.exchange import moved
-from accelfn.outer.fragments import together
+from accelfn.base.tree import is_shard, local
 from accelfn.testing import simulate
+from accelfn.transforms.diloco import moved, together
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 

@@ -397,7 +397,7 @@ def test_no_public_call_answers_with_a_bare_type_error(name):
 @example(0, "", False)  # noqa: FBT003 - an example
 def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_name):
     """`called` changes nothing of what a function returns or raises."""
-    from accelfn.base.calling import called
+    from accelfn.base.arguments import called
 
     def function(first, *, second="x"):
         if not second:

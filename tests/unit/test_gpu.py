@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.accelerator import fake
 
 pytestmark = pytest.mark.gpu
@@ -43,7 +43,7 @@ def batch(width: int = 256) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, width, generator=generator)
     targets = torch.randint(0, 16, (64,), generator=generator)
-    return inputs.to(accelerator.kind()), targets.to(accelerator.kind())
+    return inputs.to(devices.kind()), targets.to(devices.kind())
 
 
 def create(*setup: object, **options: Any) -> af.TrainState:
@@ -57,7 +57,7 @@ def create(*setup: object, **options: Any) -> af.TrainState:
 @contextmanager
 def nobody_waits() -> Iterator[None]:
     """Raise where the host waits for the device."""
-    if accelerator.kind() == fake.NAME:
+    if devices.kind() == fake.NAME:
         with fake.waits() as found:
             yield
         assert found == []

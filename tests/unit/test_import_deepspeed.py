@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.weights import zero_parts
+from accelfn.interop import deepspeed
 from tests.states import values
 from tests.zero_folders import Training, write_zero
 
@@ -100,7 +100,7 @@ def test_a_group_counts_for_those_that_were_stepped():
     """What has no state was not: a part that is frozen, or that no loss reached."""
     groups = [{"params": [0, 1], "step": 3}, {"params": [2]}]
     inner = {"param_groups": groups, "state": {0: {"exp_avg": 1}, 2: {"step": 2}}}
-    assert [*zero_parts._entries_of_groups(inner)] == [
+    assert [*deepspeed._entries_of_groups(inner)] == [
         {"step": 3, "exp_avg": 1},
         {},
         {"step": 2},

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accelfn as af
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.testing import simulate
 from tests.states import linear_state, values
 

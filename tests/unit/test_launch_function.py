@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 
 import accelfn as af
-from accelfn.base import accelerator
+from accelfn.base import devices
 from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(2)
@@ -130,8 +130,8 @@ def test_what_no_rank_could_do(monkeypatch, given, said):
 def test_more_ranks_than_devices(monkeypatch):
     """Each rank has a device of its own where there are some, unless it is told otherwise."""
     monkeypatch.setattr("accelfn.launching.function.run_here", None)
-    monkeypatch.setattr(accelerator, "count", lambda: 2)
-    monkeypatch.setattr(accelerator, "kind", lambda: "xpu")
+    monkeypatch.setattr(devices, "count", lambda: 2)
+    monkeypatch.setattr(devices, "kind", lambda: "xpu")
     for device in (None, "xpu"):
         with pytest.raises(
             af.ArgumentError, match="takes 3 devices of .*, and torch sees 2"

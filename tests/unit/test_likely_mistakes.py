@@ -18,7 +18,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn import testing
-from accelfn.base.read_only import ReadOnly
+from accelfn.base.tree import ReadOnly
 from accelfn.testing import simulate
 from tests.states import linear_state
 

@@ -23,7 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
-from accelfn.data.orders.samplers import drawn_once, order_of_sampler
+from accelfn.data.order import drawn_once, order_of_sampler
 from accelfn.testing import simulate
 from tests.states import linear_state
 

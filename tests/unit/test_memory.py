@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.loop.memory_use import Bytes, Memory
+from accelfn.loop.memory import Bytes, Memory
 from accelfn.testing import simulate
 
 adamw = partial(torch.optim.AdamW, lr=0.1)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accelfn as af
-from accelfn.collectives.averages import average_
+from accelfn.collectives.packed import average_
 from accelfn.testing import simulate
 
 torch.set_num_threads(1)

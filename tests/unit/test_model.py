@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's users know
 
 import accelfn as af
-from accelfn.structure.skeleton import materialize
+from accelfn.model.model import materialize
 from accelfn.testing import simulate
 from tests.states import bits
 

@@ -4,7 +4,7 @@
 import pytest
 
 import accelfn as af
-from accelfn.collectives.naming import naming
+from accelfn.collectives.failures import naming
 from accelfn.errors import PeerFailedError
 from accelfn.testing import simulate
 

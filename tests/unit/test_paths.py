@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 
 import accelfn
-from accelfn.base import paths
+from accelfn.base import arguments
 
 ROOT = Path(accelfn.__file__).parent
-ASKED = (paths.exists, paths.is_directory, paths.is_file)
+ASKED = (arguments.exists, arguments.is_directory, arguments.is_file)
 OF_PATHLIB = ("exists", "is_dir", "is_file")
 
 

@@ -8,8 +8,7 @@ import pytest
 
 import accelfn as af
 from accelfn.errors import WorldError
-from accelfn.world.environment import asked_size, read_place
-from accelfn.world.place import Place
+from accelfn.world.place import Place, asked_size, read_place
 from tests.waiting import HANGS
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import is_shard
+from accelfn.base.tree import is_shard
 from accelfn.testing import simulate
 
 

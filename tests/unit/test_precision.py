@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 
 import accelfn as af
 from accelfn.definition.transform import transform
-from accelfn.engine.module import float8
+from accelfn.engine import modules
 from accelfn.errors import ArgumentError, LossError, ModelError, NonFiniteGradsError
-from accelfn.step import skipping
+from accelfn.step import step
 from accelfn.testing import assert_states_equal
 
 
@@ -312,7 +312,7 @@ def test_what_follows_updates_follows_none_that_a_device_skips(
         return state, af.eval_params(state)
 
     host, expected = train()
-    monkeypatch.setattr(skipping, "_reads_at_once", lambda _: False)
+    monkeypatch.setattr(step, "_reads_at_once", lambda _: False)
     device, found = train()
     assert (device.step, device.num_skipped) == (host.step, host.num_skipped) == (2, 1)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
@@ -442,9 +442,9 @@ def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         af.build(create(af.autocast("fp8", layers=lambda *_: False)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ArgumentError, match=r"8\.9 or more; this GPU's is 8\.0"):
-        float8._check_device(torch.device("cuda"), "af.autocast('fp8')")
+        modules._check_device(torch.device("cuda"), "af.autocast('fp8')")
     with pytest.raises(ArgumentError, match="of type 'mps'"):
-        float8._check_device(torch.device("mps"), "af.autocast('fp8')")
+        modules._check_device(torch.device("mps"), "af.autocast('fp8')")
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ArgumentError, match=r"pip install 'accelfn\[fp8\]'"):
         af.autocast("fp8")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.base.contexts import is_profiled
+from accelfn.base.draws import is_profiled
 from accelfn.testing import simulate
 from tests.states import linear_state
 

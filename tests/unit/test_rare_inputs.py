@@ -16,15 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import shards
-from accelfn.checkpoint import keep, lock
-from accelfn.data.budget import budget
+from accelfn.base import tree
+from accelfn.checkpoint import commit, manifest
+from accelfn.data.plan import budget
 from accelfn.errors import CheckpointError
-from accelfn.launching import watch
-from accelfn.launching.failures import Failure, report
+from accelfn.launching import script
+from accelfn.launching.script import Failure, report
 from accelfn.testing import simulate
-from accelfn.weights.shards import WEIGHTS, divided
-from accelfn.world.slurm import _port_of_job
+from accelfn.weights.export import WEIGHTS, divided
+from accelfn.world.place import _port_of_job
 from tests.states import linear_state
 from tests.waiting import HANGS, wait_until
 
@@ -57,9 +57,9 @@ def test_a_manifest_that_cannot_be_read_hides_no_other(
 ) -> None:
     """`best_of` finds all others, and a restore names the newest of the older ones."""
     saved(tmp_path, [0.3, 0.1, 0.2])
-    (tmp_path / keep.name_of(broken) / "manifest.json").write_text("{")
+    (tmp_path / manifest.name_of(broken) / "manifest.json").write_text("{")
     others = [each for each in (2, 3, 1) if each != broken]
-    assert keep.best_of(tmp_path, "loss", "min") == others
+    assert manifest.best_of(tmp_path, "loss", "min") == others
     with (
         af.CheckpointStore(tmp_path) as store,
         pytest.raises(CheckpointError) as caught,
@@ -75,8 +75,8 @@ def test_a_process_that_is_dead_holds_no_lock() -> None:
     """Though its parent has not asked how it ended, and its number is taken."""
     with subprocess.Popen(ENDS) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert lock._begun(ended.pid) is None
-    assert lock._begun(os.getpid()) is not None
+        assert commit._begun(ended.pid) is None
+    assert commit._begun(os.getpid()) is not None
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=9), limit=st.integers(1, 12))
@@ -144,10 +144,10 @@ def test_a_stopped_process_is_known_whatever_its_name(tmp_path: Path) -> None:
     with subprocess.Popen([program, "60"]) as process:
         try:
             wait_until(lambda: "a) S" in Path(f"/proc/{process.pid}/stat").read_text())
-            assert not watch._is_stopped(process.pid)
+            assert not script._is_stopped(process.pid)
             process.send_signal(signal.SIGSTOP)
             os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
-            assert watch._is_stopped(process.pid)
+            assert script._is_stopped(process.pid)
         finally:
             process.kill()
             process.wait(HANGS)
@@ -193,9 +193,9 @@ def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone() -> None:
         state = linear_state(4, 4, world=world, setup=af.wrap_fsdp())
         param = state.params["weight"]
         dtype = torch.float64 if param.dtype is torch.float32 else torch.float32
-        laid = shards.with_local(param, shards.local(param).to(dtype))
+        laid = tree.with_local(param, tree.local(param).to(dtype))
         assert (laid.dtype, laid.shape) == (dtype, param.shape)
-        assert param.dtype is param._spec.tensor_meta.dtype is shards.local(param).dtype
+        assert param.dtype is param._spec.tensor_meta.dtype is tree.local(param).dtype
 
     simulate(2, program)
 

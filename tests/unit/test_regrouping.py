@@ -9,11 +9,9 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import regrouping
-from accelfn.world.connection import Connection
-from accelfn.world.listening import open_store
-from accelfn.world.regrouping import Launched, Words
-from accelfn.world.watched import WatchedStore
+from accelfn.world import meeting
+from accelfn.world.connection import Connection, WatchedStore, open_store
+from accelfn.world.meeting import Launched, Words
 from tests.strategies import Run
 from tests.waiting import wait_until
 
@@ -116,7 +114,7 @@ def test_one_whose_end_is_noticed_later_is_done_without(
         return looks[-1]
 
     plain = Words.is_gone
-    monkeypatch.setattr(regrouping, "opened", breaks)
+    monkeypatch.setattr(meeting, "opened", breaks)
     monkeypatch.setattr(Words, "is_gone", is_gone)
     words.call(1, ["0.0", "1.0"])
     words.arrive(1, "1.0")

@@ -11,12 +11,11 @@ import attrs
 import pytest
 import torch.distributed as dist
 
-from accelfn.launching.machines import Machines, Plan
-from accelfn.launching.rendezvous import NumberedRendezvous, handler_of
+from accelfn.launching.machines import Machines, NumberedRendezvous, Plan, handler_of
 from accelfn.launching.script import planned
 from accelfn.launching.settings import Settings
-from accelfn.world import listening, meeting
-from accelfn.world.listening import open_store
+from accelfn.world import connection, meeting
+from accelfn.world.connection import open_store
 from accelfn.world.place import Place
 from tests.ports import free_port
 
@@ -94,7 +93,7 @@ def test_a_name_of_several_machines_is_no_loopback(
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", bound.port), 5)
     monkeypatch.setattr(
-        listening, "_bound_to_loopback", lambda *_: pytest.fail("bound")
+        connection, "_bound_to_loopback", lambda *_: pytest.fail("bound")
     )
     with pytest.raises(dist.DistError):  # torch looks for the name itself
         open_store("node0.invalid", 0, timedelta(seconds=1), is_local=False)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
-from accelfn.engine.module.blocks import Block
+from accelfn.engine.context_parallel import Block
 from accelfn.errors import BatchError, LossError
 from accelfn.testing import simulate
 from tests.unit.test_context_parallel import (

@@ -15,14 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.naming import naming
+from accelfn.collectives.failures import naming
 from accelfn.errors import PeerFailedError
-from accelfn.launching import failures
-from accelfn.launching.failures import Failure
-from accelfn.world import roll_call
-from accelfn.world.activity import Activity
-from accelfn.world.connection import Connection
-from accelfn.world.roll_call import RollCall, Standing
+from accelfn.launching import script
+from accelfn.launching.script import Failure
+from accelfn.world import connection
+from accelfn.world.connection import Activity, Connection, RollCall, Standing
 from tests.states import linear_state
 from tests.waiting import HANGS, wait_until
 
@@ -203,7 +201,7 @@ def test_who_keeps_the_store_stays_for_the_others(
     how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it has failed, it waits for their word; a rank that just leaves does not."""
-    monkeypatch.setattr(roll_call, "_ANSWERS_WITHIN", HANGS)
+    monkeypatch.setattr(connection, "_ANSWERS_WITHIN", HANGS)
     first, second = worlds(2)
     assert first.connection.roll_call is not None
     assert second.connection.roll_call is not None
@@ -377,4 +375,4 @@ def test_what_a_data_worker_raised_is_known_by_its_own_words(
     assert lost(first) == f"rank 1 raised {where}."
     told = f"{caught.type.__name__}: {caught.value}"
     failure = Failure(rank=1, pid=7, status=1, at=1.0, error=told, traceback="")
-    assert failures._one_line(failure) == f"rank 1 followed: {where}"
+    assert script._one_line(failure) == f"rank 1 followed: {where}"

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 import accelfn as af
 from accelfn.collectives import few_bits
 from accelfn.testing import assert_states_equal, simulate
-from accelfn.world import slurm
+from accelfn.world import place
 from tests.states import linear_state
 
 
@@ -52,7 +52,7 @@ def test_nan_is_equal_to_nan_alone(options):
 def test_steps_of_one_job_meet_at_ports_of_their_own():
     """Two at a time on one machine would be joined, or in one another's way."""
     ports = {
-        slurm._port_of_job({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)})
+        place._port_of_job({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": str(step)})
         for step in range(20)
     }
     assert len(ports) == 20

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from accelfn.cli import main
 from accelfn.errors import LaunchError
-from accelfn.launching.config import configure, edited
-from accelfn.launching.file import read
-from accelfn.launching.options import OPTIONS
+from accelfn.launching.settings import OPTIONS, configure, edited, read
 
 
 @pytest.fixture(autouse=True)

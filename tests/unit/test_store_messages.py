@@ -11,7 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint import files
-from accelfn.checkpoint.keep import name_of
+from accelfn.checkpoint.manifest import name_of
 from accelfn.testing import simulate
 
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())

@@ -8,7 +8,7 @@ test's time, and a collision would show nowhere else.
 import pytest
 import torch
 
-from accelfn.base import accelerator, draws
+from accelfn.base import devices, draws
 
 LOW = (1 << 32) - 1
 
@@ -51,7 +51,7 @@ class Unseedable:
 
 def test_a_device_that_cannot_be_seeded_leaves_the_cpu_as_it_was(monkeypatch):
     """The generator that was seeded before it is put back."""
-    monkeypatch.setattr(accelerator, "generators", lambda _: (Unseedable(),))
+    monkeypatch.setattr(devices, "generators", lambda _: (Unseedable(),))
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError), draws.seeded(1, torch.device("cuda")):
         pass

@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import (
 
 import accelfn as af
 from accelfn.base import draws
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.errors import (
     ArgumentError,
     BatchError,

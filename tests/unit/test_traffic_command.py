@@ -10,7 +10,7 @@ import torch
 import accelfn as af
 from accelfn.cli import main
 from accelfn.testing import communication
-from accelfn.testing.traffic.link import Link
+from accelfn.testing.traffic import Link
 
 NEIGHBOUR = """
 import torch

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.engine.optimizer import trial
+from accelfn.engine import optimizer
 
 
 class Coupling(torch.optim.SGD):
@@ -70,13 +70,13 @@ def test_whatever_group_couples_elements_is_found(
         for dims, group in ((2, weight), (1, bias))
     )
     if not is_coupled:
-        trial.check_elements(state, "here", dims=(0, 1))
+        optimizer.check_elements(state, "here", dims=(0, 1))
         return
     with pytest.raises(af.errors.OptimizerError, match="more than its own gradient"):
-        trial.check_elements(state, "here", dims=(0, 1))
+        optimizer.check_elements(state, "here", dims=(0, 1))
 
 
 def test_layers_that_are_alike_are_not_all_tried() -> None:
     """Two of each kind are, however deep a model is."""
     shallow, deep = (state_of([(0, 0)] * n, [0]) for n in (2, 50))
-    assert list(trial.tried(deep)) == list(trial.tried(shallow))
+    assert list(optimizer.tried(deep)) == list(optimizer.tried(shallow))

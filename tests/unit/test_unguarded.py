@@ -27,17 +27,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 import accelfn as af
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.slices import Slice
-from accelfn.collectives import missing
-from accelfn.engine.optimizer import trial
+from accelfn.collectives import failures
+from accelfn.engine import optimizer
+from accelfn.interop.accelerate import entries_of
 from accelfn.launching import agent, worker
-from accelfn.loop import stopping
-from accelfn.schedules import advice
-from accelfn.testing import simulate, strategies
-from accelfn.testing.processes import rank
-from accelfn.testing.traffic import link
-from accelfn.testing.traffic.link import Link
-from accelfn.track import values
-from accelfn.weights.accelerate import entries_of
+from accelfn.loop import run
+from accelfn.schedules import factors
+from accelfn.testing import rank, simulate, strategies, traffic
+from accelfn.testing.traffic import Link
+from accelfn.track import tracker
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
 
@@ -75,7 +73,7 @@ class Late(torch.optim.SGD):
 def test_an_optimizer_that_couples_later_is_found() -> None:
     """As those do that choose their own rate by all that they saw."""
     with pytest.raises(af.OptimizerError, match="more than its own gradient"):
-        trial.check_elements(
+        optimizer.check_elements(
             state_of(optimizer=partial(Late, lr=0.1)), "here", dims=(0,)
         )
 
@@ -382,7 +380,7 @@ def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers: tuple[int, ...]) 
     """As a scheduler sends it to all; of two, on one of them."""
 
     def fn(world: af.World) -> int | None:
-        stop = stopping.Stop(world)
+        stop = run.Stop(world)
         stop.received = numbers[world.rank]
         assert stop.requested()
         return stop.signal
@@ -436,7 +434,7 @@ def test_a_link_is_measured_in_rounds(
         latency = rounds * true.latency
         return latency + 4 * (count - 1) * rounds / world.size / true.bandwidth
 
-    monkeypatch.setattr(link, "_reduced", reduced)
+    monkeypatch.setattr(traffic, "_reduced", reduced)
 
     def fn(world: af.World) -> Link:
         monkeypatch.setattr(world.connection, "simulated", None)
@@ -641,7 +639,7 @@ def test_an_image_with_a_number_of_no_colour_is_refused(bad: float, at: int) -> 
     image = torch.full((1, 2, 2), 0.5)
     image.view(-1)[at] = bad
     with pytest.raises(af.ArgumentError, match="'seen' is from"):
-        values.pixels("seen", image)
+        tracker.pixels("seen", image)
 
 
 REFUSING = [
@@ -679,7 +677,7 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", af.Warning)
         for update in range(start, start + pause):
-            looks_at = advice.advise_of_end(rates, update, looks_at)
+            looks_at = factors.advise_of_end(rates, update, looks_at)
     assert ends or not told
 
 
@@ -698,7 +696,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last: int | None) -> 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", af.Warning)
         for update in range(20, 60):
-            looks_at = advice.advise_of_end(rates, update, looks_at)
+            looks_at = factors.advise_of_end(rates, update, looks_at)
     (said,) = told
     assert "rate is 0 from update 20 on" in str(said.message)
 
@@ -739,9 +737,9 @@ def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world() -> None:
     def fn(world: af.World) -> str:
         whole = world.whole
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(missing, "_somebody", lambda found: f"of {found.size}")
+            patch.setattr(failures, "_somebody", lambda found: f"of {found.size}")
             patch.setattr(type(whole.connection), "roll_call", None, raising=False)
-            return missing.missing(world.along("tp"), "sum")
+            return failures.missing(world.along("tp"), "sum")
 
     assert simulate(4, fn, axes={"dp_shard": 2, "tp": 2})[0] == "of 4"
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launching import watch
-from accelfn.launching.watch import Watch
+from accelfn.launching import script
+from accelfn.launching.script import Watch
 from accelfn.launching.worker import exit_status
 from tests.waiting import HANGS, wait_until
 
@@ -36,14 +36,14 @@ def watched(*commands: list[str]) -> Iterator[tuple[Watch, list[subprocess.Popen
 
 def has_ended(watching: Watch, local: int) -> bool:
     """Whether a process has, be it well or not."""
-    return watch._status(watching.pids[local]) is not None
+    return script._status(watching.pids[local]) is not None
 
 
 def test_ranks_may_follow_one_that_failed_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Then the others may be ended; until one has failed nobody is to be."""
-    monkeypatch.setattr(watch, "_GRACE_SECONDS", 0.3)
+    monkeypatch.setattr(script, "_GRACE_SECONDS", 0.3)
     with watched(FAILS, FINISHES, GOES_ON) as (watching, _):
         for local in (0, 1):
             wait_until(partial(has_ended, watching, local))
@@ -69,11 +69,11 @@ def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It would wait for ever with the signal that is to end it."""
-    monkeypatch.setattr(watch, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(script, "_ANSWER_SECONDS", 0.1)
     with watched(FAILS, GOES_ON) as (watching, (_, stopped)):
         stopped.send_signal(signal.SIGSTOP)
         wait_until(partial(has_ended, watching, 0))
-        wait_until(lambda: watch._is_stopped(stopped.pid))
+        wait_until(lambda: script._is_stopped(stopped.pid))
         watching.may_end()
         watching.question()
         assert watching.stopped == {1}
@@ -93,7 +93,7 @@ def test_a_question_kills_nobody(tmp_path: Path) -> None:
     env = {
         **os.environ,
         "TORCHELASTIC_ERROR_FILE": files[2],
-        "PYTHONPATH": str(Path(watch.__file__).parent),
+        "PYTHONPATH": str(Path(script.__file__).parent),
     }
     listens_no_more = subprocess.Popen(
         [sys.executable, "-c", asks],
@@ -117,15 +117,15 @@ def test_a_question_kills_nobody(tmp_path: Path) -> None:
 
 def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
     """What leads to the script is not shown, and half a stack is none."""
-    lead = f'  File "{watch.LEADS[0]}", line 3 in main'
+    lead = f'  File "{script.LEADS[0]}", line 3 in main'
     mine = '  File "train.py", line 7 in step'
     last = '  File "train.py", line 9 in <module>'
     text = f"Stack (most recent call first):\n{mine}\n{last}\n{lead}\n"
-    assert watch._users(text) == f"{mine}\n{last}"
+    assert script._users(text) == f"{mine}\n{last}"
     file = tmp_path / "stack"
     for end, is_whole in ((" in <module>\n", True), ("  ...\n", True), ("tra", False)):
         file.write_text(f"{mine}\n{end}")
-        assert watch._is_whole(watch._read(file)) == is_whole
+        assert script._is_whole(script._read(file)) == is_whole
 
 
 @pytest.mark.parametrize(

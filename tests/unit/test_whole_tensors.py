@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import accelfn as af
 from accelfn import collectives
-from accelfn.base import lists
-from accelfn.base.shards import is_shard, local
+from accelfn.base import tree
+from accelfn.base.tree import is_shard, local
 from accelfn.testing import simulate
 
 SGD = partial(torch.optim.SGD, lr=0.1)
@@ -132,24 +132,24 @@ def test_what_a_model_writes_by_itself_is_gathered_at_once(tmp_path):
 
 
 IN_PLACE = {
-    "mul_": (lambda some, _: lists.mul_(some, 3.0), lambda one, _: one * 3),
+    "mul_": (lambda some, _: tree.mul_(some, 3.0), lambda one, _: one * 3),
     "mul_ by a tensor": (
-        lambda some, _: lists.mul_(some, torch.tensor(3.0)),
+        lambda some, _: tree.mul_(some, torch.tensor(3.0)),
         lambda one, _: one * 3,
     ),
-    "div_": (lambda some, _: lists.div_(some, 4.0), lambda one, _: one / 4),
-    "add_": (lists.add_, lambda one, other: one + other),
+    "div_": (lambda some, _: tree.div_(some, 4.0), lambda one, _: one / 4),
+    "add_": (tree.add_, lambda one, other: one + other),
     "add_ a part": (
-        lambda some, others: lists.add_(some, others, alpha=0.5),
+        lambda some, others: tree.add_(some, others, alpha=0.5),
         lambda one, other: one + other / 2,
     ),
     "lerp_": (
-        lambda some, others: lists.lerp_(some, others, 0.25),
+        lambda some, others: tree.lerp_(some, others, 0.25),
         lambda one, other: one + (other - one) / 4,
     ),
-    "copy_": (lists.copy_, lambda _, other: other),
+    "copy_": (tree.copy_, lambda _, other: other),
     "clamp_": (
-        lambda some, _: lists.clamp_(some, -2.0, 3.0),
+        lambda some, _: tree.clamp_(some, -2.0, 3.0),
         lambda one, _: one.clamp(-2, 3),
     ),
 }
@@ -196,13 +196,13 @@ def test_norms_in_a_list_are_of_the_parts(norm_type):
         (part,), (split,) = halves(world.mesh, world.rank, whole)
         own = torch.linalg.vector_norm(part, norm_type)
         for given in ([part, split], [split, part]):
-            found = lists.norms(given, norm_type)
+            found = tree.norms(given, norm_type)
             assert not any(map(is_shard, found))
             torch.testing.assert_close(found, [own, own])
-        wide = lists.norms([part.bfloat16()], norm_type, dtype=torch.float32)
+        wide = tree.norms([part.bfloat16()], norm_type, dtype=torch.float32)
         assert wide[0].dtype is torch.float32
         torch.testing.assert_close(wide, [own])
-        assert lists.norms([], norm_type) == []
+        assert tree.norms([], norm_type) == []
 
     simulate(2, each_rank, axes={"dp_shard": 2})
 

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import accelfn as af
-from accelfn.data import workers
+from accelfn.data import loaders
 from accelfn.testing import simulate
 from tests.states import linear_state
 from tests.waiting import is_gone, wait_until
@@ -99,7 +99,7 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
 def test_another_fork_is_as_python_makes_it():
     """What the program forks itself keeps its garbage collector's whole work."""
     before = gc.get_freeze_count()
-    workers._leave_garbage()
+    loaders._leave_garbage()
     assert gc.get_freeze_count() == before
 
 

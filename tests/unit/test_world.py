@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import meeting, opening
-from accelfn.world.connection import Connection
-from accelfn.world.environment import read_place
-from accelfn.world.roll_call import RollCall
+from accelfn.world import meeting, world
+from accelfn.world.connection import Connection, RollCall
+from accelfn.world.place import read_place
 from tests.ports import free_port
 from tests.states import linear_state
 
@@ -343,7 +342,7 @@ def test_a_rank_that_is_never_joined_closes_the_world(env, monkeypatch):
     store = dist.HashStore()
     roll_call = RollCall(store, 0, 2, rank_0_keeps_it=False)
     joined = Connection(dist.ProcessGroup(0, 2), roll_call=roll_call)
-    monkeypatch.setattr(opening, "join", lambda *_, **__: (joined, True))
+    monkeypatch.setattr(world, "join", lambda *_, **__: (joined, True))
     with pytest.raises(af.PeerFailedError, match=r"Rank 0 of 2 .* but rank 1 did not"):
         af.World.from_env(timeout=0.1, device="cpu")
     assert joined.is_closed

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.shards import local
+from accelfn.base.tree import local
 from accelfn.testing import simulate
 
 adamw = partial(torch.optim.AdamW, lr=0.1)

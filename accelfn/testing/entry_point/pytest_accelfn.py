@@ -92,7 +92,7 @@ def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str],
 
     The file stands beside the test's; `--update-collectives` writes it.
     """
-    from accelfn.testing.comparing.snapshot import (  # noqa: PLC0415 - it imports torch
+    from accelfn.testing.comparing import (  # noqa: PLC0415 - it imports torch
         assert_collectives,
     )
 

@@ -1,15 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exchange: where the calls of ranks meet, are compared, and are carried out."""
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from itertools import chain
 from threading import current_thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from accelfn.base import accelerator
-from accelfn.collectives.calls import table
+import attrs
+import torch
+from torch import _C
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
+
+from accelfn.base import devices
+from accelfn.collectives.failures import table
 from accelfn.errors import (
     CollectiveMismatchError,
     DeadlockError,
@@ -17,29 +25,271 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing.simulation.calls import Call, differing
-from accelfn.testing.simulation.entries import Entry, entry_of
-from accelfn.testing.simulation.faults import (
+from accelfn.testing.simulation.calls import (
+    Call,
     Crashed,
+    Entry,
     Fault,
     Left,
+    Members,
+    Sums,
     Unwound,
     delay,
+    differing,
     due,
     due_as_begins,
+    entry_of,
     is_of_update,
+    reduced,
     strike,
 )
-from accelfn.testing.simulation.gatherings import Gatherings
-from accelfn.testing.simulation.meetings import Meeting, Meetings
-from accelfn.testing.simulation.members import Members
-from accelfn.testing.simulation.operations import Tensors, results
-from accelfn.testing.simulation.standings import Standings
-from accelfn.testing.simulation.sums import Sums
-from accelfn.world.activity import Activity
+from accelfn.testing.simulation.turns import Gatherings
+from accelfn.world.connection import Activity
 
 if TYPE_CHECKING:
     from accelfn.testing.simulation.turns import Turns
+
+# pyright: reportPrivateUsage=false
+
+# What each collective computes: from what all ranks give to what each gets.
+#
+# Pure functions. What is reduced is the same on all ranks.
+
+
+# torch has no public names for the modes that it dispatches through
+
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
+Results: TypeAlias = list[Tensors]
+"""By rank, what is written to the tensors that the rank wants filled."""
+
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+_COMPLEX = {torch.complex64, torch.complex128}
+_INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+_ALL = _FLOATS | _COMPLEX | _INTEGERS  # what Gloo reduces
+_DTYPES = {
+    "SUM": _ALL,
+    "AVG": _FLOATS | _COMPLEX,
+    "PRODUCT": _ALL,
+    "MIN": _FLOATS | _INTEGERS,
+    "MAX": _FLOATS | _INTEGERS,
+    "BAND": _INTEGERS,
+    "BOR": _INTEGERS,
+    "BXOR": _INTEGERS,
+}
+
+
+def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
+    """Say whether a tensor can be sent and reduced so: as strictly as Gloo does."""
+    if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
+        return False
+    return op is None or tensor.dtype in _DTYPES.get(op, ())
+
+
+def results(calls: Sequence[Call], sums: Sums) -> Results:
+    """Return what each rank gets, from the calls of all ranks in their order."""
+    with _no_modes():
+        return _OPERATIONS[calls[0].kind](calls, sums)
+
+
+def _no_modes() -> AbstractContextManager[object]:
+    """Leave the modes of whichever rank came last: the results are all ranks'."""
+    no_functions = _C.DisableTorchFunction()
+    if not torch.is_inference_mode_enabled() and not _C._len_torch_dispatch_stack():
+        return no_functions
+    stack = ExitStack()
+    stack.enter_context(no_functions)
+    stack.enter_context(torch.inference_mode(mode=False))
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+def _all_reduce(calls: Sequence[Call], sums: Sums) -> Results:
+    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
+    return [(total,)] * len(calls)
+
+
+def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
+    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
+    return [(total,) if call.fills else () for call in calls]
+
+
+def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
+    return [_of_root(calls).sends] * len(calls)
+
+
+def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
+    """Of all ranks, for those that want it: all_gather and gather."""
+    gathered = tuple(call.sends[0] for call in calls)
+    return [gathered if call.fills else () for call in calls]
+
+
+def _scatter(calls: Sequence[Call], _sums: Sums) -> Results:
+    return [(part,) for part in _of_root(calls).sends]
+
+
+def _of_root(calls: Sequence[Call]) -> Call:
+    return next(call for call in calls if call.rank == call.root)
+
+
+def _reduce_scatter(calls: Sequence[Call], sums: Sums) -> Results:
+    op = str(calls[0].op)
+    shares = ([call.sends[rank] for call in calls] for rank in range(len(calls)))
+    return [(reduced(op, share, sums),) for share in shares]
+
+
+def _all_to_all(calls: Sequence[Call], _sums: Sums) -> Results:
+    return [tuple(call.sends[r] for call in calls) for r in range(len(calls))]
+
+
+def _barrier(calls: Sequence[Call], _sums: Sums) -> Results:
+    return [()] * len(calls)
+
+
+def _message(calls: Sequence[Call], _sums: Sums) -> Results:
+    """From a send to its recv."""
+    return [calls[0].sends if call.fills else () for call in calls]
+
+
+_OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
+    "all_reduce": _all_reduce,
+    "reduce": _reduce,
+    "broadcast": _broadcast,
+    "all_gather": _gather,
+    "all_gather_single": _gather,
+    "gather": _gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "all_to_all_single": _all_to_all,
+    "barrier": _barrier,
+    "send": _message,
+}
+
+
+# Meetings: which calls of ranks belong together.
+#
+# The collectives of a group's ranks meet by their order; messages by sender, receiver and
+# tag, and among equal ones by their order. Each group has an order of its own.
+
+
+@attrs.define(eq=False)
+class Meeting:
+    """Calls that belong together, until all are there and the results are known.
+
+    Attributes:
+        calls: of all ranks in their order, or of a send and its recv.
+        results: what each call gets, once it is known.
+        ends_at: when, in virtual time.
+    """
+
+    calls: list[Call] = attrs.field(factory=list["Call"])
+    results: Results | None = None
+    ends_at: float = 0.0
+
+    def result_of(self, call: Call) -> Tensors:
+        """Return what a call gets."""
+        assert self.results is not None  # noqa: S101 - whoever asks has waited
+        return self.results[self.calls.index(call)]
+
+
+class Meetings:
+    """All meetings of one world that are not complete."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._num_joined: Counter[tuple[int, Members]] = Counter()
+        self._by_order: dict[tuple[int, Members], Meeting] = {}
+        self._messages: list[Meeting] = []
+
+    def join(self, call: Call) -> tuple[Meeting, bool]:
+        """Return where a call belongs, and whether it was the last one awaited there."""
+        if call.is_message:
+            return self._join_message(call)
+        place = self._num_joined[call.rank, call.group], call.group
+        self._num_joined[call.rank, call.group] += 1
+        meeting = self._by_order.setdefault(place, Meeting())
+        meeting.calls.append(call)
+        if len(meeting.calls) < len(call.group.ranks):
+            return meeting, False
+        del self._by_order[place]
+        meeting.calls.sort(key=lambda each: each.rank)
+        return meeting, True
+
+    def incomplete(self) -> list[Call]:
+        """Return the calls that wait for others."""
+        waiting = [*self._by_order.values(), *self._messages]
+        return [call for meeting in waiting for call in meeting.calls]
+
+    def forget(self, is_gone: Callable[[Members], bool]) -> None:
+        """Drop the calls of groups that wait for others."""
+        collectives, messages = self._by_order, self._messages
+        self._by_order = {k: m for k, m in collectives.items() if not is_gone(k[1])}
+        self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
+
+    def _join_message(self, call: Call) -> tuple[Meeting, bool]:
+        for meeting in self._messages:
+            pair = sorted((*meeting.calls, call), key=lambda each: each.kind == "recv")
+            if _is_message(*pair):
+                self._messages.remove(meeting)
+                meeting.calls = pair
+                return meeting, True
+        meeting = Meeting([call])
+        self._messages.append(meeting)
+        return meeting, False
+
+
+def _is_message(send: Call, recv: Call) -> bool:
+    return (
+        (send.kind, recv.kind) == ("send", "recv")
+        and send.peer == recv.rank
+        and recv.peer in (None, send.rank)
+        and send.tag == recv.tag
+        and send.group == recv.group
+    )
+
+
+# Standings: where each rank of a simulated world is, for the tables in errors.
+
+
+class Standings:
+    """What each rank called last, whether it is still in there, and how it ended."""
+
+    def __init__(self, size: int) -> None:
+        """Begin with ranks that have called nothing."""
+        self._last: list[Call | None] = [None] * size
+        self._inside: set[int] = set()
+        self._ends: dict[int, str] = {}
+
+    def enters(self, call: Call) -> None:
+        """Note that a rank is in a call."""
+        self._last[call.rank] = call
+        self._inside.add(call.rank)
+
+    def goes_on(self, rank: int) -> None:
+        """Note that a rank has left its last call."""
+        self._inside.discard(rank)
+
+    def ends(self, rank: int, how: str) -> None:
+        """Note how a rank ended: that it returned, raised something, ..."""
+        self._ends[rank] = how
+
+    def of(self, rank: int) -> str:
+        """Say where a rank is, or how it ended."""
+        last, how = self._last[rank], self._ends.get(rank)
+        if last is None:
+            return how or "has called no collective"
+        place = "in" if rank in self._inside else "after"
+        where = f"{place} #{last.index} {last.kind}"
+        return where if how is None else f"{how} {where}"
+
+    def __str__(self) -> str:
+        """Show a table of all ranks."""
+        cells = [() if last is None else last.row()[1:] for last in self._last]
+        return table(
+            {rank: (self.of(rank), *cells[rank]) for rank in range(len(cells))}
+        )
+
 
 TIMEOUT = 1800.0
 """Virtual seconds that ranks wait for one another; torch's own default."""
@@ -348,9 +598,9 @@ class Exchange:
             return
         meeting.ends_at = late.at
         # ranks call on streams of their own, of which none waits for another's
-        accelerator.wait_for_all(chain.from_iterable(call.sends for call in calls))
+        devices.wait_for_all(chain.from_iterable(call.sends for call in calls))
         meeting.results = results(calls, self._sums)
-        accelerator.wait_for_all(chain.from_iterable(meeting.results))
+        devices.wait_for_all(chain.from_iterable(meeting.results))
         self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:
@@ -386,3 +636,120 @@ def _repr(error: BaseException) -> str:
     with suppress(Exception):
         return repr(error).partition("\n")[0][:200]
     return type(error).__name__
+
+
+# Sayings: what simulated ranks say of one thing, compared without a collective.
+
+
+class Sayings:
+    """What ranks said that not all have said yet, by what it is of and how often they did."""
+
+    def __init__(self, size: int) -> None:
+        """Begin with nothing said."""
+        self._size = size
+        self._first: dict[tuple[str, int], tuple[int, list[str]]] = {}
+        self._times: Counter[tuple[int, str]] = Counter()
+        self._num_said: Counter[tuple[str, int]] = Counter()
+
+    def say(
+        self, rank: int, what: str, lines: list[str]
+    ) -> tuple[int, list[str]] | None:
+        """Return the rank that said it first, and how, if it said otherwise."""
+        self._times[rank, what] += 1
+        place = what, self._times[rank, what]
+        first = self._first.setdefault(place, (rank, lines))
+        self._num_said[place] += 1
+        if self._num_said[place] == self._size:
+            del self._first[place], self._num_said[place]
+        return None if first[1] == lines else first
+
+
+# The work of a collective: its result is written when it is waited for, and not before.
+#
+# Until then the tensors hold what cannot pass for a result, so that a forgotten wait shows.
+
+
+class SimulatedWork(Work):
+    """What torch's collectives return or wait for."""
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        calls: Sequence[Call],
+        returned: Sequence[torch.Tensor],
+    ) -> None:
+        """Post calls. `returned` is what a future of this work holds."""
+        super().__init__()
+        self._exchange = exchange
+        self._posted = [(call, exchange.post(call)) for call in calls]
+        self._num_written = 0
+        self._returned = list(returned)
+        for call in calls:
+            for target in call.fills:
+                _write(target, _poison)
+
+    def wait(self, timeout: object = None) -> bool:
+        """Let other ranks run until the result is there, and write it."""
+        del timeout  # the world's, in virtual time
+        while self._num_written < len(self._posted):
+            call, meeting = self._posted[self._num_written]
+            parts = self._exchange.wait(call, meeting)
+            for target, part in zip(call.fills, parts, strict=True):
+                _write(target, lambda plain, part=part: plain.copy_(part))
+            # what it was copied from is let go when all have it, to another's stream
+            devices.wait_for_all(call.fills)
+            self._exchange.receive(call)
+            self._num_written += 1
+        return True
+
+    def synchronize(self) -> None:
+        """Wait."""
+        self.wait()
+
+    def is_completed(self) -> bool:
+        """Let other ranks run, and say whether the result is there; then it is written."""
+        left = self._posted[self._num_written :]
+        return all(self._exchange.is_done(*each) for each in left) and self.wait()
+
+    def get_future(self) -> "torch.futures.Future[Any]":
+        """Return a future that is done: C++ waits for it where no turn could pass."""
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._returned)
+        return future
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the tensors that were written."""
+        self.wait()
+        return self._returned
+
+    def _source_rank(self) -> int:
+        """Return who sent what a `recv` received."""
+        self.wait()
+        call, meeting = self._posted[0]
+        return call.group.place_of(meeting.calls[0].rank)
+
+
+def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
+    """Write a tensor where autograd does not see it, and inference mode allows it."""
+    if target.is_inference():
+        with torch.inference_mode():
+            how(target)
+    elif target.layout is not torch.strided:  # what is detached has indices of its own
+        with torch.no_grad():
+            how(target)
+    else:
+        how(target.detach())
+
+
+def _poison(target: torch.Tensor) -> None:
+    """Fill with NaN, the extreme integer, what booleans were not, or nothing at all."""
+    if target.layout is not torch.strided:
+        target.zero_()
+    elif target.dtype.is_floating_point or target.dtype.is_complex:
+        target.fill_(math.nan)
+    elif target.dtype is torch.bool:
+        target.logical_not_()
+    else:
+        limits = torch.iinfo(target.dtype)
+        target.fill_(limits.min or limits.max)

@@ -15,16 +15,18 @@ from typing import (
 import attrs
 import torch
 
-from accelfn.base.arguments import why_not
-from accelfn.base.signatures import qualname
+from accelfn.base.arguments import qualname, why_not
+from accelfn.base.devices import chosen_device, known_device
 from accelfn.errors import ArgumentError
-from accelfn.testing.simulation.entries import Entry
-from accelfn.testing.simulation.faults import Crash, Fault
-from accelfn.testing.simulation.sums import Sums
-from accelfn.testing.simulation.wire import Algorithm, check_algorithm, cost, given
+from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums
+from accelfn.testing.simulation.group import (
+    Algorithm,
+    check_algorithm,
+    cost,
+    given,
+)
 from accelfn.world import World
 from accelfn.world.axes import resolved
-from accelfn.world.device import chosen_device, known_device
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]

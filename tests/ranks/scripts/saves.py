@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.fields import encoded, fields_of
 from accelfn.checkpoint.files import digests
+from accelfn.checkpoint.save import encoded, fields_of
 
 UPDATES = 7
 

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `accelfn`, and what each of its words calls."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import select
+import signal
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelfn.errors import CheckpointError, Error, LaunchError
+from accelfn.launching.machines import Plan
+from accelfn.launching.script import launch_script, planned, say
+from accelfn.launching.settings import (
+    COMMAND_LINE,
+    DEFAULT,
+    FILE,
+    OPTIONS,
+    Settings,
+    checked,
+    find,
+    flag,
+    read,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# The words of the command line `accelfn`, and what its help says of each.
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses unknown options itself; argparse leaves them to the outermost."""
+
+    # its overloads are many
+    def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, args: Any = None, namespace: Any = None
+    ) -> Any:
+        """Parse, and say in one line which option is unknown, and which one was meant."""
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"unexpected word {word!r}")
+            name = word.partition("=")[0].replace("_", "-")
+            known = [each for act in self._actions for each in act.option_strings]
+            close = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
+            end = "?" if close else "."
+            option = word.partition("=")[0]
+            self.exit(2, f"{self.prog}: unknown option {option}; {advice}{end}\n")
+        return found, unknown
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = _Parser(
+        prog="accelfn", description="Train PyTorch models.", allow_abbrev=False
+    )
+    made.add_argument("--version", action="version", version=_version())
+    commands = made.add_subparsers(dest="command", required=True, metavar="command")
+    _add_launching(commands)
+    replay = commands.add_parser(
+        "replay",
+        help="run the step of a crash bundle again, on simulated ranks",
+        description=(
+            "Run the step of a crash bundle, which accelfn.testing.crash_bundles left,"
+            " again on simulated ranks in this process. What it raises is shown."
+        ),
+        allow_abbrev=False,
+    )
+    replay.add_argument("directory", help="where the ranks left their bundles")
+    checkpoint = commands.add_parser(
+        "checkpoint",
+        help="list, verify or export checkpoints",
+        description="Say what is in checkpoints, from their files alone.",
+        allow_abbrev=False,
+    )
+    _add_acts(checkpoint)
+    _add_traffic(commands)
+    return made
+
+
+def _add_traffic(commands: Any) -> None:
+    traffic = commands.add_parser(
+        "traffic",
+        help="foresee what a training sends on any number of ranks",
+        description=(
+            "Run functions of a world on a few simulated ranks, and print what an update of"
+            " each sends, by label, on any number of ranks."
+        ),
+        allow_abbrev=False,
+    )
+    traffic.add_argument(
+        "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains some updates"
+    )
+    traffic.add_argument("--ranks", default="2,8,64", metavar="N,N", help="on how many")
+    traffic.add_argument(
+        "--link", metavar="MBIT,MS", help="bandwidth and latency: seconds an update"
+    )
+
+
+_SHORT = {"nproc": "-n"}  # as of mpirun and srun
+
+
+def _add_launching(commands: Any) -> None:
+    launch = commands.add_parser(
+        "launch",
+        help="run a script in several processes, on one machine or more",
+        description=(
+            "Run a script in several processes on this machine, one rank each, with the"
+            " environment of torchrun. Options of accelfn come before the script. What the"
+            f" command line does not say is read from {FILE}, if it is here."
+        ),
+        allow_abbrev=False,
+    )
+    for name, option in OPTIONS.items():
+        default = "" if option.default is None else f" (default {option.default})"
+        short = [_SHORT[name]] if name in _SHORT else []
+        launch.add_argument(
+            *short,
+            flag(name),
+            metavar=option.metavar,
+            help=option.help + default,
+        )
+    _add_file(launch)
+    launch.add_argument(
+        "--show",
+        action="store_true",
+        help="show the settings and where each is from, and start nothing",
+    )
+    launch.add_argument(
+        "-m",
+        dest="module",
+        action="store_true",
+        help="the script is a module's name, as after python -m",
+    )
+    launch.add_argument("script", nargs="?", help="a Python file")
+    launch.add_argument("args", nargs=argparse.REMAINDER, help="the script's own")
+    config = commands.add_parser(
+        "config",
+        help=f"write {FILE}, which says how to launch",
+        description=(
+            f"Write {FILE}: ask for each setting, or take them from --set. What the"
+            " file has already stays, where nothing else is said."
+        ),
+        allow_abbrev=False,
+    )
+    _add_file(config)
+    config.add_argument(
+        "--default", action="store_true", help="write the defaults, and ask nothing"
+    )
+    config.add_argument(
+        "--set",
+        dest="assignments",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a setting; NAME= takes it out; may be given several times",
+    )
+    env = commands.add_parser(
+        "env",
+        help="show what a bug report needs",
+        description="Show versions, devices, settings and variables of this machine.",
+        allow_abbrev=False,
+    )
+    env.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
+    _add_file(env)
+    test = commands.add_parser(
+        "test",
+        help="test this machine: two ranks talk, train a step and save it",
+        description=(
+            "Test this machine, in two minutes at most: ranks meet, communicate, train a"
+            " step together and save a checkpoint."
+        ),
+        allow_abbrev=False,
+    )
+    test.add_argument("--nproc", default="2", metavar="N", help="how many (default 2)")
+
+
+def _add_file(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="FILE", help=f"the settings, instead of {FILE}"
+    )
+
+
+_PATHS = {
+    "STORE": "a directory of checkpoints",
+    "DIR": "a checkpoint, or a store: then its newest, or to verify all of them",
+    "OUT": "does not exist yet",
+}
+
+
+def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
+    acts = checkpoint.add_subparsers(dest="act", required=True, metavar="act")
+
+    def add(act: str, says: str, **paths: str) -> argparse.ArgumentParser:
+        made = acts.add_parser(
+            act, help=says, description=f"{says.capitalize()}.", allow_abbrev=False
+        )
+        for name, path in paths.items():
+            made.add_argument(name, metavar=path, help=_PATHS[path])
+        return made
+
+    add("ls", "list the checkpoints of a store", directory="STORE")
+    add(
+        "verify",
+        "compare all bytes with their digests; exit code 1 if one differs",
+        directory="DIR",
+    )
+    export = add(
+        "export",
+        "write a model to a new directory",
+        directory="DIR",
+        out="OUT",
+    )
+    export.add_argument("--slot", help="with the parameters of a slot, such as ema")
+    export.add_argument(
+        "--format",
+        dest="kind",
+        choices=["safetensors", "dcp"],
+        default="safetensors",
+        help="model.safetensors, or torch's distributed checkpoint, with the optimizer's state",
+    )
+
+
+def _version() -> str:
+    try:
+        return f"accelfn {metadata.version('accelfn')}"
+    except metadata.PackageNotFoundError:
+        return "accelfn, from a source tree that is not installed"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv`, by default this process's own.
+
+    Args:
+        argv: the words after `accelfn`.
+
+    Returns:
+        The exit code: 2 for a mistake in the command line, 130 after Ctrl-C; 1 where
+        checkpoints differ, or one is not what was saved; of `launch` and `test`, that of
+        the rank that failed first; 141, as of SIGPIPE, where the reader of what is printed
+        left before its end.
+
+    Example:
+        >>> main(["launch", "--nproc", "0", "train.py"])
+        2
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # here, and not at the interpreter's end
+    except BrokenPipeError:
+        if not _reader_left():
+            raise
+        return 128 + signal.SIGPIPE
+
+
+def _reader_left() -> bool:
+    """Return whether nobody reads what is printed; the rest of it then goes nowhere."""
+    try:
+        out = sys.stdout.fileno()
+    except OSError:  # it is kept in this process
+        return False
+    asks = select.poll()
+    asks.register(out, 0)  # errors are always told
+    if not asks.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), out)
+    return True
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    words = parser().parse_args(argv)
+    try:
+        commands = {
+            "replay": _replay,
+            "launch": _launch,
+            "config": _config,
+            "env": _env,
+            "test": _test,
+            "checkpoint": _checkpoint,
+            "traffic": _traffic,
+        }
+        return commands[words.command](words)
+    except Error as error:
+        sys.stderr.write(f"accelfn {words.command}: {error}\n")
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _replay(words: argparse.Namespace) -> int:
+    from accelfn.testing.plugin import replay  # noqa: PLC0415  seconds that only this needs
+
+    sys.path.insert(0, "")  # as `python script.py` finds the script's neighbours
+    replay(words.directory)
+    return 0
+
+
+def _checkpoint(words: argparse.Namespace) -> int:
+    from accelfn.launching import commands  # noqa: PLC0415  as above
+    from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  as above
+
+    given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
+    if words.act in ("verify", "export"):  # which read all of it
+        given["bar"] = bar_of_bytes
+    try:
+        rows, code = getattr(commands, words.act)(**given)
+    except OSError as error:
+        raise CheckpointError(str(error)) from error
+    sys.stdout.writelines(f"{row}\n" for row in rows)
+    return code
+
+
+def _traffic(words: argparse.Namespace) -> int:
+    from accelfn.testing.traffic import foresee  # noqa: PLC0415  as above
+
+    given = {k: v for k, v in vars(words).items() if k != "command"}
+    sys.stdout.writelines(f"{row}\n" for row in foresee(**given))
+    return 0
+
+
+def _launch(words: argparse.Namespace) -> int:
+    chosen = _settings(words.config, vars(words))
+    machines = chosen.machines()
+    least, most = chosen.elastic
+    nproc = _num_processes(chosen["nproc"] if most is None else most)
+    # what other machines start is theirs to say; their ranks check the product
+    axes = chosen.axes_of(nproc if machines.most == 1 else None)
+    plan = Plan(
+        nproc=nproc,
+        machines=machines,
+        max_restarts=chosen["max_restarts"],
+        axes=axes,
+        least=least,
+    )
+    if words.show:
+        sys.stdout.writelines(f"{row}\n" for row in chosen.lines() + planned(plan))
+        return 0
+    if words.script is None:
+        msg = "there is no script; name a Python file, or a module after -m."
+        raise LaunchError(msg)
+    _say_whose(words.args, words.script)
+    _say_from_file(chosen)
+    return launch_script(words.script, words.args, plan, module=words.module)
+
+
+def _say_whose(args: Sequence[str], script: str) -> None:
+    """Say that options of accelfn which stand behind the script are the script's."""
+    flags = [flag(name) for name in OPTIONS]
+    own = [word for word in args if word.partition("=")[0] in flags]
+    if own:
+        say(
+            f"{script} gets {' and '.join(own)}, which stands behind it; options of"
+            " accelfn stand before the script."
+        )
+
+
+def _say_from_file(chosen: Settings) -> None:
+    """Say what a file has set: whoever wrote it says how this run starts, and where."""
+    others = {COMMAND_LINE, DEFAULT}
+    rows = [
+        (n, each) for n, each in chosen.by_name.items() if each.source not in others
+    ]
+    if rows:
+        said = ", ".join(f"{name}={each.value}" for name, each in rows)
+        say(f"{said} ({Path(rows[0][1].source).absolute()}).")
+
+
+def _settings(named: str | None, given: Mapping[str, Any]) -> Settings:
+    file = find(named)
+    written = {} if file is None else read(file)
+    return Settings.of(given, written, str(file))
+
+
+def _num_processes(nproc: int | str) -> int:
+    if nproc == "auto":
+        # a second, for torch, that only this word needs
+        from accelfn.base import devices  # noqa: PLC0415
+
+        return max(1, devices.count())
+    return int(nproc)
+
+
+def _config(words: argparse.Namespace) -> int:
+    from accelfn.launching.settings import configure  # noqa: PLC0415  as above
+
+    file = configure(words.config, words.assignments, default=words.default)
+    sys.stdout.write(f"{file} says:\n{file.read_text(encoding='utf-8')}")
+    return 0
+
+
+def _env(words: argparse.Namespace) -> int:
+    from accelfn.launching.commands import describe  # noqa: PLC0415  as above
+
+    sys.stdout.write(describe(find(words.config), as_json=words.as_json))
+    return 0
+
+
+def _test(words: argparse.Namespace) -> int:
+    nproc = checked("nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE)
+    nproc = _num_processes(nproc)
+    test = "accelfn.testing.selftest"
+    code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)
+    verdict = "This machine passes." if code == 0 else "This machine fails, as above."
+    sys.stdout.write(f"{verdict}\n")
+    return code

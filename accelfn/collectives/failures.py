@@ -1,0 +1,400 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`naming`: a backend's failure says what the ranks were doing."""
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import attrs
+import torch
+import torch.distributed as dist
+import typing_extensions
+
+from accelfn.base import tree
+from accelfn.base.devices import readable
+from accelfn.errors import (
+    ArgumentError,
+    CollectiveMismatchError,
+    Error,
+    PeerFailedError,
+)
+from accelfn.world import World
+from accelfn.world.connection import Standing
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+_PEER_SIGNS = (
+    "Application timeout caused pair closure",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Timed out waiting",
+    "Broken pipe",
+    "remote process",
+    "NCCL",
+)
+_WHERE_IN_SOURCE = re.compile(r"^\[[^\]]*\.(cc|cpp)[^\]]*\]\s*")
+
+
+class naming:
+    """Turn a backend's failure inside a `with` block into `PeerFailedError`.
+
+    Raises:
+        PeerFailedError: another rank closed the connection or did not arrive in time.
+    """
+
+    __slots__ = ("_begins", "_label", "_outer", "_world")
+
+    def __init__(self, label: str, world: World, *, begins: bool = True) -> None:
+        """Take what the ranks are doing, in which world, and whether they begin it here."""
+        self._label, self._begins = label, begins
+        self._world = world
+        self._outer: str | None = None
+
+    def __enter__(self) -> None:
+        """Let it be known what this rank does."""
+        connection = self._world.connection
+        if connection.is_lent:
+            connection.check_not_lent()
+        activity = connection.activity
+        self._outer, activity.label = activity.label, self._label
+        if self._begins:
+            activity.trail.append((self._label, activity.step))
+
+    def __exit__(
+        self, kind: object, error: BaseException | None, trace: object
+    ) -> None:
+        """Name the failure, if it is one of the connection."""
+        activity = self._world.connection.activity
+        activity.label, activity.structure = self._outer, None
+        if isinstance(error, PeerFailedError):
+            self._world.whole.connection.is_broken = True
+        if not isinstance(error, RuntimeError) or isinstance(error, Error):
+            return
+        if any(sign in str(error) for sign in _PEER_SIGNS):
+            whole = self._world.whole
+            whole.connection.is_broken = True
+
+            msg = (
+                f"Rank {whole.rank} of {whole.size} waited in {self._label!r}"
+                f"{self._when()}, but {missing(self._world, self._label)}"
+                f" ({_in_short(str(error))})"
+            )
+            # the backend's own traceback says nothing more; it stays as the context
+            raise PeerFailedError(msg) from None
+
+    def _when(self) -> str:
+        step = self._world.connection.activity.step
+        return "" if step is None else f" at update {step}"
+
+
+def _in_short(words: str) -> str:
+    """Return what a backend says, without where in its source it says so and what it guesses."""
+    first = _WHERE_IN_SOURCE.sub("", words.splitlines()[0])
+    return first.partition(". ")[0]
+
+
+# `missing`: whom ranks waited for in vain, as far as they can tell each other.
+
+
+_AT_ONCE = timedelta(milliseconds=1)
+_GONE = "failed, left or did not arrive"
+_LOOK = "Look at its output for the cause."
+
+
+def missing(world: World, label: str) -> str:
+    """Say in words which rank failed, left or did not arrive while this one waited."""
+    whole = world.whole
+    roll = whole.connection.roll_call
+    if roll is None:
+        return _somebody(whole)
+    whole.connection.tell(f"waited in {label!r}", is_waiting=True)
+    wake(whole)
+    heard = roll.hear()
+    if heard is None and roll.rank_0_keeps_it:
+        return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
+    return _somebody(whole) if heard is None else _absence(whole, label, heard)
+
+
+def break_off(world: World, error: BaseException) -> None:
+    """Let ranks that wait for this one fail now, and hear of it: it will not come."""
+    whole = world.whole
+    whole.connection.fail(error)
+    wake(whole)
+
+
+def _somebody(world: World) -> str:
+    other = f"rank {1 - world.rank}" if world.size == 2 else "another rank"
+    return f"{other} {_GONE}. {_LOOK}"
+
+
+def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
+    gone = {rank: each for rank, each in heard.items() if not each.is_waiting}
+    silent = [r for r in range(world.size) if r != world.rank and r not in heard]
+    mine = Standing(how=f"waited in {label!r}", step=world.connection.activity.step)
+    astray = {
+        rank: each
+        for rank, each in heard.items()
+        if rank not in gone and str(each) != str(mine)
+    }
+    if gone:
+        said = f"{_listed(gone)}."
+    elif silent:
+        said = f"{named(silent)} {_GONE}. {_LOOK}"
+    else:
+        said = "no rank failed: one came later than the timeout, or their connection broke."
+    return f"{said} Elsewhere, {_listed(astray)}." if astray else said
+
+
+def wake(world: World) -> None:
+    """Let ranks that wait for this one fail too, and not at their timeout: it is broken.
+
+    Gloo closes all of a rank's connections when a call on one of them times out.
+    """
+    connection = world.connection
+    for group in (
+        connection.group,
+        *(each.group for each in connection.parts.values()),
+    ):
+        if group is None:
+            continue
+        for peer in range(group.size()):
+            if peer != group.rank():
+                with suppress(RuntimeError):  # which is what it is for
+                    group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
+
+
+def named(ranks: Sequence[int]) -> str:
+    """Return what a sentence calls some ranks."""
+    *most, last = map(str, ranks)
+    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def _listed(standings: dict[int, Standing]) -> str:
+    return ", ".join(f"rank {rank} {each}" for rank, each in standings.items())
+
+
+# How a call is told: what it gives, where the user's code made it, and ranks beside ranks.
+
+
+def shown(tensor: torch.Tensor) -> str:
+    """Name a tensor's shape and dtype, and its layout if that is not the common one."""
+    layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
+    return f"{tuple(tensor.shape)} {tensor.dtype}{layout}".replace("torch.", "")
+
+
+def table(rows: Mapping[int, tuple[str, ...]]) -> str:
+    """Return one aligned line a rank."""
+    width = max(len(row) for row in rows.values())
+    padded = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
+    widths = [max(len(row[i]) for row in padded.values()) for i in range(width)]
+    lines: list[str] = []
+    for rank, row in padded.items():
+        cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w]
+        lines.append(f"  rank {rank}: {'  '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+_NOT_USERS = (
+    str(Path(__file__).parents[1]) + os.sep,
+    str(Path(torch.__file__).parent) + os.sep,
+    typing_extensions.__file__,  # its decorator calls what torch deprecates
+    contextlib.__file__,
+    functools.__file__,
+    "<attrs",
+    "<frozen",
+)
+
+
+def site() -> str:
+    """Return file and line of the innermost frame that is neither torch's nor accelfn's."""
+    frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if _is_users(path):
+            return f"{path.rpartition(os.sep)[2]}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@functools.cache
+def _is_users(path: str) -> bool:
+    return not path.startswith(_NOT_USERS)
+
+
+# Checked worlds: ranks compare what they are about to do before they do it.
+#
+# A backend that is given different things on different ranks waits until its timeout,
+# aborts the process or returns numbers that nobody meant. Eight bytes a rank tell
+# beforehand.
+
+
+def agreed(
+    world: World,
+    kind: str,
+    label: str,
+    values: Any = None,
+    *,
+    free: int | EllipsisType | None = None,
+    op: str | None = None,
+    root: int | None = None,
+    grad: bool = False,
+) -> World:
+    """Return the world to make a call in, once all ranks are known to make the same one.
+
+    Args:
+        world: nothing is compared unless it is `checked`, or simulated.
+        kind: which collective.
+        label: what the ranks are doing.
+        values: a tree of tensors that must be alike on all ranks; other leaves may differ.
+        free: the dimension of tensors in which they may differ all the same; ... for all.
+        op: the reduction.
+        root: the one rank that sends.
+        grad: whether tensors must be alike in that they require gradients, too.
+
+    Cost: none in a world that is not checked, else one all-gather of 8 bytes.
+
+    Raises:
+        ArgumentError: it is no world.
+        CollectiveMismatchError: ranks are about to make different calls; all of them raise it.
+    """
+    check_world(label, world)
+    connection = world.connection
+    await_turn(label if label == kind else f"{kind} {label}", world)
+    # alone a rank makes no call, which would take this for its own
+    if connection.simulated is not None and world.size > 1:
+        connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
+    return _compared(world, (kind, op, root, label), values, free, grad=grad)
+
+
+def await_turn(label: str, world: World) -> None:
+    """Let come first what ranks do, in another order, before a collective of a loss."""
+    before_call = world.connection.activity.before_call
+    if before_call is not None and world.size > 1:
+        before_call(label, world)
+
+
+def alike(
+    world: World,
+    kind: str,
+    label: str,
+    tensors: Sequence[torch.Tensor] = (),
+    *,
+    root: int | None = None,
+) -> World:
+    """Do the same for a call on tensors that are in no tree of the user's."""
+    return _compared(world, (kind, None, root, label), list(tensors), None)
+
+
+def check_world(call: str, world: object) -> None:
+    """Raise unless it is a world.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(world, World):
+        msg = f"{call}: expected an af.World, got {world!r}. Make one with af.World.from_env()."
+        raise ArgumentError(msg)
+
+
+def _star(leaf: Any, *, grad: bool) -> str:
+    return "* that requires grad" if grad and _requires_grad(leaf) else "*"
+
+
+def _requires_grad(leaf: torch.Tensor) -> bool:
+    return leaf.requires_grad and torch.is_grad_enabled()
+
+
+def _compared(
+    world: World,
+    call: tuple[str, str | None, int | None, str],
+    values: Any,
+    free: int | EllipsisType | None,
+    *,
+    grad: bool = False,
+) -> World:
+    if not world.checked or world.size == 1:
+        return world
+    kind, op, root, label = call
+    leaves = tree.leaves_by_key(values)
+    said = {
+        "kind": kind,
+        "reduction": op,
+        "root": root,
+        "structure": tree.outline(values, lambda _: "*"),
+        "shape or dtype": [_form_of(leaf, free) for leaf in leaves],
+        "need of gradients": [grad and _requires_grad(leaf) for leaf in leaves],
+        "label": label,
+    }
+    unchecked = attrs.evolve(world, group=world.connection, checked=False)
+    digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
+    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
+        readable(world.device)
+    )
+    found = {int(each) for each in _gathered(mine, unchecked, label)}
+    if len(found) > 1:
+        given = tree.outline(values, partial(_form_of, free=free, grad=grad))
+        _refuse(said, given, unchecked)
+    return unchecked
+
+
+def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return "*"
+    sizes = [str(size) for size in leaf.shape]
+    if isinstance(free, EllipsisType):
+        sizes = ["any" for _ in sizes]
+    elif free is not None and sizes:
+        sizes[free] = "any"
+    elif free is not None:  # a scalar is a row
+        sizes = ["any"]
+    dtype = str(leaf.dtype).removeprefix("torch.")
+    wants = " that requires grad" if grad and _requires_grad(leaf) else ""
+    return f"{dtype}[{', '.join(sizes)}]{wants}"
+
+
+def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
+    """Tell the ranks of one another, and raise."""
+    label = said["label"]
+    text = json.dumps([said, given, world.connection.activity.step, site()]).encode()
+    size = torch.tensor([len(text)], device=readable(world.device))
+    longest = max(int(each) for each in _gathered(size, world, label))
+    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    texts = _gathered(padded.to(readable(world.device)), world, label)
+    told = [json.loads(each.cpu().numpy().tobytes()) for each in texts]
+    differing = [
+        name for name in said if any(each[0][name] != told[0][0][name] for each in told)
+    ]
+    rows = {rank: _row(*each) for rank, each in enumerate(told)}
+    msg = (
+        f"Rank {world.rank} of {world.size}: the ranks are about to make calls of different"
+        f" {', '.join(differing)}; none of them has.\n{table(rows)}"
+    )
+    raise CollectiveMismatchError(msg)
+
+
+def _row(
+    said: dict[str, Any], given: str, step: int | None, place: str
+) -> tuple[str, ...]:
+    root = "" if said["root"] is None else f"root {said['root']}"
+    how = (said["reduction"] or "", root, given)
+    when = "" if step is None else f"update {step}"
+    return (said["kind"], " ".join(filter(None, how)), repr(said["label"]), when, place)
+
+
+def _gathered(tensor: torch.Tensor, world: World, label: str) -> list[torch.Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(world.size)]
+    with naming(label, world):
+        dist.all_gather(gathered, tensor, group=world.group)
+    return gathered

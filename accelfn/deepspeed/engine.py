@@ -1,0 +1,627 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`Zero`: DeepSpeed's engine of a stage, as flat tensors that are stepped.
+
+Stages 1 and 2 have a whole model on each rank, in one flat tensor a parameter group, and of
+that a float32 part that the optimizer steps. Stage 3 has parts of each parameter alone, one
+after the other in the flat tensor that is stepped, and gathers a module's when it runs. In all
+of them what a state has is the part that is stepped: it is exchanged by pointers, and what the
+model computes with is made of it.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.collectives import break_off, broadcast_, gather_text, neighbors
+from accelfn.deepspeed.flats import Flats, Place, cut_of, evenly
+from accelfn.deepspeed.settings import (
+    exchanged,
+    joined,
+    note_signatures,
+    of_running,
+)
+from accelfn.definition.layout import Layout
+from accelfn.errors import LossError
+from accelfn.world import World
+
+# pyright: reportPrivateUsage=false
+
+# `Course`: whether ranks come to the same places of a model, before they wait there.
+
+
+Ways: TypeAlias = dict[str, "Ways"]
+_LARGEST = 2**16
+"""How many places are remembered: of a model that always goes elsewhere, not all."""
+_LOOKS_EVERY = 0.01
+_LABEL = "compare where DeepSpeed is"
+_ADVICE = (
+    "At stage 3 DeepSpeed gathers and adds up what ranks come to at the same time, so they would"
+    " wait for each other, or take one parameter for another. The state is as it was. Let all"
+    " ranks run the same modules in the same order, and use all parameters, if only by 0, as in"
+    " `+ 0 * net.head.weight.sum()`; take stage 2, where the order is free; or"
+    " af.wrap_fsdp(find_unused_parameters=True)."
+)
+
+
+class Course:
+    """What the ranks come to, one after the other, in an update: the same on all of them.
+
+    Where all ranks have gone one way, they go it again without a word. Where they have never
+    been, or have parted ways before, they compare. A rank that leaves the one known way cannot
+    ask by a collective, since others may be in one of DeepSpeed's: it asks at the store at
+    which they met, for half of the time in which a collective fails.
+    """
+
+    def __init__(self, ranks: World) -> None:
+        """Begin without a known way; all ranks do."""
+        self._ranks = ranks
+        self._number = self._store.add(f"courses of {ranks.rank}", 1)
+        self._root: Ways = {}
+        self._size = self._num_asked = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an update."""
+        if self._size > _LARGEST:
+            self._root, self._size = {}, 0
+        self._at, self._depth = self._root, 0
+
+    def come(self, place: str) -> None:
+        """Come to a place, as all ranks do.
+
+        Raises:
+            LossError: others come to another; they raise it, too, or `PeerFailedError` if they
+                wait in DeepSpeed's own calls.
+        """
+        ways = self._at
+        if len(ways) != 1 or place not in ways:
+            self.compare(place)
+            self._size += place not in ways
+        self._at = ways.setdefault(place, {})
+        self._depth += 1
+
+    def compare(self, place: str) -> None:
+        """Compare a place with the others', whether it is known or not.
+
+        Raises:
+            LossError: as `come`.
+        """
+        if len(self._at) == 1:
+            self._ask(place)
+        else:
+            places = gather_text(place, self._ranks, label=_LABEL)
+            if len({*places}) > 1:
+                _refuse(dict(enumerate(places)))
+
+    def _ask(self, place: str) -> None:
+        """Ask where the others go, that may go on."""
+        store, ranks = self._store, self._ranks
+        self._num_asked += 1
+        keys = [
+            f"{self._number}.{self._num_asked}.{rank}" for rank in range(ranks.size)
+        ]
+        store.set(keys[ranks.rank], json.dumps([self._depth, place]))
+        until = time.monotonic() + (ranks.connection.timeout(ranks.device) or 0) / 2
+        while not (are_there := store.check(keys)) and time.monotonic() < until:
+            time.sleep(_LOOKS_EVERY)
+        if are_there:
+            told = [tuple(json.loads(store.get(key))) for key in keys]
+            if len({*told}) > 1:
+                _refuse({rank: at for rank, (_, at) in enumerate(told)})
+            return
+        (known,) = self._at
+        others = {r: known for r in range(ranks.size) if not store.check([keys[r]])}
+        try:
+            _refuse({ranks.rank: place, **others})
+        except LossError as error:
+            break_off(ranks, error)
+            raise
+
+    @property
+    def _store(self) -> Any:
+        # not kept: an engine of DeepSpeed's is never collected, and a store has a port
+        group: Any = self._ranks.connection.group
+        store = dist.PrefixStore("accelfn DeepSpeed", group.get_group_store())
+        store.set_timeout(timedelta(seconds=30))
+        return store
+
+
+def _refuse(places: dict[int, str]) -> NoReturn:
+    told = ", ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
+    msg = f"Ranks used the model in different ways: {told}. {_ADVICE}"
+    raise LossError(msg)
+
+
+def keep_course(
+    zero: Any,
+    course: Course,
+    names: Mapping[int, str],
+    modules: Mapping[nn.Module, str],
+    *,
+    stay: Callable[[], bool],
+    when_all_came: Callable[[], None],
+) -> None:
+    """Have DeepSpeed's optimizer of stage 3 tell a course what it comes to.
+
+    Args:
+        zero: the optimizer.
+        course: the course.
+        names: of parameters, by their ids.
+        modules: what modules are called.
+        stay: whether the gradients of a pass stay on their rank.
+        when_all_came: is called when all have come, before the last are summed.
+    """
+    send = zero.reduce_ready_partitions_and_remove_grads
+    end = zero.independent_gradient_partition_epilogue
+    coordinator = zero.parameter_offload.get_param_coordinator()
+    fetch = coordinator.fetch_sub_module
+
+    def come(param: nn.Parameter) -> None:
+        if not stay():
+            course.come(f"has the gradient of {names[id(param)]!r}")
+        send(param)
+
+    def end_on_course() -> None:
+        course.come("has ended its backward pass")
+        when_all_came()
+        end()
+
+    def fetch_on_course(module: nn.Module, *, forward: bool) -> None:
+        which = "runs" if forward else "goes back through"
+        course.come(f"{which} {modules[module]}")
+        fetch(module, forward=forward)
+
+    zero.reduce_ready_partitions_and_remove_grads = come
+    zero.independent_gradient_partition_epilogue = end_on_course
+    coordinator.fetch_sub_module = fetch_on_course
+    for params in zero.fp16_groups:
+        for param in params:
+            param.all_gather = _gathering(param.all_gather, course, names[id(param)])
+
+
+def _gathering(gather: Any, course: Course, name: str) -> Any:
+    """Return what gathers one parameter, or several; one is taken by name in a loss.
+
+    It is gathered where it was used from then on: this place is in no later course.
+    """
+
+    def call(params: Any = None, **options: Any) -> Any:
+        if params is None:
+            course.compare(f"takes {name!r} by name")
+        return gather(params, **options)
+
+    return call
+
+
+# Gradients that cross to the ranks that hold their parts, where Gloo joins the ranks.
+#
+# DeepSpeed's stages 1 and 2 sum a bucket on all ranks, of which each keeps its own parts
+# alone.
+
+
+def reduce_by_gloo(zero: Any, ranks: World) -> None:
+    """Have DeepSpeed's optimizer of stage 1 or 2 send each rank what it keeps, and no more.
+
+    Args:
+        zero: the optimizer.
+        ranks: the ranks.
+    """
+    everywhere = zero.allreduce_and_copy_with_multiple_ranks
+
+    def reduce(
+        bucket: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        *,
+        bucket_ranks: Sequence[frozenset[int]],
+        output_bucket: Sequence[torch.Tensor | None],
+        divide: bool,
+        **more: Any,
+    ) -> None:
+        several = any(len(each) > 1 for each in bucket_ranks)
+        summed_apart = any(each is not None for each in output_bucket)
+        converted = any(each.dtype != dtype for each in bucket)
+        if several or summed_apart or converted or divide:
+            named = {"bucket_ranks": bucket_ranks, "output_bucket": output_bucket}
+            everywhere(bucket, dtype, divide=divide, **named, **more)
+            return
+        holders = [min(each) for each in bucket_ranks]
+        neighbors.reduce_to_holders_(bucket, holders, ranks.group)
+
+    zero.allreduce_and_copy_with_multiple_ranks = reduce
+
+
+# `Turns`: gradients cross the ranks in one order, in whichever they come.
+
+
+# DeepSpeed has no types, and no public names for what it keeps
+
+
+class Turns:
+    """In which order gradients cross the ranks: a given one, or that in which rank 0's came.
+
+    DeepSpeed adds up what ranks send at the same time, and knows no names. So a gradient that
+    comes before its turn waits, and one that does not come at all has its turn at the end.
+    While the order is learnt, in the first pass, rank 0 tells the others of each gradient.
+    """
+
+    def __init__(
+        self, count: int, ranks: World, order: Sequence[int] | None = None
+    ) -> None:
+        """Take how many parameters there are, which are numbers here, and their order."""
+        self._count, self._ranks = count, ranks
+        self._order = [] if order is None else [*order]
+        self._had, self._waiting = set[int](), set[int]()
+
+    def come(self, number: int) -> Iterable[int]:
+        """Return whose turn it is now that a gradient has come."""
+        turn = len(self._had)
+        in_turn = turn < len(self._order) and self._order[turn] == number
+        if in_turn and not self._waiting:  # as in nearly every pass
+            self._had.add(number)
+            return (number,)
+        return self._out_of_turn(number)
+
+    def _out_of_turn(self, number: int) -> Iterator[int]:
+        if number in self._had:  # twice in a pass, which DeepSpeed refuses
+            yield number
+        self._waiting.add(number)
+        while self._waiting and (turn := self._turn(number)) in self._waiting:
+            yield self._take(turn)
+
+    def rest(self) -> Iterator[int]:
+        """Yield all who have not had their turn, for the pass is over; then begin anew."""
+        while len(self._had) < self._count:
+            told = {*self._order}
+            untold = (i for i in range(self._count) if i not in told)
+            yield self._take(self._turn(next(untold, 0)))
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a pass."""
+        self._had.clear()
+        self._waiting.clear()
+
+    def _take(self, turn: int) -> int:
+        self._had.add(turn)
+        self._waiting.discard(turn)
+        return turn
+
+    def _turn(self, own: int) -> int:
+        """Return whose turn it is; while that is not known, what comes to rank 0 decides."""
+        if len(self._had) == len(self._order):
+            if len(self._order) == self._count:
+                return -1
+            told = torch.tensor(own, device=self._ranks.device)
+            broadcast_([told], self._ranks, label="order of gradients")
+            self._order.append(int(told))
+        return self._order[len(self._had)]
+
+
+def take_turns(
+    zero: Any,
+    ranks: World,
+    come_listed: Callable[[], bool],
+    when_all_came: Callable[[], None],
+) -> tuple[Turns, Turns]:
+    """Have DeepSpeed's optimizer of stage 1 or 2 send gradients of all parameters in turns.
+
+    What has none on a rank is sent as 0.
+
+    Args:
+        zero: the optimizer.
+        ranks: the ranks.
+        come_listed: whether the gradients of a pass come in the order of its parameters.
+        when_all_came: is called when all have had their turn, before the last are summed.
+
+    Returns:
+        The turns of passes in which they do, and of those in which they do not.
+    """
+    listed_in: list[tuple[nn.Parameter, int]] = [
+        (param, group)
+        for group, params in enumerate(zero.bit16_groups)
+        for param in params
+        if param.requires_grad
+    ]
+    params = [param for param, _ in listed_in]
+    # by its id, for a tensor's own hash is a call of Python
+    number_of = {id(param): number for number, param in enumerate(params)}
+    listed = Turns(len(params), ranks, range(len(params)))
+    learnt = Turns(len(params), ranks)
+    send = zero.reduce_ready_partitions_and_remove_grads
+    end = zero.independent_gradient_partition_epilogue
+
+    def come(param: nn.Parameter, _group: int) -> None:
+        turns = listed if come_listed() else learnt
+        for turn in turns.come(number_of[id(param)]):
+            send(*listed_in[turn])
+
+    def end_in_turn() -> None:
+        for turn in (listed if come_listed() else learnt).rest():
+            param = params[turn]
+            if zero.get_gradient_for_reduction(param) is None:
+                param.grad = torch.zeros_like(param)
+                if zero.use_grad_accum_attribute:
+                    zero._fill_param_grad_accum_attribute(param)
+            send(*listed_in[turn])
+        when_all_came()
+        end()
+
+    zero.reduce_ready_partitions_and_remove_grads = come
+    zero.independent_gradient_partition_epilogue = end_in_turn
+    return listed, learnt
+
+
+# DeepSpeed has no types, and no public names for what it keeps
+
+
+class Zero:
+    """DeepSpeed's engine around a module whose forward is the loss."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        optimizer: Optimizer,
+        config: Mapping[str, Any],
+        ranks: World,
+    ) -> None:
+        """Let DeepSpeed take over the module's parameters; their values are none yet."""
+        self.stage: int = config["zero_optimization"]["stage"]
+        with joined(ranks) as deepspeed:
+            self._engine, *_ = deepspeed.initialize(
+                model=root, optimizer=optimizer, config=dict(config)
+            )
+            self._others = of_running() if self.stage == 3 else []
+        note_signatures(root)
+        self._optimizer: Any = self._engine.optimizer
+        self._params: list[Any] = list(root.parameters())
+        self._ranks = ranks
+        self._coalesces = self._flushes = False
+        self._when_all_came: Callable[[], None] | None = None
+        self._drop_views()
+
+    def _drop_views(self) -> None:
+        """Let go of what would keep the memory of flat tensors that others take the place of."""
+        if self.stage == 3:
+            self._optimizer.lp_param_buffer = None
+        else:
+            for param in self._params:
+                param._hp_mapping = None
+
+    @property
+    def base(self) -> Optimizer:
+        """The optimizer that steps the flat tensors."""
+        return self._optimizer.optimizer
+
+    @property
+    def flats(self) -> Sequence[torch.Tensor]:
+        """The tensors that are stepped, on this rank."""
+        zero = self._optimizer
+        if self.stage == 3:
+            return zero.fp32_partitioned_groups_flat
+        return zero.single_partition_of_fp32_groups
+
+    @property
+    def norm(self) -> Any:
+        """The norm of the gradients of the last update."""
+        return self._optimizer._global_grad_norm
+
+    def where(self, names: Mapping[int, str], layout: Layout) -> Flats:
+        """Return where the parameters lie, whose names are given by their ids."""
+        find = self._places_of_parts if self.stage == 3 else self._places_of_groups
+        sizes, device = [flat.numel() for flat in self.flats], self.flats[0].device
+        return Flats(find(names), sizes, device, layout, self._ranks)
+
+    def _places_of_groups(self, names: Mapping[int, str]) -> dict[str, Place]:
+        """Return the cuts of whole groups, each of which goes on over all ranks."""
+        zero, rank, ranks = self._optimizer, self._ranks.rank, self._ranks.size
+        places: dict[str, Place] = {}
+        for i, params in enumerate(zero.round_robin_bit16_groups):
+            size = int(zero.partition_size[i])
+            for param, start in zip(
+                params, zero.round_robin_bit16_offsets[i], strict=True
+            ):
+                within = start, start + param.numel()
+                runs = [
+                    cut_of((r * size, (r + 1) * size), within) for r in range(ranks)
+                ]
+                offset = runs[rank][0] - rank * size
+                own = [(begin - start, end - start) for begin, end in runs]
+                places[names[id(param)]] = Place(i, min(offset, size), own)
+        return places
+
+    def _places_of_parts(self, names: Mapping[int, str]) -> dict[str, Place]:
+        """Return the cuts of parameters, each in as many equal parts as there are ranks."""
+        places: dict[str, Place] = {}
+        for i, params in enumerate(self._optimizer.fp16_groups):
+            offset = 0
+            for param in params:
+                part = param.partition_numel()
+                runs = evenly(param.ds_numel, part, self._ranks.size)
+                places[names[id(param)]] = Place(i, offset, runs)
+                offset += part
+        return places
+
+    def point_at(self, flats: Mapping[int, torch.Tensor]) -> None:
+        """Step these tensors from now on, and compute with what they hold; a collective."""
+        zero = self._optimizer
+        with torch.no_grad():
+            if self.stage != 3:
+                for i, flat in enumerate(self.flats):
+                    flat.data = flats[i]
+                zero.update_lp_params()
+                return
+            zero._partition_all_parameters()
+            for i, flat in enumerate(self.flats):
+                flat.data = flats[i]
+                zero._reassign_or_swap_out_partitioned_parameters(i)
+            if zero.persistent_parameters:
+                first, *_ = zero.persistent_parameters
+                first.all_gather(zero.persistent_parameters)
+
+    def keep(self, param: nn.Parameter, part: torch.Tensor) -> None:
+        """Give a parameter that is not trained what this rank holds of it."""
+        if self.stage == 3:
+            held: Any = param
+            held.ds_tensor.data[: part.numel()].copy_(part)
+        else:
+            param.data.copy_(part.view(param.shape))
+
+    def runs_of(self, param: nn.Parameter) -> list[tuple[int, int]]:
+        """Return which elements each rank holds of a parameter that is not trained."""
+        held: Any = param
+        if self.stage == 3:
+            return evenly(held.ds_numel, held.partition_numel(), self._ranks.size)
+        return [(0, param.numel())] * self._ranks.size
+
+    def forward(self, *inputs: Any, reduces: bool, ends: bool) -> torch.Tensor:
+        """Return the loss.
+
+        Args:
+            inputs: of the module.
+            reduces: whether the gradients cross the ranks in this pass.
+            ends: whether it is the last one of an update.
+        """
+        if not reduces:
+            self._coalesce(on=True)
+        if not self._coalesces:
+            self._engine.set_gradient_accumulation_boundary(ends)
+        with exchanged(self._others):
+            return self._engine(*inputs)
+
+    def backward(
+        self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
+    ) -> None:
+        """Add the gradients of a loss; in the last pass they are those of all ranks.
+
+        Args:
+            loss: that `forward` returned.
+            ends: whether the pass is the last one of an update.
+            when_all_came: is called in that, once all gradients have come, and before
+                DeepSpeed waits for the last sum of them: at the same place among its sums on
+                all ranks.
+        """
+        self._when_all_came = when_all_came if ends else None
+        with exchanged(self._others):
+            self._engine.backward(loss, scale_wrt_gas=False)
+            if ends and self._coalesces:
+                self._flush()
+        self._tell_all_came()
+
+    def _flush(self) -> None:
+        """Let gradients cross that stayed on their ranks."""
+        self._coalesce(on=False)
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._flushes = True
+        if self.stage == 3:
+            self._engine._flush_coalesced_reduction_zero3(self._optimizer)
+        else:
+            self._engine._flush_coalesced_reduction_zero12(self._optimizer)
+        self._flushes = False
+
+    def _tell_all_came(self) -> None:
+        """Let it be known that all gradients have come, once in an update."""
+        tell, self._when_all_came = self._when_all_came, None
+        if tell is not None:
+            tell()
+
+    def _coalesce(self, *, on: bool) -> None:
+        """Leave gradients on their rank, or no more.
+
+        As DeepSpeed's context `coalesce_grad_reduction` does, which would reduce them, too,
+        when it is dropped with them.
+        """
+        self._coalesces = on
+        self._engine.inside_no_sync_ctxt = on
+        self._optimizer._coalesce_grad_reduction = on
+
+    def step(self, divisor: float) -> bool:
+        """Step, with gradients divided by a number; return whether they were finite.
+
+        DeepSpeed takes the number for a scale of the loss, by which it divides before it looks
+        at the norm and clips.
+        """
+        scaler, zero = self._optimizer.loss_scaler, self._optimizer
+        before, scaler.cur_scale = scaler.cur_scale, divisor
+        try:
+            self._engine.step()
+        finally:
+            scaler.cur_scale = before
+        return not zero.overflow
+
+    def begin(self) -> None:
+        """Begin an update."""
+        if self.stage == 3:
+            self._course.begin()
+        else:
+            for turns in self._turns:
+                turns.begin()
+
+    def align(self, names: Mapping[int, str]) -> None:
+        """Have gradients of all ranks meet those of the same parameters, named by their ids."""
+        if self.stage == 3:
+            named = {"": "the loss", "module": "the model"}
+            modules = {
+                module: named.get(name, repr(name.removeprefix("module.")))
+                for name, module in self._engine.module.named_modules()
+            }
+            self._course = Course(self._ranks)
+            keep_course(
+                self._optimizer,
+                self._course,
+                names,
+                modules,
+                stay=lambda: self._coalesces,
+                when_all_came=self._tell_all_came,
+            )
+        else:
+            self._turns = take_turns(
+                self._optimizer, self._ranks, self._come_listed, self._tell_all_came
+            )
+            if neighbors.carries(self._ranks.group, self.flats[0].device):
+                reduce_by_gloo(self._optimizer, self._ranks)
+
+    def _come_listed(self) -> bool:
+        """Whether gradients of this pass are sent in the order of the list of parameters."""
+        return self._flushes or (self.stage == 1 and not self._optimizer.overlap_comm)
+
+    def free(self) -> None:
+        """Let go of all memory but that of states, whose flat tensors stay as they are.
+
+        DeepSpeed's engine is referred to by hooks that torch keeps, and not collected.
+        """
+        zero: Any = self._optimizer
+        zero.optimizer.state.clear()
+        held: list[Any] = [*self._params, *self.flats]
+        held += [p.ds_tensor for p in held if hasattr(p, "ds_tensor")]
+        for tensor in held:
+            tensor.grad, tensor.data = None, tensor.data.new_empty(0)
+        names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
+        names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
+        # parts of gradients, which are views of the buffer that goes below
+        names += ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",)
+        for name in names:
+            if hasattr(zero, name):
+                getattr(zero, name).clear()
+        if self.stage == 3:
+            zero.grad_partitions_flat_buffer = None
+
+    def drop_gradients(self) -> None:
+        """Leave nothing of backward passes that no update will take."""
+        zero, self._when_all_came = self._optimizer, None
+        self._coalesce(on=False)
+        for param in self._params:
+            param.grad = None
+            if self.stage != 3:
+                param.grad_accum = None
+        for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            for key in list(found):
+                found[key] = None
+        zero._epilogue_ran_this_backward = False
+        zero.micro_step_id = 0 if self.stage == 3 else -1

@@ -1,0 +1,448 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state's values in ZeRO's order: flat tensors, of which each rank has a part.
+
+ZeRO keeps of each parameter group, or of a part of one, a flat tensor with this rank's elements
+of its parameters, and the optimizer steps that. A state's values are those elements by name and
+by rows, as every other transform, checkpoint and layout has them.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.base import tree
+from accelfn.collectives import all_to_all
+from accelfn.definition.layout import Layout
+from accelfn.errors import OptimizerError, StateError
+from accelfn.model.optimizer import COUNTS
+from accelfn.state.state import OptState
+from accelfn.world import World
+
+# Where a parameter's elements lie over the ranks, and how they go from one place to
+# another.
+#
+# Of each parameter, flat, a rank has one run of elements: its rows in a state, and what
+# ZeRO cut for it in DeepSpeed. Both follow from shapes alone, so every rank knows what
+# every other one has, and nothing but elements crosses the ranks.
+
+
+Run: TypeAlias = tuple[int, int]
+"""Where a rank's elements of a parameter begin, and where they end."""
+Runs: TypeAlias = Mapping[str, Sequence[Run]]
+"""By parameter, the run of each rank."""
+
+_AT_ONCE = 2**25
+"""Bytes of whole tensors that are moved in one call."""
+
+
+def cut_of(run: Run, within: Run) -> Run:
+    """Return what of a run lies within another; nothing is an empty run."""
+    begin = max(run[0], within[0])
+    return begin, max(begin, min(run[1], within[1]))
+
+
+def evenly(count: int, part: int, ranks: int) -> list[Run]:
+    """Return the runs of ranks that have so many elements each, of a count in all."""
+    return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
+
+
+def moved(
+    pieces: Mapping[str, torch.Tensor],
+    have: Runs,
+    want: Runs,
+    among: World,
+    *,
+    label: str,
+) -> dict[str, torch.Tensor]:
+    """Return the elements of this rank's runs, in memory of their own.
+
+    Args:
+        pieces: by name, flat, what this rank has; of one dtype on all ranks.
+        have: which elements those are, on each rank. Of what several have, the first sends.
+        want: which each rank is to have.
+        among: these ranks; a collective.
+        label: what they are doing.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for names in _by_calls(pieces, have):
+        sent = [
+            {
+                name: _overlap(pieces[name], have[name], among.rank, want[name][to])
+                for name in names
+            }
+            for to in range(among.size)
+        ]
+        got = all_to_all(sent, among, label=label)
+        for name in names:
+            parts = [each[name] for each in got if each[name].numel()]
+            found[name] = torch.cat(parts) if parts else got[0][name]
+    return found
+
+
+def _overlap(
+    piece: torch.Tensor, runs: Sequence[Run], rank: int, want: Run
+) -> torch.Tensor:
+    """Return what this rank gives of its piece to who wants a run."""
+    begin, end = runs[rank]
+    for earlier in runs[:rank]:  # who has it too, and sends it
+        if earlier[0] < earlier[1] and begin < end:
+            begin = max(begin, min(end, earlier[1]))
+    low, high = cut_of(want, (begin, end))
+    return (
+        piece[low - runs[rank][0] : high - runs[rank][0]] if low < high else piece[:0]
+    )
+
+
+def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[str]]:
+    """Yield names of what goes in one call, the same on all ranks."""
+    names: list[str] = []
+    total = 0
+    for name, piece in pieces.items():
+        size = have[name][-1][1] * piece.element_size()
+        if names and total + size > _AT_ONCE:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += size
+    if names:
+        yield names
+
+
+_FLAT = "<flat {}>"
+_TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
+
+
+@attrs.frozen
+class Place:
+    """Where a parameter's elements lie in ZeRO.
+
+    Attributes:
+        flat: in which flat tensor.
+        offset: where this rank's elements begin in it.
+        runs: which elements each rank has.
+    """
+
+    flat: int
+    offset: int
+    runs: Sequence[Run]
+
+
+@attrs.frozen(eq=False)
+class Flats:
+    """Where all trained parameters lie, and how their values come from there and get there.
+
+    Attributes:
+        places: by name.
+        sizes: how many elements this rank has of each flat tensor, padding included.
+        device: where flat tensors are.
+        layout: how the state's values lie.
+        ranks: the ranks.
+    """
+
+    places: Mapping[str, Place]
+    sizes: Sequence[int]
+    device: torch.device
+    layout: Layout
+    ranks: World
+    rows: Runs = attrs.field(init=False)
+
+    @rows.default  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
+    def _rows(self) -> Runs:
+        return {name: self._rows_of(name) for name in self.places}
+
+    def _rows_of(self, name: str) -> list[Run]:
+        """Return which elements each rank has in a state: its rows, or all of what has none."""
+        shape, ranks = self.layout.shapes[name], self.ranks.size
+        if name not in self.layout.cuts:
+            return [(0, shape.numel())] * ranks
+        rows = -(-shape[0] // ranks)
+        return evenly(shape.numel(), rows * (shape.numel() // shape[0]), ranks)
+
+    @property
+    def cuts(self) -> Runs:
+        """Which elements of each parameter each rank has in ZeRO."""
+        return {name: place.runs for name, place in self.places.items()}
+
+    def names_of(self, flat: int) -> list[str]:
+        """Return which parameters lie in a flat tensor."""
+        return [name for name, place in self.places.items() if place.flat == flat]
+
+    def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return this rank's elements of each parameter, in the flat tensor's memory."""
+        found: dict[str, torch.Tensor] = {}
+        for name in self.names_of(flat):
+            place = self.places[name]
+            begin, end = place.runs[self.ranks.rank]
+            found[name] = tensor.detach()[place.offset : place.offset + end - begin]
+        return found
+
+    def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return what lies in flat tensors as values of a state; a collective."""
+        pieces: dict[str, torch.Tensor] = {}
+        for flat, tensor in flats.items():
+            pieces |= self.pieces(flat, tensor)
+        device = self.layout.device  # where the optimizer's part may not be
+        pieces = {name: piece.to(device) for name, piece in pieces.items()}
+        rows = moved(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
+        return {name: self._value(name, piece) for name, piece in rows.items()}
+
+    def _value(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        shape = self.layout.shapes[name]
+        if name not in self.layout.cuts:
+            return piece.view(shape)
+        part = piece.view(-1, *shape[1:])
+        like = torch.empty(shape, dtype=piece.dtype, device="meta")
+        made = tree.padded(part, self.layout.room(name, shape))
+        return self.layout.held(name, made, like)
+
+    def gathered(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return flat tensors of values of a state, which all of a flat have; a collective."""
+        pieces = {
+            name: tree.local(v).detach().reshape(-1) for name, v in values.items()
+        }
+        parts = moved(pieces, self.rows, self.cuts, self.ranks, label=_TO_FLATS)
+        flats: dict[int, torch.Tensor] = {}
+        for name, part in parts.items():
+            place = self.places[name]
+            if place.flat not in flats:
+                size, device = self.sizes[place.flat], self.device
+                flats[place.flat] = part.new_zeros(size, device=device)
+            flats[place.flat][place.offset : place.offset + part.numel()] = part
+        return flats
+
+
+class _Read:
+    """What was read of flat tensors, and whether somebody has written to it since."""
+
+    def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Take values by name."""
+        self._values = values
+        self._versions = self._written()
+
+    def _written(self) -> dict[str, int]:
+        # a DTensor's own operators count on it, and those on its part there
+        return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
+
+    def check(self, field: str) -> None:
+        """Raise where a value was written to, which the flat tensors do not know.
+
+        Raises:
+            StateError: one was.
+        """
+        now = self._written()
+        written = [
+            name for name, version in now.items() if version != self._versions[name]
+        ]
+        if written:
+            msg = (
+                f"In state.{field}, {', '.join(written[:5])} were written to in place. Under"
+                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would go on"
+                " without. Give other values by state.with_params(...), or change the state"
+                " before its first step."
+            )
+            raise StateError(msg)
+
+
+class FlatParams(Mapping[str, torch.Tensor]):
+    """A state's parameters while they lie in flat tensors; they are brought into rows when read.
+
+    Attributes:
+        flats: the tensors, which a step changes in place.
+        kept: parameters that are not trained, as the state has them.
+    """
+
+    def __init__(
+        self,
+        order: Iterable[str],
+        where: Flats,
+        flats: Mapping[int, torch.Tensor],
+        kept: Mapping[str, torch.Tensor],
+    ) -> None:
+        """Take the names in the model's order, and where the elements are."""
+        self._order, self.where = tuple(order), where
+        self.flats, self.kept = flats, kept
+        self._rows: dict[str, torch.Tensor] | None = None
+        self._read = _Read({})
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a value; the first to be read brings all into rows, a collective."""
+        if name in self.kept:
+            return self.kept[name]
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self.where.read(self.flats)
+            self._read = _Read(self._rows)
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether it is a parameter's name; nothing is read."""
+        return name in self._order
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self._order)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._order)
+
+    def changed(self) -> None:
+        """Note that a step has changed the flat tensors."""
+        self._rows, self._read = None, _Read({})
+
+    def check_read(self) -> None:
+        """Raise where what was read has been written to."""
+        self._read.check("params")
+
+
+class FlatOptState(Mapping[str, dict[str, Any]]):
+    """A state's optimizer state while it lies in flat tensors; see `FlatParams`.
+
+    Attributes:
+        held: what the optimizer has, by flat tensor, by group, and of what is not trained.
+    """
+
+    def __init__(self, where: Flats, held: OptState) -> None:
+        """Take what the optimizer has."""
+        self.where, self.held = where, held
+        self._rows: OptState | None = None
+        self._read = _Read({})
+        flats = {flat_key(i): i for i in range(len(where.sizes))}
+        self._names = [
+            name
+            for key, i in flats.items()
+            if key in held
+            for name in where.names_of(i)
+        ]
+        self._others = {key: entry for key, entry in held.items() if key not in flats}
+
+    def __getitem__(self, name: str) -> dict[str, Any]:
+        """Return an entry; the first to be read brings all into rows, a collective."""
+        if name in self._others:
+            return self._others[name]
+        if self._rows is None:
+            with torch.no_grad():
+                self._rows = self._brought()
+            self._read = _Read(
+                {
+                    f"{name}.{key}": value
+                    for name, entry in self._rows.items()
+                    for key, value in entry.items()
+                    if isinstance(value, torch.Tensor)
+                }
+            )
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is an entry of that name; nothing is read."""
+        return name in self._names or name in self._others
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter((*self._names, *self._others))
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._names) + len(self._others)
+
+    def changed(self) -> None:
+        """Note that a step has changed the flat tensors."""
+        self._rows, self._read = None, _Read({})
+
+    def check_read(self) -> None:
+        """Raise where what was read has been written to."""
+        self._read.check("opt_state")
+
+    def _brought(self) -> OptState:
+        """Return the entries of parameters."""
+        where, found = self.where, {name: dict[str, Any]() for name in self._names}
+        by_key: dict[str, dict[int, torch.Tensor]] = {}
+        for i, size in enumerate(where.sizes):
+            for key, value in self.held.get(flat_key(i), {}).items():
+                if is_flat(value, size):
+                    by_key.setdefault(key, {})[i] = value
+                    continue
+                for name in where.names_of(i):  # a count, of which each has its own
+                    own = isinstance(value, torch.Tensor)
+                    found[name][key] = value.clone() if own else value
+        for key in sorted(by_key):
+            for name, value in where.read(by_key[key]).items():
+                found[name][key] = value
+        return found
+
+
+def flat_key(index: int) -> str:
+    """Return where what an optimizer has of a flat tensor stands."""
+    return _FLAT.format(index)
+
+
+def is_flat(value: Any, size: int) -> bool:
+    """Whether an entry of an optimizer has an element for each of a flat tensor."""
+    return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
+
+
+def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptState:
+    """Return an optimizer's state by flat tensor, of one by name; a collective.
+
+    Raises:
+        OptimizerError: parameters of one flat tensor have kept other counts, or some have kept
+            nothing.
+    """
+    held: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
+    by_key: dict[str, dict[str, torch.Tensor]] = {}
+    for i in range(len(where.sizes)):
+        names = where.names_of(i)
+        entries = {name: opt_state[name] for name in names if name in opt_state}
+        if not entries:
+            continue
+        _check_alike(names, entries, where)
+        held[flat_key(i)] = {}
+        # one of which a count has another shape, if there is such a one
+        shaped = max(entries, key=lambda name: len(where.layout.shapes[name]))
+        for key, value in entries[shaped].items():
+            if _has_shape(key, value, shaped, where):
+                by_key.setdefault(key, {}).update(
+                    {n: e[key] for n, e in entries.items()}
+                )
+            else:
+                own = isinstance(value, torch.Tensor)
+                held[flat_key(i)][key] = value.clone() if own else value
+    for key in sorted(by_key):
+        for i, flat in where.gathered(by_key[key]).items():
+            held[flat_key(i)][key] = flat
+    return held
+
+
+def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
+    """Whether an entry has an element for each of its parameter, which may be a lone number."""
+    shape = where.layout.shapes[name]
+    is_alike = isinstance(value, torch.Tensor) and value.shape == shape
+    return is_alike and (bool(shape) or key not in COUNTS)
+
+
+def _check_alike(
+    names: Sequence[str], entries: Mapping[str, Mapping[str, Any]], where: Flats
+) -> None:
+    lacking = [name for name in names if name not in entries]
+    first = max(entries, key=lambda name: len(where.layout.shapes[name]))
+    one, rest = entries[first], [each for each in entries.items() if each[0] != first]
+    differ = [
+        name
+        for name, each in rest
+        if each.keys() != one.keys()
+        or any(
+            not _has_shape(key, one[key], first, where) and bool(one[key] != each[key])
+            for key in one
+        )
+    ]
+    if lacking or differ:
+        other = (lacking or differ)[0]
+        what = "no state yet" if lacking else "counted other updates"
+        msg = (
+            "DeepSpeed keeps one state for all parameters of a group. The optimizer has"
+            f" {what} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
+            " parameter groups of its own, or go on under af.wrap_fsdp()."
+        )
+        raise OptimizerError(msg)

@@ -1,0 +1,499 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from accelfn.base import tree
+from accelfn.collectives import gather_text, naming, start_sum_
+from accelfn.deepspeed.engine import Zero
+from accelfn.deepspeed.flats import (
+    FlatOptState,
+    FlatParams,
+    evenly,
+    flat_key,
+    flattened,
+    moved,
+)
+from accelfn.deepspeed.settings import parted
+from accelfn.engine.binding import built
+from accelfn.engine.fsdp import Splitter, lent_in_parts
+from accelfn.engine.loss import LossFunction, ReadLoss, RootModule, Samples, like
+from accelfn.engine.optimizer import LiveOptimizer, State
+from accelfn.errors import GradsError, LossError, UnusedParametersError, WorldError
+from accelfn.model.optimizer import Assignments, rebuilt
+from accelfn.state.grads import Grads
+from accelfn.state.metrics import Number
+from accelfn.state.state import OptState, TrainState
+from accelfn.world import World
+
+_HELD = (
+    "DeepSpeed holds these gradients, from the backward pass to the update, and nobody sees them:"
+    " af.clip_grad_norm says how it clips them. Take af.wrap_fsdp() for what looks at gradients."
+)
+
+
+class HeldGradients(Mapping[str, torch.Tensor]):
+    """In the place of gradients that DeepSpeed holds: whoever looks at them is told so."""
+
+    def __getitem__(self, name: str) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            GradsError: always.
+        """
+        raise GradsError(_HELD)
+
+    def __iter__(self) -> Iterator[str]:
+        """Refuse."""
+        raise GradsError(_HELD)
+
+    def __len__(self) -> int:
+        """Return 0, for none are there to be seen."""
+        return 0
+
+
+class ZeroHome:
+    """A module whose parameters DeepSpeed has taken over, and the flat tensors of a state.
+
+    A state is bound by pointers if its elements lie in such flat tensors already, as those of
+    all states do that an engine of the same definition has stepped; or they are brought there,
+    which is a collective.
+    """
+
+    def __init__(
+        self,
+        state: TrainState,
+        splitter: Splitter,
+        config: Mapping[str, Any],
+        ranks: World,
+    ) -> None:
+        """Build the module, whose parameters have memory and no values."""
+        assert state.definition.layout is not None  # noqa: S101 - of a transform that cuts
+        self._definition, self._splitter = state.definition, splitter
+        self._layout, self._config, self._ranks = state.definition.layout, config, ranks
+        skeleton = state.definition.skeleton
+        device = state.definition.world.device
+        empty = {
+            name: torch.zeros(meta.shape, dtype=meta.dtype, device=device)
+            for name, meta in skeleton.module.named_parameters()
+        }
+        self.module = built(state.definition, empty, state.buffers)
+        self.params = dict(self.module.named_parameters())
+        self.trained = {name: self.params[name] for name in skeleton.trainable}
+        self.names = {id(param): name for name, param in self.params.items()}
+        self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
+        self._kept: dict[str, torch.Tensor] = {}
+        # what the optimizer has of them, which it goes on with when they are thawed
+        self._at_rest: OptState = {}
+        self._bound: FlatParams | None = None
+        self._used: list[torch.Tensor] = []
+        self._held: HeldGradients | None = None
+
+    def wrap(self, root: nn.Module) -> Zero:
+        """Let DeepSpeed take over a module that runs this home's, and an optimizer of it."""
+        prototype, skeleton = self._definition.optimizer, self._definition.skeleton
+        metas = skeleton.module.named_parameters()
+        memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
+        self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
+        self.zero.align(self.names)
+        self.where = self.zero.where(self.names, self._layout)
+        for param in self.trained.values():
+            # the list's own method, for a function would be a call of Python's for each
+            param.register_post_accumulate_grad_hook(self._used.append)
+        weakref.finalize(self, self.zero.free)
+        return self.zero
+
+    @property
+    def bound(self) -> FlatParams:
+        """The parameters that are bound, as long as they are."""
+        assert self._bound is not None  # noqa: S101 - a step binds first
+        return self._bound
+
+    def bind(self, params: Mapping[str, torch.Tensor]) -> None:
+        """Step a state's flat tensors; one that has none is brought into such."""
+        with torch.no_grad():
+            kept = {name: params[name] for name in self._frozen}
+            if isinstance(params, FlatParams) and self._lies_alike(params):
+                self._bound = params
+            else:
+                values = {name: params[name] for name in self.trained}
+                flats = self.where.gathered(values)
+                self._bound = FlatParams(params, self.where, flats, kept)
+            self._keep(kept)
+            self.zero.point_at(self._bound.flats)
+
+    def _lies_alike(self, params: FlatParams) -> bool:
+        """Whether flat tensors are those of this home, or of one before it."""
+        return (params.where.places, params.where.sizes) == (
+            self.where.places,
+            self.where.sizes,
+        )
+
+    def _keep(self, kept: Mapping[str, torch.Tensor]) -> None:
+        """Let parameters that are not trained have a state's values; a collective for others."""
+        new = {n: v for n, v in kept.items() if self._kept.get(n) is not v}
+        if not new:
+            return
+        pieces = {n: tree.local(v).detach().reshape(-1) for n, v in new.items()}
+        have = {name: self._rows_of(name, value) for name, value in new.items()}
+        want = {name: self.zero.runs_of(self._frozen[name]) for name in new}
+        parts = moved(pieces, have, want, self._ranks, label="ZeRO: frozen parameters")
+        for name, part in parts.items():
+            self.zero.keep(self._frozen[name], part)
+        self._kept = dict(kept)
+
+    def _rows_of(self, name: str, value: torch.Tensor) -> list[tuple[int, int]]:
+        count, ranks = value.numel(), self._ranks.size
+        if not tree.is_shard(value):
+            return [(0, count)] * ranks
+        rows = -(-value.shape[0] // ranks)
+        return evenly(count, rows * (count // value.shape[0]), ranks)
+
+    @property
+    def shows(self) -> Self:
+        """What knows a state's values of the optimizer's."""
+        return self
+
+    @property
+    def holder(self) -> Self:
+        """Who holds the gradients."""
+        return self
+
+    def reports(self) -> dict[str, float]:
+        """Return the norm of the gradients, where they are clipped."""
+        clips = self._config["gradient_clipping"] > 0
+        return {"grad_norm": float(self.zero.norm)} if clips else {}
+
+    def hidden(self) -> HeldGradients:
+        """Return what stands for the gradients that DeepSpeed holds now."""
+        self._held = HeldGradients()
+        return self._held
+
+    def has_gradients(self) -> bool:
+        """Whether some are where a backward pass of somebody else's would put them."""
+        return False
+
+    def note_none(self) -> None:
+        """Begin an update, whose backward passes have come by no parameter yet."""
+        self._used.clear()
+        self.zero.begin()
+
+    def take_gradients(self) -> dict[str, torch.Tensor]:
+        """Return the parameters of which DeepSpeed has a gradient."""
+        unused = {*self.unused()}
+        return {n: param for n, param in self.trained.items() if n not in unused}
+
+    def unused(self) -> list[str]:
+        """Return the parameters of which there is no gradient on this rank."""
+        used = {*map(id, self._used)}
+        if len(used) == len(self.trained):  # as in nearly every pass
+            return []
+        return [name for name, param in self.trained.items() if id(param) not in used]
+
+    def put_gradients(self, grads: Grads) -> None:
+        """Leave the gradients that DeepSpeed holds where they are.
+
+        Raises:
+            GradsError: these are others.
+        """
+        if grads.as_taken is self._held:
+            return
+        msg = (
+            "These gradients are not those that DeepSpeed holds: it holds those of the last"
+            " backward pass, and others were taken since, or these were changed. Give each to"
+            " apply_grads, or to into=, before the next are taken."
+        )
+        raise GradsError(msg)
+
+    def clear_gradients(self) -> None:
+        """Leave none."""
+        self.zero.drop_gradients()
+        self._used.clear()
+        self._held = None
+
+    def lend(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        """Return what calls functions of a model of these values, gathered unit by unit."""
+        return lent_in_parts(self._definition, self._splitter, dict(params), buffers)
+
+    def shown(self, opt_state: OptState) -> Any:
+        """Return what DeepSpeed's optimizer has as a state's values, which are read later."""
+        return FlatOptState(self.where, {**self._at_rest, **opt_state})
+
+    def raw(self, opt_state: Any) -> OptState:
+        """Return what DeepSpeed's optimizer has of a state's values."""
+        where = self.where
+        self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
+        if isinstance(opt_state, FlatOptState) and (
+            (opt_state.where.places, opt_state.where.sizes)
+            == (where.places, where.sizes)
+        ):
+            return opt_state.held
+        return flattened(where, opt_state)
+
+    def flats_by_name(self) -> dict[torch.Tensor, str]:
+        """Return the flat tensors, and what their state is called by."""
+        return {flat: flat_key(i) for i, flat in enumerate(self.zero.flats)}
+
+
+# `Gathered`: whether a loss computes with nothing but parameters that stage 3 has gathered.
+
+
+NOT_GATHERED = (
+    "The loss used {which} that DeepSpeed had not gathered, of which this rank has a part and"
+    " no values: at stage 3 it gathers the parameters of a module that is called, and those that"
+    " are taken by name, as model.head.weight. Take them by name, not from model.parameters() or"
+    " state_dict(); a penalty of weights is the optimizer's weight_decay; or take stage 2."
+)
+_ASKED = frozenset(
+    {
+        *("__get__", "__set__", "__delete__", "__hash__", "__repr__", "__eq__"),
+        *("numel", "nelement", "size", "dim", "ndimension", "stride", "element_size"),
+        *("is_floating_point", "is_complex", "register_hook", "requires_grad_"),
+        *("data_ptr", "type", "__format__", "get_device", "is_contiguous"),
+    }
+)
+"""What does not compute: models ask for dtypes and devices, and DeepSpeed's hooks for more."""
+
+
+class Gathered(TorchFunctionMode):
+    """Refuses to compute with parameters that are not there: a sum of them would be 0.
+
+    It costs some microseconds a call of torch, and so looks at the first pass of a loss alone.
+    """
+
+    def __init__(self, names: Mapping[int, str]) -> None:
+        """Take the parameters' names by their ids."""
+        super().__init__()
+        self._names = names
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch.
+
+        Raises:
+            LossError: it would compute with a parameter that is not there.
+        """
+        options = kwargs or {}
+        if getattr(func, "__name__", "") not in _ASKED:
+            for value in _leaves((*args, *options.values())):
+                name = self._names.get(id(value))
+                if name is not None and value.ds_status.name == "NOT_AVAILABLE":
+                    msg = NOT_GATHERED.format(which=f"the parameter {name!r}")
+                    raise LossError(msg)
+        return func(*args, **options)
+
+
+def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
+    """Yield arguments, and what is in lists of them."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from value
+        else:
+            yield value
+
+
+# Runs the loss inside DeepSpeed's engine; the last micro-batch reduces, or each does.
+
+
+_UNUSED = (
+    "Some parameters took no part in the loss of some ranks: {told}. Ranks wait for the gradients"
+    " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
+    " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
+    " af.wrap_fsdp(find_unused_parameters=True)."
+)
+
+
+class _Sums:
+    """The weight of the loss, and how many parameters had no gradient, of all ranks.
+
+    They cross beside DeepSpeed's last sum of gradients: ranks wait for both at once.
+    """
+
+    def __init__(self, home: ZeroHome, ranks: World, weight: Number) -> None:
+        self._home, self._ranks, self._weight = home, ranks, weight
+
+    def start(self) -> None:
+        """Begin to sum, when all gradients have come."""
+        counts, ranks = [0.0, len(self._home.unused())], self._ranks
+        self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
+        self._flat[0] = self._weight
+        self._wait = start_sum_(self._flat, ranks, label="weight of the loss")
+
+    def wait(self) -> torch.Tensor:
+        """Return both sums."""
+        self._wait()
+        return self._flat
+
+
+class ZeroRunner:
+    """Runs the loss inside DeepSpeed's engine."""
+
+    reduces = True
+    expects_unused = False
+    lone_module = None
+
+    def __init__(
+        self, module: nn.Module, home: ZeroHome, ranks: World, *, in_parts: bool
+    ) -> None:
+        """Let DeepSpeed take over the module, which transforms may have changed."""
+        self._ranks, self._home, self._in_parts = ranks, home, in_parts
+        self._root = RootModule(module)
+        with naming("build DeepSpeed's engine", ranks):
+            self._zero = home.wrap(self._root)
+        self._forward = naming("DeepSpeed forward", ranks)
+        self._backward = naming("DeepSpeed backward", ranks)
+        self._sync, self._is_over = True, False
+        self._known = deque[LossFunction](maxlen=8)  # losses that had a first pass
+        ranks.connection.hold(self.let_go)
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss.
+
+        The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
+        """
+        if self._is_over:
+            msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
+            raise WorldError(msg)
+        if samples.begins:
+            self._home.bound.check_read()
+            self._root.share_buffers(self._ranks)
+            self._home.note_none()
+        self._sync = sync
+        reduces = sync or self._in_parts
+        with self._forward, self._watched(loss_fn):
+            self._scalar = self._zero.forward(
+                loss_fn, samples, reduces=reduces, ends=sync
+            )
+        if not self._is_known(loss_fn):
+            self._known.append(loss_fn)
+        return self._root.take_read()
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        scalar = self._scalar
+        del self._scalar
+        loss = scalar if scale is None else scalar * like(scalar, scale)
+        sums = _Sums(self._home, self._ranks, weight)
+        try:
+            with self._backward:
+                self._zero.backward(loss, ends=self._sync, when_all_came=sums.start)
+        except RuntimeError as error:
+            if any(sign in str(error) for sign in ("got [0]", "tensor b (0)")):
+                msg = NOT_GATHERED.format(which="a parameter")
+                raise LossError(msg) from error
+            raise
+        if not self._sync:
+            return None
+        total, num_unused = sums.wait()
+        if num_unused:
+            self._check_alike(self._home.unused())
+        return total / self._ranks.size
+
+    def _check_alike(self, unused: list[str]) -> None:
+        """Raise unless what took no part in the loss is the same on all ranks.
+
+        Raises:
+            UnusedParametersError: it is not; they are named on all ranks.
+        """
+        text = "\n".join(unused)
+        texts = gather_text(text, self._ranks, label="parameters without a gradient")
+        if len({*texts}) > 1:
+            rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
+            told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
+            raise UnusedParametersError(_UNUSED.format(told=told))
+
+    def _watched(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
+        """Return what looks at a loss's first pass at stage 3."""
+        if self._zero.stage < 3 or self._is_known(loss_fn):
+            return nullcontext()
+        return Gathered(self._home.names)
+
+    def _is_known(self, loss_fn: LossFunction) -> bool:
+        return any(known is loss_fn for known in self._known)
+
+    def let_go(self) -> None:
+        """Let DeepSpeed forget the process group."""
+        self._is_over = True
+        parted(self._ranks)
+
+
+# `ZeroOptimizer`: an update that DeepSpeed takes, with a state's hyperparameters and
+# counts.
+
+
+class ZeroOptimizer:
+    """Takes an update in DeepSpeed, which divides, clips, and leaves out what is not finite."""
+
+    skips = is_untouched = False
+
+    def __init__(self, home: ZeroHome) -> None:
+        """Take where the flat tensors are; DeepSpeed's engine is not yet there."""
+        self._home = home
+        self._live: LiveOptimizer | None = None
+        self._shown: Any = None
+
+    def load(self, state: State) -> None:
+        """Take over a state's entries."""
+        if self._live is None:
+            base, names = self._home.zero.base, self._home.flats_by_name()
+            self._live = LiveOptimizer(base, names, self._home)
+        self._live.load(state)
+        self._shown = state
+
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update; raise unless all can be stepped as the state says.
+
+        Raises:
+            OptimizerError: nobody set a schedule-free optimizer's mode.
+            StateError: what was read of its state was written to.
+        """
+        self._here.expect(planned)
+        if isinstance(self._shown, FlatOptState):
+            self._shown.check_read()
+
+    def divides(self, divisor: Number) -> bool:
+        """Whether it divides gradients itself: always."""
+        return True
+
+    def update(
+        self,
+        hyper: Assignments,
+        divisor: Number | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> State | None:
+        """Step, and return the optimizer's state by name; None where it left the update out."""
+        live, home = self._here, self._home
+        live.begin(hyper)
+        home.bound.changed()
+        if isinstance(self._shown, FlatOptState):
+            self._shown.changed()
+        is_finite = home.zero.step(1.0 if divisor is None else float(divisor))
+        state = live.finish()
+        if not is_finite:
+            return None
+        self._shown = state
+        return state
+
+    @property
+    def _here(self) -> LiveOptimizer:
+        assert self._live is not None  # noqa: S101 - a state is bound first
+        return self._live

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Losses under torch.compile, and word of each time that one is compiled again.
+
+A `Compiler` compiles one function after another with the same options. It turns what torch
+says of a function that cannot be compiled into a `CompileError`, and compiling again, which
+takes as long as thousands of steps, into a `RecompilationWarning`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base import tree
+from accelfn.base.arguments import qualname
+from accelfn.engine.loss import (
+    Delegating,
+    LossFunction,
+    ReadLoss,
+    Runner,
+    Samples,
+    like,
+    read_loss,
+)
+from accelfn.errors import CompileError, RecompilationWarning
+from accelfn.state.metrics import Loss, Number
+from accelfn.world import World
+
+DOUBLE_BACKWARD = "double backward"
+"""In the text of an error about a loss that itself takes gradients."""
+_TWICE = (
+    "af.compile: {} cannot be compiled: it calls torch.autograd.grad, as a gradient penalty"
+    f" does, and torch compiles a {DOUBLE_BACKWARD} only where loss and gradients are one"
+    " graph. Leave out regions=, fullgraph=False, fp16 and checkpointed activations, and"
+    " take another backend than 'eager'; or leave out af.compile."
+)
+_MANY = 8
+"""Loss functions that an engine compiles before it says that these are many."""
+
+
+@attrs.frozen(eq=False, kw_only=True)
+class Options:
+    """What torch.compile is told.
+
+    Attributes:
+        backend: the name of one of torch's, or a function that compiles a graph.
+        mode: of inductor, as "max-autotune".
+        options: of inductor, by name.
+        dynamic: whether sizes are symbols from the start; None: those that changed.
+        fullgraph: whether code that would break a graph in two is refused.
+    """
+
+    backend: str | Callable[..., Any]
+    mode: str | None
+    options: Mapping[str, Any] | None
+    dynamic: bool | None
+    fullgraph: bool
+
+
+class Compiler:
+    """Compiles the functions of one engine."""
+
+    def __init__(self, options: Options, world: World) -> None:
+        """Take torch.compile's options, and the world that knows the update."""
+        self._options = options
+        self._activity = world.connection.activity
+        self._losses: dict[Callable[..., Any], Compiled] = {}
+        self.num_passes = 0
+        on_graphs = options.mode in {"reduce-overhead", "max-autotune"}
+        self.reuses_memory = world.device.type == "cuda" and on_graphs
+        """Whether a later call writes where an earlier one's results are."""
+
+    @property
+    def step(self) -> int | None:
+        """The update that is being taken."""
+        return self._activity.step
+
+    def loss(
+        self, loss_fn: Callable[..., Any], make: Callable[[], Callable[..., Any]]
+    ) -> "Compiled":
+        """Return what was made of a loss function, compiled; made at first use."""
+        known = self._losses.get(loss_fn)
+        if known is None:
+            known = self.compiled(make(), qualname(loss_fn))
+            self._losses[loss_fn] = known
+            if len(self._losses) == _MANY:
+                msg = (
+                    f"{_MANY} loss functions were compiled for one model, the last of them"
+                    f" {qualname(loss_fn)} at update {self.step}. Call af.make_step once,"
+                    " before the loop, and give it what changes as an extra."
+                )
+                warnings.warn(msg, RecompilationWarning, stacklevel=2)
+        return known
+
+    def compiled(self, fn: Callable[..., Any], name: str) -> "Compiled":
+        """Return a function under torch.compile, with caches of its own."""
+        given = self._options
+        options = None if given.options is None else dict(given.options)
+        compiler: Any = torch.compile
+        under = compiler(
+            fn,
+            backend=given.backend,
+            mode=given.mode,
+            options=options,
+            dynamic=given.dynamic,
+            fullgraph=given.fullgraph,
+            isolate_recompiles=True,
+        )
+        return Compiled(under, name, self)
+
+
+class Compiled:
+    """A function under torch.compile, called as itself."""
+
+    def __init__(self, fn: Callable[..., Any], name: str, compiler: Compiler) -> None:
+        """Take it, and what users call it."""
+        # imported with the first function that is compiled, for it takes a second
+        from torch._dynamo import config, exc, utils  # noqa: PLC0415
+
+        self._fn, self._name, self._compiler = fn, name, compiler
+        self._config, self._failures = config, exc.TorchDynamoException
+        self._metrics = utils.get_compilation_metrics
+        self._stats = utils.counters["stats"]
+        self._first_pass = 0
+        self._num_again = 0
+        self.num_compiled = 0
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the function, compiling it where what it depends on has changed."""
+        before = self._stats["unique_graphs"]
+        try:
+            returned = self._first(*args) if self._is_first else self._fn(*args)
+        except self._failures as error:
+            raise CompileError(self._cannot(error)) from error
+        if self._stats["unique_graphs"] != before:
+            self._note()
+        return returned
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether this is the pass in which it is expected to be compiled."""
+        return self._first_pass in (0, self._compiler.num_passes)
+
+    def _first(self, *args: Any) -> Any:
+        """Call it in its first pass; torch's compilers warn of their own old ways."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", module=r"torch(\..*)?$")
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+            return self._fn(*args)
+
+    def differentiating(self, *args: Any) -> Any:
+        """Call a function that calls torch.autograd.grad.
+
+        Dynamo traces that only if its configuration says so. To say so at every call takes
+        as long as a fifth of a small step, and it is asked only where something is to be
+        compiled, which without it fails.
+        """
+        if not self._is_first:
+            before = self._stats["unique_graphs"]
+            try:
+                returned = self._fn(*args)
+            except self._failures:
+                pass
+            else:
+                if self._stats["unique_graphs"] != before:
+                    self._note()
+                return returned
+        with self._config.patch(trace_autograd_ops=True):
+            return self(*args)
+
+    def _note(self) -> None:
+        """Tell of a compilation that is not the first."""
+        self.num_compiled += 1
+        now = self._compiler.num_passes
+        self._first_pass = self._first_pass or now
+        if now == self._first_pass:
+            return
+        self._num_again += 1
+        msg = (
+            f"{self._name} was compiled again at update {self._compiler.step} (so far"
+            f" {self._num_again} times), because {self._reason()}. Give it batches of one"
+            " shape, or say af.compile(dynamic=True); give numbers that change as tensors."
+        )
+        warnings.warn(msg, RecompilationWarning, stacklevel=2)
+
+    def _reason(self) -> str:
+        told = [each.recompile_reason for each in self._metrics()[-1:]]
+        line = (told[0] if told else None) or "something that it uses changed"
+        # behind it, torch shows the line of code and the stack
+        return line.strip().splitlines()[0].partition("  #")[0].strip()
+
+    def _cannot(self, error: Exception) -> str:
+        text = str(error).strip()
+        if "InvalidCxxCompiler" in text or "No working C++ compiler" in text:
+            return (
+                f"af.compile: {self._name} cannot be compiled: the backend 'inductor' needs"
+                " a C++ compiler, and there is none. Install g++ or clang++, or name one in"
+                " the environment variable CXX."
+            )
+        if "trace_autograd_ops" in text:
+            return _TWICE.format(self._name)
+        return (
+            f"af.compile: {self._name} cannot be compiled: {text}\nChange that part, or"
+            " leave it out of the graph: af.compile(fullgraph=False) breaks it there, and"
+            " af.compile(regions=...) compiles parts of the model alone."
+        )
+
+
+def opened(returned: Any) -> tuple[bool, Any]:
+    """Return whether this is an `af.Loss`, and it as plain data: those leave a graph."""
+    if isinstance(returned, Loss):
+        return True, (returned.total, returned.weight, dict(returned.aux))
+    return False, returned
+
+
+def closed(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - what `opened` gave
+    """Return what a loss function returned, of its plain data."""
+    if is_loss:
+        total, weight, aux = returned
+        return Loss(total, weight, **aux)
+    return returned
+
+
+def detached(leaf: Any) -> Any:
+    """Return numbers, or totals with their weights, without their graph."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach()
+    if isinstance(leaf, dict):
+        return {name: detached(each) for name, each in leaf.items()}
+    if isinstance(leaf, tuple):
+        return tuple([detached(each) for each in leaf])
+    return leaf
+
+
+# Runners of compiled losses: forward and backward as one graph, as two, or region by
+# region.
+#
+# One graph is what a compiler can do most with, and nothing of autograd's is left at run
+# time. It needs the gradients' seed to be 1, and no collective between the two passes;
+# where that is not so, forward and backward are compiled apart, inside whatever runs them.
+
+
+class OneGraphRunner:
+    """Runs a loss and its backward pass as one graph; nothing crosses ranks."""
+
+    reduces = False
+    lone_module = None
+    expects_unused = True
+
+    def __init__(self, module: nn.Module, compiler: Compiler) -> None:
+        """Take the module and what compiles."""
+        self._module, self._compiler = module, compiler
+        self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._grads: Sequence[torch.Tensor | None] = ()
+        self._num_compiled = 0
+        self._shared: set[int] = set()
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss; its gradients are there already."""
+        del sync
+        compiler, module = self._compiler, self._module
+        value, extras = samples.value, samples.extras
+        compiler.num_passes += 1
+        compiled = compiler.loss(loss_fn, lambda: _one_graph(loss_fn, self._trained))
+        try:
+            is_loss, plain, grads = compiled.differentiating(module, value, extras)
+        except CompileError:
+            # what is wrong without compiling too says so itself
+            loss_fn(module, value, *extras)
+            raise
+        returned = closed(is_loss, plain)
+        if grads is None:
+            return read_loss(returned, loss_fn, samples)  # which says why
+        if compiler.reuses_memory:
+            returned, grads = tree.clone((returned, list(grads)))
+        else:
+            grads = self._own(compiled, grads, (plain, value, extras))
+        self._grads = grads
+        total: torch.Tensor = returned.total if is_loss else returned
+        total.requires_grad_()  # it had a gradient, as is looked at
+        return read_loss(returned, loss_fn, samples)
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`."""
+        del weight
+        grads, self._grads = self._grads, ()
+        if scale is not None:
+            factor = like(scalar, scale) if isinstance(scale, torch.Tensor) else scale
+            tree.mul_((grad for grad in grads if grad is not None), factor)
+        sums: list[torch.Tensor] = []
+        addends: list[torch.Tensor] = []
+        for param, grad in zip(self._trained, grads, strict=True):
+            if grad is None:
+                continue
+            if param.grad is None:
+                param.grad = grad
+            else:
+                sums.append(param.grad)
+                addends.append(grad)
+        tree.add_(sums, addends, alpha=1)
+        return None
+
+    def _own(
+        self, compiled: Compiled, grads: Sequence[torch.Tensor | None], others: Any
+    ) -> Sequence[torch.Tensor | None]:
+        """Return gradients of which none shares memory with another, or anything else.
+
+        A compiler returns one tensor for two results that are equal, and an input for a
+        result that is equal to it; gradients are scaled in place. Which share memory is the
+        graph's, so it is looked at when there is a new one.
+        """
+        if compiled.num_compiled != self._num_compiled:
+            self._num_compiled = compiled.num_compiled
+            held = [*self._module.parameters(), *self._module.buffers()]
+            self._shared |= _sharing(grads, [*held, *tree.tensor_leaves(others)])
+        if not self._shared:
+            return grads
+        return [
+            grad.clone() if i in self._shared and grad is not None else grad
+            for i, grad in enumerate(grads)
+        ]
+
+
+class TwoGraphsRunner(Delegating):
+    """Runs a compiled loss in another runner; its backward pass is compiled too.
+
+    Of a loss that itself takes gradients torch makes no two graphs, but one, whose gradients
+    are all there before any is reduced.
+    """
+
+    def __init__(self, inner: Runner, compiler: Compiler, *, whole: bool) -> None:
+        """Take what runs losses, what compiles them, and whether one graph can be for all."""
+        super().__init__(inner)
+        self._compiler, self._whole = compiler, whole
+        self._made: dict[LossFunction, LossFunction] = {}
+
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss, compiled."""
+        self._compiler.num_passes += 1
+        made = self._made.get(loss_fn)
+        if made is None:
+            made = self._made[loss_fn] = self._compiled(loss_fn)
+        return made
+
+    def _compiled(self, loss_fn: LossFunction) -> LossFunction:
+        compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
+
+        def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
+            try:
+                return closed(*compiled(model, value, extras))
+            except CompileError as error:
+                if not (self._whole and DOUBLE_BACKWARD in str(error)):
+                    loss_fn(model, value, *extras)
+                    raise
+            made = self._made[loss_fn] = self._in_one_graph(loss_fn, model)
+            return made(model, value, *extras)
+
+        compiled_loss.__qualname__ = qualname(loss_fn)
+        return compiled_loss
+
+    def _in_one_graph(self, loss_fn: LossFunction, model: nn.Module) -> LossFunction:
+        """Return a loss that differentiates twice, compiled with all of its gradients."""
+        trained = [p for p in model.parameters() if p.requires_grad]
+        graph, name = _one_graph(loss_fn, trained), qualname(loss_fn)
+        compiled = self._compiler.compiled(graph, name)
+
+        def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
+            is_loss, plain, grads = compiled.differentiating(model, value, extras)
+            if grads is None:
+                return closed(is_loss, plain)
+            total, *others = plain if is_loss else (plain,)
+            used = [i for i, grad in enumerate(grads) if grad is not None]
+            params = (trained[i] for i in used)
+            total = _WithGrads.apply(total, [grads[i] for i in used], *params)
+            return closed(is_loss, (total, *others) if is_loss else total)
+
+        compiled_loss.__qualname__ = name
+        return compiled_loss
+
+
+class _WithGrads(torch.autograd.Function):
+    """A total that has its gradients with it: a backward pass only scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Any, grads: Any, *_params: Any) -> torch.Tensor:
+        """Return the total."""
+        ctx.grads = grads
+        return total.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *seeds: torch.Tensor) -> Any:
+        """Return the gradients times that of the total."""
+        return None, None, *(grad * seeds[0] for grad in ctx.grads)
+
+
+class RegionsRunner(Delegating):
+    """Runs a loss as it is, over a model of which some modules are compiled."""
+
+    def __init__(self, inner: Runner, compiler: Compiler) -> None:
+        """Take what runs losses, and what compiles the modules."""
+        super().__init__(inner)
+        self._compiler = compiler
+
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss; its modules begin a pass."""
+        self._compiler.num_passes += 1
+        return loss_fn
+
+
+def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
+    """Let what modules compute be compiled, once for all of a class that are alike.
+
+    It is compiled inside the hooks of a call: in them torch's FSDP gathers a unit.
+    """
+    by_class: dict[tuple[type, bool], Compiled] = {}
+    for region in regions:
+        kind, is_wrapped = type(region), "forward" in vars(region)
+        if (kind, is_wrapped) not in by_class:
+            graph = _wrapped_graph() if is_wrapped else _class_graph(kind)
+            by_class[kind, is_wrapped] = compiler.compiled(graph, kind.__qualname__)
+        if is_wrapped:  # by a transform, as af.checkpoint_activations does
+            vars(region)["_uncompiled"] = region.forward
+        region.forward = partial(_called, by_class[kind, is_wrapped], region)
+
+
+def _called(compiled: Compiled, region: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return compiled(region, args, kwargs)
+
+
+def _class_graph(kind: type[nn.Module]) -> Callable[..., Any]:
+    forward = kind.forward
+
+    def region(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return forward(module, *args, **kwargs)
+
+    return region
+
+
+def _wrapped_graph() -> Callable[..., Any]:
+    def region(module: Any, args: Any, kwargs: Any) -> Any:
+        return module._uncompiled(*args, **kwargs)
+
+    return region
+
+
+def _one_graph(
+    loss_fn: LossFunction, trained: list[nn.Parameter]
+) -> Callable[..., Any]:
+    """Return the function whose graph is a loss and its gradients, for the compiler."""
+
+    def loss_and_grads(module: nn.Module, value: Any, extras: Any) -> Any:
+        is_loss, plain = opened(loss_fn(module, value, *extras))
+        total = plain[0] if is_loss else plain
+        if not _has_gradient(total):
+            return is_loss, detached(plain), None
+        grads = torch.autograd.grad(total, trained, allow_unused=True)
+        laid_out = [_as_parameter(p, g) for p, g in zip(trained, grads, strict=True)]
+        return is_loss, detached(plain), laid_out
+
+    return loss_and_grads
+
+
+def _forward_graph(loss_fn: LossFunction) -> Callable[..., Any]:
+    """Return the function whose graph is a loss, for the compiler."""
+
+    def loss(module: nn.Module, value: Any, extras: Any) -> Any:
+        return opened(loss_fn(module, value, *extras))
+
+    return loss
+
+
+def _has_gradient(total: Any) -> bool:
+    if not isinstance(total, torch.Tensor):
+        return False
+    return total.ndim == 0 and not total.is_complex() and total.requires_grad
+
+
+def _as_parameter(
+    param: torch.Tensor, grad: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return a gradient that lies in memory as its parameter does."""
+    if grad is None or grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param).copy_(grad)
+
+
+def _sharing(
+    grads: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]
+) -> set[int]:
+    """Return which gradients lie in memory that something else lies in, too."""
+    seen = {each.untyped_storage().data_ptr() for each in others}
+    found: set[int] = set()
+    for i, grad in enumerate(grads):
+        if grad is not None and grad.numel():
+            where = grad.untyped_storage().data_ptr()
+            if where in seen:
+                found.add(i)
+            seen.add(where)
+    return found

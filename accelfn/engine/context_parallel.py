@@ -1,0 +1,692 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls of attention, which something else answers while ranks share a sequence."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Self, TypeAlias, cast
+
+import attrs
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch.amp.autocast_mode import is_autocast_available
+from torch.autograd.function import once_differentiable
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import (
+    CheckpointFunction,
+    checkpoint,
+    noop_context_fn,
+)
+
+from accelfn.base.draws import NOTHING
+from accelfn.collectives import naming
+from accelfn.collectives.neighbors import Homewards, around, owners
+from accelfn.errors import LossError
+from accelfn.world import World
+
+HEADS, POSITIONS = 1, 2
+"""Which dims of query, key and value they are."""
+
+
+@attrs.frozen
+class Attention:
+    """What `F.scaled_dot_product_attention` is called with."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+    @property
+    def three(self) -> dict[str, torch.Tensor]:
+        """Return query, key and value, by name."""
+        return {"query": self.query, "key": self.key, "value": self.value}
+
+    def check_dims(self) -> None:
+        """Refuse what has no dim of heads.
+
+        Raises:
+            LossError: a tensor has other dims than samples, heads, positions and features.
+        """
+        for name, tensor in self.three.items():
+            if tensor.ndim != 4:
+                msg = (
+                    f"af.context_parallel: attention was called with a {name} of shape"
+                    f" {tuple(tensor.shape)}; expected (samples, heads, positions, features)."
+                )
+                raise LossError(msg)
+
+    def check_mask(self, num_queries: int, num_keys: int) -> None:
+        """Refuse a mask that is not for all positions, of which there are so many.
+
+        Raises:
+            LossError: it is not.
+        """
+        mask, whole = self.attn_mask, (num_queries, num_keys)
+        if mask is None:
+            return
+        ends = zip(mask.shape[-2:], whole, strict=False)
+        if mask.ndim < 2 or any(a not in (1, b) for a, b in ends):
+            msg = (
+                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, and"
+                f" attention goes over {whole[0]} x {whole[1]} positions, of which this rank"
+                " has a part. Give is_causal=True, or a mask for all positions, such as a"
+                " buffer of the model or one of fewer dims than seq_dim names."
+            )
+            raise LossError(msg)
+
+
+class Attending(TorchFunctionMode):
+    """Inside it, a function of ours answers `F.scaled_dot_product_attention`."""
+
+    def __init__(self, attend: Callable[[Attention], torch.Tensor]) -> None:
+        """Take the function."""
+        super().__init__()
+        self._attend, self._with_gradients = attend, False
+
+    def __enter__(self) -> Self:
+        """Begin to answer; note whether gradients are taken of what is computed."""
+        self._with_gradients = torch.is_grad_enabled()
+        return super().__enter__()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function of torch, or attention as it is here."""
+        del types
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            if self._with_gradients and _may_run_again():
+                _refuse_rerun()
+            return self._attend(Attention(*args, **kwargs))
+        if func is F.multi_head_attention_forward:
+            msg = (
+                "af.context_parallel: nn.MultiheadAttention would attend to the positions of"
+                " this rank alone. Compute query, key and value by layers of your own, and"
+                " call F.scaled_dot_product_attention."
+            )
+            raise LossError(msg)
+        return func(*args, **kwargs)
+
+
+def _may_run_again() -> bool:
+    """Whether layers that are run now may be what torch runs again in the backward pass."""
+    hooks = cast("Any", torch)._C._autograd
+    ignore_is_tracing = True
+    is_hooked = hooks._top_saved_tensors_default_hooks(ignore_is_tracing) is not None
+    return is_hooked or not torch.is_grad_enabled()
+
+
+_CHECKPOINT = inspect.unwrap(checkpoint).__code__
+
+
+def _refuse_rerun() -> None:
+    """Refuse layers that torch runs again in the backward pass, where nobody answers for us.
+
+    Others are let through: those without gradients, as a teacher's, are run once, and
+    `af.checkpoint_activations` brings what is around a first run to the second.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__ or (
+            frame.f_code is _CHECKPOINT
+            and frame.f_locals["context_fn"] is noop_context_fn
+        ):
+            msg = (
+                "af.context_parallel: a layer that attends is run by torch.utils.checkpoint,"
+                " which runs it again outside the loss, where attention would see the"
+                " positions of this rank alone. Leave it out (a model of Transformers has"
+                " gradient_checkpointing_disable()), and add af.checkpoint_activations to the"
+                " setup."
+            )
+            raise LossError(msg)
+        frame = frame.f_back
+
+
+# Attention over a sequence of which each rank has a part: heads are exchanged for
+# positions.
+#
+# Before attention each rank gives its positions of most heads away, and gets all positions
+# of its own heads; after it, back. Whatever else a model does goes position by position.
+
+
+_HEADS = "context_parallel: heads for positions"
+
+
+class Heads:
+    """The way by heads: each rank attends to all positions with a share of the heads.
+
+    Attributes:
+        num_pieces: into how many pieces a sequence is cut.
+        pieces: which of them this rank has, in this order.
+    """
+
+    def __init__(self, ranks: World) -> None:
+        """Take the ranks that have the parts of a sequence, in order."""
+        self._ranks = ranks
+        self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
+
+    def attend(self, given: Attention) -> torch.Tensor:
+        """Return what this rank's positions see.
+
+        Raises:
+            LossError: heads cannot be shared out, or a mask is not for all positions.
+        """
+        ranks = self._ranks
+        _check_heads(given, ranks)
+        query, key, value = exchanged(
+            (given.query, given.key, given.value), ranks, (HEADS, POSITIONS)
+        )
+        given.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
+        mask = _of_heads(given.attn_mask, ranks)
+        options = attrs.asdict(given, recurse=False)
+        options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
+        attended = F.scaled_dot_product_attention(**options)
+        return exchanged((attended,), ranks, (POSITIONS, HEADS))[0]
+
+
+def _check_heads(given: Attention, ranks: World) -> None:
+    """Refuse heads that are not as many as the ranks or a multiple of them."""
+    given.check_dims()
+    for name, tensor in given.three.items():
+        if tensor.shape[HEADS] % ranks.size:
+            msg = (
+                f"af.context_parallel: {tensor.shape[HEADS]} heads of the {name}, of shape"
+                f" {tuple(tensor.shape)}, cannot be shared out over {ranks.size} ranks along"
+                ' "cp". Take a number of ranks that divides them, or'
+                " af.context_parallel(ring=True), which shares no heads out."
+            )
+            raise LossError(msg)
+
+
+def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
+    """Return what of a mask is for this rank's heads."""
+    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+        return mask.chunk(ranks.size, -3)[ranks.rank]
+    return mask
+
+
+def exchanged(
+    tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
+) -> tuple[torch.Tensor, ...]:
+    """Return tensors of which this rank has all of the second dim, and a part of the first.
+
+    Before, it had all of the first and a part of the second. Its gradient is the way back.
+    """
+    return cast("Any", _Exchange).apply(ranks, dims, *tensors)
+
+
+class _Exchange(torch.autograd.Function):
+    """An all-to-all, in one call for several tensors of one dtype."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ranks: World, dims: tuple[int, int], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.ranks, ctx.dims = ranks, dims
+        given, taken = dims
+        num = ranks.size
+        rows = [torch.stack(tensor.chunk(num, given)) for tensor in tensors]
+        sent = torch.cat([each.reshape(num, -1) for each in rows], dim=1)
+        got = torch.empty_like(sent)
+        with naming(_HEADS, ranks):
+            dist.all_to_all_single(got, sent, group=ranks.group)
+        parts = got.split([each[0].numel() for each in rows], dim=1)
+        return tuple(
+            torch.cat([*part.reshape(each.shape)], dim=taken)
+            for part, each in zip(parts, rows, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        given, taken = ctx.dims
+        back = exchanged(gradients, ctx.ranks, (taken, given))
+        return None, None, *back
+
+
+# Attention to a block of keys, with what it takes to join it to that to other blocks.
+#
+# Beside what queries see in a block there is the logarithm of the sum of their exponentials
+# (`lse`), by which the results of several blocks are weighed (Milakov and Gimelshein 2018,
+# "Online normalizer calculation for softmax"). The gradients of a block follow from the
+# result and the `lse` of all blocks together (Dao et al. 2022, "FlashAttention").
+#
+# torch's own kernels compute both where they can: its public attention does not return
+# `lse`.
+
+
+Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+_aten: Any = torch.ops.aten
+_NOTHING = -math.inf
+"""The `lse` of a query that sees nothing."""
+
+
+@attrs.frozen
+class Block:
+    """Queries, and the keys and values that they may see.
+
+    Attributes:
+        mask: what is added to products, of four dims; or None.
+        is_causal: whether a query sees no key behind its own place.
+        scale: what products are multiplied by.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    is_causal: bool
+    scale: float
+
+    def attended(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what each query sees, and its `lse`."""
+        kernel = self._kernel()
+        if kernel is None:
+            products = self._products()
+            lse = products.logsumexp(-1)
+            shares = (products - finite(lse)[..., None]).exp()
+            return shares @ _shared(wide(self.value), self), lse
+        seen, lse = kernel.attended(self)
+        if self.mask is None:
+            return seen, lse
+        sees = (self.mask != _NOTHING).any(-1)
+        return seen, lse.masked_fill(~sees, _NOTHING)
+
+    def gradients(
+        self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+    ) -> Three:
+        """Return the gradients of query, key and value.
+
+        Args:
+            upstream: that of what is seen.
+            seen: in all blocks together.
+            lse: of all blocks together.
+        """
+        kernel = self._kernel()
+        if kernel is None:
+            return self.gradients_with_mask(upstream, seen, lse)[:3]
+        query, key, value = kernel.gradients(self, upstream, seen, finite(lse))
+        return query, self._summed(key), self._summed(value)
+
+    def gradients_with_mask(
+        self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the gradients of query, key and value, and of products before the mask."""
+        upstream, seen, query = wide(upstream), wide(seen), wide(self.query)
+        key, value = _shared(wide(self.key), self), _shared(wide(self.value), self)
+        shares = (self._products() - finite(lse)[..., None]).exp()
+        through = upstream @ value.mT - (upstream * seen).sum(-1, keepdim=True)
+        products = shares * through
+        return (
+            products @ key * self.scale,
+            self._summed(products.mT @ query * self.scale),
+            self._summed(shares.mT @ upstream),
+            products,
+        )
+
+    def _products(self) -> torch.Tensor:
+        products = wide(self.query) @ _shared(wide(self.key), self).mT * self.scale
+        if self.mask is not None:
+            products = products + self.mask
+        if self.is_causal:
+            seen = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
+            products = products.masked_fill(~seen.to(products.device), _NOTHING)
+        return products
+
+    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of keys or values from that for each head."""
+        return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
+
+    def _kernel(self) -> "type[_OnHost | _OnCuda] | None":
+        features = self.query.shape[-1]
+        if (
+            features != self.value.shape[-1]
+            or not self.query.numel() * self.key.numel()
+        ):
+            return None  # of empty sequences a kernel ends the process
+        if self.mask is not None and self.mask.dtype is not self.query.dtype:
+            return None  # nor does it go back from numbers of two dtypes
+        if self.query.device.type == "cpu":
+            return _OnHost
+        if self.query.device.type != "cuda":
+            return None
+        is_fit = self.query.dtype in (torch.float16, torch.bfloat16)
+        is_fit = is_fit and features % 8 == 0 and features <= 256 and self.mask is None
+        return _OnCuda if is_fit and _has_flash(self.query.device) else None
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype in which blocks add up: float32 at least."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def join(
+    seen: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, lse_of_more: torch.Tensor
+) -> None:
+    """Weigh what was seen, in place, by what is seen in one block more."""
+    both = torch.logaddexp(lse, lse_of_more)
+    ours, theirs = (
+        (each - finite(both)).exp()[..., None] for each in (lse, lse_of_more)
+    )
+    seen.mul_(ours).add_(more * theirs)
+    lse.copy_(both)
+
+
+def finite(lse: torch.Tensor) -> torch.Tensor:
+    """Return 0 in the place of minus infinity, of which a difference would be no number."""
+    return lse.masked_fill(lse == _NOTHING, 0.0)
+
+
+def _has_flash(device: torch.device) -> bool:
+    """Whether a GPU has the kernel, and nobody has switched it off."""
+    cuda = torch.backends.cuda
+    is_old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (
+        8,
+        0,
+    )
+    return cuda.flash_sdp_enabled() and not is_old
+
+
+class _OnHost:
+    """torch's kernel for the CPU."""
+
+    @staticmethod
+    def attended(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            *_of_each_head(block),
+            is_causal=block.is_causal,
+            attn_mask=block.mask,
+            scale=block.scale,
+        )
+
+    @staticmethod
+    def gradients(
+        block: Block, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+    ) -> Three:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            upstream,
+            *_of_each_head(block),
+            seen,
+            lse.contiguous(),
+            0.0,
+            block.is_causal,
+            attn_mask=block.mask,
+            scale=block.scale,
+        )
+
+
+class _OnCuda:
+    """torch's kernel for GPUs: 16 bits, without a mask."""
+
+    @staticmethod
+    def attended(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+        seen, lse, *_ = _aten._scaled_dot_product_flash_attention(
+            *_of_each_head(block), is_causal=block.is_causal, scale=block.scale
+        )
+        return seen, lse
+
+    @staticmethod
+    def gradients(
+        block: Block, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+    ) -> Three:
+        none_drawn = torch.zeros((), dtype=torch.int64, device=seen.device)
+        return _aten._scaled_dot_product_flash_attention_backward(
+            upstream,
+            *_of_each_head(block),
+            seen,
+            lse.contiguous(),
+            *(None, None),  # where sequences of several lengths begin
+            *(block.query.shape[2], block.key.shape[2]),
+            0.0,
+            block.is_causal,
+            *(none_drawn, none_drawn),
+            scale=block.scale,
+        )
+
+
+def _of_each_head(block: Block) -> Three:
+    three = block.query, _shared(block.key, block), _shared(block.value, block)
+    # kernels take features to lie side by side, and do not look
+    query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
+    return query, key, value
+
+
+def _shared(each: torch.Tensor, block: Block) -> torch.Tensor:
+    """Return keys or values for each head of the queries, some of which share them."""
+    shared_by = block.query.shape[1] // each.shape[1]
+    return each if shared_by == 1 else each.repeat_interleave(shared_by, 1)
+
+
+# Attention over a sequence of which each rank has a part: keys and values go round a ring.
+#
+# Each rank keeps its queries, and passes keys and values on to the next, until all have
+# met. In the backward pass keys and values go round once more, and their gradients behind
+# them.
+#
+# Under a causal mask early positions see little and late ones much, so each rank has a
+# piece from the front and one as far from the end: at each meeting but that with itself a
+# rank then computes half a block, whoever it meets (the order of "zigzag" ring attention).
+
+
+_RING = "context_parallel: keys and values round a ring"
+_ALL = slice(None)
+
+
+class Ring:
+    """The way by a ring: each rank attends with its positions, of all heads, to everybody's.
+
+    Attributes:
+        num_pieces: into how many pieces a sequence is cut.
+        pieces: which of them this rank has, in this order.
+    """
+
+    def __init__(self, ranks: World) -> None:
+        """Take the ranks that have the parts of a sequence, in order."""
+        self._ranks = ranks
+        self.num_pieces, self.pieces = 2 * ranks.size, _pieces(ranks.rank, ranks.size)
+
+    def attend(self, given: Attention) -> torch.Tensor:
+        """Return what this rank's positions see.
+
+        Raises:
+            LossError: heads or samples differ, a mask is not for all positions, or something
+                is to be dropped.
+        """
+        _check_ring(given)
+        three = [_as_autocast(each) for each in given.three.values()]
+        scale = three[0].shape[-1] ** -0.5 if given.scale is None else given.scale
+        meetings = _Meetings(self._ranks, is_causal=given.is_causal, scale=scale)
+        masks = self._masks(given, three[0].dtype)
+        return cast("Any", _Attention).apply(meetings, *three, *masks)
+
+    def _masks(self, given: Attention, dtype: torch.dtype) -> list[torch.Tensor | None]:
+        """Return what is added to products at each meeting."""
+        size = self._ranks.size
+        lengths = [each.shape[POSITIONS] * size for each in (given.query, given.key)]
+        given.check_mask(*lengths)
+        mask = given.attn_mask
+        if mask is None:
+            return [None] * size
+        if mask.dtype is torch.bool:
+            zeros = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            mask = zeros.masked_fill(~mask, -torch.inf)
+        mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
+        rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
+        # of a row that hides all by a large number, the logarithm of a sum would be that number
+        if rows.shape[-1]:
+            rows = rows - finite(rows.detach().amax(-1, keepdim=True))
+        return [
+            _of_pieces(rows, -1, self.num_pieces, _pieces(owner, size))
+            for owner in owners(self._ranks)
+        ]
+
+
+def _pieces(rank: int, size: int) -> tuple[int, int]:
+    """Return which of twice as many pieces as ranks are a rank's."""
+    return rank, 2 * size - 1 - rank
+
+
+def _of_pieces(
+    mask: torch.Tensor, dim: int, num: int, pieces: tuple[int, int]
+) -> torch.Tensor:
+    if mask.shape[dim] == 1:
+        return mask
+    cut = mask.chunk(num, dim)
+    return torch.cat([cut[piece] for piece in pieces], dim)
+
+
+def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype in which autocast would have attention computed."""
+    kind = tensor.device.type
+    if tensor.dtype is torch.float64 or not is_autocast_available(kind):
+        return tensor
+    enabled = torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
+
+
+def _check_ring(given: Attention) -> None:
+    given.check_dims()
+    query, key, value = given.three.values()
+    if given.dropout_p:
+        msg = (
+            f"af.context_parallel(ring=True): attention is to drop a share of"
+            f" {given.dropout_p:g} of what it sees, and each meeting of the ring would draw"
+            " anew. Set dropout_p=0, or leave out ring."
+        )
+        raise LossError(msg)
+    if given.is_causal and given.attn_mask is not None:
+        msg = (
+            "af.context_parallel(ring=True): attention is called with an attn_mask and with"
+            " is_causal=True. Give one of the two: let the mask hide what is to come."
+        )
+        raise LossError(msg)
+    shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
+    is_fit = rest == 0 and (shared_by == 1 or given.enable_gqa)
+    is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1]
+    if not is_fit or query.shape[0] != key.shape[0]:
+        msg = (
+            f"af.context_parallel(ring=True): a query of shape {tuple(query.shape)} cannot"
+            f" attend to a key of {tuple(key.shape)} with a value of {tuple(value.shape)}. Give"
+            " tensors of as many samples and heads, and a value for each key; or, with"
+            " enable_gqa=True, a query of a multiple of the heads."
+        )
+        raise LossError(msg)
+    num_queries, num_keys = query.shape[POSITIONS], key.shape[POSITIONS]
+    has_places = given.is_causal or given.attn_mask is not None
+    is_odd = has_places and (num_queries % 2 or num_keys % 2)
+    if is_odd or (given.is_causal and num_queries != num_keys):
+        msg = (
+            f"af.context_parallel(ring=True): this rank's part has {num_queries} queries and"
+            f" {num_keys} keys. Under a mask a part is two pieces of one length, and"
+            " is_causal=True wants a key for each query: attend with one of each for every"
+            " position of the part."
+        )
+        raise LossError(msg)
+
+
+@attrs.frozen
+class _Meetings:
+    """What is computed where a rank's queries meet each rank's keys."""
+
+    ranks: World
+    is_causal: bool = attrs.field(kw_only=True)
+    scale: float = attrs.field(kw_only=True)
+
+    def places(self, owner: int, length: int) -> tuple[slice, slice]:
+        """Return which of so many queries see which keys of a rank.
+
+        Under a causal mask a rank's first piece sees the first pieces of ranks before it, and
+        no second one; its second piece sees all first pieces, and the second ones of ranks
+        behind it, which are before it in the sequence. With its own keys all is in order.
+        """
+        half = length // 2
+        if not self.is_causal or owner == self.ranks.rank:
+            return _ALL, _ALL
+        if owner < self.ranks.rank:
+            return _ALL, slice(half)
+        return slice(half, None), _ALL
+
+    def block(
+        self,
+        owner: int,
+        query: torch.Tensor,
+        pair: tuple[torch.Tensor, ...],
+        mask: torch.Tensor | None,
+    ) -> Block:
+        """Return the block that is computed."""
+        rows, columns = self.places(owner, query.shape[POSITIONS])
+        key, value = (each[:, :, columns] for each in pair)
+        is_causal = self.is_causal and owner == self.ranks.rank
+        return Block(
+            query[:, :, rows], key, value, mask, is_causal=is_causal, scale=self.scale
+        )
+
+
+class _Attention(torch.autograd.Function):
+    """Attention to the keys of all ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, meetings: _Meetings, *given: torch.Tensor | None
+    ) -> torch.Tensor:
+        query, key, value, *masks = cast("tuple[torch.Tensor, ...]", given)
+        ranks, length = meetings.ranks, query.shape[POSITIONS]
+        held = zip(owners(ranks), around((key, value), ranks, label=_RING), strict=True)
+        with _plainly(query):
+            owner, pair = next(held)  # its own keys, which all queries meet
+            seen, lse = map(
+                wide, meetings.block(owner, query, pair, masks[0]).attended()
+            )
+            for (owner, pair), mask in zip(held, masks[1:], strict=True):
+                found = meetings.block(owner, query, pair, mask).attended()
+                rows, _ = meetings.places(owner, length)
+                join(seen[:, :, rows], lse[:, :, rows], *map(wide, found))
+        seen = seen.to(query.dtype)
+        ctx.meetings = meetings
+        ctx.save_for_backward(query, key, value, seen, lse, *masks)
+        return seen
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, upstream: torch.Tensor
+    ) -> Any:
+        query, key, value, seen, lse, *masks = ctx.saved_tensors
+        meetings: _Meetings = ctx.meetings
+        ranks, length = meetings.ranks, query.shape[POSITIONS]
+        of_query = torch.zeros_like(wide(query))
+        home = Homewards((wide(key), wide(value)), ranks, label=_RING)
+        of_masks: list[torch.Tensor | None] = []
+        learned = ctx.needs_input_grad[-ranks.size :]
+        held = zip(owners(ranks), around((key, value), ranks, label=_RING), strict=True)
+        with _plainly(query):
+            for hop, (owner, pair) in enumerate(held):
+                block = meetings.block(owner, query, pair, masks[hop])
+                rows, columns = meetings.places(owner, length)
+                given = (each[:, :, rows] for each in (upstream, seen, lse))
+                if learned[hop]:
+                    *three, of_products = block.gradients_with_mask(*given)
+                    of_masks.append(of_products.sum_to_size(masks[hop].shape))
+                else:
+                    three = block.gradients(*given)
+                    of_masks.append(None)
+                of_query[:, :, rows] += three[0]
+                home.add(three[1:], columns)
+        of_three = (of_query, *home.arrived())
+        asked = zip(
+            of_three + tuple(of_masks), (query, key, value, *masks), strict=True
+        )
+        return None, *(g if g is None else g.to(like.dtype) for g, like in asked)
+
+
+def _plainly(tensor: torch.Tensor) -> Any:
+    """Return a block without autocast, whose work is done."""
+    kind = tensor.device.type  # on meta there is none
+    return (
+        torch.autocast(kind, enabled=False) if is_autocast_available(kind) else NOTHING
+    )

@@ -1,0 +1,434 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a loss function returned, checked and in one form."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias, cast
+
+import attrs
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from accelfn.base import tree
+from accelfn.base.arguments import advise, qualname
+from accelfn.collectives import broadcast_
+from accelfn.data import Batch
+from accelfn.errors import BatchError, LossError, NonFiniteLossError
+from accelfn.state.metrics import Loss, Number, WeightedSum, check_whole, own
+from accelfn.world import World
+
+_IGNORED = -100
+"""The label that Transformers leaves out of a loss."""
+_MANY = 4
+"""Features that a batch may well have: inputs, targets, a mask, weights."""
+
+
+@attrs.frozen
+class ReadLoss:
+    """A scalar to differentiate, its weight, and what to report.
+
+    Attributes:
+        scalar: the total, or the mean that a loss function returned.
+        weight: what the total is divided by.
+        is_mean: whether `scalar` is the mean, so that the total is `scalar * weight`.
+        sums: what the step reports.
+        is_finite: False if it was seen not to be.
+    """
+
+    scalar: torch.Tensor
+    weight: Number
+    is_mean: bool
+    sums: dict[str, WeightedSum]
+    is_finite: bool = True
+
+
+@attrs.frozen
+class Samples:
+    """What a loss function is given beside the model, and how many samples that is.
+
+    Attributes:
+        value: a batch.
+        extras: what else.
+        known: their number, where the data say it; 0 for an empty share's stand-in.
+        lone: whether nothing else is combined with this loss, so that it need not be known.
+        judged: whether a transform looks at the gradients, so that a loss may be infinite.
+        begins: whether they are the first of an update.
+        is_whole: whether they are all that the update has on this rank.
+        is_weighed: whether the loss function asks which of them count.
+        batch: in which they are, if they are of `af.batches`.
+    """
+
+    value: Any
+    extras: tuple[Any, ...]
+    known: int | None
+    lone: bool
+    judged: bool = False
+    begins: bool = True
+    is_whole: bool = True
+    is_weighed: bool = False
+    batch: Batch | None = None
+
+    def counts(self) -> Sequence[int | None]:
+        """Return how many each rank has, None for unknown; nothing for plain values."""
+        batch = self.batch
+        shares = () if batch is None or batch.shares is None else batch.shares()
+        return [share[cast("Batch", batch).part] for share in shares]
+
+    def with_weight(self, device: torch.device) -> "Samples":
+        """Return them with a number for each row as the last extra: 1, or 0 for a stand-in.
+
+        Raises:
+            BatchError: its tensors differ in their number of rows.
+        """
+        rows = tree.num_rows(self.value)
+        weight = torch.full((rows,), float(self.known != 0), device=device)
+        return attrs.evolve(self, extras=(*self.extras, weight))
+
+    def count(self) -> int:
+        """Return their number.
+
+        Raises:
+            BatchError: it cannot be told, and it matters.
+        """
+        if self.known is not None:
+            return self.known
+        try:
+            rows = tree.num_rows(self.value) or 1
+        except BatchError:
+            if self.lone:
+                return 1
+            raise
+        _say_what_rows_are(self.value, rows)
+        return rows
+
+
+def _say_what_rows_are(value: Any, rows: int) -> None:
+    """Tell of a list that is likely one of samples, and taken for features of a few."""
+    if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
+        advise(
+            f"This batch is a list of {len(cast('list[Any]', value))} values of {rows} rows each,"
+            f" and counts for {rows} samples beside other batches. If it is a list of samples,"
+            " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
+            " or return af.Loss(total, weight) from the loss function."
+        )
+
+
+def say_what_tokens_weigh(batch: Any) -> None:
+    """Tell of labels that are left out of a mean over tokens, which a model has taken itself."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
+        advise(
+            "A Transformers model's own loss is a mean over the labels that are not -100, and"
+            " counts here for the number of samples, so training depends on how ranks and"
+            " micro-batches share them. Return kept = (batch['labels'][:, 1:] != -100).sum();"
+            " af.Loss(model(**batch).loss * kept, kept), without [:, 1:] where labels are not"
+            " shifted."
+        )
+
+
+def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
+    """Return a loss in one form; that of an empty share's stand-in counts for nothing.
+
+    Raises:
+        LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient; or its weight
+            is negative, infinite or not a number.
+        NonFiniteLossError: it is infinite or not a number itself. On a GPU neither is looked
+            at, because that would wait for the device.
+    """
+    if isinstance(returned, torch.Tensor):
+        seen = _checked(returned, loss_fn)
+        finite = _finite(seen, loss_fn, samples)
+        weight = samples.count()
+        sums = {"loss": WeightedSum(seen, weight, weight)}
+        return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
+    if isinstance(returned, Loss):
+        seen = _checked(returned.total, loss_fn)
+        finite = _finite(seen, loss_fn, samples)
+        totals = {"loss": (seen, returned.weight), **returned.aux}
+        if samples.known == 0:
+            nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
+            return ReadLoss(
+                returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
+            )
+        weight = _detached(returned.weight)
+        _check_weight(weight, loss_fn)
+        for entry in returned.aux.values():
+            check_whole(entry, qualname(loss_fn))
+        sums = {
+            name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
+            if isinstance(entry, tuple)
+            else WeightedSum(_detached(entry), weight)
+            for name, entry in totals.items()
+        }
+        return ReadLoss(
+            returned.total, weight, is_mean=False, sums=sums, is_finite=finite
+        )
+    msg = (
+        f"{qualname(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
+        " (the mean over the samples), or af.Loss(total, weight, name=total)."
+    )
+    raise LossError(msg)
+
+
+def _is_finite(value: torch.Tensor) -> bool:
+    """Return False for a CPU scalar that is not finite; a device is not waited for."""
+    known = _on_host(value)
+    return known is None or math.isfinite(known)
+
+
+def _on_host(value: torch.Tensor) -> float | None:
+    """Return a number that is on the host, and None for one on a device, which is not read."""
+    # not by `item`, an operator that waits for a device, so that none is seen in a step
+    known: Any = value.tolist() if value.is_cpu else None
+    return known
+
+
+def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
+    """Refuse a tensor that totals can't be divided by; numbers are looked at in `af.Loss`."""
+    known = _on_host(weight) if isinstance(weight, torch.Tensor) else None
+    if known is not None and not 0 <= known < math.inf:
+        msg = (
+            f"{qualname(loss_fn)} returned af.Loss(total, weight={known}): expected a finite"
+            " count or sum, 0 or more."
+        )
+        raise LossError(msg)
+
+
+def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
+    """Return the scalar's value, detached, which no update moves."""
+    if type(scalar) is not torch.Tensor:
+        check_whole(scalar, qualname(loss_fn))
+    if scalar.ndim != 0:
+        msg = (
+            f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
+            " expected a scalar. Take its mean(), or return af.Loss(total.sum(),"
+            " weight)."
+        )
+        raise LossError(msg)
+    if scalar.is_complex():
+        msg = f"{qualname(loss_fn)} returned a complex number; a loss is real. Take its abs()."
+        raise LossError(msg)
+    if not scalar.requires_grad:
+        msg = (
+            f"The loss that {qualname(loss_fn)} returned has no gradient: it does not"
+            " depend on a trainable parameter. Was it detached, computed under no_grad, or"
+            " rebuilt from numbers? If no sample of a batch counts, run the model on none"
+            " and return af.Loss(model(x[:0]).sum(), weight=0), not a constant."
+        )
+        raise LossError(msg)
+    value = scalar.detach()
+    # one that was computed is nobody else's; a parameter itself, or a view of one, is
+    return value.clone() if scalar.is_leaf or scalar._is_view() else value
+
+
+def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
+    """Return whether a loss is finite, where that can be seen, or else may be otherwise."""
+    finite = _is_finite(value)
+    if finite or samples.judged:
+        return finite
+    empty = _has_no_rows(samples.value)
+    of = " for a batch without samples" if empty else ""
+    msg = (
+        f"{qualname(loss_fn)} returned {float(value)}{of}. The state is as it was before this"
+        " step. Look at the batch, the learning rate and the precision; af.skip_nonfinite()"
+        " skips such updates."
+    )
+    raise NonFiniteLossError(msg)
+
+
+def _has_no_rows(value: Any) -> bool:
+    leaves = [each for each in tree.tensor_leaves(value) if each.ndim]
+    return bool(leaves) and all(len(each) == 0 for each in leaves)
+
+
+def _detached(value: Number) -> Number:
+    """Return a number's value, which stays when a parameter or a counter that it is moves."""
+    return own(value.detach().reshape(())) if isinstance(value, torch.Tensor) else value
+
+
+# How the loss runs and its gradients cross the ranks: the part in which engines differ.
+
+
+LossFunction: TypeAlias = Callable[..., Any]
+
+
+class Runner(Protocol):
+    """Runs a loss over a module forward and backward; gradients go to `param.grad`."""
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a synchronising backward pass averages gradients over ranks."""
+        ...
+
+    @property
+    def expects_unused(self) -> bool:
+        """Whether a parameter may take no part in the loss."""
+        ...
+
+    @property
+    def lone_module(self) -> nn.Module | None:
+        """The module, where nothing but the loss runs in a pass: one graph can hold it."""
+        ...
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss."""
+        ...
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`, None being 1.
+
+        Returns the mean of `weight` over ranks if gradients were averaged, else None.
+        """
+        ...
+
+
+class Delegating(ABC):
+    """Lets another runner do the work; it has a say in the loss that this one is given."""
+
+    def __init__(self, inner: Runner) -> None:
+        """Take what runs losses."""
+        self._inner = inner
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a synchronising backward pass averages gradients over ranks."""
+        return self._inner.reduces
+
+    @property
+    def expects_unused(self) -> bool:
+        """Whether a parameter may take no part in the loss."""
+        return self._inner.expects_unused
+
+    @property
+    def lone_module(self) -> None:
+        """None: this one acts beside the loss."""
+        return
+
+    @abstractmethod
+    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+        """Return the loss function that the other runner is to run, before it does."""
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss."""
+        return self._inner.forward(self.before(loss_fn, samples), samples, sync=sync)
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`."""
+        return self._inner.backward(scalar, scale, weight)
+
+
+class LocalRunner:
+    """Calls the loss function on the module itself; nothing crosses ranks."""
+
+    reduces = False
+    expects_unused = True
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take the module."""
+        self.lone_module = self._module = module
+        self._ones = Ones()
+
+    def forward(
+        self, loss_fn: LossFunction, samples: Samples, *, sync: bool
+    ) -> ReadLoss:
+        """Return the loss."""
+        del sync
+        returned = loss_fn(self._module, samples.value, *samples.extras)
+        return read_loss(returned, loss_fn, samples)
+
+    def backward(
+        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+    ) -> torch.Tensor | None:
+        """Add the gradients of `scalar * scale`."""
+        del weight
+        seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
+        run_backward((scalar,), (seed,))
+        return None
+
+
+class Ones:
+    """The gradient 1 to begin a backward pass with, made once."""
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._last: torch.Tensor | None = None
+
+    def like(self, scalar: torch.Tensor) -> torch.Tensor:
+        """Return a 1 of the scalar's dtype, on its device."""
+        last = self._last
+        if last is None or last.dtype is not scalar.dtype:
+            last = self._last = torch.ones_like(scalar.detach())
+        return last
+
+
+def run_backward(
+    roots: tuple[torch.Tensor, ...], seeds: tuple[torch.Tensor, ...]
+) -> None:
+    """Run torch's backward engine from scalars with given gradients.
+
+    On the CPU the engine is called directly: `torch.autograd.backward` first checks what
+    is known here, and keeps a context for device threads that are not there, at 17 µs a
+    call. Elsewhere it is called as usual.
+    """
+    if all(type(root) is torch.Tensor and root.is_cpu for root in roots):
+        engine = cast("Any", Variable)._execution_engine
+        keep_graph = create_graph = False
+        engine.run_backward(
+            *(roots, seeds, keep_graph, create_graph, ()),
+            allow_unreachable=True,
+            accumulate_grad=True,
+        )
+    else:
+        torch.autograd.backward(roots, seeds)
+
+
+def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
+    """Return `value` as a tensor of the scalar's dtype, on its device, without a wait."""
+    if isinstance(value, torch.Tensor):
+        # a copy: a gradient that is given to a leaf becomes the leaf's own
+        return value.to(scalar, copy=True)
+    return torch.full((), value, dtype=scalar.dtype, device=scalar.device)
+
+
+# `RootModule`: a module whose forward is the loss, for engines that take a model apart.
+
+
+class RootModule(nn.Module):
+    """A module whose forward is the loss, so that the loss sees the plain model."""
+
+    def __init__(self, module: nn.Module) -> None:
+        """Take the model."""
+        super().__init__()
+        self.module = module
+        self._reads: list[ReadLoss] = []
+        self._shared: list[torch.Tensor] | None = None
+
+    def forward(self, loss_fn: LossFunction, samples: Samples) -> torch.Tensor:
+        """Return the loss."""
+        returned = loss_fn(self.module, samples.value, *samples.extras)
+        read = read_loss(returned, loss_fn, samples)
+        self._reads.append(read)
+        return read.scalar
+
+    def take_read(self) -> ReadLoss:
+        """Return what the last pass has read, and leave nothing of those that raised."""
+        read = self._reads.pop()
+        self._reads.clear()
+        return read
+
+    def share_buffers(self, ranks: World) -> None:
+        """Let an update begin with rank 0's buffers, as DDP's does; a collective."""
+        if self._shared is None:  # the tensors stay: see `Buffers`
+            self._shared = list(self.module.buffers())
+        if self._shared:
+            broadcast_(self._shared, ranks, label="buffers of rank 0")

@@ -1,0 +1,506 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of a model by class or by predicate, for what is done to some of its modules."""
+
+import importlib.util
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
+
+from accelfn.collectives import all_gather, sum_
+from accelfn.collectives.call_order import CallOrder
+from accelfn.collectives.failures import await_turn
+from accelfn.definition.transform import check_returned
+from accelfn.errors import ArgumentError, ModelError
+from accelfn.state.state import TrainState
+from accelfn.world import World
+
+Predicate: TypeAlias = Callable[[str, nn.Module], bool]
+Regions: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | Predicate
+
+
+def are_regions(call: str, value: object) -> None:
+    """Refuse what is no module class, several, or a predicate.
+
+    Raises:
+        ArgumentError: `value` is something else; `call` is where it was given.
+    """
+    several = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
+    classes = [isinstance(each, type) for each in several]
+    fit = all(
+        isinstance(each, type) and issubclass(each, nn.Module) for each in several
+    )
+    predicate = callable(value) and not isinstance(value, nn.Module) and not classes[0]
+    if value is not None and not (several and fit) and not predicate:
+        msg = (
+            f"{call}: expected a class of modules, a tuple of them, or a function (name,"
+            " module) -> bool."
+        )
+        raise ArgumentError(msg)
+
+
+def chosen(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
+    """Return the modules that are meant, without those that lie inside another of them.
+
+    None means the model's own children; of a container without a forward, its members.
+
+    Raises:
+        ModelError: there is none, and the error names the classes that exist; or a module
+            has no forward, so nothing ever calls it.
+    """
+    is_meant: Predicate
+    if isinstance(regions, (type, tuple)):
+        is_meant = partial(_is_of, cast("Any", regions))
+    elif regions is None:
+        is_meant = _is_child
+    else:
+        is_meant = regions
+    found = _outermost(module, "", is_meant)
+    if not found:
+        names = sorted({type(each).__qualname__ for each in module.modules()})
+        msg = (
+            f"{whose}: no module of {type(module).__qualname__} is meant. There are modules"
+            f" of the classes {', '.join(names)}."
+        )
+        raise ModelError(msg)
+    unique = {id(each): each for each in found}
+    for each in unique.values():
+        _check_forward(each, module, whose)
+    return list(unique.values())
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module can be called, as `nn.ModuleList` cannot."""
+    return getattr(module.forward, "__func__", None) is not nn.Module.forward
+
+
+def _check_forward(region: nn.Module, module: nn.Module, whose: str) -> None:
+    if has_forward(region):
+        return
+    name = next(name for name, each in module.named_modules() if each is region)
+    kinds = sorted({type(each).__qualname__ for each in region.children()})
+    way = f"its members, by their class: {', '.join(kinds)}"
+    msg = (
+        f"{whose}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
+        " never called, so nothing can happen around its call. Choose"
+        f" {way if kinds else 'the module that uses it'}."
+    )
+    raise ModelError(msg)
+
+
+def _is_of(classes: Any, _: str, module: nn.Module) -> bool:
+    return isinstance(module, classes)
+
+
+def _is_child(name: str, module: nn.Module) -> bool:
+    return bool(name) and has_forward(module)
+
+
+def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Module]:
+    if is_meant(name, module):
+        return [module]
+    return [
+        found
+        for key, child in module.named_children()
+        for found in _outermost(child, f"{name}.{key}" if name else key, is_meant)
+    ]
+
+
+# The engine's own module, as transforms make it.
+
+
+def made(module: nn.Module, state: TrainState) -> nn.Module:
+    """Return the engine's own module as the setup's transforms make it.
+
+    It is changed in place: its parameters have their home in it.
+
+    Raises:
+        ModelError: a transform returned one of other parameters.
+    """
+    for owner in state.definition.setup.owners["module"]:
+        before = _held_by(module)
+        returned = owner.module(module, state)
+        ok, what = isinstance(returned, nn.Module), "a module"
+        check_returned(owner, "module", ok=ok, returned=returned, expected=what)
+        after = _held_by(returned)
+        others = {
+            n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)
+        }
+        if others:
+            msg = (
+                f"{owner!r}.module returned a module of other parameters or buffers"
+                f" ({', '.join(sorted(others)[:5])}), which no state would hold. Return the"
+                " one that was given, changed in place."
+            )
+            raise ModelError(msg)
+        module = returned
+    return module
+
+
+def _held_by(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+# Linear layers whose matrix products are in float8, by torchao.
+
+
+Chosen: TypeAlias = Callable[[str, nn.Module], bool]
+
+_MULTIPLE = 16
+_CAPABILITY = (8, 9)
+_CONVERTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
+
+
+def check_installed(call: str) -> None:
+    """Refuse float8 without torchao.
+
+    Raises:
+        ArgumentError: it is not installed.
+    """
+    if importlib.util.find_spec("torchao") is None:
+        msg = f"{call}: float8 is torchao's. Install it: pip install 'accelfn[fp8]'."
+        raise ArgumentError(msg)
+
+
+def to_float8(model: nn.Module, layers: Chosen | None, call: str) -> None:
+    """Let the linear layers of a module multiply in float8; its structure stays.
+
+    Done once a module. Both sizes of a layer are multiples of 16, on every device, for
+    that is what a GPU can multiply.
+
+    Raises:
+        ModelError: a layer's size is no multiple of 16, or no layer is meant.
+        ArgumentError: the device cannot multiply in float8.
+    """
+    if model in _CONVERTED:
+        return
+    named = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and (layers is None or layers(name, module))
+    ]
+    _check_layers(named, call)
+    _check_device(named[0][1].weight.device, call)
+    float8 = cast("Any", importlib.import_module("torchao.float8.float8_linear"))
+    for _, module in named:
+        # a layer over the very same parameters, of which only the forward is used
+        twin = float8.Float8Linear.from_float(module)
+        vars(module)["forward"] = partial(_forward, twin)
+    _CONVERTED.add(model)
+
+
+def _forward(twin: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    kind = inputs.device.type
+    if torch.is_autocast_enabled(kind):
+        inputs = inputs.to(torch.get_autocast_dtype(kind))
+    # torchao would cast them too, on CUDA alone, by a call that torch warns of
+    with torch.autocast("cuda", enabled=False):
+        return twin.forward(inputs)
+
+
+def _check_layers(named: list[tuple[str, nn.Linear]], call: str) -> None:
+    if not named:
+        msg = f"{call}: no torch.nn.Linear is meant, and only they multiply in float8."
+        raise ModelError(msg)
+    odd = [
+        f"{name} ({module.in_features} to {module.out_features})"
+        for name, module in named
+        if module.in_features % _MULTIPLE or module.out_features % _MULTIPLE
+    ]
+    if odd:
+        msg = (
+            f"{call}: the sizes of {len(odd)} linear layers are no multiples of"
+            f" {_MULTIPLE}, which float8 needs: {', '.join(odd[:5])}. Leave them in"
+            " bfloat16: layers=lambda name, layer: layer.out_features % 16 == 0."
+        )
+        raise ModelError(msg)
+
+
+def _check_device(device: torch.device, call: str) -> None:
+    if device.type == "cpu":
+        return
+    if device.type == "cuda":
+        have = torch.cuda.get_device_capability(device)
+        if have >= _CAPABILITY:
+            return
+        found = f"this GPU's is {have[0]}.{have[1]}"
+    else:
+        found = f"this is a device of type {device.type!r}"
+    msg = (
+        f"{call}: products in float8 need a GPU of compute capability 8.9 or more; {found}."
+        " Use af.autocast('bf16')."
+    )
+    raise ArgumentError(msg)
+
+
+# Batch normalisation by the statistics of all ranks' samples.
+#
+# Each rank's count, means and centred sums of squares cross the ranks once, in float64, and
+# are combined in rank order (Chan, Golub, LeVeque 1979), so all ranks hold the same
+# numbers. The backward pass sums two numbers a channel. torch's own SyncBatchNorm does the
+# same with CUDA kernels, and has none for the CPU.
+
+
+BatchNorm: TypeAlias = _BatchNorm
+"""Every layer of torch's that normalises batches, lazy and synchronised ones among them."""
+
+_LABEL = "sync_batchnorm"
+_OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
+
+
+_SYNCED = "_accelfn_synced"
+"""Under which a layer over all ranks has its `SyncedNorm`."""
+
+
+class NormOrder(CallOrder):
+    """The order of layers in a forward pass; ranks that run other layers raise an error.
+
+    A layer normalizes the samples of all ranks at once, so each rank must run it.
+    """
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a forward pass that compares which layers ranks ran.
+
+        Raises:
+            CollectiveMismatchError: by that pass, on all ranks: they ran different layers.
+        """
+
+        def compared(*args: Any, **kwargs: Any) -> Any:
+            with self.begins():
+                returned = forward(*args, **kwargs)
+                calls = ", ".join(map(repr, self._needed.values())) or "none"
+                if len({*self.end(zlib.crc32(calls.encode()))}) > 1:
+                    self.refuse(f"calls {calls}")
+            return returned
+
+        return compared
+
+
+class SyncedNorm:
+    """The forward of a batch normalisation layer over all ranks, in its own one's place."""
+
+    def __init__(self, layer: BatchNorm, ranks: World, label: str) -> None:
+        """Take the layer, whose parameters, buffers and options stay its own."""
+        self._layer, self.ranks, self.label = layer, ranks, label
+
+    def take_part(self) -> None:
+        """Let other ranks normalize, without samples of this one."""
+        nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
+        _combined(nothing.to(self.ranks.device), self.ranks, self.label)
+
+    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+        """Normalise; ranks meet where it is by the batch's own statistics."""
+        layer = self._layer
+        if not layer.training and layer.running_mean is not None:
+            return type(layer).forward(layer, given)
+        layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
+        samples = self.ranks.connection.activity.samples
+        counts = samples is None or samples.known != 0  # not an empty share's stand-in
+        normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            *(given, layer.weight, layer.bias, layer.eps),
+            *(self.ranks, counts, self.label),
+        )
+        if given.is_cpu and count == 1:
+            size = given.size()
+            msg = (  # what torch says of a whole batch like this
+                "Expected more than 1 value per channel when training, got input size"
+                f" {size}, and no value from other ranks in {self.label!r}"
+            )
+            raise ValueError(msg)
+        if layer.training and layer.track_running_stats:
+            self._track(count, mean, var)
+        return cast("torch.Tensor", normed)
+
+    def _track(
+        self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
+    ) -> None:
+        """Move running statistics as torch does; where nothing counted, they stay."""
+        layer, seen = self._layer, count > 0
+        factor: Any = 0.0 if layer.momentum is None else layer.momentum
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        moving = (layer.running_mean, mean), (layer.running_var, unbiased)
+        with torch.no_grad():
+            if layer.num_batches_tracked is not None:
+                layer.num_batches_tracked.add_(seen)
+                if layer.momentum is None:
+                    factor = 1 / layer.num_batches_tracked.clamp(min=1).double()
+            share = seen.double() * factor
+            for running, batch in moving:
+                if running is not None:
+                    running.lerp_(batch.to(running), share.to(running))
+
+
+class _Normed(torch.autograd.Function):
+    """Normalise rows by what all ranks' rows have in common."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - a Function takes no keywords
+        ctx: Any,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        ranks: World,
+        counts: bool,  # noqa: FBT001
+        label: str,
+    ) -> tuple[torch.Tensor, ...]:
+        wide = _wide(given)
+        await_turn(label, ranks)
+        count, mean, var = _combined(_local(wide, counts=counts), ranks, label)
+        own_mean, own_var = mean.to(wide), var.to(wide)
+        own = (None if each is None else each.to(wide) for each in (weight, bias))
+        normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
+        ctx.save_for_backward(given, weight, own_mean, own_var, count)
+        ctx.eps, ctx.ranks, ctx.counts, ctx.label = eps, ranks, counts, label
+        ctx.mark_non_differentiable(count, mean, var)
+        return normed.to(given.dtype), count, mean, var
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: torch.Tensor
+    ) -> Any:
+        given, weight, mean, var, count = ctx.saved_tensors
+        wide = _wide(given)
+        scale = torch.ones_like(mean) if weight is None else weight.to(wide)
+        masks = [ctx.needs_input_grad[0], True, True]
+        saved = mean.new_empty(0)  # none; CUDA asks for a tensor that says so
+        plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
+            *(grads[0].to(wide), wide, scale, mean, var, saved, saved),
+            *(False, ctx.eps, masks),  # by statistics that are given
+        )
+        # whether an input needs a gradient may differ between ranks, so all of them sum
+        sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
+        await_turn(label, ctx.ranks)
+        sum_(sums, ctx.ranks, label=label)
+        passed = None
+        if ctx.needs_input_grad[0]:
+            total = (sums / count.to(sums)).split(len(mean))
+            moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
+            # what did not count moves no statistic
+            passed = plain - moved if ctx.counts else plain
+            passed = passed.to(given.dtype)
+        needs = ctx.needs_input_grad[1:3]
+        parameters = [
+            each.to(weight.dtype) if need and weight is not None else None
+            for each, need in zip((by_weight, by_bias), needs, strict=True)
+        ]
+        return passed, *parameters, None, None, None, None
+
+
+def _through_statistics(
+    wide: torch.Tensor,
+    total: Sequence[torch.Tensor],
+    scale: torch.Tensor,
+    mean: torch.Tensor,
+    var: torch.Tensor,
+) -> torch.Tensor:
+    """Return what a gradient lacks in which mean and variance are constants."""
+    by_weight, by_bias = total
+    inverse = torch.rsqrt(var)
+    slope = scale * inverse * inverse * by_weight
+    offset = scale * inverse * by_bias - slope * mean
+    return wide * _channels(slope, wide) + _channels(offset, wide)
+
+
+def _wide(given: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in which sums can be taken."""
+    return given.float() if given.dtype.itemsize < 4 else given
+
+
+def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return values.view(1, -1, *[1] * (like.ndim - 2))
+
+
+def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
+    """Return this rank's means, centred sums of squares and count, in float64."""
+    num_channels = wide.shape[1]
+    num_values = wide.numel() // num_channels
+    packed = wide.new_zeros(2 * num_channels + 1, dtype=torch.float64)
+    if counts and num_values:
+        axes = [0, *range(2, wide.ndim)]
+        var, mean = torch.var_mean(wide, axes, correction=0)
+        packed[:num_channels] = mean
+        packed[num_channels:-1] = var.double() * num_values
+        packed[-1] = num_values
+    return packed
+
+
+def _combined(
+    packed: torch.Tensor, ranks: World, label: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return count, means and variances of all ranks; of no values, those of a standard."""
+    num_channels = (len(packed) - 1) // 2
+    rows = torch.stack(all_gather(packed, ranks, label=label))
+    means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count.clamp(min=1)
+    centred = squares + counts * (means - mean).square()
+    var = torch.where(count > 0, centred.sum(0) / count.clamp(min=1), 1.0)
+    return count, mean, var
+
+
+class _AnyDims(BatchNorm):
+    """Batch normalisation of inputs of any dims, as SyncBatchNorm takes them."""
+
+    _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
+
+
+def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -> None:
+    """Let a module's batch normalisations be over all ranks; names stay.
+
+    Raises:
+        ModelError: one computes otherwise than torch's, or has ranks of its own.
+    """
+    for path, layer in module.named_modules():
+        if not isinstance(layer, BatchNorm):
+            continue
+        own = type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer)
+        if own:
+            msg = (
+                f"{owner}: {path!r} is a {type(layer).__name__} with a forward of its own,"
+                " which would be left out. Where another transform gave it one, put"
+                f" {owner} before it in the chain."
+            )
+            raise ModelError(msg)
+        chosen = getattr(layer, "process_group", None)
+        if chosen is not None and chosen is not ranks.group:
+            msg = (
+                f"{owner}: {path!r} is a SyncBatchNorm over a process group of its own."
+                " Leave out one of the two."
+            )
+            raise ModelError(msg)
+        if isinstance(layer, nn.SyncBatchNorm):
+            # DistributedDataParallel refuses this class on the CPU
+            cast("Any", layer).__class__ = _AnyDims
+        synced: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
+        vars(layer)[_SYNCED] = synced
+        if compiled:  # ranks meet between graphs
+            synced = torch.compiler.disable(synced.__call__)
+        vars(layer)["forward"] = synced
+
+
+def norm_order(module: nn.Module) -> NormOrder | None:
+    """Return the order of a module's layers over all ranks, if it has any."""
+    found: list[SyncedNorm] = [
+        vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
+    ]
+    if not found:
+        return None
+    return NormOrder(found[0].ranks, {each.label: each.take_part for each in found})
+
+
+def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:
+    """Return the names of running statistics: of all ranks' samples, or of a rank's own."""
+    return frozenset(
+        f"{path}.{key}" if path else key
+        for path, owner in module.named_modules()
+        if isinstance(owner, BatchNorm) and (_SYNCED in vars(owner)) == synced
+        for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
+    )

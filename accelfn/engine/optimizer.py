@@ -1,0 +1,888 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A torch optimizer at work on the tensors of a state."""
+
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from operator import attrgetter
+from typing import Any, Protocol, Self, TypeAlias, cast
+
+import torch
+from torch import nn
+from torch.autograd import profiler
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,  # pyright: ignore[reportPrivateUsage]
+    _global_optimizer_pre_hooks,  # pyright: ignore[reportPrivateUsage]
+)
+
+from accelfn.base import tree
+from accelfn.base.tree import is_wrapper
+from accelfn.engine.doctor import Counters
+from accelfn.errors import OptimizerError
+from accelfn.model.optimizer import (
+    OTHERS,
+    STRUCTURE,
+    Assignments,
+    bare_step,
+    group_key,
+    is_torchs,
+    named_state,
+    parts_of,
+    rebuilt,
+    wrapper_error,
+)
+from accelfn.state.grads import divide_
+from accelfn.state.metrics import Number
+from accelfn.state.state import TrainState
+
+# Adam's fused kernel on lists that are made once.
+#
+# Before torch's Adam calls its kernel it gathers gradients and state from each parameter,
+# at every step. For a small network that takes as long as the kernel. In the steady loop
+# these are the very tensors of the step before, so they are gathered once. Each parameter
+# has a count of its updates, a tensor; the kernel's caller adds 1 to each, which takes as
+# long again. Here they are views of one tensor, to which 1 is added once.
+
+
+_set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
+_MEANT = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
+"""Options of a group that are read at each step."""
+_OTHERS = ("amsgrad", "capturable", "differentiable")
+Group: TypeAlias = tuple[
+    dict[str, Any], Any, tuple[list[torch.Tensor], ...], torch.Tensor
+]
+
+
+class FusedAdam:
+    """The kernel calls of one optimizer, as long as its state's tensors stay."""
+
+    def __init__(self, groups: list[Group]) -> None:
+        """Take options, kernel, parameters with their state, and counts, of each group."""
+        self._groups = groups
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> Self | None:
+        """Return the calls that an optimizer's step would make; None if it is another's."""
+        if type(optimizer) not in (Adam, AdamW):
+            return None
+        found: list[Group] = []
+        for group in optimizer.param_groups:
+            params = cast("list[torch.Tensor]", group["params"])
+            entries = [cast("Any", optimizer.state).get(param) for param in params]
+            if not group["fused"] or any(group[name] for name in _OTHERS):
+                return None
+            if not all(entries) or len({(p.device, p.dtype) for p in params}) != 1:
+                return None
+            if len({_kind(entry["step"]) for entry in entries}) != 1:
+                return None
+            counts = _joined(entries)
+            names = ("exp_avg", "exp_avg_sq", "step")
+            state = tuple([entry[name] for entry in entries] for name in names)
+            adamw = group["decoupled_weight_decay"]
+            kernel = tree.fused_adamw_ if adamw else tree.fused_adam_
+            found.append((group, kernel, (params, *state), counts))
+        return cls(found)
+
+    @staticmethod
+    def reads(option: str) -> bool:
+        """Whether an option may change from step to step."""
+        return option in _MEANT
+
+    def step(
+        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+    ) -> bool:
+        """Update the parameters; return False, and do nothing, where some have no gradient."""
+        grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
+        if [grad for each in grads for grad in each if grad is None]:
+            return False
+        # as a call in C, which takes a tenth of what a `no_grad` block does
+        before = torch.is_grad_enabled()
+        _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
+        try:
+            for group, own in zip(self._groups, grads, strict=True):
+                _stepped(group, own, grad_scale, found_inf)
+        finally:
+            _set_grad_enabled(before)
+        return True
+
+
+def _stepped(
+    group: Group,
+    grads: list[torch.Tensor | None],
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+) -> None:
+    options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
+    counts.add_(1)
+    beta1, beta2 = options["betas"]
+    kernel(
+        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
+        amsgrad=False,
+        lr=options["lr"],
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=options["weight_decay"],
+        eps=options["eps"],
+        maximize=options["maximize"],
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    if found_inf is not None:  # it left all as it was
+        counts.sub_(found_inf)
+
+
+def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return count.shape, count.dtype, count.device
+
+
+def _joined(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
+    """Return the parameters' counts as one tensor, of which each entry gets a view."""
+    with torch.no_grad():
+        counts = torch.stack([entry["step"] for entry in entries])
+    for entry, own in zip(entries, counts.unbind(), strict=True):
+        entry["step"] = own
+    return counts
+
+
+# Versions of what an optimizer holds: whether an update that raised had changed anything.
+#
+# torch counts the operations that change a tensor, so nothing need be copied to know. It
+# does not count what its kernels on lists of tensors do, nor what is written through
+# `param.data` or by a kernel of one's own; therefore only torch's own optimizers are
+# believed, and only where they go from tensor to tensor.
+
+
+_version = attrgetter("_version")
+
+
+class Versions:
+    """Those of the parameters of an optimizer, and of the state that it has now."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Take the optimizer; of one that is not believed, nothing is looked at."""
+        is_known = all(map(_is_known, parts_of(optimizer)))
+        states = list(cast("Any", optimizer.state).values()) if is_known else []
+        self._tensors = _tensors_of(states, optimizer.param_groups) if is_known else []
+        self._is_sure = is_known and all(map(_counts, self._tensors))
+        self._entries: list[tuple[dict[str, Any], dict[str, Any]]]
+        self._entries = [(entry, dict(entry)) for entry in states]
+        self._counting = [
+            i for i, (entry, _) in enumerate(self._entries) if _has_numbers(entry)
+        ]
+        self._count = -1
+
+    def begin(self) -> None:
+        """Note how all is before an update."""
+        if not self._is_sure:
+            return
+        self._count = sum(map(_version, self._tensors))
+        for i in self._counting:
+            entry, _ = self._entries[i]
+            self._entries[i] = (entry, dict(entry))
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether all is, for sure, as it was before the update."""
+        if not self._is_sure or self._count != sum(map(_version, self._tensors)):
+            return False
+        return all(_is_same(entry, kept) for entry, kept in self._entries)
+
+
+def _tensors_of(
+    states: Iterable[dict[str, Any]], groups: Iterable[dict[str, Any]]
+) -> list[torch.Tensor]:
+    params = [param for group in groups for param in group["params"]]
+    held = [each for entry in (*states, *groups) for each in entry.values()]
+    return params + [each for each in held if isinstance(each, torch.Tensor)]
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether torch counts what changes a tensor."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference()
+
+
+def _is_known(optimizer: Optimizer) -> bool:
+    """Whether its step is torch's alone, and goes from tensor to tensor."""
+    goes_by_lists = any(map(_goes_by_lists, optimizer.param_groups))
+    return is_torchs(optimizer) and not goes_by_lists
+
+
+def _goes_by_lists(group: dict[str, Any]) -> bool:
+    """Whether torch updates a group by kernels on lists, which on the CPU is no default."""
+    if group.get("foreach") or group.get("fused"):
+        return True
+    is_open = group.get("foreach", False) is None
+    return is_open and any(param.device.type != "cpu" for param in group["params"])
+
+
+def _has_numbers(entry: dict[str, Any]) -> bool:
+    return not all(isinstance(each, torch.Tensor) for each in entry.values())
+
+
+def _is_same(entry: dict[str, Any], kept: dict[str, Any]) -> bool:
+    same = entry.keys() == kept.keys()
+    return same and all(entry[key] is each for key, each in kept.items())
+
+
+State: TypeAlias = dict[str, dict[str, Any]]
+_MODE = "train_mode"
+"""What schedule-free optimizers keep in their groups; a transform sets it."""
+
+
+class Shows(Protocol):
+    """Knows a state's values of what an optimizer has of parts of its parameters."""
+
+    def shown(self, opt_state: State) -> State:
+        """Return a state's values."""
+        ...
+
+    def raw(self, opt_state: State) -> State:
+        """Return what the optimizer has of them."""
+        ...
+
+
+class LiveOptimizer:
+    """A torch optimizer over the parameters of an engine, with its state by name.
+
+    Of a parameter group, state is what is a tensor and what the optimizer itself changes;
+    the rest are hyperparameters, which belong to the definition.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        names: Mapping[Any, str],
+        shows: "Shows | None" = None,
+    ) -> None:
+        """Take an optimizer over live parameters, which is nobody else's, and their names.
+
+        Where parameters are parts of those of a state, `shows` knows its values of parts.
+        """
+        self._shows, self._torch = shows, optimizer
+        self._step = bare_step(self._torch)
+        others = [each for each in parts_of(optimizer) if not is_torchs(each)]
+        self._counters = Counters.of_optimizers(others) if others else None
+        self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
+        self._params = names
+        self._names = {id(param): name for param, name in names.items()}
+        self._base = [
+            {k: _value(v) for k, v in group.items() if k not in STRUCTURE}
+            for group in self._torch.param_groups
+        ]
+        self._modal = [i for i, base in enumerate(self._base) if _MODE in base]
+        self._expected = [dict(group) for group in self._torch.param_groups]
+        self._changed: list[dict[str, Any]] = [{} for _ in self._base]
+        self._assigned: Assignments = {}
+        self._kernel: FusedAdam | None = None
+        self._versions: Versions | None = None
+        self._has_begun = self._is_watched = False
+        self._num_entries = -1
+        self._state: State = {}
+        self._found: list[dict[str, Any]] = []
+        self._waiting: set[int] = set()
+        places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
+        self._parts = {
+            places[id(group)]: part
+            for part in parts_of(self._torch)
+            for group in part.param_groups
+        }
+        self._places = {
+            id(param): (i, self._parts[i])
+            for i, group in enumerate(self._torch.param_groups)
+            for param in group["params"]
+        }
+
+    def load(self, state: State) -> None:
+        """Take over a state's entries; tensors are shared, not copied."""
+        live = cast("dict[Any, Any]", self._torch.state)
+        live.clear()
+        given, state = state, state if self._shows is None else self._shows.raw(state)
+        for param, name in self._params.items():
+            if name in state:
+                live[param] = dict(state[name])
+        live.update(state.get(OTHERS, {}))
+        for i, group in enumerate(self._torch.param_groups):
+            saved = state.get(group_key(i), {})
+            for key in group.keys() - self._base[i].keys() - STRUCTURE:
+                del group[key]  # a number that another state's steps added
+            for key, value in self._base[i].items():
+                group[key] = _value(value)
+            group.update(saved)
+            self._changed[i] = dict(saved)
+            self._expected[i] = dict(group)
+        self._assigned = {}
+        self._kernel = None
+        self._versions = None
+        self._state = given
+        self._num_entries = -1  # the entries are copies: name them again after the step
+
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update, of which nothing has been done.
+
+        Raises:
+            OptimizerError: a schedule-free optimizer is to train, and nobody set its mode.
+        """
+        self._has_begun = False
+        for i in self._modal:
+            if not planned.get((i, _MODE)):
+                msg = (
+                    f"The optimizer's parameter group {i} has a {_MODE!r}: it is"
+                    " schedule-free, trains at one point and is evaluated at another. Add"
+                    " af.schedule_free() to the setup."
+                )
+                raise OptimizerError(msg)
+
+    def divides(self, divisor: Number) -> bool:
+        """Whether the optimizer's own kernel divides gradients by this.
+
+        torch's fused optimizers do, which is how a GradScaler uses them; it spares a pass.
+        """
+        return (
+            self._fused
+            and isinstance(divisor, torch.Tensor)
+            and divisor.dtype is torch.float32
+        )
+
+    @property
+    def skips(self) -> bool:
+        """Whether the optimizer's own kernel leaves an update out by a flag."""
+        return self._fused
+
+    def update(
+        self,
+        hyper: Assignments,
+        divisor: Number | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> State:
+        """Step, and return the optimizer's state by name.
+
+        Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
+        is 1 nothing is changed, if it `skips`.
+
+        In the steady loop that is the mapping it returned before: entries are changed in
+        place. A new one is made when the optimizer adds entries or changes a number
+        of a parameter group, as schedule-free optimizers do.
+        """
+        everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+        self._begin(hyper, watched=self._kernel is None and not everywhere)
+        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        step = self._torch.step if everywhere or profiled else self._step
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        skip = skip if self._fused else None
+        kernel = self._kernel if step is self._step else None
+        if kernel is None or not kernel.step(scale, skip):
+            self._stepped(self._torch, step, grad_scale=scale, found_inf=skip)
+        return self.finish()
+
+    def begin(self, hyper: Assignments) -> None:
+        """Begin an update of parameters one by one."""
+        self._begin(hyper, watched=True)
+        self._kernel = None
+        self._found = [dict(group) for group in self._torch.param_groups]
+        self._waiting = set(range(len(self._found)))
+
+    def step_alone(self, param: torch.Tensor, divisor: Number | None = None) -> None:
+        """Step one parameter as a step of all would.
+
+        Each finds the numbers of its group as they were before the update.
+        """
+        index, part = self._places[id(param)]
+        self._waiting.discard(index)
+        group, found = self._torch.param_groups[index], self._found[index]
+        for key in group.keys() - found.keys():
+            del group[key]
+        group.update(found)
+        groups, part.param_groups, group["params"] = part.param_groups, [group], [param]
+        scale = divisor if isinstance(divisor, torch.Tensor) else None
+        try:
+            self._stepped(part, bare_step(part), grad_scale=scale)
+        finally:
+            part.param_groups, group["params"] = groups, found["params"]
+
+    def end(self) -> State:
+        """End an update of parameters one by one; return the optimizer's state by name.
+
+        Groups of which no parameter had a gradient are stepped so, for they may count.
+        """
+        for index in sorted(self._waiting):
+            part, group = self._parts[index], self._torch.param_groups[index]
+            groups, part.param_groups = part.param_groups, [group]
+            try:
+                bare_step(part)()
+            finally:
+                part.param_groups = groups
+        return self.finish()
+
+    def finish(self) -> State:
+        """Return the optimizer's state by name, after a step."""
+        self._is_watched = False
+        self._put_back()
+        if self._counters is not None and not self._counters.look():
+            self._counters = None
+        entries = len(self._torch.state)
+        if (
+            self._note_changes()
+            or entries != self._num_entries
+            or OTHERS in self._state
+        ):
+            if entries != self._num_entries:
+                self._check_entries()
+            self._state = self._named()
+            self._num_entries = entries
+            self._versions = None  # it knows not all of them
+            # one that has hooks of its own is stepped by torch
+            bare = isinstance(self._step, partial)
+            self._kernel = FusedAdam.of(self._torch) if bare else None
+        return self._state
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether an update that raised has, for sure, changed nothing of the state."""
+        if not self._has_begun:
+            return True
+        return (
+            self._is_watched
+            and self._versions is not None
+            and self._versions.is_untouched
+        )
+
+    def _begin(self, hyper: Assignments, *, watched: bool) -> None:
+        """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
+        if watched:
+            self._versions = self._versions or Versions(self._torch)
+            self._versions.begin()
+        self._has_begun, self._is_watched = True, watched
+        if hyper or self._assigned:
+            self._assign(hyper)
+
+    @staticmethod
+    def _stepped(
+        optimizer: Optimizer,
+        step: Callable[[], object],
+        **handed: torch.Tensor | None,
+    ) -> None:
+        """Step as torch does, handing tensors to fused kernels as a GradScaler does."""
+        told = {name: each for name, each in handed.items() if each is not None}
+        vars(optimizer).update(told)
+        try:
+            step()
+        except KeyError as error:
+            if not _is_of(optimizer, error):
+                raise
+            kind = type(optimizer).__name__
+            msg = (
+                f"{kind} lacks {error} among what the state keeps of its parameters. A state that"
+                " was loaded has what the optimizer kept that was saved: one of other options,"
+                " as amsgrad or centered, keeps other things. Create it with those, or leave"
+                ' the optimizer\'s out: af.load_part(state, directory, ["params", "buffers"]).'
+            )
+            raise OptimizerError(msg) from error
+        finally:
+            for name in told:
+                del vars(optimizer)[name]
+
+    def _assign(self, hyper: Assignments) -> None:
+        """Set hyperparameters; those of the last update alone go back to their base."""
+        over = {
+            at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
+        }
+        for (i, key), value in {**over, **hyper}.items():
+            group = self._torch.param_groups[i]
+            if not FusedAdam.reads(key):
+                self._kernel = None
+            if isinstance(group[key], torch.Tensor):
+                group[key].fill_(value)
+            else:
+                group[key] = self._expected[i][key] = value
+        self._assigned = hyper
+
+    def _put_back(self) -> None:
+        """Let tensors that were set for this update have their own values in the state.
+
+        They are the state's, so nothing else knows of a copy, or of what was loaded, that
+        they were set.
+        """
+        if not self._assigned:
+            return
+        left: Assignments = {}
+        for (i, key), value in self._assigned.items():
+            own = self._base[i][key]
+            if isinstance(own, torch.Tensor):
+                self._torch.param_groups[i][key].fill_(own)
+            else:
+                left[i, key] = value
+        self._assigned = left
+
+    def _note_changes(self) -> bool:
+        """Note what the step itself changed in the parameter groups."""
+        found = False
+        for i, group in enumerate(self._torch.param_groups):
+            expected = self._expected[i]
+            for key, value in group.items():
+                if expected.get(key, self) is not value and key not in STRUCTURE:
+                    self._changed[i][key] = expected[key] = value
+                    found = True
+        return found
+
+    def _check_entries(self) -> None:
+        """Raise if an entry cannot be saved, at the update that makes it.
+
+        Raises:
+            OptimizerError: it is of a tensor class whose values no checkpoint can hold.
+        """
+        for entry in cast("dict[Any, Any]", self._torch.state).values():
+            # what is of no parameter may be a lone value
+            values = entry.values() if isinstance(entry, dict) else (entry,)
+            if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
+                raise OptimizerError(wrapper_error(type(self._torch).__name__))
+
+    def _named(self) -> State:
+        named = named_state(self._torch, self._names)
+        for i, group in enumerate(self._torch.param_groups):
+            tensors = {
+                k: v
+                for k, v in group.items()
+                if isinstance(v, torch.Tensor) and k not in STRUCTURE
+            }
+            entry = {**self._changed[i], **tensors}
+            if entry:
+                named[group_key(i)] = entry
+        return named if self._shows is None else self._shows.shown(named)
+
+
+def _value(entry: Any) -> Any:
+    """Return a hyperparameter as a value that no update can change."""
+    if isinstance(entry, torch.Tensor):
+        return entry.clone()
+    return entry
+
+
+def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
+    """Whether an error was raised by an optimizer's own code, and not by a hook, say."""
+    frames = traceback.walk_tb(error.__traceback__)
+    *_, (last, _) = frames
+    module = str(last.f_globals.get("__name__"))
+    return module == type(optimizer).__module__ or module.startswith("torch.optim.")
+
+
+# What an engine asks of an optimizer: torch's own at work, or one that somebody else runs.
+
+
+class TakesUpdates(Protocol):
+    """Steps the tensors of a home."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether its own kernel leaves an update out by a flag on the device."""
+        ...
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether an update that raised has, for sure, changed nothing of the state."""
+        ...
+
+    def load(self, state: State) -> None:
+        """Take over a state's entries."""
+        ...
+
+    def expect(self, planned: Assignments) -> None:
+        """Expect an update, of which nothing has been done; raise where it could not be taken."""
+        ...
+
+    def divides(self, divisor: Number) -> bool:
+        """Whether it divides gradients by this itself."""
+        ...
+
+    def update(
+        self,
+        hyper: Assignments,
+        divisor: Number | None = None,
+        skip: torch.Tensor | None = None,
+    ) -> State | None:
+        """Step, and return the optimizer's state by name; None where it left the update out."""
+        ...
+
+
+# An optimizer is tried on small parameters: on what does an update of one depend?
+
+
+_MOST = 4
+"""Rows, and columns, of a small parameter."""
+_OF_A_KIND = 2
+"""How many are tried of the parameters of a group that become alike as they become small.
+
+One could depend on another, and a third one on no more than that."""
+_ON_HOST = {"train_mode": True, "capturable": False}
+"""What groups of parameters are tried with, wherever the state's own lie."""
+_HALVES = slice(None, 2), slice(2, None)
+"""The parts in which they are tried."""
+
+
+def check_elements(
+    state: TrainState,
+    shown: str,
+    *,
+    dims: Iterable[int],
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Refuse an optimizer that updates an element by more than its own gradient.
+
+    Args:
+        state: whose optimizer it is, unless another is given.
+        shown: who asks.
+        dims: at which parameters are cut.
+        optimizer: a prototype of another.
+
+    Raises:
+        OptimizerError: it does; or it cannot be tried.
+    """
+    optimizer = optimizer or state.definition.optimizer
+    kind = type(optimizer).__name__
+    try:
+        differ = [name for dim in dims for name in _differing(state, dim, optimizer)]
+    except Exception as error:
+        msg = (
+            f"{shown}: {kind} cannot be tried on small parameters, to see whether it"
+            f" updates each element for itself: {error!r}."
+        )
+        raise OptimizerError(msg) from error
+    if differ:
+        msg = (
+            f"{shown}: {kind} updates an element by more than its own gradient, and a"
+            f" rank has only a part of them: {', '.join(dict.fromkeys(differ[:5]))} came out"
+            " otherwise in parts. Take an optimizer that goes element by element, such as"
+            " AdamW, or af.wrap_ddp."
+        )
+        raise OptimizerError(msg)
+
+
+def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
+    """Return the parameters that come out otherwise where they are cut at a dim."""
+    whole, _ = _tried(state, optimizer, part=(dim, slice(None)))
+    parts = [_tried(state, optimizer, part=(dim, half))[0] for half in _HALVES]
+    return [
+        name
+        for name, param in whole.items()
+        if param.ndim > dim
+        and not _close(param, torch.cat([part[name] for part in parts], dim))
+    ]
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether numbers are equal up to the rounding of a few operations."""
+    few = 16 * torch.finfo(one.dtype).eps
+    return bool(((one - other).abs() <= few * (1 + one.abs())).all())
+
+
+def tried(
+    state: TrainState,
+    *,
+    alone: bool = False,
+    part: tuple[int, slice] = (0, slice(None)),
+) -> dict[str, torch.Tensor]:
+    """Return small parameters after two updates by the state's optimizer, two of each kind.
+
+    Args:
+        state: it stays as it is.
+        alone: whether parameters are updated one by one, the last one first.
+        part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
+    """
+    return _tried(state, state.definition.optimizer, alone=alone, part=part)[0]
+
+
+def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
+    """Whether an update changes numbers of the optimizer's parameter groups.
+
+    It is the state's, unless a prototype of another is given.
+    """
+    optimizer = optimizer or state.definition.optimizer
+    _, kept = _tried(state, optimizer)
+    groups = optimizer.param_groups
+    return any(
+        not isinstance(value, torch.Tensor)
+        for i in range(len(groups))
+        for value in kept.get(group_key(i), {}).values()
+    )
+
+
+def _tried(
+    state: TrainState,
+    optimizer: Optimizer,
+    *,
+    alone: bool = False,
+    part: tuple[int, slice] = (0, slice(None)),
+) -> tuple[dict[str, torch.Tensor], State]:
+    """Return small parameters, and what the optimizer keeps, after two updates."""
+    dim, within = part
+    skeleton = state.definition.skeleton
+    metas = _two_of_a_kind(
+        optimizer, dict(skeleton.module.named_parameters()), skeleton.trainable, dim
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(meta: torch.Tensor) -> torch.Tensor:
+        whole = torch.randn(_small(meta, dim), generator=generator).to(meta.dtype)
+        return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
+
+    params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
+    live = LiveOptimizer(
+        _over(optimizer, {id(metas[name]): param for name, param in params.items()}),
+        {param: name for name, param in params.items()},
+    )
+    trained = {name: params[name] for name in skeleton.trainable if name in params}
+    hyper = {
+        (i, name): value
+        for i, group in enumerate(optimizer.param_groups)
+        for name, value in _ON_HOST.items()
+        if name in group
+    }
+    kept: State = {}
+    for _ in range(2):
+        gradients = {name: drawn(metas[name]) for name in trained}
+        if alone:
+            live.begin(hyper)
+            for name, param in reversed(trained.items()):
+                param.grad = gradients[name]
+                live.step_alone(param)
+                param.grad = None
+            kept = live.end()
+        else:
+            for name, param in trained.items():
+                param.grad = gradients[name]
+            kept = live.update(hyper)
+    return {name: param.detach() for name, param in params.items()}, kept
+
+
+def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Return the shape that a parameter is tried in: enough to be cut, however few there are."""
+    return tuple(
+        _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
+    )
+
+
+def _two_of_a_kind(
+    optimizer: Optimizer,
+    metas: Mapping[str, torch.Tensor],
+    trainable: Iterable[str],
+    dim: int,
+) -> dict[str, torch.Tensor]:
+    """Return the parameters that are tried: a model's layers are often alike, and many."""
+    trainable = frozenset(trainable)
+    groups = {
+        id(param): i
+        for i, group in enumerate(optimizer.param_groups)
+        for param in group["params"]
+    }
+    seen = Counter[object]()
+    chosen: dict[str, torch.Tensor] = {}
+    for name, meta in metas.items():
+        if id(meta) not in groups:
+            continue
+        kind = groups[id(meta)], _small(meta, dim), meta.dtype, name in trainable
+        seen[kind] += 1
+        if seen[kind] <= _OF_A_KIND:
+            chosen[name] = meta
+    return chosen
+
+
+def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
+    """Return an optimizer over some parameters only, which are given by id of its own."""
+    chosen = set(map(id, params.values()))
+    made = rebuilt(optimizer, params)
+    for group in made.param_groups:
+        group["params"][:] = [p for p in group["params"] if id(p) in chosen]
+    return made
+
+
+# An update that is taken parameter by parameter, while the backward pass runs.
+#
+# As soon as a parameter's gradient is complete the optimizer steps this parameter alone,
+# and the gradient is freed. Nothing that needs the gradients of several can stand between.
+
+
+class LiveUpdate:
+    """The update that a backward pass takes; between passes there is none.
+
+    Attributes:
+        is_planned: whether the next pass takes one.
+        by_buckets: whether gradients are complete only when they crossed the ranks.
+    """
+
+    def __init__(
+        self, optimizer: LiveOptimizer, named: Mapping[str, nn.Parameter]
+    ) -> None:
+        """Take the optimizer, and the parameters that it trains."""
+        self.is_planned = self.by_buckets = False
+        self._optimizer = optimizer
+        self._named = dict(named)
+        self._names = {id(param): name for name, param in named.items()}
+        self._hold: Callable[[], None] = _nothing
+        self._begin: Callable[[], None] | None = None
+        self._hyper: Assignments = {}
+        self._divisor: Number | None = None
+        self._done: list[str] = []
+
+    def hook(self) -> None:
+        """Have each parameter stepped when the backward pass has added up its gradient."""
+        for param in self._named.values():
+            param.register_post_accumulate_grad_hook(self.take)
+
+    def plan(
+        self, hyper: Assignments, hold: Callable[[], None], begin: Callable[[], None]
+    ) -> None:
+        """Have the next backward pass take an update; `begin` is called before it does.
+
+        That may be in a thread of autograd's; `hold` is called in the step's, before.
+
+        Raises:
+            OptimizerError: nobody set a schedule-free optimizer's mode.
+        """
+        self._optimizer.expect(hyper)
+        self._hyper, self._hold, self._begin = hyper, hold, begin
+        self._done = []
+        self.is_planned = True
+
+    def forget(self) -> None:
+        """Let the next backward pass take no update."""
+        self.is_planned, self._hold, self._begin = False, _nothing, None
+
+    def divide_by(self, divisor: Number | None) -> None:
+        """Take what gradients are divided by, which is known before they are; None is 1."""
+        self._divisor = divisor
+
+    def hold(self) -> None:
+        """Let nothing come between the backward pass and the end of the update."""
+        self._hold()
+
+    def take(self, param: torch.Tensor) -> None:
+        """Step a parameter whose gradient is complete, and free that."""
+        if self.is_planned and param.grad is not None:
+            with torch.no_grad():
+                self._take(param, param.grad)
+
+    def _take(self, param: torch.Tensor, grad: torch.Tensor) -> None:
+        if self._begin is not None:
+            begin, self._begin = self._begin, None
+            begin()
+            self._optimizer.begin(self._hyper)
+        divisor = self._divisor
+        if divisor is not None and not self._optimizer.divides(divisor):
+            divide_([grad], divisor)
+            divisor = None
+        self._optimizer.step_alone(param, divisor)
+        param.grad = None
+        self._done.append(self._names[id(param)])
+
+    def end(self) -> State:
+        """End an update; return the optimizer's state by name."""
+        self.forget()
+        return self._optimizer.end()
+
+    def done(self) -> dict[str, torch.Tensor]:
+        """Return the parameters that were stepped, by name."""
+        return {name: self._named[name] for name in self._done}
+
+
+def _nothing() -> None: ...

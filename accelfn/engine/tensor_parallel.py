@@ -1,0 +1,773 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A plan: which layers of a model are split over ranks, and how each is."""
+
+import difflib
+import math
+import re
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import nn
+
+from accelfn.base import draws
+from accelfn.engine import vocabulary
+from accelfn.engine.vocabulary import Scores
+from accelfn.errors import ArgumentError, LossError, ModelError
+from accelfn.world import World
+
+# pyright: reportPrivateUsage=false
+
+# Where ranks have features or positions of their own, each draws for itself.
+
+
+States = list[torch.Tensor]
+
+
+class Apart:
+    """Seeds torch's default generators by rank for a stretch of a loss, and puts them back.
+
+    Which stretch a generator is in, its seed tells: so activations that are computed again,
+    with the generators as they were, draw again what they drew, wherever the part that is
+    computed again begins or ends.
+    """
+
+    def __init__(self, ranks: World) -> None:
+        """Take the ranks that draw each for itself."""
+        self._ranks = ranks
+        self._alike: dict[int, tuple[States, States]] = {}
+
+    def begin(self) -> None:
+        """Know of no stretch."""
+        self._alike = {}
+
+    def draw(self, place: str) -> None:
+        """Let this rank draw for itself from now on, where it does not already."""
+        first = self._generators()[0]
+        if first.initial_seed() in self._alike:
+            return
+        # no number is drawn for it: what all ranks draw is as it would be without
+        before = self._states()
+        told = b"".join(each.cpu().numpy().tobytes() for each in before)
+        key = draws.key(told.hex(), place, self._ranks.rank)
+        for each in self._generators():
+            each.manual_seed(key)
+        self._alike[first.initial_seed()] = before, self._states()
+
+    def draw_alike(self) -> None:
+        """Let all ranks draw alike again, as they did before this one drew for itself."""
+        generators = self._generators()
+        kept = self._alike.get(generators[0].initial_seed())
+        if kept is None:
+            return
+        before, begun = kept
+        has_drawn = not all(map(torch.equal, begun, self._states()))
+        for each, state in zip(generators, before, strict=True):
+            each.set_state(state)
+            if has_drawn:  # or layers that are called twice would draw the same twice
+                torch.rand((), generator=each, device=each.device)
+
+    def _generators(self) -> list[torch.Generator]:
+        return draws.generators(self._ranks.device)
+
+    def _states(self) -> States:
+        return [each.get_state() for each in self._generators()]
+
+
+# What layers are given where they are split, beside what they are given in one piece.
+
+
+_FAR = 1e-3
+"""How much of what a layer is given may be otherwise, by its norm: the order of sums may."""
+_COARSE = 0.1
+"""The same, where a loss is computed in 16 bits."""
+
+
+class Looks:
+    """Compares the features that row layers are given with those of the whole."""
+
+    def __init__(self, ranks: World) -> None:
+        """Take the ranks that have features, in order."""
+        self._ranks = ranks
+        self._wholes: dict[str, torch.Tensor] | None = None
+        self._parts: dict[str, torch.Tensor] = {}
+
+    def begin(self) -> None:
+        """Keep what layers are given from now on."""
+        self._wholes, self._parts = {}, {}
+
+    def see(self, place: str, given: torch.Tensor, *, is_whole: bool) -> None:
+        """Keep what a layer is given, the last time that it is called."""
+        if self._wholes is not None and not torch.is_grad_enabled():
+            seen = self._wholes if is_whole else self._parts
+            seen[place] = given.detach()
+
+    def end(self) -> str | None:
+        """Let go of it; return the first layer that was given others, if there is one."""
+        wholes, parts = self._wholes or {}, self._parts
+        self._wholes, self._parts = None, {}
+        if wholes.keys() != parts.keys():
+            return next(iter(wholes.keys() ^ parts.keys()))
+        differing = (n for n, whole in wholes.items() if not self._fit(whole, parts[n]))
+        return next(differing, None)
+
+    def _fit(self, whole: torch.Tensor, given: torch.Tensor) -> bool:
+        part = whole.chunk(self._ranks.size, -1)[self._ranks.rank]
+        if part.shape != given.shape:
+            return False
+        if part.is_meta:
+            return True
+        far = _COARSE if given.dtype.itemsize < 4 else _FAR
+        distance, length = ((each.double().norm()) for each in (given - part, part))
+        return not math.isfinite(distance) or bool(distance <= far * length)
+
+
+# Layers of which each rank along "tp" has a part, as in Megatron-LM.
+#
+# A column layer has some of the output features, and a row layer the same features of its
+# input: what lies between the two, a region, is computed by each rank for its own features.
+# The ranks add up at the end of a region in the forward pass, and at its beginning in the
+# backward pass. Parameters are plain tensors of a rank's part.
+#
+# Where sequences are split between regions, a region begins by putting them together, and
+# ends with a rank's part of the sum.
+
+
+# how a module keeps its parameters has no public name
+
+_SEQUENCE = -2
+"""The dim of activations that is split between regions; the last is the features."""
+
+
+class Layers:
+    """What the parallel layers of one module share.
+
+    Attributes:
+        ranks: those along "tp".
+        sequence: whether sequences are split between regions.
+        looks: what layers were given, while a loss is looked at.
+        is_whole: whether each rank computes with whole layers, to compare.
+        is_checked: whether that was done.
+        open: the column layer that has begun a region which no row layer has ended.
+        split: the layer behind which sequences are split, until a head has them whole.
+    """
+
+    def __init__(self, ranks: World, *, sequence: bool) -> None:
+        """Take the ranks."""
+        self.ranks, self.sequence, self.looks = ranks, sequence, Looks(ranks)
+        self.is_whole, self.is_checked = False, False
+        self._apart = Apart(ranks)
+        self.begin()
+
+    def begin(self) -> None:
+        """Know of nothing that began before."""
+        self.open: str | None = None
+        self.split: str | None = None
+        self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._apart.begin()
+
+    def enter(self, given: torch.Tensor) -> torch.Tensor:
+        """Return what all ranks have, for computing with a part of a layer.
+
+        Layers that are given the same, as those of query, key and value, add up its gradient
+        over the ranks once.
+        """
+        kept = self._entered
+        if kept is not None and kept[0] is given:
+            return kept[1]
+        if self.sequence:
+            entered = vocabulary.gathered_and_handed(given, _SEQUENCE, self.ranks)
+        else:
+            entered = vocabulary.handed(given, self.ranks)
+        self._entered = (given, entered)
+        return entered
+
+    def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
+        """Return the sum of what ranks made, or this rank's positions of it."""
+        if not self.sequence:
+            return vocabulary.summed(part, self.ranks)
+        self._check_length(part, layer.place)
+        return vocabulary.summed_and_taken(part, _SEQUENCE, self.ranks)
+
+    def begin_region(self, place: str, *, training: bool) -> None:
+        """Let each rank draw for its own features, while it trains."""
+        self.open = place
+        if training:
+            self._apart.draw(place)
+
+    def end_region(self) -> None:
+        """Let all ranks draw alike again, unless they have positions of their own."""
+        self._entered = self.open = None
+        if not self.sequence:
+            self._apart.draw_alike()
+
+    def begin_sequence(self, place: str, *, training: bool) -> None:
+        """Let each rank draw for its own positions."""
+        self.split = place
+        if training:
+            self._apart.draw(place)
+
+    def end_sequence(self) -> None:
+        """Let all ranks draw alike again."""
+        self._entered = self.split = None
+        if self.sequence:
+            self._apart.draw_alike()
+
+    def scattered(self, whole: torch.Tensor, place: str) -> torch.Tensor:
+        """Return this rank's positions of what all ranks have."""
+        self._check_length(whole, place)
+        return vocabulary.taken(whole, _SEQUENCE, self.ranks)
+
+    def _check_length(self, whole: torch.Tensor, place: str) -> None:
+        if whole.ndim < 2 or whole.shape[_SEQUENCE] % self.ranks.size:
+            msg = (
+                f"af.tensor_parallel(sequence=True): {place!r} gives {tuple(whole.shape)}, and"
+                f" its last dim but one is to be a sequence that {self.ranks.size} ranks along"
+                ' "tp" share alike. Pad the sequences of a batch to a multiple of that.'
+            )
+            raise LossError(msg)
+
+    def part(self, param: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what all ranks have, for each to use with its positions alone."""
+        if param is None or not self.sequence or self.is_whole:
+            return param
+        return vocabulary.handed(param, self.ranks)
+
+    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return all of a parameter; a collective."""
+        return vocabulary.all_parts(part.detach(), dim, self.ranks)
+
+    @contextmanager
+    def in_one_piece(self) -> Generator[None]:
+        """Let each rank compute with whole layers, one at a time."""
+        self.is_whole = True
+        try:
+            yield
+        finally:
+            self.is_whole = False
+
+
+class Parallel:
+    """A layer of which a rank has a part.
+
+    Attributes:
+        cuts: at which dim each of its parameters is cut; others are whole.
+        place: its name in the model.
+        layers: what it shares with others.
+    """
+
+    cuts: ClassVar[Mapping[str, int]]
+    place: str
+    layers: Layers
+
+    def now(self, name: str, param: torch.Tensor) -> torch.Tensor:
+        """Return a parameter as this rank computes now: its part, or the whole."""
+        if not self.layers.is_whole or name not in self.cuts:
+            return param
+        return self.layers.whole(param, self.cuts[name])
+
+
+class SplitsItself(nn.Module):
+    """A layer that knows how it is split, and is in no plan, as Megatron's.
+
+    Its parameters have Megatron's attributes, which say at which dim each is cut.
+    """
+
+    def split(self, layers: Layers, place: str) -> None:
+        """Compute as one of the ranks from now on, whose parts its parameters are."""
+        raise NotImplementedError
+
+    def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
+        """Refuse ranks that cannot share it.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        raise NotImplementedError
+
+
+def own_cut(param: torch.Tensor) -> int | None:
+    """Return the dim at which a parameter says that it is cut; None: it does not."""
+    said = vars(param)
+    return said.get("partition_dim") if said.get("tensor_model_parallel") else None
+
+
+class _Linear(Parallel, nn.Linear):
+    """A linear layer of which a rank has a part."""
+
+    def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias: torch.Tensor | None = self.bias
+        weight = self.now("weight", self.weight)
+        return weight, bias if bias is None else self.now("bias", bias)
+
+    def _features(self, given: torch.Tensor) -> torch.Tensor:
+        """Return the features that this rank has, or now all of them."""
+        weight, bias = self._tensors()
+        if not self.layers.is_whole:
+            given = self.layers.enter(given)
+        return F.linear(given, weight, bias)
+
+
+class ColumnLinear(_Linear):
+    """Has some of the output features, and gives them on."""
+
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return this rank's features, for a row layer to take."""
+        made = self._features(input)
+        if not self.layers.is_whole:
+            self.layers.begin_region(self.place, training=self.training)
+        return made
+
+
+class GatheredLinear(_Linear):
+    """Has some of the output features, and gathers those of all."""
+
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return all features."""
+        made = self._features(input)
+        if self.layers.is_whole:
+            return made
+        self.layers.end_sequence()
+        return vocabulary.gathered(made, -1, self.layers.ranks)
+
+
+class VocabularyLinear(_Linear):
+    """Has the scores of some of the words."""
+
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return scores of which this rank has some."""
+        made = self._features(input)
+        if self.layers.is_whole:
+            return made
+        self.layers.end_sequence()
+        return Scores.of(made, self.layers.ranks)
+
+
+class RowLinear(_Linear):
+    """Has some of the input features, and adds up what ranks make of theirs."""
+
+    cuts = {"weight": 1}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return the sum over the ranks, and the bias."""
+        layers = self.layers
+        weight, bias = self._tensors()
+        layers.looks.see(self.place, input, is_whole=layers.is_whole)
+        if layers.is_whole:
+            return F.linear(input, weight, bias)
+        layers.end_region()
+        total = layers.leave(F.linear(input, weight), self)
+        bias = layers.part(bias)
+        return total if bias is None else total + bias.to(total.dtype)
+
+
+class VocabularyEmbedding(Parallel, nn.Embedding):
+    """Has the vectors of some of the words."""
+
+    cuts = {"weight": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return the vectors of all words, each from the rank that has it."""
+        weight, layers = self.now("weight", self.weight), self.layers
+        if layers.is_whole:
+            return F.embedding(input, weight, self.padding_idx)
+        count, ranks = len(weight), layers.ranks
+        begin = ranks.rank * count
+        here = (input >= begin) & (input < begin + count)
+        padding = self.padding_idx
+        has_padding = padding is not None and begin <= padding < begin + count
+        vectors = F.embedding(
+            (input - begin).masked_fill(~here, 0),
+            weight,
+            cast("int", padding) - begin if has_padding else None,
+        )
+        vectors = layers.leave(vectors.masked_fill(~here.unsqueeze(-1), 0), self)
+        if layers.sequence:
+            layers.begin_sequence(self.place, training=self.training)
+        return vectors
+
+
+def scatter(module: nn.Module, place: str, layers: Layers) -> None:
+    """Let each rank have its positions of what a module gives, which is alike on all."""
+
+    def give_some(module: nn.Module, _: object, made: Any) -> Any:
+        if layers.is_whole:
+            return made
+        made = layers.scattered(made, place)
+        layers.begin_sequence(place, training=module.training)
+        return made
+
+    module.register_forward_hook(give_some)
+
+
+def share_gradients(
+    module: nn.Module, place: str, layers: Layers, *, by_position: bool
+) -> None:
+    """Let the ranks add up the gradients of a module's own parameters.
+
+    All have these, and each computes with them for the features of a region, or the positions,
+    that it has.
+    """
+
+    def lend(module: nn.Module, *_: object) -> None:
+        if layers.is_whole:
+            return
+        if not layers.is_checked:
+            _check_stands(place, layers, by_position=by_position)
+        if not torch.is_grad_enabled():
+            return
+        tables = module._parameters
+        kept = vars(module)["_accelfn_own"] = dict(tables)
+        for name, param in kept.items():
+            if param is not None and param.requires_grad:
+                tables[name] = cast("Any", vocabulary.handed(param, layers.ranks))
+
+    def put_back(module: nn.Module, *_: object) -> None:
+        module._parameters.update(vars(module).pop("_accelfn_own", {}))
+
+    for each in module.modules():
+        each.register_forward_pre_hook(lend)
+        each.register_forward_hook(put_back, always_call=True)
+
+
+def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
+    """Refuse to sum gradients that all ranks have whole.
+
+    Raises:
+        LossError: it is so.
+    """
+    if (layers.split if by_position else layers.open) is not None:
+        return
+    word, where = ("replicated", "between a column and a row layer")
+    if by_position:
+        word, where = ("sequence", "where sequences are split")
+    msg = (
+        f"af.tensor_parallel: {place!r} is {word!r}, and does not stand {where}: all ranks"
+        " compute the same with it, and a sum of its gradients would count each several times."
+        " Leave it out of the plan."
+    )
+    raise LossError(msg)
+
+
+LAYERS: Mapping[str, Mapping[type[nn.Module], type[Parallel]]] = {
+    "column": {nn.Linear: ColumnLinear},
+    "gathered": {nn.Linear: GatheredLinear},
+    "row": {nn.Linear: RowLinear},
+    "vocabulary": {nn.Embedding: VocabularyEmbedding, nn.Linear: VocabularyLinear},
+}
+"""By their words, layers that are split, by what they are."""
+REPLICATED, SEQUENCE, SCATTERED = "replicated", "sequence", "scattered"
+"""The words for modules that all ranks have: with which each computes for its features, or
+for its positions, and behind which each has its positions.
+"""
+OF_SEQUENCES = SEQUENCE, SCATTERED
+WORDS = (*LAYERS, REPLICATED, *OF_SEQUENCES)
+_OF_TRANSFORMERS = {
+    "colwise": "column",
+    "colwise_gather_output": "gathered",
+    "colwise_rep": "gathered",
+    "embedding_rowwise": "vocabulary",
+    "replicated_with_grad_allreduce": REPLICATED,
+    "rowwise": "row",
+}
+_REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
+"""Options of an embedding that need all words on one rank."""
+
+
+def checked(plan: Any) -> dict[str, str]:
+    """Return a plan in accelfn's words.
+
+    Args:
+        plan: by a pattern of names, one of these words, of Transformers', or torch's
+            ColwiseParallel and RowwiseParallel.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if not isinstance(plan, Mapping):
+        msg = (
+            f"af.tensor_parallel({plan!r}): expected a word by name, such as"
+            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+        )
+        raise ArgumentError(msg)
+    return {str(name): _word(name, value) for name, value in plan.items()}
+
+
+def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
+    """Refuse words of sequences that are split where none are.
+
+    Raises:
+        ArgumentError: the plan has one.
+    """
+    for name, word in plan.items():
+        if word in OF_SEQUENCES and not sequence:
+            msg = (
+                f"af.tensor_parallel: {name!r} is to be {word!r}, which is about sequences that"
+                " are split between layers. Say sequence=True, or leave it out of the plan."
+            )
+            raise ArgumentError(msg)
+
+
+def _word(name: object, value: Any) -> str:
+    if isinstance(value, str):
+        word = _OF_TRANSFORMERS.get(value, value)
+        if word in WORDS:
+            return word
+        near = difflib.get_close_matches(value, WORDS, n=1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        msg = (
+            f"af.tensor_parallel: {name!r} is to be {value!r}, which is no word of a plan;"
+            f" they are {', '.join(WORDS)}.{meant}"
+        )
+        raise ArgumentError(msg)
+    return _word_of_torch(name, value)
+
+
+def _word_of_torch(name: object, style: Any) -> str:
+    """Return the word for one of torch's styles with the options that it stands for."""
+    from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - heavy
+    from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    if isinstance(style, SequenceParallel) and style.sequence_sharding == (Shard(1),):
+        return SEQUENCE
+    inside: Any = getattr(style, "input_layouts", ())
+    outside: Any = getattr(style, "output_layouts", ())
+    whole, features = (Replicate(),), (Shard(-1),)
+    is_local = getattr(style, "use_local_output", True)
+    said = (type(style), tuple(inside), tuple(outside), is_local)
+    words: dict[Any, str] = {
+        (ColwiseParallel, whole, features, True): "column",
+        (ColwiseParallel, whole, features, False): "vocabulary",
+        (ColwiseParallel, whole, whole, True): "gathered",
+        (RowwiseParallel, features, whole, True): "row",
+    }
+    if said in words:
+        return words[said]
+    msg = (
+        f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel(),"
+        " RowwiseParallel() and SequenceParallel() have a word here, and of a head"
+        " ColwiseParallel(output_layouts=Replicate()) and (use_local_output=False). The words"
+        f" are {', '.join(WORDS)}."
+    )
+    raise ArgumentError(msg)
+
+
+def word_of(plan: Mapping[str, str], name: str) -> str | None:
+    """Return what is to become of a module; the first pattern that matches says so."""
+    for pattern, word in plan.items():
+        if _matches(pattern, name):
+            return word
+    return None
+
+
+def _matches(pattern: str, name: str) -> bool:
+    """Whether a name is meant: `*` stands for anything between two dots."""
+    parts, words = name.split("."), pattern.split(".")
+    return len(parts) == len(words) and all(map(fnmatchcase, parts, words))
+
+
+def chosen(
+    plan: Mapping[str, str], module: nn.Module
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the modules that a plan names, each with its name and its word."""
+    for name, each in module.named_modules():
+        word = word_of(plan, name)
+        if word is not None:
+            yield name, each, word
+
+
+def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | None:
+    """Return the dim at which a parameter is cut; None where it is not."""
+    said = own_cut(meta)
+    if said is not None:
+        return said
+    place, _, own = param.rpartition(".")
+    kinds = LAYERS.get(word_of(plan, place) or "", {})
+    dim = next(
+        (each.cuts.get(own) for each in kinds.values() if own in each.cuts), None
+    )
+    return dim if dim is not None and dim < meta.ndim else None
+
+
+def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
+    """Let the layers of a model that has parts of their parameters compute with those."""
+    for name, each in module.named_modules():
+        if isinstance(each, SplitsItself):
+            each.split(layers, name)
+    for name, each, word in list(chosen(plan, module)):
+        if word == SCATTERED:
+            scatter(each, name, layers)
+        elif word in (REPLICATED, SEQUENCE):
+            share_gradients(each, name, layers, by_position=word == SEQUENCE)
+        else:
+            each.__class__ = cast("type[nn.Module]", LAYERS[word][type(each)])
+            vars(each).update(place=name, layers=layers)
+
+
+def check_model(
+    plan: Mapping[str, str],
+    module: nn.Module,
+    size: int,
+    shown: str,
+    *,
+    sequence: bool,
+) -> None:
+    """Refuse a plan that does not go with a model.
+
+    Args:
+        plan: as `checked` returns it.
+        module: with meta tensors.
+        size: how many ranks have a part of each layer.
+        shown: who asks.
+        sequence: whether sequences are split between regions.
+
+    Raises:
+        ModelError: a name matches nothing, a module cannot be split as it is to be, or a
+            parameter stands in two places that are split otherwise.
+    """
+    names = [name for name, _ in module.named_modules()]
+    for pattern in plan:
+        if not any(_matches(pattern, name) for name in names):
+            _refuse_name(pattern, module, shown)
+    for name, each, word in chosen(plan, module):
+        _check_layer(name, each, word, size, shown)
+        _check_inside(name, each, word, plan, shown)
+    split_themselves = 0
+    for name, each in module.named_modules():
+        if isinstance(each, SplitsItself):
+            each.check(size, name, shown, sequence=sequence)
+            split_themselves += 1
+        elif any(own_cut(p) is not None for p in each.parameters(recurse=False)):
+            _refuse_foreign(name, each, shown)
+    if not plan and not split_themselves:
+        msg = (
+            f"{shown}: the plan names no layer, and {type(module).__name__} has none of"
+            " af.megatron.layers(world), which need no name. Write a word by name, such as"
+            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+        )
+        raise ModelError(msg)
+    _check_ties(plan, module, shown)
+
+
+def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
+    """Refuse a layer that says of itself that it is a part, and cannot be told of which.
+
+    Raises:
+        ModelError: always.
+    """
+    kind = type(module)
+    msg = (
+        f"{shown}: {name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
+        " each rank has a part of them. Make it by af.megatron.layers(world), which makes it"
+        " whole, and each rank's part of it here."
+    )
+    raise ModelError(msg)
+
+
+def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
+    """Refuse a pattern, in the names of what there is.
+
+    Raises:
+        ModelError: always.
+    """
+    there = dict.fromkeys(
+        re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
+        for name, each in module.named_modules()
+        if isinstance(each, (nn.Linear, nn.Embedding))
+    )
+    near = difflib.get_close_matches(pattern, there, n=5, cutoff=0.3) or list(there)[:5]
+    msg = (
+        f"{shown}: {pattern!r} is no module of {type(module).__name__}. Near to it are"
+        f" {', '.join(map(repr, near)) or 'no layers at all'}."
+    )
+    raise ModelError(msg)
+
+
+def _check_layer(
+    name: str, module: nn.Module, word: str, size: int, shown: str
+) -> None:
+    if isinstance(module, SplitsItself):
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
+            " says for itself how it is split. Leave it out of the plan."
+        )
+        raise ModelError(msg)
+    if word not in LAYERS:
+        return
+    kinds = LAYERS[word]
+    if type(module) not in kinds:
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, for which it must be an"
+            f" {' or '.join(f'nn.{each.__name__}' for each in kinds)}, with its own forward;"
+            f" it is a {type(module).__module__}.{type(module).__name__}."
+        )
+        raise ModelError(msg)
+    wrong = [option for option in _REFUSED if getattr(module, option, None)]
+    if wrong:
+        msg = (
+            f"{shown}: the embedding {name!r} has {', '.join(wrong)}, which looks at all"
+            " words of a batch, and a rank has some of them. Make it without, or leave it out"
+            " of the plan."
+        )
+        raise ModelError(msg)
+    dim = next(iter(kinds.values())).cuts["weight"]
+    shape = tuple(module.get_parameter("weight").shape)
+    if shape[dim] % size:
+        what = (
+            "words" if word == "vocabulary" else "output features",
+            "input features",
+        )
+        msg = (
+            f"{shown}: {name!r} has {shape[dim]} {what[dim]}, which {size} ranks along"
+            ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
+        )
+        raise ModelError(msg)
+
+
+def _check_inside(
+    name: str, module: nn.Module, word: str, plan: Mapping[str, str], shown: str
+) -> None:
+    """Refuse to sum the gradients of a module in which each rank has parts of its own.
+
+    Raises:
+        ModelError: it is so, or they would be summed twice.
+    """
+    if word not in (REPLICATED, SEQUENCE):
+        return
+    for inner, each in module.named_modules(prefix=name):
+        told = word_of(plan, inner)
+        if inner == name or (told is None and not isinstance(each, SplitsItself)):
+            continue
+        what = f"is {told!r}" if told else "is split"
+        msg = (
+            f"{shown}: {name!r} is to be {word!r}, which is about all modules in it, and"
+            f" {inner!r} {what}. Name those in it that are {word!r}, each for itself."
+        )
+        raise ModelError(msg)
+
+
+def _check_ties(plan: Mapping[str, str], module: nn.Module, shown: str) -> None:
+    """Refuse a parameter that is split in one of its places, and not so in another."""
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if cut_of(plan, known, param) != cut_of(plan, name, param):
+            msg = (
+                f"{shown}: {known!r} and {name!r} are one parameter, which would be split in"
+                " one place and not so in the other. Name both layers: a head that is tied to"
+                ' a "vocabulary" is "gathered".'
+            )
+            raise ModelError(msg)

@@ -1,0 +1,456 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scores of the words of a vocabulary, of which each rank along "tp" has some.
+
+Cross entropy is computed from parts: ranks exchange three numbers a token, and no rank has
+the scores of all words. So are the functions that stand between a head and its loss, as casts,
+views and numbers to multiply by. Every other function is given the whole, which is gathered:
+it is right, and has the cost of a head that is gathered.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+
+from accelfn.base.tree import tree_map
+from accelfn.collectives import naming, neighbors
+from accelfn.errors import LossError
+from accelfn.world import World
+
+# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
+
+# Where what a model computes crosses the ranks along "tp", forth and back.
+#
+# Four pairs, each the other's gradient: what all have is handed to parts, whose gradients
+# are summed; parts are put together, and each has its part of the gradient; and where
+# sequences are split between layers, a sum of parts goes on in parts, and the other way
+# round.
+
+
+_LABEL = "tensor_parallel"
+
+
+def handed(given: torch.Tensor, ranks: World) -> torch.Tensor:
+    """Return what all ranks have, for each to compute its part with; gradients are summed."""
+    return cast("Any", _Hand).apply(given, ranks)
+
+
+def summed(part: torch.Tensor, ranks: World) -> torch.Tensor:
+    """Return the sum of what ranks made, of which each has the whole gradient."""
+    return cast("Any", _Sum).apply(part, ranks)
+
+
+def gathered(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    """Return the parts of all ranks along a dim; each has the gradient of its own."""
+    return cast("Any", _Gather).apply(part, dim, ranks)
+
+
+def taken(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    """Return this rank's part of what all have; the gradient is put together again."""
+    return cast("Any", _Take).apply(whole, dim, ranks)
+
+
+def gathered_and_handed(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    """Return the parts of all ranks, for each to compute with; gradients are summed."""
+    return cast("Any", _GatherAndHand).apply(part, dim, ranks)
+
+
+def summed_and_taken(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    """Return this rank's part of the sum of what ranks made."""
+    return cast("Any", _SumAndTake).apply(whole, dim, ranks)
+
+
+class _Hand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, ranks: World) -> torch.Tensor:
+        ctx.ranks = ranks
+        return given.view_as(given)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return summed(gradients[0], ctx.ranks), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, ranks: World) -> torch.Tensor:
+        ctx.ranks = ranks
+        total = part.clone(memory_format=torch.contiguous_format)
+        with naming(_LABEL, ranks):
+            dist.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return handed(gradients[0], ctx.ranks), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return all_parts(part, dim, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return taken(gradients[0], ctx.dim, ctx.ranks), None, None
+
+
+class _Take(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return whole.chunk(ranks.size, dim)[ranks.rank].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gathered(gradients[0], ctx.dim, ctx.ranks), None, None
+
+
+class _GatherAndHand(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        return all_parts(part, dim, ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return summed_and_taken(gradients[0], ctx.dim, ctx.ranks), None, None
+
+
+class _SumAndTake(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+        ctx.dim, ctx.ranks = dim, ranks
+        rows = torch.cat(whole.chunk(ranks.size, dim)).contiguous()
+        shape = list(whole.shape)
+        shape[dim] //= ranks.size
+        total = whole.new_empty(shape)
+        with naming(_LABEL, ranks):
+            if neighbors.carries(ranks.group, total.device):
+                neighbors.reduce_scatter_(total, rows, ranks.group)
+            else:
+                dist.reduce_scatter_single(total, rows, group=ranks.group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gathered_and_handed(gradients[0], ctx.dim, ctx.ranks), None, None
+
+
+def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    """Return the parts of all ranks along a dim; without a gradient."""
+    part = part.contiguous()
+    parts = [torch.empty_like(part) for _ in range(ranks.size)]
+    with naming(_LABEL, ranks):
+        dist.all_gather(parts, part, group=ranks.group)
+    return torch.cat(parts, dim)
+
+
+# Cross entropy of scores, of which each rank along "tp" has those of some words.
+#
+# As in Megatron-LM: of each token ranks exchange the largest score, the sum of
+# exponentials, and the score of the word that is due.
+
+
+def cross_entropy(
+    part: torch.Tensor,
+    target: torch.Tensor,
+    ranks: World,
+    *,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: Literal["none", "mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """Return what `F.cross_entropy` does of all scores.
+
+    Args:
+        part: the scores of this rank's words, in the last dim.
+        target: the number of the word that is due, for each row.
+        ranks: those that have the words, in order.
+        weight: of each word of the vocabulary.
+        ignore_index: in the target, of a row that does not count.
+        reduction: as torch's.
+        label_smoothing: as torch's.
+    """
+    dtype, counts = part.dtype, target != ignore_index
+    number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
+    if part.element_size() < 4:  # as torch does inside
+        part = part.float()
+    part = part - _largest(part, ranks).unsqueeze(-1)
+    told = [part.exp().sum(-1), _due(part, word, ranks)]
+    if label_smoothing:
+        own = None if weight is None else weight.chunk(ranks.size)[ranks.rank]
+        told.append(part.sum(-1) if own is None else part @ own.to(part.dtype))
+    total, due, *spread = summed(torch.stack(told), ranks)
+    log, weights = total.log(), counts.to(part.dtype)
+    if weight is not None:
+        weights = weight[word].to(part.dtype) * weights
+    each = (log - due) * weights
+    for every in spread:
+        of_words = number if weight is None else weight.sum()
+        smooth = (of_words * log - every) / number
+        each = (1 - label_smoothing) * each + label_smoothing * smooth
+    each = each.masked_fill(~counts, 0)
+    if reduction == "mean":
+        each = each.sum() / weights.sum()
+    elif reduction == "sum":
+        each = each.sum()
+    casts = not part.is_meta and torch.is_autocast_enabled(part.device.type)
+    return each if casts else each.to(dtype)
+
+
+def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:
+    largest = part.detach().amax(-1)
+    with naming("tensor_parallel", ranks):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+    return largest
+
+
+def _due(part: torch.Tensor, word: torch.Tensor, ranks: World) -> torch.Tensor:
+    """Return the scores of the words that are due, on the rank that has them; 0 on others."""
+    count = part.shape[-1]
+    own = word - ranks.rank * count
+    here = (own >= 0) & (own < count)
+    is_word = (word >= 0) & (word < count * ranks.size)
+    # what is no word stays out of bounds, where torch refuses it
+    index = own.masked_fill(is_word & ~here, 0).unsqueeze(-1)
+    return part.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
+
+
+# a subclass has no public way around itself
+
+
+class Scores(torch.Tensor):
+    """A tensor of all words' scores, in shape and in value; this rank has a part of it."""
+
+    _ranks: World
+    _dim: int
+
+    @classmethod
+    def of(cls, part: torch.Tensor, ranks: World, dim: int = -1) -> "Scores":
+        """Return the scores of which this rank has a part along a dim."""
+        made = part.as_subclass(cls)
+        made._ranks, made._dim = ranks, dim % part.ndim
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Call a function, on parts where that will do."""
+        del types
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Scores):
+            found = _by_parts(func, first, args[1:], kwargs)
+            if found is not NotImplemented:
+                return found
+        if func in _EITHER and len(args) == 2 and isinstance(args[1], Scores):
+            return func(args[1], args[0])
+        if func.__name__.endswith("_") and not func.__name__.endswith("__"):
+            msg = (
+                f"af.tensor_parallel: {func.__name__} would change scores in place of which a"
+                " rank has those of some words. Call what returns others, as"
+                " scores.masked_fill(...), or make the head gathered."
+            )
+            raise LossError(msg)
+        return func(*whole(args), **whole(kwargs))
+
+    def __format__(self, form: str) -> str:
+        """Show the part."""
+        del form
+        return repr(self)
+
+    def __repr__(self, **_: Any) -> str:  # no collective, for one rank alone may print
+        """Show the part."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return f"Scores of this rank's words: {_part(self)!r}"
+
+
+def whole(tree: Any) -> Any:
+    """Return a tree in which scores are those of all words; a collective if there are any."""
+    return tree_map(_whole, tree)
+
+
+def _whole(leaf: Any) -> Any:
+    if not isinstance(leaf, Scores):
+        return leaf
+    return gathered(_part(leaf), leaf._dim, leaf._ranks)
+
+
+def _part(scores: Scores) -> torch.Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return scores.as_subclass(torch.Tensor)
+
+
+def _shape(scores: Scores) -> list[int]:
+    with torch._C.DisableTorchFunctionSubclass():
+        shape = list(scores.shape)
+    shape[scores._dim] *= scores._ranks.size
+    return shape
+
+
+Ways = Mapping[Any, Callable[..., Any]]
+
+
+def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
+    """Return what a function gives, computed from parts; NotImplemented where it cannot be."""
+    if func in _TOLD:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(scores, *args, **options)
+    way = _WAYS.get(func)
+    if way is not None:
+        return way(scores, *args, **options)
+    if func in _EACH:
+        return _each(func, scores, args, options)
+    return NotImplemented
+
+
+def _each(func: Any, scores: Scores, args: Any, options: Any) -> Any:
+    """Change each score alike; a number that is trained has the sum of ranks' gradients."""
+    part, ranks = _part(scores), scores._ranks
+    given = []
+    for each in args:
+        if isinstance(each, torch.Tensor):
+            if each.ndim or isinstance(each, Scores):
+                return NotImplemented
+            given.append(handed(each, ranks) if each.requires_grad else each)
+        else:
+            given.append(each)
+    if any(isinstance(each, torch.Tensor) for each in options.values()):
+        return NotImplemented
+    return Scores.of(func(part, *given, **options), ranks, scores._dim)
+
+
+def _size(scores: Scores, dim: int | None = None) -> Any:
+    shape = torch.Size(_shape(scores))
+    return shape if dim is None else shape[dim]
+
+
+def _transposed(scores: Scores, a: int = -2, b: int = -1) -> Scores:
+    part = _part(scores)
+    a, b, dim = a % part.ndim, b % part.ndim, scores._dim
+    moved = {a: b, b: a}.get(dim, dim)
+    return Scores.of(part.transpose(a, b), scores._ranks, moved)
+
+
+def _permuted(scores: Scores, *dims: Any) -> Scores:
+    part = _part(scores)
+    order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
+    order = [int(each) % part.ndim for each in order]
+    return Scores.of(part.permute(order), scores._ranks, order.index(scores._dim))
+
+
+def _flattened(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
+    part, dim = _part(scores), scores._dim
+    start, end = start_dim % part.ndim, end_dim % part.ndim
+    if not end < dim:
+        return NotImplemented
+    return Scores.of(part.flatten(start, end), scores._ranks, dim - (end - start))
+
+
+def _viewed(scores: Scores, *sizes: Any) -> Any:
+    part, shape = _part(scores), _shape(scores)
+    given = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
+    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in given):
+        return NotImplemented
+    given = [int(n) for n in given]
+    rest = math.prod(given[:-1])
+    last = given[-1]
+    if last == -1 and rest > 0:
+        last = math.prod(shape) // rest
+    if last != shape[-1] or (rest > 0 and rest * last != math.prod(shape)):
+        return NotImplemented
+    return Scores.of(part.reshape(*given[:-1], part.shape[-1]), scores._ranks)
+
+
+def _chosen(scores: Scores, index: Any) -> Any:
+    """Take from the dims before that of the words, which is the last."""
+    part = _part(scores)
+    index = index if isinstance(index, tuple) else (index,)
+    if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
+        return NotImplemented
+    places = [i for i, each in enumerate(index) if each is Ellipsis]
+    for i in places[:1]:
+        before, behind = index[:i], index[i + 1 :]
+        left = part.ndim - _num_taken(before + behind)
+        index = (*before, *[slice(None)] * left, *behind)
+    is_full = _num_taken(index) == part.ndim and isinstance(index[-1], slice)
+    if is_full and index[-1] == slice(None):
+        index = index[:-1]
+    if _num_taken(index) >= part.ndim:
+        return NotImplemented
+    return Scores.of(part[index], scores._ranks)
+
+
+def _is_index(each: Any) -> bool:
+    kinds = (int, slice, torch.Tensor, type(None), type(Ellipsis))
+    return isinstance(each, kinds) and not isinstance(each, (bool, Scores))
+
+
+def _num_taken(index: tuple[Any, ...]) -> int:
+    """Return how many dims an index is about."""
+    return sum(
+        each.ndim if isinstance(each, torch.Tensor) and each.dtype == torch.bool else 1
+        for each in index
+        if each is not None
+    )
+
+
+def _cross_entropy(
+    scores: Scores,
+    target: torch.Tensor,
+    *,
+    size_average: bool | None,
+    reduce: bool | None,
+    **options: Any,
+) -> Any:
+    """Return `F.cross_entropy`, from parts; not of probabilities, nor by words of old."""
+    part = _part(scores)
+    is_by_word = scores._dim == (1 if part.ndim > 1 else 0)
+    says_how = size_average is not None or reduce is not None
+    if not is_by_word or says_how or target.is_floating_point():
+        return NotImplemented
+    part = part.movedim(scores._dim, -1)
+    return cross_entropy(part, target, scores._ranks, **options)
+
+
+_T = torch.Tensor
+_WAYS: Ways = {
+    F.cross_entropy: _cross_entropy,
+    **dict.fromkeys((_T.size,), _size),
+    cast("Any", _T.shape).__get__: _size,
+    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transposed),
+    cast("Any", _T.mT).__get__: _transposed,
+    **dict.fromkeys((_T.permute, torch.permute), _permuted),
+    **dict.fromkeys((_T.flatten, torch.flatten), _flattened),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _viewed),
+    _T.__getitem__: _chosen,
+}
+"""What is computed from parts in a way of its own."""
+_EACH = {
+    *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
+    *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
+    *(_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__),
+    *(_T.add, torch.add, _T.__add__, _T.__radd__, _T.sub, torch.sub, _T.__sub__),
+    *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
+    *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
+}
+"""What goes score by score."""
+_EITHER = {_T.mul, torch.mul, _T.add, torch.add}
+"""What may be written either way."""
+_PROPERTIES = (
+    *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
+    *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
+)
+_TOLD = {
+    *(_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook),
+    *(_T.retain_grad, _T.get_device),
+    *(getattr(_T, name).__get__ for name in _PROPERTIES),
+}
+"""What of the whole is so of a part."""

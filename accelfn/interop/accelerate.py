@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that Accelerate's `save_state` wrote: a model by name, its optimizer by position."""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import torch
+
+from accelfn.base import arguments
+from accelfn.base.arguments import advise, as_path, called
+from accelfn.base.tree import is_shard
+from accelfn.checkpoint import compare
+from accelfn.checkpoint.load import Loaded, converted, together
+from accelfn.checkpoint.manifest import reader_of
+from accelfn.checkpoint.save import fields_of, with_fields
+from accelfn.checkpoint.slices import Slice, like, slice_of
+from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
+from accelfn.interop import deepspeed, torch_files
+from accelfn.interop.torch_files import Found, Piece, check_kept
+from accelfn.state.state import TrainState, check_state
+from accelfn.weights import export
+
+OPTIMIZER = "optimizer.bin"
+MODELS = (export.WEIGHTS, export.INDEX, torch_files.WEIGHTS, torch_files.INDEX)
+"""What a folder has of these is its model; the first of them is read."""
+
+
+def weights_of(folder: Path) -> dict[str, Piece]:
+    """Return the tensors of a folder's model."""
+    if not any(arguments.exists(folder / name) for name in MODELS[:2]):
+        held = torch_files.state_dict_of(folder)
+        return {name: Piece.of(tensor) for name, tensor in held.items()}
+    there = export.shards_at(folder)
+    return {
+        name: Piece(meta.dtype, tuple(meta.shape), partial(there.read_box, name))
+        for name, meta in there.tensors().items()
+    }
+
+
+def entries_of(
+    file: Path, groups: Sequence[Sequence[str]], every: Sequence[str]
+) -> dict[str, dict[str, Any]]:
+    """Return what an optimizer's state dict keeps of each parameter, by its name.
+
+    A state dict goes by positions. They are those of the state's optimizer, group by group;
+    or of all the model's parameters, the frozen ones too, where there is one group of so many.
+
+    Args:
+        file: that `torch.save(optimizer.state_dict(), file)` wrote.
+        groups: the names of the parameters in each of the groups of the state's optimizer.
+        every: the names of all parameters of the model.
+
+    Raises:
+        CheckpointError: it holds something else, or groups of other sizes.
+    """
+    held = torch_files.loaded(file, "Save optimizer.state_dict() alone.")
+    try:
+        saved = [[*each["params"]] for each in held["param_groups"]]
+        told = [each.get("param_names") for each in held["param_groups"]]
+        entries = cast("Mapping[Any, Mapping[str, Any]]", held["state"])
+        state = {place: {**entry} for place, entry in entries.items()}
+        sizes, own = [len(each) for each in saved], [len(each) for each in groups]
+        named = [len(each or ()) for each in told]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        msg = f"{file} is not the state_dict() of an optimizer: {error!r}."
+        raise CheckpointCorruptError(msg) from error
+    if all(told):
+        if named != sizes:
+            msg = (
+                f"{file} has groups of {sizes} parameters, and {named} names for them."
+            )
+            raise CheckpointCorruptError(msg)
+        names = told
+    elif sizes == own:
+        names = groups
+    elif sizes == [len(every)]:
+        names = [every]
+    else:
+        msg = (
+            f"{file} has groups of {sizes} parameters, and the state's optimizer of {own}: it"
+            " goes by positions, which cannot be told. Give the state an optimizer with such"
+            " groups."
+        )
+        raise CheckpointError(msg)
+    pairs = (
+        pair
+        for some, called in zip(saved, names, strict=True)
+        for pair in zip(some, called, strict=True)
+    )
+    by_place = {place: str(name) for place, name in pairs}
+    return {
+        by_place[place]: {
+            str(key): Piece.of(value) if isinstance(value, torch.Tensor) else value
+            for key, value in entry.items()
+        }
+        for place, entry in state.items()
+        if place in by_place
+    }
+
+
+# `import_state`: the training that another library saved, in a state.
+
+
+_FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
+"""Folders in which Accelerate has torch keep what FSDP split."""
+
+
+@called
+def import_state(
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    *,
+    under: str | None = None,
+    strict: bool = True,
+) -> Loaded:
+    """Return a state with the model and optimizer that another library saved; on all ranks.
+
+    Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names as
+    `get_state_dict` gives them); what DeepSpeed's `save_checkpoint` writes at ZeRO's stages 1,
+    2 and 3, whose weights are the fp32 ones, without DeepSpeed; and the folders of Accelerate's
+    `save_state`, of FSDP's sharded ones and of DeepSpeed too. Nothing that is read runs code:
+    pickles are read as tensors, plain data and torch's records of tensors, and anything else
+    is refused.
+
+    Slots of transforms begin anew, as an average does, with what was imported. `step` is how
+    many updates the optimizer has counted, or what a distributed checkpoint has as `step`, or
+    how many updates DeepSpeed took where its optimizer does not count. If the optimizer counts
+    another number for some parameters, `step` is the largest, and an `af.Warning` says so. If
+    nothing counts, `step` stays the state's, and is `missing`.
+    Where the samples stood is nothing that others save as accelfn does: `cursor` and `seed`
+    stay the state's.
+
+    Args:
+        state: says model, optimizer, setup and world; it is not changed.
+        directory: that holds them; of DeepSpeed the one with `latest`, or a tag's in it.
+        under: of a distributed checkpoint, the key under which the model stands, as "model";
+            default the one that is there.
+        strict: False only warns about names that are missing or unexpected.
+
+    Returns: a report, whose `state` it is: what was `loaded` and `cast`, what is `missing`,
+    and what of the directory is `unexpected`: schedulers and random generators, say.
+
+    Law: the state goes on as the training that was saved does, whatever the layout of either:
+    bitwise where one process saved and one goes on.
+
+    Cost: each rank reads the bytes of its own parts, a tensor at a time; where these are runs
+    of less than 4 KiB, as in a tensor that is cut finely in its last dim, what lies between
+    them too. What `torch.save` wrote alone, as an optimizer or DeepSpeed's files, is mapped.
+
+    Raises:
+        CheckpointError: names, shapes or the optimizer differ, and the nearest are given;
+            models stand under several keys; or nothing that is read is there.
+        CheckpointCorruptError: a file is missing, cut off, or another save's.
+        ArgumentError: `under` is no text.
+    """
+    call = "af.import_state(state, directory)"
+    check_state(call, state)
+    state.lease.check()
+    folder = as_path(call, directory, "a folder")
+    if under is not None and not isinstance(under, str):
+        msg = f"af.import_state(under={under!r}): expected a key, as 'model', or None."
+        raise ArgumentError(msg)
+
+    def read() -> tuple[dict[str, Any], Loaded]:
+        return _read(state, folder, _found(state, folder, under), strict=strict)
+
+    fields, report = together(state, read)
+    own = {each.name for each in state.setup}
+    slots = {name: slot for name, slot in state.slots.items() if name not in own}
+    after = with_fields(state, {**fields, "slots": slots})
+    return attrs.evolve(report, state=after.with_setup(state.setup))
+
+
+def _found(state: TrainState, folder: Path, under: str | None) -> Found:
+    """Return what a folder has.
+
+    Raises:
+        CheckpointError: nothing that is read.
+    """
+    parts = [folder, *(folder / name for name in _FSDP)]
+    split = [each for each in parts if arguments.exists(each / torch_files.METADATA)]
+    if split:
+        return _in_parts(state, folder, split, under)
+    tag = deepspeed.parts_at(folder)
+    if tag is not None:
+        params = _params(state)
+        names = {*params, *state.buffers}
+        return deepspeed.found_in(folder, tag, params=params, names=names)
+    if any(arguments.exists(folder / name) for name in MODELS):
+        return _of_accelerate(state, folder)
+    msg = (
+        f"{folder} has neither {torch_files.METADATA}, of torch's distributed checkpoints, nor"
+        f" parts of DeepSpeed's, nor a model as Accelerate saves it.{reader_of(folder)}"
+    )
+    raise CheckpointError(msg)
+
+
+def _in_parts(
+    state: TrainState, folder: Path, split: Iterable[Path], under: str | None
+) -> Found:
+    """Return what is in distributed checkpoints."""
+    pieces, others = dict[str, Piece](), list[str]()
+    for each in split:
+        some, rest = torch_files.pieces_of(each)
+        pieces |= some
+        others += rest
+    params = _params(state)
+    names = {*params, *state.buffers}
+    return torch_files.found_in(
+        folder, pieces, others, params=params, names=names, under=under
+    )
+
+
+def _of_accelerate(state: TrainState, folder: Path) -> Found:
+    """Return what is in a folder of `save_state`."""
+    weights = weights_of(folder)
+    names = {*_params(state), *state.buffers}
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    called = {id(meta): name for name, meta in metas.items()}
+    groups = [
+        [called[id(param)] for param in group["params"]]
+        for group in state.definition.optimizer.param_groups
+    ]
+    file = folder / OPTIMIZER
+    entries = entries_of(file, groups, [*metas]) if arguments.exists(file) else {}
+    read = {*MODELS, OPTIMIZER}
+    return Found(
+        weights={n: piece for n, piece in weights.items() if n in names},
+        entries=entries,
+        strange=tuple(name for name in weights if name not in names),
+        left=tuple(sorted(p.name for p in folder.iterdir() if p.name not in read)),
+    )
+
+
+def _params(state: TrainState) -> list[str]:
+    """Return the names of parameters, with those under which they are tied."""
+    return [*state.params, *state.definition.skeleton.aliases]
+
+
+def _read(
+    state: TrainState, folder: Path, found: Found, *, strict: bool
+) -> tuple[dict[str, Any], Loaded]:
+    """Return the fields of the state that there will be, and what was done."""
+    aliases = state.definition.skeleton.aliases
+    weights = {aliases.get(name, name): each for name, each in found.weights.items()}
+    kept = {aliases.get(name, name): each for name, each in found.entries.items()}
+    persistent = state.definition.skeleton.persistent
+    asked = {
+        **state.params,
+        **{n: b for n, b in state.buffers.items() if n in persistent},
+    }
+    _check_names(folder, asked, weights, found.strange, strict=strict)
+    check_kept(state, kept, folder)
+    cast: dict[str, str] = {}
+
+    def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
+        return _laid(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
+
+    current = fields_of(state.copy())
+    params, buffers = dict(current["params"]), dict(current["buffers"])
+    for field, table in (("params", params), ("buffers", buffers)):
+        for name in [name for name in table if name in weights]:
+            table[name] = values(name, field, weights[name], table[name])
+    opt_state = {
+        name: {
+            key: _entry(f"{folder}: {key} of {name}", key, each, params[name])
+            for key, each in entry.items()
+        }
+        for name, entry in kept.items()
+        if name in params
+    }
+    fields = {**current, "params": params, "buffers": buffers}
+    if opt_state:
+        fields["opt_state"] = opt_state
+    counts = [int(each["step"]) for each in opt_state.values() if "step" in each]
+    step = max(counts, default=None) if found.step is None else found.step
+    if step is not None:
+        fields["step"], fields["num_skipped"] = step, 0
+    if found.step is None and len({*counts}) > 1:
+        advise(
+            f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
+            f" parameters, as if some were thawed later. state.step is the largest, {step},"
+            " which is what a schedule needs if a parameter was trained from the beginning."
+        )
+    missing = [
+        *(n for n in asked if n not in weights),
+        *([] if opt_state else ["opt_state"]),
+        *([] if step is not None else ["step"]),
+    ]
+    report = Loaded(
+        state=state,
+        loaded=(
+            *(f"params.{n}" for n in params if n in weights),
+            *(f"buffers.{n}" for n in buffers if n in weights),
+            *(f"opt_state.{n}" for n in opt_state),
+        ),
+        missing=tuple(missing),
+        unexpected=(*found.strange, *found.left),
+        cast=cast,
+    )
+    return fields, report
+
+
+def _check_names(
+    folder: Path,
+    asked: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Piece],
+    strange: Iterable[str],
+    *,
+    strict: bool,
+) -> None:
+    """Refuse what does not fit the model, or warn about it.
+
+    Raises:
+        CheckpointError: names differ, and `strict` is true; or shapes, or kinds of numbers.
+    """
+    there = {
+        n: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for n, each in weights.items()
+    }
+    there |= {n: torch.empty(0, device="meta") for n in strange}
+    found = compare.differences(there, asked)
+    other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
+    named = attrs.evolve(found, dtypes=other)
+    if not strict:
+        named = attrs.evolve(named, missing=(), unexpected=())
+    if named:
+        raise CheckpointError(named.told(str(folder)))
+    if found.missing or found.unexpected:
+        advise(attrs.evolve(found, dtypes={}).told(str(folder)))
+
+
+def _laid(
+    where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
+) -> torch.Tensor:
+    """Return a piece as a state has it: this rank's part, its dtype, its device."""
+    place = slice_of(own) or Slice.whole(own.shape)
+    values = piece.read(place)
+    if values.dtype != own.dtype:
+        cast[name] = f"{values.dtype} to {own.dtype}"
+        values = converted(values, own.dtype, where)
+    return like(values, own) if is_shard(own) else values.to(own.device)
+
+
+def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
+    """Return what an optimizer keeps of a parameter, as torch's optimizers load it."""
+    if not isinstance(each, Piece):
+        return each
+    if each.shape == tuple(param.shape) and key != "step":
+        return _laid(where, key, each, param, {})
+    values = each.read(Slice.whole(each.shape))
+    if key == "step":
+        return values
+    return values.to(param.device, param.dtype if param.is_floating_point() else None)

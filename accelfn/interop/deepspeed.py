@@ -1,0 +1,450 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders that DeepSpeed's ZeRO wrote: where the newest is, and what a training finds there.
+
+In which order and in which shapes parameters lie in flat groups, a file of the model says.
+"""
+
+import math
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+import attrs
+import torch
+
+from accelfn.base import arguments
+from accelfn.errors import CheckpointCorruptError, CheckpointError
+from accelfn.interop import torch_files
+from accelfn.interop.torch_files import Found, Piece
+
+# What each rank of a ZeRO training wrote of its optimizer: a part of every flat group.
+#
+# DeepSpeed itself is not needed: the few classes of it that such files mention stay shut.
+
+
+PART_FILE = re.compile(
+    r"(?:\w+_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt"
+)
+_SHUT = (
+    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    "deepspeed.runtime.zero.config.ZeroStageEnum",
+    "deepspeed.utils.tensor_fragment.fragment_address",
+)
+"""Classes of what is not read: scalers of losses, and what the files say otherwise, too."""
+_ADVICE = (
+    "Save with a client_state and schedulers of plain data; or write the weights alone, with the"
+    " zero_to_fp32.py beside it, for af.import_torch_weights, if you trust who wrote it."
+)
+WHOLE = "Copy the folder as a whole, with the files of all machines."
+
+
+@attrs.frozen(eq=False)
+class Part:
+    """What a rank saved of an optimizer.
+
+    Attributes:
+        file: in which it is.
+        cuts_each: whether every parameter is cut, as in stage 3.
+        counts: in how many parts each group was cut.
+        masters: the rank's weights, a flat tensor a group.
+        entries: what the optimizer keeps of each of these.
+        paddings: how many elements are behind each parameter of a group; () where none are.
+        is_scaled: whether a scale of losses, which is not read, changes.
+    """
+
+    file: Path
+    cuts_each: bool
+    counts: frozenset[int]
+    masters: tuple[torch.Tensor, ...]
+    entries: tuple[Mapping[str, Any], ...]
+    paddings: tuple[tuple[int, ...], ...]
+    is_scaled: bool
+
+
+def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
+    """Return the parts of all ranks, by rank.
+
+    Raises:
+        CheckpointError: there are none.
+        CheckpointCorruptError: one is missing, or one too many.
+    """
+    by_rank = {int(m["rank"]): m[0] for m in map(PART_FILE.fullmatch, files) if m}
+    if not by_rank:
+        msg = (
+            f"{tag} has no *_optim_states.pt: it was saved at stage 0, or is cut off. Of ZeRO"
+            " stages 1, 2 and 3 are read; " + WHOLE
+        )
+        raise CheckpointError(msg)
+    ranks = sorted(by_rank)
+    parts = [_part(tag / by_rank[rank]) for rank in ranks]
+    for part in parts:
+        count = max(part.counts)
+        missing = sorted({*range(count)} - {*ranks})
+        if missing:
+            name = by_rank[ranks[0]].replace(f"rank_{ranks[0]}_", f"rank_{missing[0]}_")
+            msg = (
+                f"{part.file} is one of {count} parts, and those of ranks {ranks} are there:"
+                f" {name} is missing. {WHOLE}"
+            )
+            raise CheckpointCorruptError(msg)
+        if part.counts != {len(parts)} or part.cuts_each != parts[0].cuts_each:
+            said = sorted(part.counts)
+            msg = (
+                f"{part.file} is one of {said[0] if len(said) == 1 else said} parts, and"
+                f" {tag} has {len(parts)}: some are another save's, of another number of"
+                " ranks. Remove these, or take a folder that was written once."
+            )
+            raise CheckpointCorruptError(msg)
+    return parts
+
+
+def _part(file: Path) -> Part:
+    held = torch_files.loaded(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
+    cuts_each = "fp32_flat_groups" in held
+    key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
+    if key not in held:
+        msg = f"{file} has no part of the weights: {key!r} is not among {sorted(held)}."
+        raise CheckpointCorruptError(msg)
+    masters = tuple(held[key])
+    inner = held["optimizer_state_dict" if cuts_each else "base_optimizer_state"]
+    entries = tuple(_entries_of_groups(inner))
+    count = held["partition_count"]
+    counts = frozenset(map(int, count if isinstance(count, list) else [count]))
+    flat = all(isinstance(each, torch.Tensor) and each.ndim == 1 for each in masters)
+    if not flat or len(entries) != len(masters) or not counts:
+        msg = (
+            f"{file} has {len(masters)} parts of weights, and {len(entries)} of what its"
+            " optimizer keeps: it is not as ZeRO writes it."
+        )
+        raise CheckpointCorruptError(msg)
+    paddings = held.get("param_alignment_paddings") or ()
+    return Part(
+        file=file,
+        cuts_each=cuts_each,
+        counts=counts,
+        masters=masters,
+        entries=entries,
+        paddings=tuple(tuple(map(int, each)) for each in paddings),
+        is_scaled=bool(held.get("dynamic_loss_scale")),
+    )
+
+
+def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
+    """Yield what an optimizer keeps of each flat tensor; some count in their groups."""
+    if isinstance(inner, list):  # ZeRO calls it elastic
+        yield from cast("list[dict[str, Any]]", inner)
+        return
+    for group in inner["param_groups"]:
+        counted = {"step": group["step"]} if "step" in group else {}
+        for place in group["params"]:
+            entry = inner["state"].get(place)
+            yield {**counted, **entry} if entry else {}
+
+
+def loaded(file: Path) -> Mapping[str, Any]:
+    """Read a file of such a folder; classes that are not needed stay shut."""
+    return torch_files.loaded(file, _ADVICE, shut=_SHUT)
+
+
+# Flat groups of ZeRO, put together from the parts of all ranks, by the parameters' names.
+#
+# Stages 1 and 2 lay the parameters of a group one behind the other, padded, and each rank
+# keeps an equal part of that. Stage 3 cuts every parameter in as many flat parts as there
+# are ranks, and a rank lays its parts one behind the other. What an optimizer keeps lies as
+# its weights do.
+
+
+_Place: TypeAlias = tuple[int, int, int]
+"""A run of elements: the rank that has it, where it begins there, and how many they are."""
+
+
+def shapes_of(said: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
+    """Return shapes by name as a file says them, in whatever kinds of integers and sequences."""
+    return {str(name): tuple(map(int, shape)) for name, shape in said.items()}
+
+
+def put_together(
+    tag: Path, parts: Sequence[Part], said: Sequence[Mapping[str, Iterable[int]]]
+) -> tuple[dict[str, Piece], dict[str, dict[str, Any]]]:
+    """Return the weights and what the optimizer keeps of them, by the parameters' names.
+
+    Raises:
+        CheckpointCorruptError: groups, or their sizes, are not those of the model.
+    """
+    weights: dict[str, Piece] = {}
+    entries: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        if len(part.masters) != len(said):
+            msg = (
+                f"{part.file} has {len(part.masters)} groups, and the model's file names"
+                f" {len(said)}: they are of different saves."
+            )
+            raise CheckpointCorruptError(msg)
+    for index, group in enumerate(said):
+        shapes = shapes_of(group)
+        masters = [part.masters[index] for part in parts]
+        sizes = [len(each) for each in masters]
+        if parts[0].cuts_each:
+            places = _cut_each(shapes, len(parts))
+            wanted = [sum(-(-math.prod(s) // len(parts)) for s in shapes.values())]
+            fits = sizes == wanted * len(parts)
+        else:
+            paddings = parts[0].paddings[index] if parts[0].paddings else ()
+            places = _cut_across(shapes, sizes, paddings)
+            # what is left behind the last is for alignment
+            wanted = [sum(map(math.prod, shapes.values())) + sum(paddings)]
+            fits = 0 <= sum(sizes) - wanted[0] < 2 * len(parts)
+        if not fits:
+            msg = (
+                f"{tag}: ranks have {sizes} elements of group {index}, and its parameters,"
+                f" {[*shapes][:3]} and so on, take {wanted[0]}: they are of different saves."
+            )
+            raise CheckpointCorruptError(msg)
+        kept = [part.entries[index] for part in parts]
+        for name, runs in places.items():
+            weights[name] = _piece(shapes[name], masters, runs)
+            found = _entry(tag, kept, sizes, shapes[name], runs)
+            if found:
+                entries[name] = found
+    return weights, entries
+
+
+def _cut_across(
+    shapes: Mapping[str, tuple[int, ...]],
+    sizes: Sequence[int],
+    paddings: Sequence[int],
+) -> dict[str, list[_Place]]:
+    """Return where parameters lie that are one behind the other, over all ranks."""
+    places: dict[str, list[_Place]] = {}
+    at = 0
+    for index, (name, shape) in enumerate(shapes.items()):
+        end = at + math.prod(shape)
+        places[name] = []
+        begin = 0
+        for rank, size in enumerate(sizes):
+            first, last = max(at, begin), min(end, begin + size)
+            if first < last:
+                places[name].append((rank, first - begin, last - first))
+            begin += size
+        at = end + (paddings[index] if paddings else 0)
+    return places
+
+
+def _cut_each(
+    shapes: Mapping[str, tuple[int, ...]], num_ranks: int
+) -> dict[str, list[_Place]]:
+    """Return where parameters lie of which each rank has a part, padded to equal lengths."""
+    places: dict[str, list[_Place]] = {}
+    at = 0
+    for name, shape in shapes.items():
+        count = math.prod(shape)
+        size = -(-count // num_ranks)
+        own = [max(0, min(size, count - rank * size)) for rank in range(num_ranks)]
+        places[name] = [(rank, at, length) for rank, length in enumerate(own)]
+        at += size
+    return places
+
+
+def _piece(
+    shape: tuple[int, ...], held: Sequence[torch.Tensor], places: Iterable[_Place]
+) -> Piece:
+    runs = [held[rank].narrow(0, begin, length) for rank, begin, length in places]
+    return Piece.of_runs(shape, runs)
+
+
+def _entry(
+    tag: Path,
+    kept: Sequence[Mapping[str, Any]],
+    sizes: Sequence[int],
+    shape: tuple[int, ...],
+    places: Iterable[_Place],
+) -> dict[str, Any]:
+    """Return what an optimizer keeps of a parameter: parts of what is flat, and numbers.
+
+    Raises:
+        CheckpointCorruptError: ranks do not keep alike.
+    """
+    found: dict[str, Any] = {}
+    for key, first in kept[0].items():
+        values = [each.get(key) for each in kept]
+        if isinstance(first, torch.Tensor) and first.ndim:
+            for value, size in zip(values, sizes, strict=True):
+                # an optimizer keeps the padding behind a group, too
+                if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
+                    shapes = [tuple(getattr(each, "shape", ())) for each in values]
+                    msg = (
+                        f"{tag}: of {key!r} ranks have {shapes}, and of the weights {sizes}:"
+                        " an optimizer that keeps such is not read."
+                    )
+                    raise CheckpointCorruptError(msg)
+            found[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
+        elif key == "step":
+            step = torch.as_tensor(first, dtype=torch.float32)
+            found[key] = Piece.of(step)
+        else:
+            found[key] = Piece.of(first) if isinstance(first, torch.Tensor) else first
+    return found
+
+
+LATEST = "latest"
+_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}
+_MODEL = re.compile(
+    r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt"
+)
+_COUNTED = {
+    *("module", "buffer_names", "optimizer", "param_shapes", "shared_params"),
+    *("frozen_param_shapes", "frozen_param_fragments", "ds_config", "ds_version"),
+    *("global_steps", "skipped_steps", "global_samples", "dp_world_size"),
+    *("mp_world_size", "checkpoint_parallel_dimensions"),
+}
+"""What a file of the model has of its own; the rest are schedulers, and what users add."""
+
+
+def parts_at(folder: Path) -> Path | None:
+    """Return the folder in which the parts lie: this one, or the newest in it; or None.
+
+    Raises:
+        CheckpointError: there are some, and none is the newest; or that one is not there.
+    """
+    if _has_parts(folder):
+        return folder
+    if not arguments.is_directory(folder):
+        return None
+    tags = sorted(each.name for each in folder.iterdir() if _has_parts(each))
+    latest = folder / LATEST
+    if arguments.is_file(latest):
+        said = latest.read_bytes()[:1000].decode(errors="replace").strip()
+        if said in tags:
+            return folder / said
+        msg = (
+            f"{latest} says that {said!r} is the newest, and such folders of DeepSpeed there"
+            f" are {tags or 'none'}. Import one of these, or copy the folder as a whole."
+        )
+        raise CheckpointCorruptError(msg)
+    if tags:
+        newest = str(folder / tags[-1])
+        msg = (
+            f"{folder} has folders of DeepSpeed, {tags}, and no file {LATEST!r} that says"
+            f" which is meant. Name it: af.import_state(state, {newest!r})."
+        )
+        raise CheckpointError(msg)
+    return None
+
+
+def _has_parts(folder: Path) -> bool:
+    return arguments.is_directory(folder) and any(
+        each.name.endswith(("_optim_states.pt", "model_states.pt"))
+        for each in folder.iterdir()
+    )
+
+
+def found_in(
+    folder: Path, tag: Path, *, params: Collection[str], names: Collection[str]
+) -> Found:
+    """Return what there is of a training in a folder of DeepSpeed.
+
+    Args:
+        folder: that was given.
+        tag: in which the parts lie; the same, or one in it.
+        params: the names of the model's parameters.
+        names: those and the names of its buffers.
+
+    Raises:
+        CheckpointError: it was saved in a way that is not read.
+        CheckpointCorruptError: a rank's file is missing, cut off, or another save's.
+    """
+    files = sorted(each.name for each in tag.iterdir())
+    _check_kind(tag, files)
+    try:
+        parts = parts_of(tag, files)
+        model, weights = _model(tag, parts)
+        masters, kept = put_together(tag, parts, model["param_shapes"])
+        steps = int(model["global_steps"]) - int(model["skipped_steps"])
+        shared = dict(model.get("shared_params") or {})
+    except CheckpointError:
+        raise
+    except Exception as error:  # bytes at random end in any of them
+        msg = f"{tag} does not hold what DeepSpeed's ZeRO saves: {error!r}."
+        raise CheckpointCorruptError(msg) from error
+    weights |= masters
+    weights |= {name: weights[own] for name, own in shared.items() if own in weights}
+    left = [str(key) for key in model if key not in _COUNTED and model[key] is not None]
+    left += ["loss_scaler"] if any(part.is_scaled for part in parts) else []
+    left += [n for n in files if not (PART_FILE.fullmatch(n) or _MODEL.fullmatch(n))]
+    if tag != folder:
+        beside = {each.name for each in folder.iterdir()} - {LATEST, tag.name}
+        left += sorted(beside - _SCRIPTS)
+    return Found(
+        weights={name: each for name, each in weights.items() if name in names},
+        entries={name: each for name, each in kept.items() if name in params},
+        step=None if any("step" in each for each in kept.values()) else steps,
+        strange=tuple(name for name in weights if name not in names),
+        left=tuple(left),
+    )
+
+
+def _check_kind(tag: Path, files: Sequence[str]) -> None:
+    """Refuse what is cut by more than the ranks of data.
+
+    Raises:
+        CheckpointError: and it says by what.
+    """
+    matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
+    several = {match["mp"] for match in matches if match and int(match["mp"])}
+    said = ""
+    if any(each.startswith("expp_rank_") or "_expert_" in each for each in files):
+        said = "has a mixture of experts, which are cut over ranks of their own"
+    elif any(each.startswith("layer_") for each in files):
+        said = "was saved by a pipeline, by the layers of its stages"
+    elif several:
+        said = (
+            f"is of a model that was split over ranks, as mp_rank_{min(several)} says"
+        )
+    elif "offloaded_tensors" in files:
+        said = "has an optimizer whose tensors were on NVMe, in files of their own"
+    elif "zero" in files and not any(PART_FILE.fullmatch(each) for each in files):
+        said = "is a universal checkpoint; the folder it was made from is read"
+    if said:
+        msg = (
+            f"{tag} {said}: af.import_state reads what DeepSpeed's ZeRO saves of plain models,"
+            " at its stages 1, 2 and 3. Write the weights with DeepSpeed's own tools, as one"
+            " state dict, for af.import_torch_weights."
+        )
+        raise CheckpointError(msg)
+
+
+def _model(
+    tag: Path, parts: Sequence[Part]
+) -> tuple[Mapping[str, Any], dict[str, Piece]]:
+    """Return what is said of the model, and what of it no optimizer has."""
+    cuts_each = parts[0].cuts_each
+    each = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    names = [each.format(rank) for rank in range(len(parts))]
+    names = names if cuts_each else ["mp_rank_00_model_states.pt"]
+    for name in names:
+        if not arguments.exists(tag / name):
+            msg = f"{tag} has no {name}, which a rank wrote of the model. {WHOLE}"
+            raise CheckpointCorruptError(msg)
+    model = loaded(tag / names[0])
+    if model.get("param_shapes") is None:
+        msg = (
+            f"{tag / names[0]} does not say how parameters lie; it has {sorted(model)}."
+        )
+        raise CheckpointCorruptError(msg)
+    module = cast("Mapping[str, torch.Tensor]", model["module"])
+    if not cuts_each:
+        return model, {name: Piece.of(tensor) for name, tensor in module.items()}
+    weights = {name: Piece.of(module[name]) for name in model["buffer_names"]}
+    shapes = shapes_of(model.get("frozen_param_shapes") or {})
+    if shapes:
+        others = [loaded(tag / name) for name in names[1:]]
+        held = [said["frozen_param_fragments"] for said in (model, *others)]
+        for name, shape in shapes.items():
+            runs, open_ = list[torch.Tensor](), math.prod(shape)
+            for fragments in held:
+                runs.append(fragments[name][:open_])
+                open_ -= len(runs[-1])
+            weights[name] = Piece.of_runs(shape, runs)
+    return model, weights

@@ -1,0 +1,650 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Folders of torch's distributed checkpoints (DCP), read by boxes and without running code.
+
+A folder has `.metadata`, a pickle that says which box of which tensor lies at which bytes of
+which file, and the files. torch reads that pickle as any other, which runs what it brings along;
+here it is read by an unpickler that makes torch's records of tensors and nothing else.
+"""
+
+import io
+import itertools
+import math
+import os
+import pickle
+import re
+import threading
+import warnings
+import zipfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any, BinaryIO, Self, TypeVar, cast
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base import arguments
+from accelfn.base.arguments import as_path, called
+from accelfn.checkpoint import disk
+from accelfn.checkpoint.elastic import Source as SavedState
+from accelfn.checkpoint.manifest import reader_of
+from accelfn.checkpoint.save import optimizer_name
+from accelfn.checkpoint.slices import Slice, assembled, tile
+from accelfn.errors import CheckpointCorruptError, CheckpointError
+from accelfn.model.optimizer import rebuilt
+from accelfn.state.state import TrainState
+from accelfn.weights.export import file_in, read_box, weight_map
+from accelfn.weights.importing import Incoming, Source, built, fill, placement
+
+# What another's checkpoint has of a training: tensors that are read by boxes.
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A tensor that lies in files.
+
+    Attributes:
+        dtype: of its values.
+        shape: of the whole.
+        read: gives the values of a box in it, in memory of their own.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Slice], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Return one that has been read."""
+
+        def read(box: Slice) -> torch.Tensor:
+            return box.of(tensor).clone(memory_format=torch.contiguous_format)
+
+        return cls(tensor.dtype, tuple(tensor.shape), read)
+
+    @classmethod
+    def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
+        """Return one whose elements lie in flat tensors, one behind the other.
+
+        Args:
+            shape: of the whole.
+            runs: its elements in order, the last dim fastest; one at least.
+
+        Raises:
+            CheckpointCorruptError: they are more or fewer than the shape has.
+        """
+        runs = [run.detach() for run in runs]
+        ends = [0, *itertools.accumulate(map(len, runs))]
+        if ends[-1] != math.prod(shape):
+            msg = f"A tensor of {shape} has {ends[-1]} elements in its files."
+            raise CheckpointCorruptError(msg)
+        dtype = runs[0].dtype
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+        def read(box: Slice) -> torch.Tensor:
+            if not box.count:
+                return torch.empty(box.size, dtype=dtype)
+            begin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
+            last = (n - 1 for n in box.size)
+            end = begin + sum(map(math.prod, zip(last, strides, strict=True))) + 1
+            near = [
+                run[max(begin - at, 0) : end - at]
+                for at, run in zip(ends, runs, strict=False)
+                if at < end and at + len(run) > begin
+            ]
+            return torch.cat(near).as_strided(box.size, strides).contiguous()
+
+        return cls(dtype, shape, read)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Found:
+    """What there is of a training.
+
+    Attributes:
+        weights: parameters and buffers, by their names in the model.
+        entries: what an optimizer keeps of each parameter, by its name; numbers too.
+        step: how many updates were taken, if that is said.
+        strange: names beside the weights that are none of the model's.
+        left: what else there is, which is not read.
+    """
+
+    weights: Mapping[str, Piece]
+    entries: Mapping[str, Mapping[str, Any]]
+    step: int | None = None
+    strange: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+# `import_torch_weights`: what `torch.save` wrote, the one place where pickle is read.
+#
+# It is read with `weights_only=True`, by an unpickler that makes tensors and plain data and
+# calls nothing else.
+
+
+M = TypeVar("M", bound=nn.Module)
+WEIGHTS = "pytorch_model.bin"
+INDEX = "pytorch_model.bin.index.json"
+_ONE = threading.Lock()
+"""Whoever holds it reads: torch keeps what may stand for a class once a process."""
+
+
+@called
+def import_torch_weights(
+    model: Source[M],
+    file: str | os.PathLike[str],
+    *,
+    device_map: Mapping[str, torch.device | str | int] | None = None,
+    dtype: torch.dtype | None = None,
+    strict: bool = True,
+) -> M:
+    """Give a model the weights that `torch.save(model.state_dict(), file)` wrote; return it.
+
+    Args:
+        model: is changed; it may be on the meta device. Or a factory, as for `import_model`.
+        file: holds a state dict and nothing else, such as `pytorch_model.bin`. Or a folder
+            with one, or with `pytorch_model.bin.index.json` and the files that it names; or
+            such an index. All is read with `weights_only=True`, which runs no code of whoever
+            wrote it.
+        device_map: as for `import_model`; so are `dtype` and `strict`.
+        dtype: of the floating-point tensors; default the model's own.
+        strict: False only warns about names that are missing or unexpected.
+
+    Law: what it does is what `import_model` does to the same tensors in a safetensors file.
+
+    Cost: the file is mapped: what was read of it counts as this process's memory, and the
+    system takes it back where memory is short. A file of torch before 1.6 is read as a whole.
+
+    Raises:
+        CheckpointError: it holds more than tensors by name, or does not fit the model.
+        CheckpointCorruptError: it is cut off, or something else; an index names what is not
+            there.
+        ModelError, ArgumentError: as `import_model`.
+    """
+    path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
+    module = built("af.import_torch_weights", model)
+    place = placement("af.import_torch_weights", module, device_map, dtype)
+    held = state_dict_of(path)
+    incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
+    fill(module, incoming, place, strict=strict)
+    return module
+
+
+def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy in memory of its own; a file that is mapped may change."""
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file, a folder or an index, by name.
+
+    Raises:
+        CheckpointError: there are none, or other things too.
+        CheckpointCorruptError: a file or the index is not what it should be.
+    """
+    path = file_in(path, WEIGHTS, INDEX) if arguments.is_directory(path) else path
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        msg = f"{path} is nothing that torch.save wrote.{reader_of(path)}"
+        raise CheckpointError(msg)
+    if not path.name.endswith(".index.json"):
+        return _of_file(path)
+    places = weight_map(path, ".bin")
+    held = {
+        file: _of_file(path.parent / file) for file in dict.fromkeys(places.values())
+    }
+    for name, file in places.items():
+        if name not in held[file]:
+            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
+            raise CheckpointCorruptError(msg)
+    found: dict[str, torch.Tensor] = {}
+    for file, tensors in held.items():
+        found |= {n: t for n, t in tensors.items() if places.get(n, file) == file}
+    return found
+
+
+class _Shut:
+    """Stands for an object whose class is not there: it takes what a file says of it."""
+
+    def __init__(self, *said: object) -> None:
+        """Take what the object's class would be called with, and leave it."""
+
+
+def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
+    """Return what `torch.save` wrote, if it is tensors and plain data.
+
+    Args:
+        file: to be read.
+        advice: a sentence, for one that brings along what is not read.
+        shut: names of classes, of whose objects the file may speak; they are neither imported
+            nor called, and something that does nothing stands for each object.
+
+    Raises:
+        CheckpointError: it holds something else, or is not there.
+        CheckpointCorruptError: it is not what it should be.
+    """
+    stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
+    try:
+        with file.open("rb") as stream:
+            mapped = is_stored_zip(stream)
+        with _ONE, stands:
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+    except FileNotFoundError as error:
+        msg = f"{file} is not there."
+        raise CheckpointError(msg) from error
+    except pickle.UnpicklingError as error:
+        brought = ", ".join(_brought(file) - {*shut})
+        msg = (
+            f"{file} holds more than tensors by name, or is no file of torch.save: it is not"
+            f" read, for that would run code that it brings along{brought and f': {brought}'}."
+            f" {advice}"
+        )
+        raise CheckpointError(msg) from error
+    except Exception as error:  # bytes at random end in any of them
+        msg = f"{file} cannot be read: {error}"
+        raise CheckpointCorruptError(msg) from error
+
+
+def is_stored_zip(stream: IO[bytes]) -> bool:
+    """Return whether torch reads a file as a zip.
+
+    Raises:
+        ValueError: it has compressed parts. torch writes none, and 1 MB could hold gigabytes.
+    """
+    stream.seek(0)
+    if stream.read(4) != b"PK\3\4":
+        return False
+    for part in zipfile.ZipFile(stream).infolist():
+        if part.compress_type != zipfile.ZIP_STORED:
+            name = part.filename[:80]
+            msg = f"{name!r} in it is compressed, as torch.save never writes it"
+            raise ValueError(msg)
+    return True
+
+
+def _brought(file: Path) -> set[str]:
+    """Return the names of what a file has that torch would not make, as far as it is read."""
+    try:
+        return {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
+    except Exception:  # noqa: BLE001 - it has been refused already
+        return set()
+
+
+def _of_file(file: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a file by name."""
+    held = loaded(file, "Save model.state_dict() alone.")
+    if not isinstance(held, Mapping):
+        msg = f"{file} holds a {type(held).__name__}; expected a state dict."
+        raise CheckpointError(msg)
+    tensors = cast("Mapping[Any, Any]", held)
+    for name, value in tensors.items():
+        if not isinstance(name, str) or not _is_dense(value):
+            kind = value.layout if isinstance(value, torch.Tensor) else type(value)
+            msg = (
+                f"{file}: {name!r} is no dense tensor with a name, but {kind}. Save"
+                " model.state_dict() alone."
+            )
+            raise CheckpointError(msg)
+    return dict(tensors)
+
+
+def _is_dense(value: object) -> bool:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
+        and not value.is_quantized
+        and not value.is_meta
+    )
+
+
+METADATA = ".metadata"
+_LARGEST = 1_000_000_000
+"""Bytes of metadata that are read: a thousand times what a model of today has."""
+_RECORDS = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *(
+        (_RECORDS, name)
+        for name in (
+            *("Metadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+            *("TensorStorageMetadata", "BytesStorageMetadata"),
+            *("ChunkStorageMetadata", "TensorProperties"),
+        )
+    ),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    *(("torch", "Size"), ("torch.serialization", "_get_layout")),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePosixPath")),
+    ("collections", "OrderedDict"),
+}
+_FILE = re.compile(r"[^/\\:\0]+\.distcp")
+_STATE = re.compile(r"(?P<prefix>(?:.*\.)?)state\.(?P<rest>.+)")
+
+
+class _Records(pickle.Unpickler):
+    """Makes torch's records of tensors, and calls nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a class or a dtype that such records are made of."""
+        if (module, name) in _KNOWN:
+            return getattr(import_module(module), name)
+        found = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(found, torch.dtype):
+            return found
+        msg = f"it brings {module}.{name} along, which is none of torch's records"
+        raise pickle.UnpicklingError(msg)
+
+
+@attrs.frozen
+class _Chunk:
+    """A box of a tensor, and the bytes of a file in which torch saved it."""
+
+    box: Slice
+    path: Path
+    begin: int
+    length: int
+
+    def read(self, part: Slice) -> torch.Tensor:
+        """Return a part of the box, given as one of a tensor that is the box."""
+        try:
+            with disk.open_plain(self.path) as stream:
+                window = _Window(stream, self.begin, self.length)
+                meta = _loaded(window, "meta")  # what it is, and no values
+                self._check(meta)
+                first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
+                if first is not None and meta.is_contiguous():
+                    at = self.begin + first + meta.storage_offset() * meta.itemsize
+                    return read_box(stream, at, meta.dtype, part)
+                return part.of(_loaded(window, "cpu"))
+        except CheckpointCorruptError:
+            raise
+        except Exception as error:  # bytes at random end in any of them
+            msg = f"{self.path} cannot be read at byte {self.begin}: {error}"
+            raise CheckpointCorruptError(msg) from error
+
+    def _check(self, found: Any) -> None:
+        shape = getattr(found, "shape", None)
+        if shape != torch.Size(self.box.size):
+            msg = (
+                f"{self.path} has, at byte {self.begin}, {shape} and no tensor of"
+                f" {self.box.size}."
+            )
+            raise CheckpointCorruptError(msg)
+
+
+def _loaded(window: "_Window", device: str) -> torch.Tensor:
+    is_stored_zip(cast("Any", window))
+    window.seek(0)
+    return torch.load(cast("Any", window), map_location=device, weights_only=True)
+
+
+class _Window(io.RawIOBase):
+    """Some bytes of a file, as a file of which no more is read than is asked for."""
+
+    def __init__(self, stream: BinaryIO, begin: int, length: int) -> None:
+        """Take the file, without a buffer, and where the bytes begin and how many they are."""
+        super().__init__()
+        self._stream, self._begin, self._length, self._at = stream, begin, length, 0
+
+    def readable(self) -> bool:
+        """Return that it can be read."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return that it can be read anywhere."""
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Go to a place, which is not before the first byte."""
+        bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
+        self._at = max(bases[whence] + offset, 0)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        """Read into a buffer, no further than the last byte."""
+        wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        self._stream.seek(self._begin + self._at)
+        count = cast("Any", self._stream).readinto(wanted)
+        self._at += count
+        return count
+
+
+def pieces_of(folder: Path) -> tuple[dict[str, Piece], list[str]]:
+    """Return a folder's tensors, and the names of what else it has.
+
+    Raises:
+        CheckpointCorruptError: the metadata are cut off, bring code along, or do not fit.
+    """
+    path = folder / METADATA
+    try:
+        with disk.open_plain(path) as stream:
+            records = _Records(io.BytesIO(stream.read(_LARGEST))).load()
+        tensors = cast("Mapping[str, Any]", records.state_dict_metadata)
+        places = {
+            (index.fqn, tuple(index.offset or ())): info
+            for index, info in records.storage_data.items()
+        }
+        kinds = {n: type(each).__name__ for n, each in tensors.items()}
+        pieces = {
+            name: _piece(folder, name, tensors[name], places)
+            for name, kind in kinds.items()
+            if kind == "TensorStorageMetadata"
+        }
+    except CheckpointCorruptError:
+        raise
+    except Exception as error:  # bytes at random end in any of them
+        msg = f"{path} is not read: {error}."
+        raise CheckpointCorruptError(msg) from error
+    return pieces, [name for name in kinds if name not in pieces]
+
+
+def _piece(
+    folder: Path,
+    name: str,
+    said: Any,
+    places: Mapping[tuple[str, tuple[int, ...]], Any],
+) -> Piece:
+    shape = tuple(map(int, said.size))
+    chunks = list[_Chunk]()
+    for each in said.chunks:
+        box = Slice(shape, tuple(each.offsets), tuple(each.sizes))
+        place = places[name, box.offset]
+        if place.transform_descriptors:
+            msg = (
+                f"{folder}: {name!r} was written through {place.transform_descriptors}."
+            )
+            raise CheckpointCorruptError(msg)
+        if not _FILE.fullmatch(place.relative_path):
+            msg = f"{folder} says that {name!r} is in {place.relative_path!r}, no file of it."
+            raise CheckpointCorruptError(msg)
+        path = folder / place.relative_path
+        chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
+    if not tile((chunk.box for chunk in chunks), shape):
+        msg = f"{folder}: the boxes of {name!r} are not those of a tensor of {shape}."
+        raise CheckpointCorruptError(msg)
+    dtype = said.properties.dtype
+
+    def read(box: Slice) -> torch.Tensor:
+        shared = ((each, each.box.within(box)) for each in chunks)
+        parts = (
+            (part.inside(each.box), each.read(part)) for each, part in shared if part
+        )
+        return assembled(box, dtype, parts)
+
+    return Piece(dtype, shape, read)
+
+
+def found_in(
+    folder: Path,
+    pieces: Mapping[str, Piece],
+    others: Collection[str],
+    *,
+    params: Collection[str],
+    names: Collection[str],
+    under: str | None,
+) -> Found:
+    """Return what there is of a training among tensors of any names.
+
+    The model's stand under one prefix, as "model."; an optimizer's are called
+    "<prefix>state.<parameter>.<entry>", as torch's `get_state_dict` calls them.
+
+    Args:
+        folder: as errors call it.
+        pieces: all tensors.
+        others: names of what else there is.
+        params: the names of the model's parameters.
+        names: those and the names of its buffers.
+        under: the prefix of the model's, or None, to look for it.
+
+    Raises:
+        CheckpointError: models stand under several prefixes, and none was named.
+    """
+    step, pieces = _count(pieces)
+    prefix = _prefix(folder, pieces, params, under)
+    entries: dict[str, dict[str, Any]] = {}
+    taken: set[str] = set()
+    for key, param, entry in _entries(pieces, set(params)):
+        entries.setdefault(param, {})[entry] = pieces[key]
+        taken.add(key)
+    inside = {k.removeprefix(prefix): k for k in pieces if k.startswith(prefix)}
+    inside = {name: key for name, key in inside.items() if key not in taken}
+    weights = {n: pieces[key] for n, key in inside.items() if n in names}
+    strange = tuple(key for name, key in inside.items() if name not in names)
+    seen = taken | set(inside.values())
+    left = (*(key for key in pieces if key not in seen), *others)
+    return Found(
+        weights=weights, entries=entries, step=step, strange=strange, left=left
+    )
+
+
+def _count(pieces: Mapping[str, Piece]) -> tuple[int | None, dict[str, Piece]]:
+    """Return how many updates were taken, where `step` says it, and the other tensors."""
+    others = dict(pieces)
+    said = others.get("step")
+    if said is None or said.shape or said.dtype.is_floating_point:
+        return None, others
+    del others["step"]
+    return int(said.read(Slice.whole(()))), others
+
+
+def _prefix(
+    folder: Path, keys: Collection[str], params: Collection[str], under: str | None
+) -> str:
+    """Return what stands before the names of the model that is meant."""
+    if under is not None:
+        return f"{under}." if under else ""
+    counts: dict[str, int] = {}
+    for name in params:
+        for key in keys:
+            if key == name or key.endswith(f".{name}"):
+                before = key.removesuffix(name)
+                counts[before] = counts.get(before, 0) + 1
+    most = [each for each, n in counts.items() if n == max(counts.values())]
+    if len(most) > 1:
+        several = ", ".join(repr(each.removesuffix(".")) for each in sorted(most))
+        msg = (
+            f"{folder} has models under {several}. Say which is meant:"
+            f" af.import_state(state, directory, under={most[0].removesuffix('.')!r})."
+        )
+        raise CheckpointError(msg)
+    return most[0] if most else ""
+
+
+def _entries(
+    keys: Collection[str], params: Collection[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys of optimizers' entries, with parameter and entry; by the longest name."""
+    for key in keys:
+        match = _STATE.fullmatch(key)
+        name = match["rest"] if match else ""
+        while "." in name:
+            name = name.rpartition(".")[0]
+            if match and name in params:
+                yield key, name, match["rest"].removeprefix(f"{name}.")
+                break
+
+
+# What an optimizer keeps of a parameter, tried on one element.
+
+
+def check_kept(
+    state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
+) -> None:
+    """Refuse what another optimizer keeps, where the state's can be tried.
+
+    Raises:
+        CheckpointError: it keeps other entries; or parameters are none of the model's.
+    """
+    unknown = sorted(kept.keys() - state.params.keys())
+    if unknown:
+        msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
+        raise CheckpointError(msg)
+    keeps = _keeps(state)
+    for name, entry in kept.items():
+        own = keeps.get(name)
+        if own is not None and own != entry.keys():
+            msg = (
+                f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
+                f" state's optimizer, keeps {sorted(own)}: it is another optimizer's, or its"
+                " options differ. strict=False does not help; load the weights alone, with"
+                " af.import_model."
+            )
+            raise CheckpointError(msg)
+
+
+def _keeps(state: TrainState) -> dict[str, set[str]]:
+    """Return what the state's optimizer keeps, by parameter; nothing if it cannot be tried."""
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    tiny = {
+        name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
+        for name, meta in metas.items()
+    }
+    memo = {id(meta): tiny[name] for name, meta in metas.items()}
+    try:
+        optimizer = rebuilt(state.definition.optimizer, memo)
+        for param in tiny.values():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - one that wants more than parameters and gradients
+        return {}
+    held = cast("dict[Any, dict[str, Any]]", optimizer.state)
+    return {n: set(held[p]) for n, p in tiny.items() if p in held}
+
+
+# A checkpoint as torch's distributed checkpoints (DCP) are, which its own tools read.
+
+
+def write_distributed(
+    folder: Path, model: Mapping[str, torch.Tensor], source: SavedState
+) -> int:
+    """Write a model, and what its optimizer keeps, to a folder; return the bytes of values.
+
+    Keys are those of torch's `get_state_dict`: `model.<name>`, and
+    `optim.state.<parameter>.<entry>`; `step` counts the updates.
+    """
+    opt_state: dict[str, dict[str, Any]] = source.fields()["opt_state"]
+    kept = {name: entry for name, entry in opt_state.items() if name in model}
+    step = torch.tensor(source.manifest.step)
+    _save(folder, {"model": dict(model), "optim": {"state": kept}, "step": step})
+    for path in folder.rglob("*"):
+        disk.flush(path)
+    entries = (each for entry in kept.values() for each in entry.values())
+    tensors = (each for each in entries if isinstance(each, torch.Tensor))
+    return sum(each.nbytes for each in (*model.values(), *tensors))
+
+
+def _save(folder: Path, held: dict[str, Any]) -> None:
+    # a second, that only this needs
+    import torch.distributed.checkpoint as dcp  # noqa: PLC0415
+    from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
+
+    writer = dcp.FileSystemWriter(folder)
+    # else it has the folder's name of now, and a random one
+    writer.storage_meta = StorageMeta
+    with warnings.catch_warnings():  # that it saves in one process, as it is told
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.save(held, storage_writer=writer, no_dist=True)
+        except dcp.CheckpointException as error:  # around what went wrong, Ctrl-C too
+            raise next(iter(error.failures.values()))[0] from error

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`accelfn env`: this machine, as whoever answers a bug report must know it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from torch.utils.collect_env import get_env_info, pretty_str
+
+from accelfn.base import arguments
+from accelfn.checkpoint import commit, compare, disk, files
+from accelfn.checkpoint.elastic import Source
+from accelfn.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    name_of,
+    read_manifest,
+    read_manifests,
+    steps_in,
+)
+from accelfn.errors import (
+    CheckpointCorruptError,
+    CheckpointError,
+    CheckpointWriteError,
+    LaunchError,
+)
+from accelfn.interop.torch_files import write_distributed
+from accelfn.launching.settings import Settings, read
+
+_PACKAGES = (
+    *("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
+    *("rich", "matplotlib", "tensorboard", "wandb", "comet_ml", "mlflow"),
+    *("mlflow-skinny", "attrs", "accelerate", "transformers", "datasets", "deepspeed"),
+)
+# how names begin of variables that change what a run does; what else the environment has is
+# nobody's business
+_VARIABLES = (
+    *(
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "MASTER_",
+        "ACCELFN_AXES",
+    ),
+    *("TORCH", "PYTORCH_", "GLOO_", "NCCL_", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH"),
+    *("CUBLAS_WORKSPACE", "OMP_", "MKL_", "KMP_", "SLURM_PROCID", "SLURM_LOCALID"),
+    *("SLURM_NODEID", "SLURM_NTASKS", "SLURM_STEP_", "SLURM_JOB_ID"),
+    *("SLURM_JOB_NUM_NODES", "OMPI_COMM_WORLD_", "PMI", "MPI_LOCAL"),
+    *("MV2_COMM_WORLD_",),
+)
+_SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
+
+
+def describe(file: Path | None, *, as_json: bool) -> str:
+    """Return this machine as torch describes it, packages and the settings in force, as text.
+
+    Args:
+        file: of the settings; what is wrong with it stands where they would.
+        as_json: whether a program reads it.
+    """
+    machine = get_env_info()
+    found: dict[str, dict[str, Any]] = {
+        "packages": _packages(),
+        "variables": _variables(),
+        "settings": _settings(file),
+    }
+    if as_json:
+        return json.dumps({"machine": machine._asdict(), **found}, indent=2) + "\n"
+    lines = [pretty_str(machine)]
+    for title, rows in found.items():
+        lines.append(title)
+        lines += [f"  {name:24}{value}" for name, value in rows.items()] or ["  none"]
+    return "\n".join(lines) + "\n"
+
+
+def _settings(file: Path | None) -> dict[str, str]:
+    try:
+        written = {} if file is None else read(file)
+        settings = Settings.of({}, written, str(file), is_whole=False)
+    except LaunchError as error:
+        return {"error": str(error)}
+    return {
+        name: f"{each.value} ({each.source})"
+        for name, each in settings.by_name.items()
+        if each.value is not None
+    }
+
+
+def _packages() -> dict[str, str]:
+    found: dict[str, str] = {"imported from": str(Path(__file__).parents[1])}
+    for name in _PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: "(hidden)" if any(each in name for each in _SECRET) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_VARIABLES)
+    }
+
+
+# What `accelfn checkpoint` says of checkpoints, from their files alone, without a model.
+
+
+_MODEL = "model.safetensors"
+Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.Told]]
+"""Shows of some work, in bytes, how much is done: the block is told what was read."""
+
+
+def ls(directory: str) -> tuple[list[str], int]:
+    """Return a row for each checkpoint of a store, and what interrupted saves have left."""
+    store = Path(directory)
+    steps = steps_in(store)
+    if not steps:
+        msg = f"{store} has no checkpoints, which are called {name_of(0)} and so on."
+        raise CheckpointError(msg)
+    table = [("step", "size", "age", "whole", "metrics")]
+    for step in steps:
+        with suppress(FileNotFoundError):
+            row = _row(store, step)
+            if disk.is_there(store / name_of(step)):  # its run may remove it meanwhile
+                table.append(row)
+    widths = [max(len(row[i]) for row in table) for i in range(4)]
+    rows = [
+        "  ".join(
+            [*(f"{cell:>{w}}" for cell, w in zip(row, widths, strict=False)), row[4]]
+        )
+        for row in table
+    ]
+    left = sorted(path.name for path in store.glob(".tmp-*"))
+    rows += [
+        f"{name} is being written, or was left by an interrupted save" for name in left
+    ]
+    return [row.rstrip() for row in rows], 0
+
+
+def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
+    folder = store / name_of(step)
+    age = _age(time.time() - (folder / NAME).stat().st_mtime)
+    files_in = filter(arguments.is_file, folder.rglob("*"))
+    size = _bytes(sum(each.stat().st_size for each in files_in))
+    try:
+        manifests = read_manifests(folder)
+    except CheckpointError as error:
+        return str(step), size, age, "no", str(error)
+    for state, manifest in manifests.items():
+        for name, file in manifest.files.items():
+            found = (folder / state / name).stat().st_size
+            if found != file.size:
+                where = f"{Path(state, name)} has {found} bytes"
+                why = f"{where}, the manifest says {file.size}"
+                return str(step), size, age, "no", why
+    metrics = next(iter(manifests.values())).metrics
+    short = (f"{name} {value:.6g}" for name, value in metrics.items())
+    what = (", ".join(short), ", ".join(manifests))
+    return str(step), size, age, "yes", "  ".join(filter(None, what))
+
+
+def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
+    """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
+    store = Path(directory)
+    steps = () if arguments.exists(store / NAME) else steps_in(store)
+    folders = [store / name_of(step) for step in steps] or [store]
+    rows, code = list[str](), 0
+    for folder in folders:
+        found = [*_verified(folder, bar)]
+        if steps and not disk.is_there(folder):
+            found = [(f"{folder} was removed by its run while it was read", True)]
+        rows += [row for row, _ in found]
+        code = code if all(is_whole for _, is_whole in found) else 1
+    return rows, code
+
+
+def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
+    try:
+        manifests = read_manifests(folder)
+    except CheckpointCorruptError as error:
+        yield str(error), False
+        return
+    yield f"{folder / NAME}: whole", True  # and what it has the digests of
+    with bar(folder.name, sum(map(_size, manifests.values()))) as told:
+        for state, manifest in manifests.items():
+            for name, file in manifest.files.items():
+                path = folder / state / name
+                try:
+                    files.read(path, file, frozenset(), told=told)
+                except CheckpointCorruptError as error:
+                    yield str(error), False
+                else:
+                    yield f"{path}: whole", True
+
+
+def _size(manifest: Manifest) -> int:
+    return sum(file.size for file in manifest.files.values())
+
+
+def export(
+    directory: str,
+    out: str,
+    slot: str | None = None,
+    kind: str = "safetensors",
+    *,
+    bar: Bar,
+) -> tuple[list[str], int]:
+    """Write a checkpoint's model to a new directory, as `af.export_model` does.
+
+    Or, with its optimizer's state, as torch's distributed checkpoints are: `kind="dcp"`.
+    """
+    folder = _folder(directory)
+    manifest = read_manifest(folder)
+    names = _exported(folder, manifest, slot)
+    read_from = {manifest.file_of(name, 0) for name in names.values()}
+    size = sum(manifest.files[file].size for file in read_from)
+    with bar(folder.name, size) as told:
+        source = Source(folder=folder, manifest=manifest, told=told)
+        tensors = source.tensors(set(names.values()))
+    job = commit.Save(final=Path(out).absolute(), step=manifest.step, rank=0, size=1)
+    try:
+        commit.begin(job)
+        held = {name: tensors[tensor] for name, tensor in names.items()}
+        if kind == "dcp":
+            written, size = "", write_distributed(job.partial, held, source)
+        else:
+            written = _MODEL
+            size = files.write(job.partial / _MODEL, held, {"format": "pt"}).size
+        disk.flush(job.partial)
+        disk.rename(job.partial, job.final)
+    except OSError as error:
+        disk.remove(job.partial)
+        msg = f"{out} was not written: {error}."
+        raise CheckpointWriteError(msg) from error
+    return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
+
+
+def _exported(folder: Path, manifest: Manifest, slot: str | None) -> dict[str, str]:
+    """Return the tensors of an exported model, by their names there.
+
+    Raises:
+        CheckpointError: there is no one model in it.
+    """
+    fields = {field: _tensors_of(manifest, field) for field in ("params", "buffers")}
+    params, unit = fields["params"], "params"
+    if slot is not None:
+        unit = f"slots.{slot.removeprefix('slots.')}"
+        found = _tensors_of(manifest, unit)
+        if not found or found.keys() - params.keys():
+            slots = [each for each in manifest.trees if each.startswith("slots.")]
+            msg = (
+                f"{folder}: {unit} does not hold parameters by name; there are"
+                f" {compare.some(slots) or 'no slots'}."
+            )
+            raise CheckpointError(msg)
+        params |= found
+    own = sorted(set(params.values()) & manifest.differing)
+    if own or manifest.kept.keys() - params.keys():
+        what = f"ranks differ in {compare.some(own)}"
+        if not own:
+            what = f"{compare.some(sorted(manifest.kept))} were not written"
+        msg = f"{folder}: {what}. Load it with af.load, and use af.export_model."
+        raise CheckpointError(msg)
+    buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}
+    return {**params, **buffers}
+
+
+def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
+    """Return the tensors of a unit, by name, if it is a table of them."""
+    tree = manifest.trees.get(unit)
+    table: Any = tree.get("dict") if isinstance(tree, dict) else None
+    found = {
+        name: coded["tensor"]
+        for name, coded in cast("dict[str, Any]", table or {}).items()
+        if isinstance(coded, dict) and "tensor" in coded
+    }
+    return found if len(found) == len(table or {}) else {}
+
+
+def _folder(directory: str) -> Path:
+    """Return a checkpoint's directory; of a store, that of its newest."""
+    folder = Path(directory)
+    steps = () if arguments.exists(folder / NAME) else steps_in(folder)
+    return folder / name_of(steps[-1]) if steps else folder
+
+
+def _bytes(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _age(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(seconds, 0):.0f} s"

@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Megatron-core's parallel layers: made whole, and split by their own constructor.
+
+A layer is made whole, so that a state has the same values for any number of ranks. Where ranks
+along "tp" compute, Megatron makes it once more, for their group and without values, and a
+rank's parts take the place of its parameters.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+from torch import nn
+
+from accelfn.engine import vocabulary
+from accelfn.engine.tensor_parallel import Layers, SplitsItself
+from accelfn.errors import ArgumentError, ModelError
+
+# pyright: reportPrivateUsage=false
+
+with warnings.catch_warnings():  # Megatron's, of what else it could have used
+    warnings.simplefilter("ignore")
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.tensor_parallel.layers import (
+        ColumnParallelLinear,
+        RowParallelLinear,
+        VocabParallelEmbedding,
+        linear_with_grad_accumulation_and_async_allreduce,
+        set_tensor_model_parallel_attributes,
+    )
+
+# how a module keeps its parameters has no public name
+
+Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Megatron(SplitsItself):
+    """A layer of Megatron's, which knows how it was made.
+
+    Attributes:
+        word: what a plan would call it.
+        cuts: at which dim each of its parameters is cut.
+        place: its name in the model, once it is split.
+        layers: what it shares with others then.
+    """
+
+    word: ClassVar[str]
+    cuts: ClassVar[Mapping[str, int]]
+    place: str
+    layers: Layers | None = None
+    weight: nn.Parameter
+    _made: tuple[tuple[int, ...], dict[str, Any]]
+
+    def __init__(self, *sizes: int, **options: Any) -> None:
+        """Make it whole, and draw its parameters."""
+        super().__init__(*sizes, **options)
+        self._made = sizes, options
+        dim = self.cuts["weight"]
+        set_tensor_model_parallel_attributes(
+            self.weight, is_parallel=True, dim=dim, stride=1
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weight as it was asked for; a bias is 0."""
+        self._made[1]["init_method"](self.weight)
+        bias = self._parameters.get("bias")
+        if bias is not None:
+            nn.init.zeros_(bias)
+
+    def split(self, layers: Layers, place: str) -> None:
+        """Compute as one of the ranks from now on, whose parts its parameters are."""
+        if (
+            layers.ranks.device.type != "cuda"
+        ):  # its advice would be about streams of GPUs
+            vars(linear_with_grad_accumulation_and_async_allreduce)["warned"] = True
+        sizes, options = self._made
+        parts, training = dict(self._parameters), self.training
+        with torch.device("meta"):
+            super().__init__(*sizes, **options, tp_group=layers.ranks.group)
+        self._parameters.update(parts)
+        self.train(training)
+        self._made, self.place, self.layers = (sizes, options), place, layers
+
+    def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
+        """Refuse ranks that cannot share it.
+
+        Raises:
+            ModelError: they cannot.
+        """
+        made_for = self._made[1]["config"].tensor_model_parallel_size
+        if made_for != size:
+            msg = (
+                f'{shown}: {place!r} was made for {made_for} ranks along "tp", and the state\'s'
+                f" world has {size}. Make the layers of its world: af.megatron.layers(world)."
+            )
+            raise ModelError(msg)
+        if sequence and size > 1:
+            msg = (
+                f"{shown}: {place!r} is a layer of Megatron's, which puts the first dim of"
+                " activations together where sequences are split, and gathers them on GPUs"
+                " alone. Leave out sequence=True, or make the model of torch's layers."
+            )
+            raise ModelError(msg)
+        dim = self.cuts["weight"]
+        count = self.weight.shape[dim]
+        if count % size:
+            what = (
+                "words" if self.word == "vocabulary" else "output features",
+                "input features",
+            )
+            msg = (
+                f"{shown}: {place!r} has {count} {what[dim]}, which {size} ranks along"
+                ' "tp" cannot share alike. Make them a multiple.'
+            )
+            raise ModelError(msg)
+
+    def whole(self, name: str) -> torch.Tensor | None:
+        """Return all of a parameter; a collective."""
+        param: torch.Tensor | None = getattr(self, name)
+        if param is None or self.layers is None or name not in self.cuts:
+            return param
+        return self.layers.whole(param, self.cuts[name])
+
+
+class Linear(Megatron):
+    """A linear layer, which gives its bias for others to add, or adds it.
+
+    Megatron's never adds it here: where a weight is frozen, it forgets the gradient of the
+    bias that it adds.
+    """
+
+    def __init__(
+        self, input_size: int, output_size: int, *, skip_bias_add: bool, **options: Any
+    ) -> None:
+        """Make it whole."""
+        self.gives_bias = skip_bias_add
+        super().__init__(input_size, output_size, **options, skip_bias_add=True)
+
+    def in_one_piece(self, given: torch.Tensor) -> Made:
+        """Return what a whole layer makes, of weights that are gathered for it."""
+        weight = self.whole("weight")
+        assert weight is not None  # noqa: S101 - none is made without
+        return self.with_bias(F.linear(given, weight), self.whole("bias"))
+
+    def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> Made:
+        """Return an output and the bias, or both in one."""
+        if self.gives_bias or bias is None:
+            return made, bias
+        return made + bias, None
+
+
+class Column(Linear, ColumnParallelLinear):
+    """Has some of the output features."""
+
+    word = "column"
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+
+    def __init__(
+        self, input_size: int, output_size: int, *, gather_output: bool, **options: Any
+    ) -> None:
+        """Make it whole."""
+        if gather_output and options["skip_bias_add"]:
+            msg = (
+                "af.megatron.layers: a column layer has gather_output=True and"
+                " skip_bias_add=True, and would give the features of all ranks and the biases"
+                " of one. Leave out one of the two."
+            )
+            raise ArgumentError(msg)
+        self.gathers = gather_output
+        super().__init__(input_size, output_size, **options)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_: torch.Tensor
+    ) -> Made:
+        """Return this rank's features, or with `gather_output` all of them; and a bias."""
+        layers = self.layers
+        if layers is None or layers.is_whole:
+            return self.in_one_piece(input_)
+        made, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
+        if self.gathers:  # Megatron gathers on GPUs alone
+            return vocabulary.gathered(made, -1, layers.ranks), bias
+        layers.begin_region(self.place, training=self.training)
+        return made, bias
+
+
+class Row(Linear, RowParallelLinear):
+    """Has some of the input features, and adds up what ranks make of theirs."""
+
+    word = "row"
+    cuts = {"weight": 1}  # noqa: RUF012 - of all
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        *,
+        input_is_parallel: bool,
+        **options: Any,
+    ) -> None:
+        """Make it whole."""
+        self.takes_some = input_is_parallel
+        super().__init__(input_size, output_size, **options, input_is_parallel=True)
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_: torch.Tensor
+    ) -> Made:
+        """Return the sum over the ranks, and a bias."""
+        layers = self.layers
+        if layers is not None and self.takes_some:
+            layers.looks.see(self.place, input_, is_whole=layers.is_whole)
+        if layers is None or layers.is_whole:
+            return self.in_one_piece(input_)
+        if self.takes_some:
+            layers.end_region()
+        else:  # Megatron gathers the gradient of it on GPUs alone
+            input_ = vocabulary.taken(input_, -1, layers.ranks)
+        return self.with_bias(*RowParallelLinear.forward(self, input_))
+
+
+class Vocabulary(Megatron, VocabParallelEmbedding):
+    """Has the vectors of some of the words."""
+
+    word = "vocabulary"
+    cuts = {"weight": 0}  # noqa: RUF012 - of all
+
+    def forward(self, input_: torch.Tensor) -> torch.Tensor:
+        """Return the vectors of all words, each from the rank that has it."""
+        if self.layers is None or self.layers.is_whole:
+            weight = self.whole("weight")
+            assert weight is not None  # noqa: S101 - as above
+            return F.embedding(input_, weight)
+        return VocabParallelEmbedding.forward(self, input_)
+
+
+def config_of(world_size: int, dtype: torch.dtype) -> ModelParallelConfig:
+    """Return Megatron's settings for layers that draw for themselves, without its globals."""
+    return ModelParallelConfig(
+        tensor_model_parallel_size=world_size,
+        use_cpu_initialization=True,
+        perform_initialization=False,
+        params_dtype=dtype,
+    )

@@ -1,0 +1,728 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model's structure without its tensors, and copies of it around given tensors.
+
+A `Skeleton` is the module with every parameter and buffer on the meta device. `build`
+copies that structure around tensors of a state, without copying the tensors.
+"""
+
+import copy
+import sys
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain as joined
+from typing import Any, NoReturn, Self, TypeAlias, cast
+
+import attrs
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
+
+from accelfn.base import draws
+from accelfn.base.arguments import why_not
+from accelfn.base.tree import is_wrapper
+from accelfn.errors import ModelError, OptimizerError, StateError
+
+# What a user has given away: a model, or an optimizer, that a state was made of.
+#
+# A state trains copies around the tensors of what it was given. The given object would
+# follow until a load puts other tensors into the state, and never again; what is set on it,
+# hooks, modes, rates, would be without effect. So it raises, whatever is asked of it. Its
+# class is exchanged and its content let go, so that it keeps no tensor alive either.
+
+
+_NOTE = "__accelfn_given__"
+
+
+def seal_model(module: nn.Module, state: str) -> None:
+    """Let nobody use a module, or a part of it, that a state's tensors were in.
+
+    A part without tensors, as an activation, is nobody's, and others may use it.
+    """
+    parts = [each for each in module.modules() if _has_tensors(each)]
+    for each in parts:
+        _seal(each, GivenModel, state)
+
+
+def seal_optimizer(source: object, state: str) -> None:
+    """Let nobody use an optimizer that a state has copied; a factory of one stays as it is."""
+    if isinstance(source, Optimizer):
+        _seal(source, GivenOptimizer, state)
+
+
+def refuse_given(module: nn.Module) -> None:
+    """Raise if a model, or a part of it, is another state's already.
+
+    Raises:
+        ModelError: it is.
+    """
+    waiting = [module]
+    while waiting:
+        each = waiting.pop()
+        if type(each) is GivenModel:
+            kind, state = _note(each)
+            what = "It" if each is module else f"Its {kind}"
+            shown = kind if each is module else type(module).__name__
+            msg = (
+                f"model={shown}: {what} is another state's already, {state!r}. Give a"
+                " factory that makes new ones each time it is called (not a partial over"
+                " modules), or copy.deepcopy(model) before the first."
+            )
+            raise ModelError(msg)
+        waiting += each.children()
+
+
+def _has_tensors(module: nn.Module) -> bool:
+    params, buffers = module.parameters(), module.buffers()
+    return any(True for each in (params, buffers) for _ in each)
+
+
+def _seal(given: object, kind: type, state: str) -> None:
+    note = type(given).__name__, state
+    try:
+        given.__class__ = kind
+    except TypeError:  # its class is written in C, and stays
+        return
+    held = object.__getattribute__(given, "__dict__")
+    held.clear()
+    held[_NOTE] = note
+
+
+def _note(given: object) -> tuple[str, str]:
+    return object.__getattribute__(given, "__dict__")[_NOTE]
+
+
+def _model_error(given: object, name: str) -> ModelError:
+    kind, state = _note(given)
+    return ModelError(
+        f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors are the"
+        f" state's, {state!r}. For a module with them write `with af.bind(state) as model:`,"
+        " for the weights af.full_params(state), for files af.export_model(state, path)."
+        " Modes, hooks and requires_grad_ are set before create, where they take effect, or"
+        " by state.with_trainable. To keep a model of your own, give copy.deepcopy(model)."
+    )
+
+
+def _optimizer_error(given: object, name: str) -> OptimizerError:
+    kind, state = _note(given)
+    return OptimizerError(
+        f"{kind}.{name}: this {kind} was given to TrainState.create, and the state"
+        f" {state!r} has its options and its own state. af.make_step steps it, state.lrs and"
+        " state.opt_state show it; rates are set by schedule=, or by a transform's hyper."
+    )
+
+
+class GivenModel(nn.Module):
+    """In the place of the class of a model that a state was made of."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Refuse."""
+        if _is_pythons(name):
+            return object.__getattribute__(self, name)
+        raise _model_error(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse."""
+        if name == "__class__":
+            object.__setattr__(self, name, value)
+        else:
+            raise _model_error(self, name)
+
+    def __delattr__(self, name: str) -> None:
+        """Refuse."""
+        raise _model_error(self, name)
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "forward")
+
+    def __getitem__(self, _: Any) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__getitem__")
+
+    def __iter__(self) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__iter__")
+
+    def __len__(self) -> NoReturn:
+        """Refuse."""
+        raise _model_error(self, "__len__")
+
+    def __bool__(self) -> bool:
+        """Return that it is there, as a model is."""
+        return True
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise _model_error(self, "__reduce_ex__")
+
+    def __repr__(self) -> str:
+        """Say what it was."""
+        return "<{} given to the state {!r}>".format(*_note(self))
+
+
+class GivenOptimizer(Optimizer):
+    """In the place of the class of an optimizer that a state was made of."""
+
+    def __getattribute__(self, name: str) -> Any:
+        """Refuse."""
+        if _is_pythons(name):
+            return object.__getattribute__(self, name)
+        raise _optimizer_error(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        """Refuse."""
+        if name == "__class__":
+            object.__setattr__(self, name, value)
+        else:
+            raise _optimizer_error(self, name)
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refuse to be copied or pickled."""
+        raise _optimizer_error(self, "__reduce_ex__")
+
+    def __repr__(self) -> str:
+        """Say what it was."""
+        return "<{} given to the state {!r}>".format(*_note(self))
+
+
+def _is_pythons(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")
+
+
+# Tensors of a model that lie in the same memory and are not one parameter.
+#
+# A plain loop updates both through either. A state keeps each by its name: a copy of it, or
+# what was loaded, has them apart, and would train otherwise than the state it came of.
+
+
+def refuse_overlap(module: nn.Module) -> None:
+    """Raise if a parameter has elements that another tensor of the model has, too.
+
+    A tied parameter, one object under two names, is one tensor and fine; so are parameters
+    that have different elements of one memory, as those of an LSTM on a GPU.
+
+    Cost: a look at where each tensor lies; of those whose ranges overlap, a byte an element.
+
+    Raises:
+        ModelError: it has; both are named.
+    """
+    params = {id(param) for param in module.parameters()}
+    lying: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]]
+    lying = defaultdict(list)
+    for name, each in joined(module.named_parameters(), module.named_buffers()):
+        if _has_memory(each):
+            where = each.untyped_storage().data_ptr()
+            lying[each.device, where].append((name, each))
+    for several in lying.values():
+        for i, (first, one) in enumerate(several):
+            for second, other in several[i + 1 :]:
+                is_trained = id(one) in params or id(other) in params
+                if is_trained and _overlap(one, other):
+                    msg = (
+                        f"{type(module).__name__}: {first!r} and {second!r} lie in the same"
+                        " memory and are not one parameter, so a copy or a checkpoint would"
+                        " have them apart and train otherwise. Tie them by one object, as in"
+                        " head.weight = embed.weight, and transpose where it is used; or"
+                        " give one of them a clone()."
+                    )
+                    raise ModelError(msg)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    plain = type(tensor.data) is torch.Tensor and tensor.layout is torch.strided
+    return plain and not tensor.is_meta and tensor.numel() > 0
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Return whether two tensors of one storage have an element in common."""
+    (begin, end), (begins, ends) = _range(one), _range(other)
+    if end <= begins or ends <= begin:
+        return False
+    if one.element_size() != other.element_size():
+        return True
+    size = one.element_size()
+    seen = torch.zeros(max(end, ends) // size, dtype=torch.bool)
+    for each in (one, other):
+        marks = seen.as_strided(each.shape, each.stride(), each.storage_offset())
+        if each is one:
+            marks.fill_(1)
+        elif marks.any():
+            return True
+    return False
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the first behind it."""
+    size, offset = tensor.element_size(), int(tensor.storage_offset())
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    last = offset + sum(int((length - 1) * stride) for length, stride in pairs)
+    return offset * size, (last + 1) * size
+
+
+# Which parameters are of a model that is placed: its forward works, and nothing else does.
+
+
+PLACED = WeakIdKeyDictionary()
+"""Parameters that stand elsewhere until their context ends."""
+
+
+def refuse_placed(module: nn.Module) -> None:
+    """Raise if a model, or a part of it, is placed now.
+
+    Raises:
+        ModelError: it is.
+    """
+    names = [name for name, param in module.named_parameters() if param in PLACED]
+    if names:
+        msg = (
+            f"{type(module).__name__} is placed by af.placed, {names[0]} among others: its"
+            " parameters stand on other devices, or on the disk, for its forward alone. Use it"
+            " after the `with` block, or give a factory. A model that is trained over several"
+            " devices is split by af.wrap_fsdp() or af.tensor_parallel()."
+        )
+        raise ModelError(msg)
+
+
+# Modules that torch wraps around a model, which a setup does around a loss.
+
+
+_COMPILER = "torch._dynamo.eval_frame"
+_INSIDE = "that it wraps, its ."
+
+
+def refuse_wrapped(module: nn.Module) -> None:
+    """Raise if a model, or a part of it, is one of torch's wrappers.
+
+    It would do its work inside of each replica, part or graph, and the wrapped module's
+    parameters would have its name before theirs, which nobody else's checkpoints have.
+
+    Raises:
+        ModelError: it is.
+    """
+    wrappers = [*_wrappers()]
+    for name, each in module.named_modules():
+        for kind, which, way in wrappers:
+            if isinstance(each, kind):
+                where = f"model={kind.__name__}" if each is module else f"model.{name}"
+                is_one = "" if each is module else f" is a {kind.__name__}"
+                msg = f"{where}{is_one}: give the plain module {which}, and put {way}."
+                raise ModelError(msg)
+
+
+def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
+    """Yield kinds of wrappers, which module is to be given instead, and our way."""
+    inner = f"{_INSIDE}module"
+    way = "af.wrap_ddp() into the setup, which wraps the loss in one"
+    yield nn.parallel.DistributedDataParallel, inner, way
+    way = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
+    yield nn.DataParallel, inner, f"{way}, as `accelfn launch` starts them"
+    way = "af.compile() into the setup: what torch.jit compiled takes no other tensors"
+    yield torch.jit.ScriptModule, "that torch.jit compiled", way
+    if _COMPILER in sys.modules:  # else nobody has compiled any, and it takes a second
+        way = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
+        yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", way
+
+
+_CPU = torch.device("cpu")
+_TABLES = dict, OrderedDict, set
+_GIVEN = WeakIdKeyDictionary()  # parameters that a state took
+ModelSource: TypeAlias = nn.Module | Callable[[], nn.Module]
+
+
+@attrs.frozen(eq=False)
+class Skeleton:
+    """A module's structure: classes, options, hooks, ties, and which parts are trained.
+
+    Attributes:
+        module: the module with meta tensors in place of its parameters and buffers.
+        trainable: names of the parameters that require a gradient, in the module's order.
+        aliases: further names of tied parameters, by name: `{"head.weight": "embed.weight"}`.
+        persistent: names of the buffers that belong in an exported state dict.
+        once_trained: names of the parameters that are trained, or were before they were
+            frozen in mid-run.
+    """
+
+    module: nn.Module
+    trainable: tuple[str, ...]
+    aliases: Mapping[str, str]
+    persistent: frozenset[str]
+    once_trained: frozenset[str] = attrs.field(
+        default=attrs.Factory(lambda self: frozenset(self.trainable), takes_self=True)
+    )
+
+    def training(self, names: Container[str]) -> Self:
+        """Return the structure with other parameters trained."""
+        every = (name for name, _ in self.module.named_parameters())
+        trainable = tuple(name for name in every if name in names)
+        once = self.once_trained.union(trainable)
+        return attrs.evolve(self, trainable=trainable, once_trained=once)
+
+    def build(
+        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> nn.Module:
+        """Return a copy of the structure around these tensors, which are shared."""
+        memo: dict[int, Any] = {}
+        trained = set(self.trainable)
+        for name, meta in self.module.named_parameters():
+            made = parameter_like(meta, params[name])
+            memo[id(meta)] = made.requires_grad_(name in trained)
+        for name, meta in self.module.named_buffers():
+            memo[id(meta)] = buffers[name].detach()
+        # a module has a dozen tables of hooks and the like, nearly all of them empty, and a
+        # deep copy of one takes as long as that of a full one
+        for each in self.module.modules():
+            for table in vars(each).values():
+                if type(table) in _TABLES and not table:
+                    memo[id(table)] = type(table)()
+        return copy.deepcopy(self.module, memo)
+
+
+def _check_takes_nothing(factory: Any) -> None:
+    error = why_not(factory)
+    if error is not None:
+        msg = (
+            f"model={factory!r}: expected a module, or a factory that takes no argument;"
+            f" this one: {error}. functools.partial({_named(factory)}, ...) makes one of it."
+        )
+        raise ModelError(msg) from error
+
+
+def _named(factory: Any) -> str:
+    return getattr(factory, "__name__", "factory")
+
+
+def materialize(
+    source: ModelSource, *, seed: int, name: str, device: torch.device
+) -> nn.Module:
+    """Return the module of a factory, drawn from the seed, or the instance itself.
+
+    A factory runs on the CPU, so the same seed gives the same model on every device; where
+    the world's is meta, it runs there, and nothing is drawn.
+
+    Raises:
+        ModelError: it is no module, has meta tensors, nothing in it can be trained, or
+            another state has its parameters.
+    """
+    module = source
+    if not isinstance(source, nn.Module):
+        check_factory(source)
+        with _born_on(device), draws.seeded(draws.key(seed, name, "init"), _CPU):
+            module = source()
+    check_module(module, source)
+    if device.type != "meta":
+        check_values(cast("nn.Module", module), drawn=True)
+    return _moved(cast("nn.Module", module), device)
+
+
+def _born_on(device: torch.device) -> AbstractContextManager[object]:
+    """Return where a factory runs: nothing has values where the world's device keeps none."""
+    return device if device.type == "meta" else nullcontext()
+
+
+def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return the module on a device, with each tensor there once, as it was here.
+
+    `Module.to` makes a buffer of two names two, and on devices of some makes a parameter too.
+    """
+    tables = [(m._parameters, m._buffers) for m in module.modules()]  # pyright: ignore[reportPrivateUsage]
+    before = [
+        (table, name, tensor)
+        for pair in tables
+        for table in pair
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    module.to(device)
+    first: dict[int, Any] = {}
+    for table, name, tensor in before:
+        made: Any = table[name]
+        cast("dict[str, Any]", table)[name] = first.setdefault(id(tensor), made)
+    return module
+
+
+def check_factory(source: object) -> None:
+    """Raise unless it can be called as a model's factory is.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if not callable(source):
+        msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
+        raise ModelError(msg)
+    _check_takes_nothing(source)
+
+
+def check_module(module: object, source: object) -> None:
+    """Raise unless a state can be made of a module, and of what a factory gave.
+
+    Args:
+        module: that was given, or made.
+        source: what made it; or the module.
+
+    Raises:
+        ModelError: it cannot.
+    """
+    if not isinstance(module, nn.Module):
+        msg = (
+            f"model={source!r} gave {type(module).__name__}; expected a"
+            " torch.nn.Module, or a factory that takes no argument and returns one."
+        )
+        raise ModelError(msg)
+    refuse_given(module)
+    refuse_wrapped(module)
+    refuse_placed(module)
+    _check(module)
+    _refuse_sparse_buffers(module)
+    refuse_overlap(module)
+    _check_in_one_place(module)
+
+
+def check_values(module: nn.Module, *, drawn: bool) -> None:
+    """Raise unless a module's tensors have values; parameters that are not drawn yet need none.
+
+    Raises:
+        ModelError: they have not.
+    """
+    named = [*(module.named_parameters() if drawn else ()), *module.named_buffers()]
+    meta = [name for name, tensor in named if tensor.is_meta]
+    if meta:
+        msg = (
+            f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
+            f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
+            " Load them first (af.import_model(module, files), or module.to_empty, then"
+            " load_state_dict), or draw a factory's"
+            ' module by module: init="shard". What it would take needs no values:'
+            " af.memory_estimate(model, setup, optimizer=...), and setup.explain(); what it"
+            ' would send, too: accelfn.testing.communication(fn, device="meta").'
+        )
+        raise ModelError(msg)
+
+
+def _check_in_one_place(module: nn.Module) -> None:
+    """Refuse a model that somebody has spread over devices, with hooks that move data."""
+    for name, each in module.named_modules():
+        spread: Any = getattr(each, "hf_device_map", None)
+        if isinstance(spread, Mapping) and len(set(spread.values())) > 1:
+            where = f"its {name!r} " if name else ""
+            msg = (
+                f"{type(module).__name__}: {where}was spread over devices"
+                f" {sorted(map(str, set(spread.values())))} by a device_map; a state has one"
+                " device, its world's. Load the model without device_map."
+            )
+            raise ModelError(msg)
+
+
+def _refuse_sparse_buffers(module: nn.Module) -> None:
+    """Refuse buffers that are not dense, which no step can compare, copy or send."""
+    for name, buffer in module.named_buffers():
+        if buffer.layout is not torch.strided or buffer.is_nested:
+            kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
+            msg = (
+                f"{type(module).__name__}: the buffer {name!r} is {kind}, and a state has"
+                " dense tensors. Keep what it is made of, its indices and values say, as"
+                " buffers, and make it of them in forward."
+            )
+            raise ModelError(msg)
+
+
+def skeleton_of(module: nn.Module) -> Skeleton:
+    """Return the structure of a module; the module is left as it is."""
+    memo: dict[int, Any] = {}
+    for name, param in module.named_parameters():
+        if is_wrapper(param):
+            msg = (
+                f"{type(module).__name__}: {name} is a {type(param).__name__}, a tensor class"
+                " whose values no checkpoint can hold. Give plain parameters; to compute in 8"
+                ' bits, add af.autocast("fp8") to the setup.'
+            )
+            raise ModelError(msg)
+        memo[id(param)] = parameter_like(param, torch.empty_like(param, device="meta"))
+    for buffer in module.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    try:
+        bare = copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError) as error:
+        where = next(_uncopied(module, memo), "")
+        msg = (
+            f"{type(module).__name__} cannot be copied{where}: {error}. A module keeps its"
+            " tensors as parameters or buffers, not as computed tensors in plain"
+            " attributes, and no group of ranks, lock or open file."
+        )
+        raise ModelError(msg) from error
+    if not bare.training:
+        # from_pretrained hands out models in evaluation mode; a loop would call train().
+        bare.train()
+    names = {id(param): name for name, param in module.named_parameters()}
+    every = module.named_parameters(remove_duplicate=False)
+    persistent = set(module.state_dict(keep_vars=True))
+    return Skeleton(
+        module=bare,
+        trainable=tuple(n for n, p in module.named_parameters() if p.requires_grad),
+        aliases={name: names[id(p)] for name, p in every if name != names[id(p)]},
+        persistent=frozenset(n for n, _ in module.named_buffers() if n in persistent),
+    )
+
+
+def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
+    """Yield the attributes of a module, and of those in it, that cannot be copied."""
+    for name, each in module.named_modules():
+        for attribute, value in vars(each).items():
+            if isinstance(value, dict) and attribute.startswith("_"):
+                continue  # torch's tables
+            try:
+                copy.deepcopy(value, dict(memo))
+            except (RuntimeError, TypeError):
+                yield f" for its {'.'.join(filter(None, (name, attribute)))!r}"
+
+
+def check_params(
+    given: Mapping[str, torch.Tensor],
+    expected: Mapping[str, torch.Tensor],
+    aliases: Mapping[str, str],
+) -> None:
+    """Refuse parameters that cannot stand in the place of others.
+
+    Args:
+        given: by name; a tied one may come under its further names, too.
+        expected: those that they replace.
+        aliases: first names of tied parameters, by further names.
+
+    Raises:
+        StateError: names, shapes, dtypes or devices differ, or values of one tied parameter.
+    """
+    if not isinstance(given, Mapping):
+        msg = (
+            f"with_params: got {type(given).__name__}; expected tensors by name, such as"
+            " state.params, or dict(model.named_parameters())."
+        )
+        raise StateError(msg)
+    missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
+    extra -= aliases.keys()
+    if missing or extra:
+        msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
+        raise StateError(msg)
+    for name, tensor in expected.items():
+        new = given[name]
+        if not isinstance(new, torch.Tensor):
+            msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
+            raise StateError(msg)
+        want = (tuple(tensor.shape), tensor.dtype, tensor.device)
+        have = (tuple(new.shape), new.dtype, new.device)
+        if want != have:
+            msg = f"with_params: {name!r} is {have}, the model's is {want}."
+            raise StateError(msg)
+    for name in aliases.keys() & given.keys():
+        one, two = given[aliases[name]], given[name]
+        if one is not two and not torch.equal(one, two):
+            msg = f"with_params: {name!r} is tied to {aliases[name]!r}, and has other values."
+            raise StateError(msg)
+
+
+def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
+    """Return a parameter of other data that is trained, and has attributes, as another's."""
+    made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
+    vars(made).update(vars(param))
+    return made
+
+
+def give_away(module: nn.Module, name: str) -> None:
+    """Let a state of a name own the tensors of a module from now on, and nobody use it."""
+    for param in module.parameters():
+        _GIVEN[param] = True
+    seal_model(module, name)
+
+
+def _check(module: nn.Module) -> None:
+    """Refuse what can't be trained, with names."""
+    given = [name for name, param in module.named_parameters() if param in _GIVEN]
+    if given:
+        msg = (
+            f"{type(module).__name__} has {len(given)} parameters that are another state's"
+            f" already: {', '.join(given[:5])}. A step on one would change the other. Give"
+            " a factory that makes new ones each time it is called (not a partial over"
+            " modules), or copy.deepcopy(model) before the first."
+        )
+        raise ModelError(msg)
+    hooked = [
+        name
+        for name, param in module.named_parameters()
+        if param._backward_hooks  # pyright: ignore[reportPrivateUsage]
+        or getattr(param, "_post_accumulate_grad_hooks", None)
+    ]
+    if hooked:
+        msg = (
+            f"{type(module).__name__} has hooks on {len(hooked)} parameters:"
+            f" {', '.join(hooked[:5])}. A state trains copies of these, which would not call"
+            " them. Change gradients in a transform that has `grads`; hooks of modules, as of"
+            " register_forward_hook, stay."
+        )
+        raise ModelError(msg)
+    named = [*module.named_parameters(), *module.named_buffers()]
+    lazy = [name for name, tensor in named if is_lazy(tensor)]
+    if lazy:
+        msg = (
+            f"{type(module).__name__} has lazy parameters without a shape yet:"
+            f" {', '.join(lazy[:5])}. Call it once on an example before."
+        )
+        raise ModelError(msg)
+    if not any(param.requires_grad for param in module.parameters()):
+        count = sum(1 for _ in module.parameters())
+        msg = (
+            f"{type(module).__name__} has no trainable parameter ({count} parameters in"
+            " all). Set requires_grad_(True) on what is to be trained."
+        )
+        raise ModelError(msg)
+
+
+# Factories run without memory for parameters: as soon as a module has one, it is on meta.
+
+
+Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
+"""A function of a parameter as it was registered, and of what stands for it on meta."""
+
+
+@contextmanager
+def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
+    """Let this thread's modules give up a parameter's memory as soon as they have it.
+
+    Most modules register a parameter before they write into it, so that it costs nothing.
+
+    Args:
+        seen: told of each parameter, before its values are gone.
+
+    Raises:
+        ModelError: a parameter is lazy.
+    """
+    ours, known = threading.get_ident(), WeakIdKeyDictionary()
+
+    def moved(
+        module: nn.Module, name: str, param: nn.Parameter | None
+    ) -> nn.Parameter | None:
+        if param is None or param.is_meta or threading.get_ident() != ours:
+            return None
+        if is_lazy(param):
+            msg = (
+                f"{type(module).__name__} has lazy parameters without a shape before a first"
+                f" call: {name}. Write the layer with its sizes, as nn.Linear(in_features,"
+                " out_features)."
+            )
+            raise ModelError(msg)
+        if param not in known:  # one tensor in two places stays one
+            empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
+            vars(empty).update(vars(param))
+            known[param] = empty
+            if seen is not None:
+                seen(param, empty)
+        return known[param]
+
+    hook = cast("Callable[..., None]", moved)  # torch says None, and takes a parameter
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

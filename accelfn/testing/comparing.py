@@ -1,0 +1,600 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How two trees of tensors and plain data differ: where, and by how much, in words.
+
+A place is named as code would reach it, such as `params['0.weight']`.
+"""
+
+import difflib
+import math
+import os
+import reprlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, cast
+
+import attrs
+import numpy as np
+import torch
+
+from accelfn.base import arguments
+from accelfn.base.arguments import called, is_number
+from accelfn.base.tree import Pending, is_shard, local
+from accelfn.collectives import wholes
+from accelfn.errors import ArgumentError, LawError
+from accelfn.state.state import TrainState
+from accelfn.testing.simulation.calls import Entry
+from accelfn.testing.simulation.plan import Run
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MOST_LINES = 20
+_MANY_STEPS = 100_000
+"""So many numbers lie between two that their count says nothing."""
+
+
+@attrs.frozen
+class Difference:
+    """One place in which two trees differ.
+
+    Attributes:
+        path: where.
+        text: what is there in the first and in the second.
+    """
+
+    path: str
+    text: str
+
+    def __str__(self) -> str:
+        """Show it on a line."""
+        return f"{self.path}: {self.text}"
+
+
+def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -> None:
+    if not is_number(value) or not 0 <= value < math.inf:
+        msg = f"{field.name}={value!r}: expected a finite number, 0 or more."
+        raise ArgumentError(msg)
+
+
+@attrs.frozen(kw_only=True)
+class Comparison:
+    """What counts as equal, and how the two are called.
+
+    Elements of floating-point tensors may differ by `atol + rtol * largest`, where `largest`
+    is the largest finite magnitude in both tensors: the rounding error of a sum is
+    relative to its terms, not to what they leave. NaN is equal to NaN.
+
+    Attributes:
+        rtol: tolerance relative to a tensor's largest element.
+        atol: absolute tolerance.
+        bitwise: at no tolerance, compare bits and types. Otherwise 0.0 equals -0.0, 1
+            equals 1.0 and a scalar tensor, and a list equals a tuple.
+        sides: what the two are called.
+    """
+
+    rtol: float = attrs.field(default=0.0, validator=_is_tolerance)
+    atol: float = attrs.field(default=0.0, validator=_is_tolerance)
+    bitwise: bool = False
+    sides: tuple[str, str] = ("the first", "the second")
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether there is no tolerance."""
+        return self.rtol == self.atol == 0
+
+    def by_name(
+        self, one: Mapping[str, Any], two: Mapping[str, Any]
+    ) -> dict[str, list[Difference]]:
+        """Return where named trees differ, under the names that do, in the first's order."""
+        found: dict[str, list[Difference]] = {}
+        for name, value in {**one, **two}.items():
+            if name in one and name in two:
+                differences = list(self.differences(name, one[name], value))
+            else:
+                differences = [self._lone(name, value, in_one=name in one)]
+            if differences:
+                found[name] = differences
+        return found
+
+    def differences(self, path: str, one: Any, two: Any) -> Iterator[Difference]:
+        """Yield where two trees differ, in the order of the first."""
+        ones, twos = _children(path, one), _children(path, two)
+        if ones is None or twos is None or not self._are_of_a_kind(one, two):
+            text = self._leaves(one, two)
+            if text:
+                yield Difference(path, text)
+            return
+        for key, (place, value) in {**ones, **twos}.items():
+            if key in ones and key in twos:
+                yield from self.differences(place, ones[key][1], value)
+            else:
+                yield self._lone(place, value, in_one=key in ones)
+
+    def _lone(self, path: str, value: Any, *, in_one: bool) -> Difference:
+        side = self.sides[0 if in_one else 1]
+        return Difference(path, f"only in {side}: {described(value)}")
+
+    def _are_of_a_kind(self, one: Any, two: Any) -> bool:
+        """Whether two containers are compared inside: both mappings, or both sequences."""
+        mappings = [isinstance(each, Mapping) for each in (one, two)]
+        if any(mappings):
+            return all(mappings)
+        return type(one) is type(two) or not self.bitwise
+
+    def _leaves(self, one: Any, two: Any) -> str | None:
+        pair = one, two
+        if not self.bitwise and not _are_one_dtype(one, two):
+            pair = tuple(_number_or_tensor(each) for each in pair)
+        if all(isinstance(each, torch.Tensor) for each in pair):
+            return self._tensors(*pair)
+        kinds = {type(each) for each in pair}
+        if len(kinds) == 1 or (not self.bitwise and kinds <= {bool, int, float}):
+            if kinds & {float, complex}:
+                dtype = torch.complex128 if complex in kinds else torch.float64
+                return self._tensors(*(torch.tensor(x, dtype=dtype) for x in pair))
+            if _are_equal(*pair):
+                return None
+        shown = [described(each) for each in pair]
+        if shown[0] == shown[1]:
+            shown = [
+                f"{x} ({type(y).__name__})" for x, y in zip(shown, pair, strict=True)
+            ]
+        return f"{shown[0]} and {shown[1]}"
+
+    def _tensors(self, one: torch.Tensor, two: torch.Tensor) -> str | None:
+        """Say how two tensors differ, wherever they live."""
+        one, two = _plain(one), _plain(two)
+        if (one.shape, one.dtype) != (two.shape, two.dtype):
+            return f"{_kind(one)} and {_kind(two)}"
+        unequal = self._unequal(one, two)
+        places = unequal.nonzero()
+        if not len(places):
+            return None
+        first = tuple(places[0].tolist())
+        pair = _pair(one[first], two[first])
+        apart = _apart(one[unequal], two[unequal])
+        if one.ndim == 0:
+            return f"{pair}{apart and f', difference {apart}'}"
+        if len(places) == 1:
+            at = f"1 of {one.numel()} elements differs, at {list(first)}: {pair}"
+            return f"{at}{apart and f', difference {apart}'}"
+        at = f"elements differ, the first at {list(first)}: {pair}"
+        apart = apart and f", largest difference {apart}"
+        return f"{len(places)} of {one.numel()} {at}{apart}"
+
+    def _unequal(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
+        """Return which elements are not equal, as booleans."""
+        if self.bitwise and self.is_exact:
+            if one.is_complex():
+                parts = torch.view_as_real(one), torch.view_as_real(two)
+                return (_bits(parts[0]) != _bits(parts[1])).any(-1)
+            return _bits(one) != _bits(two)
+        wide = _wide(one), _wide(two)
+        unequal = (wide[0] != wide[1]) & ~(wide[0].isnan() & wide[1].isnan())
+        if self.is_exact or not (one.is_floating_point() or one.is_complex()):
+            return unequal
+        allowed = self.atol + self.rtol * largest(one, two)
+        return unequal & ~((wide[0] - wide[1]).abs() <= allowed)
+
+
+def listed(differences: Sequence[Difference]) -> str:
+    """Return one line a difference, at most 20, and how many more there are."""
+    lines = [f"\n  {each}" for each in differences[:_MOST_LINES]]
+    more = len(differences) - len(lines)
+    if more > 0:
+        lines.append(f"\n  and {more} more")
+    return "".join(lines)
+
+
+def leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield every leaf of a tree with its place."""
+    children = _children(path, tree)
+    if children is None:
+        yield path, tree
+        return
+    for place, value in children.values():
+        yield from leaves(place, value)
+
+
+def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
+    """Return the entries of a container by key, each with its place; None of a leaf."""
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree).items()
+        return {key: (f"{path}[{key!r}]", value) for key, value in items}
+    if isinstance(tree, (list, tuple)):
+        values = cast("list[Any]", tree)
+        fields: Any = getattr(tree, "_fields", None)  # the mark of a namedtuple
+        names = [f".{name}" for name in fields or ()] or [
+            f"[{i}]" for i in range(len(values))
+        ]
+        return {i: (path + names[i], value) for i, value in enumerate(values)}
+    if isinstance(tree, Pending):
+        return {"wait": (f"{path}.wait()", tree.wait())}
+    return None
+
+
+def largest(*tensors: torch.Tensor) -> float:
+    """Return the largest finite magnitude in some tensors, or 0."""
+    found = [each[each.isfinite()].abs() for each in map(_wide, tensors)]
+    return max((float(each.max()) for each in found if each.numel()), default=0.0)
+
+
+def described(value: Any) -> str:
+    """Say what a value is, on part of a line."""
+    if isinstance(value, torch.Tensor):
+        if value.ndim:
+            return f"a {_kind(value)}"
+        return f"{_element(_plain(value))} (a {_dtype(value)} tensor)"
+    if _children("", value):
+        return f"a {type(value).__name__} of {len(value)}"
+    return " ".join(reprlib.repr(value).split())
+
+
+def _are_one_dtype(one: Any, two: Any) -> bool:
+    tensors = isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor)
+    return tensors and one.dtype == two.dtype
+
+
+def _number_or_tensor(value: Any) -> Any:
+    """Return what a scalar tensor, a numpy scalar or a numpy array holds."""
+    if isinstance(value, torch.Tensor) and value.ndim == 0:
+        return value.item()
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    return value
+
+
+def _are_equal(one: Any, two: Any) -> bool:
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, two)
+    return one is two or bool(one == two)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values alone: dense, on the CPU, without a graph; of a part, this rank's."""
+    tensor = local(tensor.detach()).cpu()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return floating-point values in the widest type, where no difference is lost."""
+    if tensor.is_complex():
+        return tensor.to(torch.complex128)
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(_INTEGERS[tensor.element_size()])
+
+
+def _hex(element: torch.Tensor) -> str:
+    if element.is_complex():
+        return " ".join(_hex(part) for part in torch.view_as_real(element))
+    width = 8 * element.element_size()
+    return f"0x{int(_bits(element)) % 2**width:0{width // 4}x}"
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{tuple(tensor.shape)} {_dtype(tensor)} tensor"
+
+
+def _dtype(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _pair(one: torch.Tensor, two: torch.Tensor) -> str:
+    """Show two numbers that are not the same; NaNs by their bits."""
+    shown = [_element(one), _element(two)]
+    if shown[0] == shown[1]:
+        shown = [f"{shown[0]} of bits {_hex(each)}" for each in (one, two)]
+    return " and ".join(shown)
+
+
+def _element(element: torch.Tensor) -> str:
+    """Show one number in as many digits as tell it from its neighbours."""
+    value = element.item()
+    match element.dtype:
+        case torch.float32 | torch.float16:
+            return str(element.numpy()[()])
+        case torch.bfloat16:
+            return f"{value:.4g}"
+        case _:
+            return repr(value)
+
+
+def _apart(one: torch.Tensor, two: torch.Tensor) -> str:
+    """Say how far the farthest two of some elements are apart, where that is a number."""
+    if one.dtype is torch.bool:
+        return ""
+    if not (one.is_floating_point() or one.is_complex()):
+        pairs = zip(one.tolist(), two.tolist(), strict=True)
+        return str(max(abs(x - y) for x, y in pairs))
+    distances = (_wide(one) - _wide(two)).abs()
+    distances[distances.isnan()] = math.inf
+    distance, place = distances.max(0)
+    if distance in (0, math.inf):
+        return ""
+    steps = _steps(one[place], two[place])
+    return f"{float(distance):.3g}{steps and f' ({steps} ulp)'}"
+
+
+def _steps(one: torch.Tensor, two: torch.Tensor) -> str:
+    """Return how many numbers of their type two elements are apart, if few."""
+    if one.is_complex():
+        return ""
+    places: list[int] = []
+    for each in (one, two):
+        bits = int(_bits(each))
+        lowest = -(2 ** (8 * each.element_size() - 1))
+        places.append(bits if bits >= 0 else lowest - bits)
+    steps = abs(places[0] - places[1])
+    return str(steps) if steps < _MANY_STEPS else ""
+
+
+# `assert_states_equal`: two states hold the same, in all that is saved of them.
+
+
+SAVED = (
+    *("step", "num_skipped", "cursor", "seed"),
+    *("params", "buffers", "opt_state", "slots"),
+)
+"""The fields of a state that are saved, numbers first: they explain what follows."""
+
+
+@called
+def assert_states_equal(
+    a: TrainState, b: TrainState, *, rtol: float = 0.0, atol: float = 0.0
+) -> None:
+    """Assert that two states are equal in all that is saved of them.
+
+    That is `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state` with
+    its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. Not
+    compared is what is not saved: the definition, devices, memory layouts, the order of
+    names.
+
+    By default bit by bit: a NaN equals itself, and -0.0 is not 0.0, for they divide
+    differently. With a tolerance, elements of a floating-point tensor may differ by
+    `atol + rtol * largest`, where `largest` is the largest magnitude in the two tensors;
+    NaN equals NaN, and other numbers must be equal.
+
+    Raises:
+        LawError: they are not; an `AssertionError` with one line for each entry that
+            differs, at most 20.
+        StateDonatedError: one of them was given to a step.
+
+    Law: a state equals itself and its copy; a change of any one bit is found and named.
+
+    Example:
+        >>> import accelfn as af
+        >>> state = af.TrainState.create(
+        ...     model=torch.nn.Linear(2, 1), optimizer=torch.optim.SGD
+        ... )
+        >>> assert_states_equal(state, state.copy())
+        >>> assert_states_equal(state, state.with_slot("best", 0.5))
+        Traceback (most recent call last):
+        ...
+        accelfn.errors.LawError: The states differ in 1 entry (the first, the second):
+          slots['best']: only in the second: 0.5
+    """
+    for state in (a, b):
+        if not isinstance(state, TrainState):
+            msg = f"assert_states_equal: expected two TrainStates, got {state!r}."
+            raise ArgumentError(msg)
+    comparison = Comparison(rtol=rtol, atol=atol, bitwise=True)
+    by_name = comparison.by_name(_fields(a), _fields(b))
+    found = [each for differences in by_name.values() for each in differences]
+    found += _ties(a, b, comparison)
+    if found:
+        entries = "entry" if len(found) == 1 else "entries"
+        msg = (
+            f"The states differ in {len(found)} {entries} (the first, the second):"
+            f"{listed(found)}"
+        )
+        raise LawError(msg)
+
+
+def _fields(state: TrainState) -> dict[str, Any]:
+    found = {name: getattr(state, name) for name in SAVED if name != "cursor"}
+    cursor = {
+        "cursor.epoch": state.cursor.epoch,
+        "cursor.samples": state.cursor.samples,
+    }
+    return {"step": found.pop("step"), **cursor, **found}
+
+
+def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Difference]:
+    """Yield entries that are one tensor with another in one state, and not in the other."""
+    ties = [_first_places(state) for state in (a, b)]
+    for path in ties[0]:
+        if path not in ties[1] or ties[0][path] == ties[1][path]:
+            continue
+        said = [
+            f"one tensor with {first[path]} in {side}"
+            for first, side in zip(ties, comparison.sides, strict=True)
+            if first[path] != path
+        ]
+        yield Difference(path, f"{', '.join(said)}{' only' * (len(said) == 1)}")
+
+
+def _first_places(state: TrainState) -> dict[str, str]:
+    """Return where each tensor of a state stands first, by each of its places."""
+    first: dict[int, str] = {}
+    places = (
+        pair for name, value in _fields(state).items() for pair in leaves(name, value)
+    )
+    return {
+        path: first.setdefault(id(leaf), path)
+        for path, leaf in places
+        if isinstance(leaf, torch.Tensor)
+    }
+
+
+# All that a state holds, as a flat table by path; and the first difference of two tables.
+
+
+_BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
+
+
+def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
+    """Return everything that is saved of a state, copied, by path.
+
+    Of what is split that is this rank's part, or where all ranks ask for it, the whole.
+    """
+    found = {
+        path: leaf
+        for field in SAVED
+        for path, leaf in leaves(field, getattr(state, field))
+    }
+    if gather:
+        parts = {path: leaf for path, leaf in found.items() if is_shard(leaf)}
+        found |= wholes(parts, state.world, label="compare states")
+    return {path: kept(leaf) for path, leaf in found.items()}
+
+
+def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
+    """Return the first path at which two tables differ, in a bit, with both values."""
+    found = _BITWISE.by_name(one, two)
+    return str(next(iter(found.values()))[0]) if found else None
+
+
+def kept(leaf: Any) -> Any:
+    """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
+    if isinstance(leaf, torch.Tensor):
+        return local(leaf).detach().clone()
+    opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
+    return type(leaf) if opaque else leaf
+
+
+# `assert_collectives`: what a run communicates, held to a text file that a person reads.
+#
+# The text says of each update which collectives there were, in order: kind, reduction,
+# root, bytes that one rank gives, label. It has no source lines, and columns do not move,
+# so it changes only where communication does.
+
+
+@called
+def assert_collectives(
+    run: Run[Any], path: str | os.PathLike[str], *, update: bool = False
+) -> None:
+    """Assert that a run's collectives are those that a text file lists.
+
+    The file is made by `update=True`, kept beside the test, and read in review: a change
+    that makes an update send more, or call one more collective, shows as a line.
+    Collectives are listed by update, those of equal updates once. One that is called
+    between two steps belongs to the update before it. Sends between two ranks are listed
+    after the collectives of their update, in order of ranks, because their order in time
+    is the schedule's.
+
+    Args:
+        run: what `simulate` returned.
+        path: of the file, such as `Path(__file__).with_name("collectives.txt")`.
+        update: write the file instead.
+
+    Raises:
+        LawError: they differ, as a unified diff; or there is no such file.
+
+    Law: the text depends on the program alone, not on the schedule or the machine.
+
+    Example:
+        >>> import accelfn as af
+        >>> from accelfn.testing import simulate
+        >>> run = simulate(2, af.barrier)
+        >>> assert_collectives(run, "collectives.txt", update=True)
+        >>> assert_collectives(run, "collectives.txt")
+        >>> print(Path("collectives.txt").read_text(), end="")
+        2 ranks
+        <BLANKLINE>
+        before any update: 1 call, 4 bytes
+          all_reduce SUM, 4 bytes, 'barrier'
+    """
+    if not isinstance(run, Run):
+        msg = (
+            f"assert_collectives({type(run).__name__}, ...): expected the Run that simulate"
+            " returned."
+        )
+        raise ArgumentError(msg)
+    file, found = Path(path), _text(run)
+    if update:
+        file.write_text(found, encoding="utf-8", newline="\n")
+        return
+    if not arguments.exists(file):
+        msg = (
+            f"There is no {file} to compare with. Call assert_collectives(run, path,"
+            f" update=True) once to write it, and keep it. It would be:\n\n{found}"
+        )
+        raise LawError(msg)
+    expected = file.read_text(encoding="utf-8")
+    if found != expected:
+        lines = difflib.unified_diff(
+            expected.splitlines(), found.splitlines(), "expected", "found", lineterm=""
+        )
+        msg = (
+            f"The collectives of the run are not those of {file}. If they should be, call"
+            " assert_collectives(run, path, update=True) once.\n" + "\n".join(lines)
+        )
+        raise LawError(msg)
+
+
+def _text(run: Run[Any]) -> str:
+    """Return the file's text."""
+    updates: dict[int | None, list[Entry]] = {}
+    for entry in run.log:
+        updates.setdefault(entry.step, []).append(entry)
+    blocks: dict[str, list[int]] = {}
+    text = f"{len(run)} rank{'s' * (len(run) != 1)}\n"
+    if None in updates:
+        text += f"\nbefore any update: {_block(updates.pop(None))}"
+    for step in sorted(key for key in updates if key is not None):
+        blocks.setdefault(_block(updates[step]), []).append(step)
+    for block, steps in blocks.items():
+        name = "update" if len(steps) == 1 else "each of updates"
+        text += f"\n{name} {_ranges(steps)}: {block}"
+    return text
+
+
+def _block(entries: Sequence[Entry]) -> str:
+    """Return how often and how much was sent, and a line for each run of equal calls."""
+    sends = sorted(map(_line, (each for each in entries if each.kind == "send")))
+    lines = [*(_line(each) for each in entries if each.kind != "send"), *sends]
+    size = sum(entry.num_bytes for entry in entries)
+    calls = f"{len(lines)} call{'s' * (len(lines) != 1)}"
+    text = f"{calls}, {_bytes(size)}\n"
+    for line, same in groupby(lines):
+        count = len(list(same))
+        text += f"  {line}{f', {count} times' * (count > 1)}\n"
+    return text
+
+
+def _line(entry: Entry) -> str:
+    what = entry.kind if entry.op is None else f"{entry.kind} {entry.op}"
+    if entry.kind == "send":
+        what += f" between ranks {' and '.join(map(str, entry.ranks))}"
+    elif entry.root is not None:
+        what += f" root {entry.root}"
+    label = "no label" if entry.label is None else repr(entry.label)
+    return f"{what}, {_bytes(entry.num_bytes)}, {label}"
+
+
+def _bytes(number: int) -> str:
+    return f"{number:,} byte{'s' * (number != 1)}"
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """Return increasing numbers as ranges: `0 to 3, 5` or `7 to 31 by 8`."""
+    apart = {after - before for before, after in pairwise(steps)}
+    if len(steps) > 2 and len(apart) == 1 and apart != {1}:
+        return f"{steps[0]} to {steps[-1]} by {apart.pop()}"
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    shown = [
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
+        for run in runs
+    ]
+    return ", ".join(shown)

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`assert_equivalent`: two setups train alike, on any number of ranks."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import product
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from accelfn import schedules
+from accelfn.base import tree
+from accelfn.base.arguments import called, check_integer, check_sizes
+from accelfn.data import Data
+from accelfn.definition.transform import chain
+from accelfn.errors import ArgumentError, LawError
+from accelfn.loop.batches import batches
+from accelfn.model.optimizer import OptimizerSource
+from accelfn.state.metrics import Loss, Metrics, mean
+from accelfn.state.state import TrainState
+from accelfn.state.views import eval_params
+from accelfn.step.step import Step, finalize, make_step
+from accelfn.testing.comparing import Comparison, Difference, listed
+from accelfn.testing.simulate import simulate
+from accelfn.transforms.ddp import shard_data, wrap_ddp
+from accelfn.world import World
+
+Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Step]]
+"""Returns a state before its first update, of this world and setup, and its step."""
+Held: TypeAlias = Mapping[str, Any]
+"""What a rank holds at one moment, by name, causes first."""
+
+
+@called
+def assert_equivalent(
+    setup_a: Any,
+    setup_b: Any,
+    *,
+    make: Make | None = None,
+    optimizer: OptimizerSource | None = None,
+    updates: int = 4,
+    sizes: Sequence[int] = (1, 2, 4),
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Assert that two setups give the same training, on any number of ranks.
+
+    Both train in simulated worlds. After every update, and after `af.finalize`, each rank
+    must hold the same under both: the step and cursor, the means of the metrics over all
+    ranks, `opt_state`, `params`, `buffers`, `slots` and `af.eval_params`. Left out are
+    metrics that only one setup reports, and slots of transforms that only one has.
+
+    A setup that does not say how gradients cross ranks is put behind `af.shard_data()` and
+    `af.wrap_ddp()` where there are several.
+
+    The problem that it brings itself is *dyadic*: all sums are exact in float64, in whatever
+    order, so rounding is no excuse and equal means equal. Its samples have uneven
+    weights, some of them 0, and its last batch is short. It has no dropout and no batch
+    statistics, which depend on how a batch is split.
+
+    Args:
+        setup_a: a transform, a chain, or None for nothing.
+        setup_b: another.
+        make: `(world, setup) -> (state, step)` instead, for a problem of your own. The state
+            must have data. With `af.accumulate(num_micro_batches=3)` and None it sees whether
+            a loss is the mean that accelfn takes it for.
+        optimizer: for the problem that it brings; default SGD with a learning rate of 0.5
+            and a momentum of 0.5. What it computes should be exact: options are powers of
+            two, or give a tolerance.
+        updates: how many. Up to 5 the problem is exact.
+        sizes: of the worlds.
+        rtol: tolerance relative to the largest element of a tensor.
+        atol: absolute tolerance.
+
+    Raises:
+        LawError: they differ; the text names the world's size, rank, update and quantities.
+        ArgumentError: both `make` and `optimizer` are given, or a count is not positive.
+
+    Example:
+        >>> import accelfn as af
+        >>> assert_equivalent(af.accumulate(num_micro_batches=3), None)
+        >>> assert_equivalent(af.clip_grad_norm(0.5), None)
+        Traceback (most recent call last):
+        ...
+        accelfn.errors.LawError: The setups do not train alike: in a world of 1, on rank 0, ...
+    """
+    if make is not None and optimizer is not None:
+        msg = "assert_equivalent(make=, optimizer=): the state that make returns has its own."
+        raise ArgumentError(msg)
+    check_integer("assert_equivalent", "updates", updates, 1, "a number of updates")
+    check_sizes("assert_equivalent", sizes)
+    pair = chain(setup_a), chain(setup_b)
+    is_own = make is not None
+    make = partial(dyadic_problem, optimizer) if make is None else make
+    comparison = Comparison(rtol=rtol, atol=atol)
+    for size in sizes:
+        runs = [_runs(make, setup, updates, size) for setup in pair]
+        for moment, rank in product(range(updates + 1), range(size)):
+            held = [run[rank][moment] for run in runs]
+            found = comparison.by_name(*_comparable(held, pair))
+            if found:
+                when = f"after update {moment} (counted from 0)"
+                when = when if moment < updates else "after af.finalize"
+                where = f"in a world of {size}, on rank {rank}, {when}"
+                hint = _hint(held, comparison) if moment == 0 and is_own else ""
+                raise LawError(_told(pair, where, found) + hint)
+
+
+def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
+    """Return what each rank of a world holds after each update, and at the end."""
+    whole = _over_ranks(setup, size)
+
+    def train(world: World) -> list[Held]:
+        state, step = make(world, whole)
+        _check_made(state, world, whole)
+        held: list[Held] = []
+        for batch in batches(state):
+            state, metrics = step(state, batch)
+            held.append(_held(state, metrics))
+            if len(held) == updates:
+                break
+        return [*held, _held(finalize(state), {})]
+
+    return simulate(size, train)
+
+
+def _check_made(state: TrainState, world: World, setup: chain) -> None:
+    """Raise unless the state is of this world and setup, or nothing would be compared."""
+    if state.world is not world or state.setup != setup:
+        msg = (
+            "assert_equivalent(make=): the state that make(world, setup) returns has"
+            " another world or setup. Give both to TrainState.create."
+        )
+        raise ArgumentError(msg)
+
+
+def _over_ranks(setup: chain, size: int) -> chain:
+    """Return the setup with a way for gradients to cross ranks, if it has none."""
+    if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
+        return setup
+    sharded = any(isinstance(each, shard_data) for each in setup)
+    return chain(None if sharded else shard_data(), wrap_ddp(), setup)
+
+
+def _held(state: TrainState, metrics: Any) -> Held:
+    if isinstance(metrics, Metrics):
+        metrics = mean(metrics, state.world)
+    held = {
+        "step": state.step,
+        "num_skipped": state.num_skipped,
+        "cursor": [state.cursor.epoch, state.cursor.samples],
+        "metrics": metrics,
+        "opt_state": dict(state.opt_state),
+        "params": dict(state.params),
+        "buffers": dict(state.buffers),
+        "slots": dict(state.slots),
+        "eval_params": dict(eval_params(state)),
+    }
+    return {name: tree.clone(value) for name, value in held.items()}
+
+
+def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
+    """Leave out what only one setup can have."""
+    names = [{each.name for each in setup} for setup in pair]
+    lone = names[0] ^ names[1]
+    evaluates = any(setup.owners["eval_params"] for setup in pair)
+    reported = [each["metrics"] for each in held]
+    both = all(isinstance(each, Mapping) for each in reported)
+    shared = set.intersection(*map(set, reported)) if both else set[str]()
+    compared: list[Held] = []
+    for each in held:
+        kept = dict(each)
+        kept["slots"] = {k: v for k, v in each["slots"].items() if k not in lone}
+        if both:
+            kept["metrics"] = {k: v for k, v in each["metrics"].items() if k in shared}
+        if not evaluates:
+            del kept["eval_params"]
+        compared.append(kept)
+    return compared
+
+
+def _told(
+    pair: Sequence[chain], where: str, found: Mapping[str, list[Difference]]
+) -> str:
+    codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
+    lines = [each for differences in found.values() for each in differences]
+    return (
+        f"The setups do not train alike: {where}, they differ in {', '.join(found)} (the"
+        f" first, the second):{listed(lines)}\nThe first is {codes[0]}, the second"
+        f" {codes[1]}."
+    )
+
+
+def _hint(held: Sequence[Held], comparison: Comparison) -> str:
+    """Say what to look at if the first loss differs, before any update could have done it."""
+    reported = [each["metrics"] for each in held]
+    losses = [
+        {"loss": each["loss"]}
+        for each in reported
+        if isinstance(each, Mapping) and "loss" in each
+    ]
+    if len(losses) < len(held) or not comparison.by_name(*losses):
+        return ""
+    return (
+        "\nThe loss of the first update differs already. Look at what it divides by: a plain"
+        ' loss is taken for a mean over samples, and one made with reduction="sum" is none,'
+        " so it depends on how samples are split. Return its mean, or af.Loss(total, weight)."
+        " Draws and batch statistics depend on that, too."
+    )
+
+
+_TURN = ((0.0, -1.0, 0.0), (1.0, 0.0, 0.0), (0.0, 0.0, 1.0))
+_WEIGHTS = (
+    *(0, 0, 3, 1, 1, 1, 2, 0),
+    *(0, 0, 0, 0, 1, 3, 2, 2),
+    *(1, 1, 2, 0),
+)
+"""Of samples, a batch a line. Those of a batch, and of its shares on 2 and 4 ranks, add up
+to a power of two or to 0, so that dividing by them is exact; and they are uneven."""
+
+
+class _Dyadic(nn.Module):
+    """A frozen layer that turns its input, and a trained one, of halves and integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        turn = torch.tensor(_TURN, dtype=torch.float64)
+        self.turn = nn.Linear(3, 3, bias=False)
+        self.turn.weight = nn.Parameter(turn, requires_grad=False)
+        self.head = nn.Linear(3, 2, dtype=torch.float64)
+        with torch.no_grad():
+            self.head.weight.copy_(torch.tensor([[1, -0.5, 0.5], [-1, 0.5, 1]]))
+            self.head.bias.copy_(torch.tensor([0.5, -1]))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.head(self.turn(inputs))
+
+
+def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
+    inputs, targets, weights = batch
+    errors = model(inputs) - targets
+    total = (errors.square().sum(1) * weights).sum() / 2
+    return Loss(total, weights.sum(), error=(errors * weights[:, None]).sum())
+
+
+def dyadic_problem(
+    optimizer: OptimizerSource | None, world: World, setup: chain
+) -> tuple[TrainState, Step]:
+    """Return a state and a step of which every sum is exact, in whatever order."""
+    rows = torch.arange(len(_WEIGHTS))
+    inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)
+    targets = torch.stack([rows % 4 - 2, rows * 3 % 5 - 2], 1)
+    weights = torch.tensor(_WEIGHTS)
+    data = tuple(each.double() for each in (inputs, targets, weights))
+    sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+    state = TrainState.create(
+        model=_Dyadic,
+        optimizer=sgd if optimizer is None else optimizer,
+        schedule=schedules.linear(2, end=0.5),
+        data=Data(data, batch_size=8),
+        setup=setup,
+        world=world,
+    )
+    return state, make_step(_dyadic_loss)

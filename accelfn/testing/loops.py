@@ -1,0 +1,340 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`compare_loops`: a training loop and its port, up to the first quantity that differs."""
+
+import random
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeAlias, cast
+
+import attrs
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from accelfn.base import devices, tree
+from accelfn.base.arguments import called, check_integer
+from accelfn.base.tree import is_shard
+from accelfn.data import Batch
+from accelfn.errors import ArgumentError, LawError
+from accelfn.model.optimizer import group_key, named_state
+from accelfn.state.grads import Grads
+from accelfn.state.state import TrainState
+from accelfn.state.update import of_next_update
+from accelfn.testing.comparing import Comparison, Difference, listed
+
+Quantities: TypeAlias = Mapping[str, Any]
+"""Trees of tensors and numbers by name, as they stand after an update."""
+Loop: TypeAlias = Callable[[], Iterable[Quantities]]
+"""Trains, and yields what it begins with, then what stands after each update."""
+
+_SIDES = ("the old loop", "the new loop")
+_CAUSES = (
+    *("batch", "loss", None, "grads"),
+    *("lr", "hyper", "opt_state", "params", "buffers"),
+)
+"""What comes before what within an update; None stands for all other names."""
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options of an optimizer that say how it computes, not what."""
+_LOOK_AT = {
+    "batch": "the order and size of batches, shuffling, and a short last batch",
+    "loss": (
+        "what the loss divides by over samples and micro-batches (a plain loss is taken for"
+        ' a mean; one made with reduction="sum" is none), dropout and other draws,'
+        " training or evaluation mode, precision"
+    ),
+    "grads": "what divides them (samples, micro-batches, ranks), clipping, zero_grad",
+    "lr": "the schedule: its shape and length, and that it steps once an update",
+    "hyper": "the options that the optimizer is given",
+    "opt_state": "the gradients: what divides them, clipping, zero_grad",
+    "params": "the gradients (what divides them, clipping, zero_grad), and weight decay",
+    "buffers": "running statistics: which forward passes update them, and how often",
+}
+_BEGINNING = "what the loops begin with: build both on copies of one model"
+
+
+@attrs.frozen(kw_only=True)
+class Agreement:
+    """What `compare_loops` found of loops that agree.
+
+    Attributes:
+        num_updates: how many were compared.
+        quantities: the names of what was.
+        is_exact: whether all were equal, and not only within the tolerance.
+    """
+
+    num_updates: int
+    quantities: tuple[str, ...]
+    is_exact: bool
+
+    def __str__(self) -> str:
+        """Show it on a line."""
+        how = "exactly" if self.is_exact else "within the tolerance"
+        return (
+            f"{self.num_updates} updates agree {how}, in {', '.join(self.quantities)}"
+        )
+
+
+@called
+def compare_loops(
+    old: Loop, new: Loop, *, steps: int, rtol: float = 1e-4, atol: float = 0.0
+) -> Agreement:
+    """Compare two training loops, update by update, and name what differs first.
+
+    A loop is a function that trains and yields named quantities: once before the
+    first update, and after every update. `quantities` makes them of a module and its
+    optimizer, or of a state. `old` runs first, then `new`; both begin with the same
+    random state of torch, numpy and Python, which is put back afterwards.
+
+    Within an update quantities are compared in the order in which one causes the next:
+    `batch`, `loss`, what else is reported, `grads`, `lr`, `hyper`, `opt_state`, `params`,
+    `buffers`. Numbers and scalar tensors are compared by value.
+
+    Args:
+        old: the loop that is trusted.
+        new: its port.
+        steps: how many updates to compare.
+        rtol: tolerance relative to the largest element of a tensor.
+        atol: absolute tolerance.
+
+    Returns:
+        What was compared.
+
+    Raises:
+        LawError: a quantity differs, or only one loop reports it, or one ends early.
+        ArgumentError: both loops end before `steps` updates, or begin with a loss.
+
+    Cost: copies of all that is reported, `steps + 1` times.
+
+    Example:
+        >>> def loop(lr):
+        ...     model = torch.nn.Linear(1, 1)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+        ...     yield quantities(model)
+        ...     while True:
+        ...         loss = model(torch.ones(4, 1)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         yield quantities(model, loss=loss)
+        >>> print(compare_loops(lambda: loop(0.1), lambda: loop(0.1), steps=3))
+        3 updates agree exactly, in loss, params
+    """
+    check_integer("compare_loops", "steps", steps, 1, "a number of updates")
+    near, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
+    with _running(old, steps) as reports:
+        trusted = [tree.clone(dict(each)) for each in reports]
+    exact, count = True, 0
+    with _running(new, steps) as reports:
+        for one, two in zip(trusted, reports, strict=False):
+            _check(count, one, two, near)
+            exact = exact and not _differing(one, two, equal)
+            count += 1
+        _check_lengths(len(trusted), count, next(iter(reports), None), steps)
+    return Agreement(num_updates=steps, quantities=_ordered(*trusted), is_exact=exact)
+
+
+def quantities(
+    source: nn.Module | TrainState | None = None,
+    optimizer: Optimizer | None = None,
+    /,
+    **reported: Any,
+) -> dict[str, Any]:
+    """Return what a training loop holds after an update, by name, for `compare_loops`.
+
+    A module gives `params` and `buffers`, and with its optimizer `lr`, `hyper` (weight
+    decay, momentum and so on) and `opt_state`; a state gives all of these. `lr` and
+    `hyper` are those of the next update: yield after the scheduler's step. What is
+    reported beside them is taken as it is, but for two names: `batch` may be an
+    `af.Batch`, and `grads` an `af.Grads`, or a module whose `.grad` are meant. What is
+    empty is left out. Of what is split over ranks it is the whole: call it on all of them.
+
+    Args:
+        source: a module (in DistributedDataParallel or not), or a state.
+        optimizer: over the module's parameters.
+        reported: by name: `loss=loss`, `batch=batch`; `**metrics` of a step.
+
+    Raises:
+        ArgumentError: the source is something else, or an optimizer has no module.
+
+    Cost: a copy of every tensor.
+
+    Example:
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> list(quantities(model, optimizer, loss=0.5))
+        ['loss', 'params', 'lr', 'hyper']
+        >>> quantities(model, optimizer)["lr"]
+        [0.1]
+    """
+    found = dict(reported)
+    if isinstance(found.get("batch"), Batch):
+        parts = found["batch"].micro_batches
+        found["batch"] = parts[0] if len(parts) == 1 else list(parts)
+    if isinstance(found.get("grads"), (Grads, nn.Module)):
+        found["grads"] = _gradients(found["grads"])
+    if isinstance(source, TrainState):
+        if optimizer is not None:
+            msg = "quantities(state, optimizer): a state has its own; leave it out."
+            raise ArgumentError(msg)
+        found |= _of_state(source)
+    elif source is not None or optimizer is not None:
+        found |= _of_module(source, optimizer)
+    return {
+        name: tree.clone(tree.tree_map(_whole, value))
+        for name, value in found.items()
+        if not isinstance(value, dict) or value
+    }
+
+
+def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
+    model = _bare(source)
+    if not isinstance(model, nn.Module):
+        msg = (
+            f"quantities({source!r}): expected a torch module, with its optimizer beside"
+            " it or not, or a TrainState."
+        )
+        raise ArgumentError(msg)
+    found: dict[str, Any] = {
+        "params": dict(model.named_parameters()),
+        "buffers": dict(model.named_buffers()),
+    }
+    if optimizer is not None:
+        names = {id(param): name for name, param in model.named_parameters()}
+        found |= _hyperparameters(optimizer, optimizer.param_groups)
+        found["opt_state"] = named_state(optimizer, names)
+    return found
+
+
+def _of_state(state: TrainState) -> dict[str, Any]:
+    prototype = state.definition.optimizer
+    groups: list[dict[str, Any]] = [
+        {**group, **state.opt_state.get(group_key(i), {})}
+        for i, group in enumerate(prototype.param_groups)
+    ]
+    for (i, key), value in of_next_update(state, state.slots).items():
+        groups[i][key] = value
+    ours = {group_key(i) for i in range(len(groups))}
+    return {
+        "params": dict(state.params),
+        "buffers": dict(state.buffers),
+        **_hyperparameters(prototype, groups),
+        "opt_state": {k: v for k, v in state.opt_state.items() if k not in ours},
+    }
+
+
+def _whole(leaf: Any) -> Any:
+    return leaf.detach().full_tensor() if is_shard(leaf) else leaf
+
+
+def _hyperparameters(
+    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
+    """Return what an optimizer is told, a list over its groups by name."""
+    told = [name for name in optimizer.defaults if name not in _HOW]
+    lists = {name: [group[name] for group in groups] for name in told}
+    return {"lr": lists.pop("lr", []), "hyper": lists}
+
+
+def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
+    if isinstance(source, nn.Module):
+        named = _bare(source).named_parameters()
+        return {name: param.grad for name, param in named if param.grad is not None}
+    return dict(source.tensors)
+
+
+def _bare(model: Any) -> Any:
+    wrapped = isinstance(model, (DistributedDataParallel, DataParallel))
+    return cast("nn.Module", model.module) if wrapped else model
+
+
+@contextmanager
+def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
+    """Begin a loop, and end it after some updates; the process's draws are put back."""
+    with _draws_kept():
+        reports = iter(loop())
+        try:
+            yield islice(reports, steps + 1)
+        finally:
+            if isinstance(reports, Generator):
+                reports.close()
+
+
+@contextmanager
+def _draws_kept() -> Generator[None]:
+    """Put the process's random generators back afterwards."""
+    python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
+    all_devices = range(devices.count())
+    with torch.random.fork_rng(devices=all_devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numbers)  # noqa: NPY002
+
+
+def _check(count: int, one: Quantities, two: Quantities, near: Comparison) -> None:
+    """Raise if two reports differ; the one numbered 0 is of the beginning."""
+    if count == 0 and ("loss" in one or "loss" in two):
+        msg = (
+            "compare_loops: a loop first yields what it begins with, in which there can"
+            " be no loss. Before the loop, yield quantities(model, optimizer), or"
+            " quantities(state)."
+        )
+        raise ArgumentError(msg)
+    found = _differing(one, two, near)
+    if not found:
+        return
+    first, *others = found
+    agree = [name for name in _ordered(one, two) if name not in found]
+    when = f"After update {count - 1} (counted from 0)"
+    when = when if count else "Before the first update"
+    begins = not count and first not in ("lr", "hyper")
+    look = _BEGINNING if begins else _LOOK_AT.get(first)
+    named = f"{when}, {first} is the first to differ (the old loop, the new loop):"
+    lines = [
+        named + listed(found[first]),
+        f"Differ too: {', '.join(others)}." if others else "",
+        f"Agree: {', '.join(agree)}." if agree else "",
+        f"Look at {look}." if look else "",
+    ]
+    raise LawError("\n".join(line for line in lines if line))
+
+
+def _check_lengths(old: int, compared: int, next_of_new: Any, steps: int) -> None:
+    if compared == steps + 1:
+        return
+    updates = max(compared - 1, 0)
+    if compared == old and next_of_new is None:
+        msg = (
+            f"compare_loops(steps={steps}): both loops ended after {updates} updates."
+            " Compare as many, or let them run longer."
+        )
+        raise ArgumentError(msg)
+    short, other = ("new", "old") if compared < old else ("old", "new")
+    msg = (
+        f"The {short} loop ended after {updates} updates, the {other} one goes"
+        " on; up to there they agree. Look at the number of epochs, and at what becomes of"
+        " a short last batch."
+    )
+    raise LawError(msg)
+
+
+def _differing(
+    one: Quantities, two: Quantities, comparison: Comparison
+) -> dict[str, list[Difference]]:
+    """Return where two reports differ, by quantity, causes first."""
+    found = comparison.by_name(one, two)
+    return {name: found[name] for name in _ordered(found)}
+
+
+def _ordered(*reports: Quantities) -> tuple[str, ...]:
+    """Return the names of all quantities, what causes others first."""
+    names = dict.fromkeys(name for report in reports for name in report)
+    return tuple(sorted(names, key=_place))
+
+
+def _place(name: str) -> int:
+    return _CAUSES.index(name if name in _CAUSES else None)

@@ -1,0 +1,485 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`run_processes`: a distributed program on real processes that Gloo joins, kept warm.
+
+A process costs seconds to import torch. That is paid once, in a fork server that has it
+imported already; the ranks of a world of one size stay open between programs, so that the
+next program costs milliseconds. A program that fails ends its world, and the next call
+opens a new one.
+"""
+
+import atexit
+import dataclasses
+import math
+import multiprocessing
+import pickle
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from enum import Enum
+from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, TypeVarTuple, cast
+
+import attrs
+import numpy as np
+import torch
+
+from accelfn.base.arguments import called, check_seconds, is_integer
+from accelfn.base.tree import Pending
+from accelfn.errors import ArgumentError, Error, LawError
+from accelfn.state.metrics import Metrics
+from accelfn.state.state import TrainState
+from accelfn.testing.comparing import (
+    SAVED,
+    Comparison,
+    Difference,
+    described,
+    listed,
+)
+from accelfn.testing.rank import (
+    Answer,
+    Surroundings,
+    packed,
+    serve,
+)
+from accelfn.testing.simulation.plan import Plan, Run
+from accelfn.testing.simulation.ranks import seed_rank
+from accelfn.world import World
+from accelfn.world.axes import resolved
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+T = TypeVar("T")
+Ts = TypeVarTuple("Ts")
+
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __name__]
+_GRACE_SECONDS = 0.2
+"""How long after a failure other ranks are heard, to tell which failed first."""
+_REAPED_SECONDS = 5.0
+"""How long at most until the fork server knows how a process ended."""
+
+
+class RankError(Error, RuntimeError):
+    """A program failed on a rank; the text has the traceback of the first that failed."""
+
+
+@called
+def run_processes(
+    size: int,
+    fn: Callable[[World, *Ts], T],
+    *args: *Ts,
+    timeout: float = 60.0,
+    axes: Mapping[str, int] | None = None,
+) -> list[T]:
+    """Run `fn(world, *args)` on every rank of a world of real processes joined by Gloo.
+
+    Ranks find what the caller has: current directory, import path, environment (and in it
+    what torchrun sets), torch's threads, default dtype and modes. Modules stay imported
+    between programs, and so does all that a program changes in them.
+
+    Args:
+        size: the number of ranks.
+        fn: what each rank does: a function of a module that ranks can import, or a record
+            or `functools.partial` of such. It gets its `World`, on the CPU.
+        args: what it gets beside it; they travel by pickle, as does what it returns.
+        timeout: seconds until ranks that have not returned are ended.
+        axes: the axes of the world, as `World.from_env` takes them.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        ArgumentError: `fn` or an argument cannot be sent to another process.
+        RankError: a rank raised, ended or did not return in time.
+
+    Law: it returns or raises soon after `timeout` seconds, whatever ranks do, and no rank
+    outlives the caller's process.
+
+    Cost: 2.5 s for the first world of a process, 0.4 s for another size or after a failure;
+    else 0.5 ms, and what the program costs.
+
+    `simulate` does the same with ranks in one process. It is faster, and names what Gloo
+    answers by waiting, aborting or wrong numbers.
+    """
+    _check(size, fn, timeout)
+    sizes = {} if axes is None else resolved("run_processes", axes, size)
+    program = packed((fn, args, sizes))
+    with _LOCK:
+        try:
+            return _pool(size).run(program, timeout)
+        except BaseException:
+            _end(size)
+            raise
+
+
+def _check(size: int, fn: object, timeout: float) -> None:
+    if not is_integer(size, 1):
+        msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
+        raise ArgumentError(msg)
+    if not callable(fn):
+        msg = f"run_processes({size}, {fn!r}): expected a function of a World."
+        raise ArgumentError(msg)
+    check_seconds("run_processes", "timeout", timeout)
+
+
+@attrs.frozen
+class RankProcess:
+    """One process, and the pipe to it."""
+
+    process: "BaseProcess"
+    pipe: Pipe
+
+    @classmethod
+    def start(cls, target: Callable[..., None], *args: object, name: str) -> Self:
+        """Start `target(*args, pipe)` in a process that has torch imported already."""
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(_PRELOAD)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=target, args=(*args, theirs), name=name)
+        with _nameless_main():
+            process.start()
+        theirs.close()
+        return cls(process, ours)
+
+    def answer(self) -> Answer:
+        """Return what the rank says, or how it ended."""
+        try:
+            return self.pipe.recv()
+        except (EOFError, OSError):
+            self.process.join(_REAPED_SECONDS)
+            # what the other ranks say came after it: it is how they noticed
+            return Answer(failure=_how_it_ended(self.process.exitcode), at=-math.inf)
+
+    def end(self) -> None:
+        """End the process, whatever it does."""
+        self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+def _how_it_ended(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"The process ended with exit code {code}."
+    name = signal.Signals(-code).name
+    gloo = (
+        " Gloo aborts a process that receives more than it expects; in a simulated world"
+        " the program would say which collectives do not match."
+    )
+    return f"The process was ended by {name}.{gloo if name == 'SIGABRT' else ''}"
+
+
+class Pool:
+    """The processes of one world, which wait for programs."""
+
+    def __init__(self, size: int) -> None:
+        """Start them."""
+        self._folder = tempfile.TemporaryDirectory(prefix="accelfn-ranks-")
+        store = str(Path(self._folder.name) / "store")
+        self._ranks: list[RankProcess] = []
+        try:
+            for rank in range(size):
+                name = f"rank {rank} of {size}"
+                started = RankProcess.start(serve, rank, size, store, name=name)
+                self._ranks.append(started)
+        except BaseException:
+            self.close()
+            raise
+
+    def is_idle(self) -> bool:
+        """Whether every rank waits for a program; the pipe of one that ended says so."""
+        return not wait([rank.pipe for rank in self._ranks], timeout=0)
+
+    def run(self, program: bytes, timeout: float) -> list[Any]:
+        """Run a packed program on every rank, and return the results."""
+        message = pickle.dumps((Surroundings.of_process(), program))
+        for rank in self._ranks:
+            with suppress(OSError):  # a rank that is gone says so in its answer
+                rank.pipe.send_bytes(message)
+        size, answers = len(self._ranks), self._answers(timeout)
+        failed = {r: each for r, each in answers.items() if each.failure is not None}
+        if failed:
+            raise RankError(_report(failed, size))
+        late = [rank for rank in range(size) if rank not in answers]
+        if late:
+            msg = (
+                f"Of {size} ranks, {late} did not return within {timeout:g} s. In a"
+                " simulated world the program would say where each stands."
+            )
+            raise RankError(msg)
+        return [pickle.loads(answers[rank].result) for rank in range(size)]  # noqa: S301
+
+    def _answers(self, timeout: float) -> dict[int, Answer]:
+        """Return what ranks answer in time; soon after a failure, time is over."""
+        ends_at = time.monotonic() + timeout
+        answers: dict[int, Answer] = {}
+        awaited: dict[object, int] = {r.pipe: i for i, r in enumerate(self._ranks)}
+        while awaited and (left := ends_at - time.monotonic()) > 0:
+            for pipe in wait([self._ranks[i].pipe for i in awaited.values()], left):
+                rank = awaited.pop(pipe)
+                answers[rank] = self._ranks[rank].answer()
+                if answers[rank].failure is not None:
+                    ends_at = min(ends_at, time.monotonic() + _GRACE_SECONDS)
+        return answers
+
+    def close(self) -> None:
+        """End the ranks, whatever they do."""
+        for rank in self._ranks:
+            rank.process.kill()  # all before any is waited for
+        for rank in self._ranks:
+            rank.end()
+        self._folder.cleanup()
+
+
+def _report(failed: Mapping[int, Answer], size: int) -> str:
+    first, *others = sorted(failed, key=lambda rank: failed[rank].at)
+    lines = [f"Rank {first} of {size} failed first:\n{failed[first].failure}".strip()]
+    lines += [f"Rank {r} of {size}, after it: {failed[r].last_line}" for r in others]
+    return "\n".join(lines)
+
+
+_STARTING = threading.Lock()
+"""Held while the caller's main module is out of sight."""
+_POOLS: dict[int, Pool] = {}
+_LOCK = threading.Lock()
+"""Held while a program runs: a pool has one set of pipes."""
+
+
+def _pool(size: int) -> Pool:
+    pool = _POOLS.get(size)
+    if pool is None or not pool.is_idle():
+        _end(size)
+        pool = _POOLS[size] = Pool(size)
+    return pool
+
+
+def _end(size: int) -> None:
+    pool = _POOLS.pop(size, None)
+    if pool is not None:
+        pool.close()
+
+
+@atexit.register
+def _end_all() -> None:
+    for size in list(_POOLS):
+        _end(size)
+
+
+@contextmanager
+def _nameless_main() -> Generator[None]:
+    """Keep multiprocessing from running the caller's script again in every rank.
+
+    It does so for ranks to find what the script defines; that is refused here, and every
+    script would need a guard against starting ranks without end.
+    """
+    with _STARTING:
+        main = sys.modules["__main__"]
+        sys.modules["__main__"] = ModuleType("__main__")
+        try:
+            yield
+        finally:
+            sys.modules["__main__"] = main
+
+
+# The differential test: what a simulated world gives, real processes must give, bit by bit.
+
+
+_SECONDS = 600.0
+_BITWISE = Comparison(
+    bitwise=True, sides=("the simulated world", "the world of processes")
+)
+_NUMBERS = (bool, int, float, complex)
+_PLAIN = frozenset({*_NUMBERS, str, bytes, type(None), torch.dtype, torch.device})
+_KEYS = frozenset({bool, int, str, bytes, type(None)})
+
+
+def check_comparable(plan: Plan) -> None:
+    """Refuse, before anything runs, a run that real processes cannot repeat.
+
+    A schedule is not refused: results must not depend on it, so processes may have theirs.
+
+    Raises:
+        ArgumentError: faults or a device are planned, or the function cannot be sent to a
+            process.
+    """
+    if plan.faults:
+        msg = (
+            f'simulate(also="processes", faults={list(plan.faults)}): faults happen in a'
+            " simulated world only. Leave out one of the two."
+        )
+        raise ArgumentError(msg)
+    if plan.device.type != "cpu":
+        msg = (
+            f'simulate(also="processes", device={str(plan.device)!r}): processes are joined'
+            " by Gloo, on the CPU. Leave out one of the two."
+        )
+        raise ArgumentError(msg)
+    try:
+        packed(plan.fn)
+    except ArgumentError as error:
+        msg = f'simulate(also="processes"): {error}'
+        raise ArgumentError(msg) from error
+
+
+def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
+    """Run the same on real processes joined by Gloo, and compare each rank's result.
+
+    Compared are trees of dicts, lists, tuples, sets, attrs records and dataclasses: their
+    types, their keys, and what they hold: tensors and numpy arrays by dtype, shape and the
+    bits of each element, numbers by type and bits, and text. Of a `TrainState` it is what
+    is saved. Other types are refused. Not compared are the order of keys, memory layouts,
+    `requires_grad`, and which entries share memory.
+
+    Raises:
+        LawError: a result differs, or processes fail where simulated ranks did not.
+        ArgumentError: a result holds what cannot be compared.
+    """
+    check_comparable(plan)
+    simulated = [_leaves_by_path(result) for result in run]
+    try:
+        real = run_processes(
+            plan.size,
+            _run_on_rank,
+            plan.fn,
+            plan.seed,
+            timeout=_SECONDS,
+            axes=plan.axes or None,
+        )
+    except RankError as error:
+        msg = (
+            "The program ran in a simulated world, but not on processes joined by Gloo."
+            f" {error}\nThe run: {plan}"
+        )
+        raise LawError(msg) from error
+    for rank, (ours, theirs) in enumerate(zip(simulated, real, strict=True)):
+        found = list(_differences(ours, theirs))
+        if found:
+            msg = (
+                f"Rank {rank} of {plan.size} returns one thing in a simulated world and"
+                " another on processes joined by Gloo (simulated, on processes):"
+                f"{listed(found)}\nThe run: {plan}"
+            )
+            raise LawError(msg)
+
+
+def _run_on_rank(world: World, fn: Callable[[World], Any], seed: int) -> dict[str, Any]:
+    """Run a program as a simulated rank runs it, and return its result's leaves."""
+    seed_rank(seed, world.rank, world.device)
+    return _leaves_by_path(fn(world))
+
+
+def _differences(
+    ours: Mapping[str, Any], theirs: Mapping[str, Any]
+) -> Iterator[Difference]:
+    for path in {**ours, **theirs}:
+        if path in ours and path in theirs:
+            yield from _BITWISE.differences(path, ours[path], theirs[path])
+        else:
+            side = _BITWISE.sides[path not in ours]
+            yield Difference(path, f"only in {side}")
+
+
+@attrs.frozen(repr=False)
+class _Kind:
+    """What stands at a path and has no value of its own: a container, a member of an enum."""
+
+    name: str
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+def _leaves_by_path(result: Any) -> dict[str, Any]:
+    return dict(_leaves("result", result))
+
+
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what a tree holds with its place: tensors, plain data, and kinds of containers."""
+    kind = type(value)
+    if kind in _PLAIN:
+        yield path, value
+    elif kind in (torch.Tensor, torch.nn.Parameter):
+        yield path, _values(path, value)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        yield path, _Kind(f"numpy {kind.__name__}")
+        yield f"{path}[...]", _array(path, value)
+    elif isinstance(value, Enum):
+        yield path, _Kind(f"{kind.__name__} {value.value!r}")
+    else:
+        entries = _entries(path, value)
+        yield path, _Kind(f"{kind.__name__} of {len(entries)}")
+        for place, inside in entries.items():
+            yield from _leaves(f"{path}{place}", inside)
+
+
+def _entries(path: str, tree: Any) -> dict[str, Any]:
+    """Return what a container or record holds, by how code would reach it."""
+    if isinstance(tree, TrainState):
+        return {f".{name}": getattr(tree, name) for name in SAVED}
+    if isinstance(tree, (Metrics, Pending)):
+        known = isinstance(tree, Metrics)
+        return {".sums": tree.sums} if known else {".wait()": tree.wait()}
+    if isinstance(tree, Mapping):
+        items = cast("Mapping[Any, Any]", tree).items()
+        return {f"[{_key(path, key)!r}]": value for key, value in items}
+    if isinstance(tree, (list, tuple)):
+        values = cast("list[Any]", tree)
+        fields: Any = getattr(tree, "_fields", None)  # the mark of a namedtuple
+        names = [f".{field}" for field in fields or ()]
+        return {(names or _places(values))[i]: each for i, each in enumerate(values)}
+    if isinstance(tree, (set, frozenset)):
+        members = sorted(
+            cast("set[Any]", tree), key=lambda each: repr(_key(path, each))
+        )
+        return dict(zip(_places(members), members, strict=True))
+    if attrs.has(type(tree)):
+        named = [field.name for field in attrs.fields(type(tree))]
+    elif dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        named = [field.name for field in dataclasses.fields(tree)]
+    else:
+        raise _incomparable(path, tree)
+    return {f".{name}": getattr(tree, name) for name in named}
+
+
+def _places(values: Any) -> list[str]:
+    return [f"[{i}]" for i in range(len(values))]
+
+
+def _key(path: str, key: Any) -> Any:
+    if type(key) in _KEYS or (
+        type(key) is tuple and all(type(k) in _KEYS for k in key)
+    ):
+        return key
+    place = f"A key of {path}"
+    raise _incomparable(place, key)
+
+
+def _values(path: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return a dense tensor's elements alone, in memory of their own."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    if not plain or tensor.is_quantized or tensor.is_meta:
+        raise _incomparable(path, tensor)
+    tensor = tensor.detach().resolve_conj().resolve_neg().cpu()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _array(path: str, array: Any) -> torch.Tensor:
+    try:
+        return torch.from_numpy(np.array(array, order="C"))
+    except TypeError:
+        raise _incomparable(path, array) from None
+
+
+def _incomparable(path: str, value: Any) -> ArgumentError:
+    msg = (
+        f"{path} is a {type(value).__qualname__} ({described(value)}), which cannot be compared"
+        " with that of another process. Return dense tensors, arrays and plain data, in"
+        " containers or records, or a TrainState."
+    )
+    return ArgumentError(msg)

@@ -1,2 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Ranks that are real processes, and what they give beside simulated ones."""

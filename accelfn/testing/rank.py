@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of a world of real processes: it runs the programs that its caller sends.
+
+Programs and results travel by pickle; what cannot is refused before it is sent.
+"""
+
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack
+from datetime import timedelta
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from types import FunctionType
+from typing import Any, Self
+
+import attrs
+import torch
+import torch.distributed as dist
+
+from accelfn.errors import ArgumentError
+from accelfn.world import World
+from accelfn.world.connection import Connection
+from accelfn.world.world import Groups, open_groups
+
+_COLLECTIVE_SECONDS = 30.0
+
+
+def packed(value: object) -> bytes:
+    """Return a value as bytes for another process.
+
+    Raises:
+        ArgumentError: another process could not import or rebuild it.
+    """
+    into = io.BytesIO()
+    try:
+        _Packer(into, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    except ArgumentError:
+        raise
+    except Exception as error:
+        msg = f"This cannot be sent to another process: {value!r}: {error}"
+        raise ArgumentError(msg) from error
+    return into.getvalue()
+
+
+class _Packer(pickle.Pickler):
+    """Refuses functions and classes that another process could not import, by name."""
+
+    def reducer_override(self, obj: object) -> Any:
+        """Look at what is sent by name only, and leave all to pickle."""
+        why = _unimportable(obj) if isinstance(obj, (FunctionType, type)) else None
+        if why is not None:
+            msg = (
+                f"{why}, so no other process can import it. Define it with `def` or"
+                " `class` at the top of a module, and pass what it needs as arguments or"
+                " with functools.partial."
+            )
+            raise ArgumentError(msg)
+        return NotImplemented
+
+
+def _unimportable(named: FunctionType | type) -> str | None:
+    """Say why a function or class cannot be found by its name."""
+    if "<lambda>" in named.__qualname__:
+        return f"{named.__module__}.{named.__qualname__} is a lambda"
+    if "<locals>" in named.__qualname__:
+        return f"{named.__module__}.{named.__qualname__} is defined in a function"
+    if named.__module__ == "__main__":
+        return f"{named.__qualname__} is defined in the script or session that runs"
+    return None
+
+
+@attrs.frozen
+class Surroundings:
+    """What ranks share with their caller, beside the program."""
+
+    directory: str
+    import_path: tuple[str, ...]
+    environment: dict[str, str]
+    num_threads: int
+    dtype: torch.dtype
+    is_deterministic: bool
+    has_grad: bool
+    has_inference: bool
+    autocast: torch.dtype | None
+
+    @classmethod
+    def of_process(cls) -> Self:
+        """Return those of this process and thread."""
+        casts = torch.is_autocast_enabled("cpu")
+        return cls(
+            directory=str(Path.cwd()),
+            import_path=tuple(sys.path),
+            environment=dict(os.environ),  # noqa: TID251 - handed on, not read
+            num_threads=torch.get_num_threads(),
+            dtype=torch.get_default_dtype(),
+            is_deterministic=torch.are_deterministic_algorithms_enabled(),
+            has_grad=torch.is_grad_enabled(),
+            has_inference=torch.is_inference_mode_enabled(),
+            autocast=torch.get_autocast_dtype("cpu") if casts else None,
+        )
+
+    def enter(self, rank: int, size: int) -> ExitStack:
+        """Make this process's like them, but for the rank's place; modes until exit."""
+        os.chdir(self.directory)
+        sys.path[:] = self.import_path
+        place = {
+            "RANK": rank,
+            "WORLD_SIZE": size,
+            "LOCAL_RANK": rank,
+            "LOCAL_WORLD_SIZE": size,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": 0,  # the group is open: nobody will ask
+        }
+        os.environ.clear()  # noqa: TID251 - as a launcher does
+        os.environ.update(  # noqa: TID251
+            self.environment, **{name: str(value) for name, value in place.items()}
+        )
+        torch.set_num_threads(self.num_threads)
+        torch.set_default_dtype(self.dtype)  # noqa: TID251 - the caller's
+        torch.use_deterministic_algorithms(self.is_deterministic)
+        modes = ExitStack()
+        modes.enter_context(torch.inference_mode(mode=self.has_inference))
+        modes.enter_context(torch.set_grad_enabled(self.has_grad))
+        if self.autocast is not None:
+            modes.enter_context(torch.autocast("cpu", dtype=self.autocast))
+        return modes
+
+
+@attrs.frozen
+class Answer:
+    """How a program ended on a rank: with a packed result, or why there is none, and when."""
+
+    result: bytes = b""
+    failure: str | None = None
+    at: float = 0.0
+
+    @property
+    def last_line(self) -> str:
+        """The error itself, without the way to it."""
+        return (self.failure or "").strip().rpartition("\n")[2]
+
+
+def serve(rank: int, size: int, store: str, pipe: Pipe) -> None:
+    """Run programs on this rank until the caller's process goes away."""
+    # an interrupt is the caller's, who then ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    watch = threading.Thread(target=_end_with_caller, args=(store,), daemon=True)
+    watch.start()
+    group: dist.ProcessGroup | None = None
+    while True:
+        try:
+            message = pipe.recv_bytes()
+        except EOFError:
+            watch.join()
+            return
+        surroundings, program = pickle.loads(message)  # noqa: S301 - the caller's own
+        try:
+            with surroundings.enter(rank, size):
+                group = _open(rank, size, store) if group is None else group
+                answer = Answer(_result(rank, size, group, program))
+        except BaseException:  # noqa: BLE001 - told to the caller, who raises
+            answer = Answer(failure=traceback.format_exc(), at=time.monotonic())
+        pipe.send(answer)
+
+
+def _end_with_caller(store: str) -> None:
+    """End this process when the caller's ends, even in the midst of a program."""
+    caller = multiprocessing.parent_process()
+    if caller is not None:
+        caller.join()
+    shutil.rmtree(Path(store).parent, ignore_errors=True)
+    os._exit(1)
+
+
+def _open(rank: int, size: int, store: str) -> dist.ProcessGroup | None:
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=_COLLECTIVE_SECONDS),
+    )
+    return dist.group.WORLD
+
+
+def _result(
+    rank: int, size: int, group: dist.ProcessGroup | None, program: bytes
+) -> bytes:
+    """Run a packed program, and return its packed result."""
+    try:
+        fn, args, axes = pickle.loads(program)  # noqa: S301 - the caller's own
+        if not gc.get_freeze_count():
+            gc.freeze()  # what was imported would be gone through by each collection
+    except Exception as error:
+        msg = f"The rank cannot import what it is to run: {error!r}. Is it on sys.path?"
+        raise ArgumentError(msg) from error
+    connection = Connection(group)
+    for names, part in _groups(rank, axes).items():
+        connection.add_part(names, part)
+    world = World(
+        rank=rank,
+        size=size,
+        local_rank=rank,
+        local_size=size,
+        axes=axes,
+        group=connection,
+    )
+    try:
+        return packed(fn(world, *args))
+    finally:
+        world.connection.close()
+
+
+_opened: dict[tuple[tuple[str, int], ...], Groups] = {}
+"""The groups of axes, by these: they stay open for the next program, as the world's does."""
+
+
+def _groups(rank: int, axes: Mapping[str, int]) -> Groups:
+    named = tuple(axes.items())
+    if named not in _opened:
+        _opened[named] = open_groups(axes, rank, _COLLECTIVE_SECONDS)
+    return _opened[named]

@@ -1,0 +1,851 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hypothesis strategies: what property tests of training are drawn from.
+
+Everything is drawn before a world starts, in the test's own thread. What is drawn is a
+value that prints as the code that makes it; it shrinks to the smallest that still fails.
+
+    @given(program=programs(), size=worlds(), schedule=schedules(), order=sums())
+    def test_replicas_agree(program, size, schedule, order):
+        run = simulate(size, program, schedule=schedule, sums=order)
+        ...
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias, get_args
+
+import attrs
+import torch
+from hypothesis import strategies as st
+from torch import nn
+
+from accelfn import schedules as rates
+from accelfn.base.arguments import integer, qualname
+from accelfn.data import Data
+from accelfn.definition.transform import (
+    FIELDS,
+    Transform,
+    chain,
+    has_field,
+    is_transform,
+)
+from accelfn.errors import ArgumentError
+from accelfn.loop.batches import batches
+from accelfn.schedules import Schedule
+from accelfn.state.metrics import Loss, Metrics
+from accelfn.state.state import TrainState
+from accelfn.step.step import make_step
+from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
+from accelfn.testing.simulation.calls import (
+    Corrupt,
+    Crash,
+    Fault,
+    Leave,
+    Raise,
+    Stall,
+    Sums,
+    Terminate,
+)
+from accelfn.transforms.ddp import shard_data, wrap_ddp
+from accelfn.world import World
+
+# Chains of the catalog's transforms, in any order, that compose by construction.
+
+
+def chains(
+    *,
+    include: Iterable[Any] = (),
+    exclude: Iterable[type] = (),
+    field: str | None = None,
+    reduced: bool = False,
+    max_size: int = len(CATALOG),
+) -> st.SearchStrategy[chain]:
+    """Draw chains of public transforms, with options; they shrink to the shortest.
+
+    Args:
+        include: what every chain has: classes of the catalog, whose options are drawn, and
+            transforms of your own.
+        exclude: classes of the catalog that no chain has.
+        field: draw only transforms that have a say in this, as "grads"; what is included
+            is not held to it.
+        reduced: every chain says how gradients cross ranks, so that a world of several can
+            train with it.
+        max_size: how many transforms are drawn at most, beside those that must be there.
+
+    Raises:
+        ArgumentError: something included is no transform, or there is no such field.
+
+    Example:
+        >>> around_mine = chains(include=[af.ema(0.5)], exclude=[af.local_sgd])
+    """
+    if field is not None and field not in FIELDS:
+        msg = f"chains(field={field!r}): expected one of {', '.join(FIELDS)}."
+        raise ArgumentError(msg)
+    musts = [_must(each) for each in include]
+    present = {type(each.value) if each.value else each.row.cls for each in musts}
+    away = {row_of(cls) for cls in exclude}
+    free = [row for row in CATALOG if row not in away and row.cls not in present]
+    reducers = [row for row in free if _reduces(row)] if reduced else []
+    drawn = [
+        _Place(row, field=field) for row in free if field is None or field in row.fields
+    ]
+    return _chains(musts, reducers, drawn, max_size)
+
+
+@attrs.frozen(eq=False)
+class _Place:
+    """One transform of a chain that is being drawn: a value, or a row to draw it from.
+
+    What is drawn has a say in `field`, if one is named, which may depend on its options.
+    """
+
+    row: Row
+    value: Transform | None = None
+    field: str | None = None
+
+    def composes(self, others: Sequence["_Place"]) -> bool:
+        """Whether it can stand beside others, if their options allow it."""
+        mine = self.row.avoids(self.value)
+        return not any(
+            mine & other.row.fields
+            or other.row.avoids(other.value) & self.row.fields
+            or (self.row.cls is other.row.cls)
+            for other in others
+        )
+
+
+def _must(each: Any) -> _Place:
+    if isinstance(each, type):
+        return _Place(row_of(each))
+    if not is_transform(each) or isinstance(each, chain):
+        msg = f"chains(include=[{each!r}]): expected a transform, or a class of one."
+        raise ArgumentError(msg)
+    known = [row for row in CATALOG if row.cls is type(each)]
+    return _Place(known[0] if known else Row(type(each), st.just({})), each)
+
+
+def _reduces(row: Row) -> bool:
+    return bool({"engine", "reduce"} & row.fields)
+
+
+@st.composite
+def _chains(
+    draw: st.DrawFn,
+    musts: Sequence[_Place],
+    reducers: Sequence[Row],
+    rows: Sequence[_Place],
+    max_size: int,
+) -> chain:
+    chosen = list(musts)
+    able = [row for row in reducers if _Place(row).composes(chosen)]
+    if able:
+        chosen.append(_Place(draw(st.sampled_from(able))))
+    fixed = len(chosen)
+    order = draw(st.permutations([*chosen, *rows]))
+    for place in order:
+        wanted = place not in chosen and draw(st.booleans())
+        if wanted and len(chosen) < fixed + max_size and place.composes(chosen):
+            chosen.append(place)
+    return chain(*[_made(draw, place, chosen) for place in order if place in chosen])
+
+
+def _made(draw: st.DrawFn, place: _Place, places: Sequence[_Place]) -> Transform:
+    if place.value is not None:
+        return place.value
+    beside = {
+        field
+        for other in places
+        if other is not place
+        for field in fields_of(other.row.cls)
+    }
+    field, drawn = place.field, place.row.transforms(beside)
+    if field is not None:
+        drawn = drawn.filter(lambda made: has_field(made, field))
+    return draw(drawn)
+
+
+# Records that print as the call that makes them, so that a failing example can be pasted.
+
+
+def as_code(self: Any) -> str:
+    """Return the call that makes a record; what is at its default is left out."""
+    shown: list[str] = []
+    for field in attrs.fields(type(self)):
+        value = getattr(self, field.name)
+        if field.default is not attrs.NOTHING and value == field.default:
+            continue
+        name = qualname(value)
+        shown.append(f"{field.name}={name}" if field.kw_only else name)
+    return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's protocol
+    """Print the repr: as `_repr_pretty_`, what hypothesis shows of a failing example."""
+    del cycle
+    first, *others = repr(self).splitlines()
+    p.text(first)
+    for line in others:
+        p.break_()
+        p.text(line)
+
+
+# Samples that a person can read: small integers, whose sums are exact, or tenths.
+
+
+Table: TypeAlias = tuple[tuple[float, ...], ...]
+
+
+def _as_table(rows: Iterable[Iterable[float]]) -> Table:
+    return tuple(tuple(row) for row in rows)
+
+
+@attrs.frozen(repr=False)
+class Samples:
+    """A map-style dataset of inputs and targets, as rows of numbers.
+
+    Attributes:
+        inputs: one row a sample.
+        targets: one row a sample.
+
+    Raises:
+        ArgumentError: there are not as many targets as inputs.
+
+    Example:
+        >>> Samples([[1, 2, 0]], [[3, 4]])[0]
+        (tensor([1., 2., 0.], dtype=torch.float64), tensor([3., 4.], dtype=torch.float64))
+    """
+
+    inputs: Table = attrs.field(converter=_as_table)
+    targets: Table = attrs.field(converter=_as_table)
+
+    _repr_pretty_ = print_code
+
+    def __attrs_post_init__(self) -> None:
+        """Compare the numbers of rows."""
+        if len(self.inputs) != len(self.targets):
+            msg = (
+                f"Samples: {len(self.inputs)} rows of inputs but"
+                f" {len(self.targets)} of targets; expected one of each a sample."
+            )
+            raise ArgumentError(msg)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All inputs and all targets, in float64; what `af.Data` reads fastest."""
+        return _tensor(self.inputs), _tensor(self.targets)
+
+    def __len__(self) -> int:
+        """Return the number of samples."""
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return one sample."""
+        return _tensor(self.inputs[index]), _tensor(self.targets[index])
+
+    def __repr__(self) -> str:
+        """Return the call that makes it, the rows as lists."""
+        shown = [[list(row) for row in table] for table in (self.inputs, self.targets)]
+        return f"Samples({shown[0]}, {shown[1]})"
+
+
+def _tensor(numbers: Any) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.float64)
+
+
+def datasets(
+    *,
+    dyadic: bool | None = None,
+    inputs: int = 3,
+    outputs: int = 2,
+    min_size: int = 1,
+    max_size: int = 12,
+) -> st.SearchStrategy[Samples]:
+    """Draw a few samples.
+
+    Args:
+        dyadic: True for integers from -3 to 3, whose sums and products are exact; False
+            for their 1.1-fold, whose sums are rounded; None for either.
+        inputs: features of a sample.
+        outputs: targets of a sample.
+        min_size: how many samples at least.
+        max_size: how many at most.
+    """
+    if dyadic is None:
+        shapes = (inputs, outputs, min_size, max_size)
+        return _samples(_INTEGERS, *shapes) | _samples(_TENTHS, *shapes)
+    numbers = _INTEGERS if dyadic else _TENTHS
+    return _samples(numbers, inputs, outputs, min_size, max_size)
+
+
+_INTEGERS = st.integers(-3, 3)
+_TENTHS = _INTEGERS.map(lambda number: number + number / 10)
+
+
+def _samples(
+    numbers: st.SearchStrategy[Any],
+    inputs: int,
+    outputs: int,
+    min_size: int,
+    max_size: int,
+) -> st.SearchStrategy[Samples]:
+    wide = inputs + outputs
+    row = st.lists(numbers, min_size=wide, max_size=wide)
+    # the number first: a list that may not be empty does not shrink to its last row alone
+    sizes = st.integers(min_size, max_size)
+    rows = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
+    return rows.map(
+        lambda drawn: Samples(
+            [row[:inputs] for row in drawn], [row[inputs:] for row in drawn]
+        )
+    )
+
+
+# Fields that are given: a value stands for itself, a strategy is drawn from.
+
+
+Drawn = Mapping[str, st.SearchStrategy[Any]]
+
+
+def lifted(given: Mapping[str, Any], drawn: Drawn) -> dict[str, st.SearchStrategy[Any]]:
+    """Return a strategy for every field, the given ones first."""
+    constant = {name: _strategy(value) for name, value in given.items()}
+    return {**drawn, **constant}
+
+
+def _strategy(value: Any) -> st.SearchStrategy[Any]:
+    return value if isinstance(value, st.SearchStrategy) else st.just(value)
+
+
+# Losses: a plain mean, and totals with a weight of their own.
+
+
+Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+
+_REDUCTIONS = ("mean", "sum", "weighted", "masked")
+
+
+def _is_reduction(_owner: object, _field: object, value: object) -> None:
+    if value not in _REDUCTIONS:
+        msg = (
+            f"Criterion({value!r}): expected one of"
+            f" {', '.join(map(repr, _REDUCTIONS))}."
+        )
+        raise ArgumentError(msg)
+
+
+@attrs.frozen(repr=False)
+class Criterion:
+    """A loss of `(inputs, targets)`, and how the errors of samples become one number.
+
+    Attributes:
+        reduction: "mean", a tensor; or an `af.Loss`: "sum", over the number of samples;
+            "weighted", by weights of which some are 0, with totals beside it; "masked",
+            over the samples that count, which may be none.
+        squared: errors are squared distances; else products with the targets, whose sums
+            are exact on dyadic data.
+
+    Example:
+        >>> Criterion("masked", squared=True)
+        Criterion('masked', squared=True)
+    """
+
+    reduction: str = attrs.field(default="mean", validator=_is_reduction)
+    squared: bool = attrs.field(default=False, kw_only=True)
+
+    __repr__ = as_code
+    _repr_pretty_ = print_code
+
+    def __call__(self, model: nn.Module, batch: Pair) -> torch.Tensor | Loss:
+        """Return the loss of a batch."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        errors = (outputs - targets).square() if self.squared else outputs * targets
+        each = errors.sum(1)
+        if self.reduction == "mean":
+            return each.mean()
+        if self.reduction == "sum":
+            return Loss(each.sum(), len(each))
+        if self.reduction == "weighted":
+            weights = targets[:, 0].abs()
+            size = (inputs.sum(), float(len(inputs)))
+            return Loss((each * weights).sum(), weights.sum(), size=size)
+        counts = targets[:, 0] > 0
+        return Loss(each[counts].sum(), counts.sum())
+
+
+def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
+    """Draw losses.
+
+    Args:
+        fields: fields of `Criterion` that are given: a value, or a strategy of values.
+    """
+    return st.builds(Criterion, **lifted(fields, _OF_LOSSES))
+
+
+_OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
+    "reduction": st.sampled_from(_REDUCTIONS),
+    "squared": st.booleans(),
+}
+
+
+# Small models with what training stumbles over: ties, frozen and unused parts, buffers.
+
+
+_FEATURES = integer(1, "a number of features", within="")
+_LAYERS = integer(0, "a number of hidden layers", within="")
+
+
+def _is_floating(_owner: object, _field: object, value: object) -> None:
+    dtype = getattr(torch, str(value), None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        msg = (
+            f'Net(dtype={value!r}): expected a floating-point dtype, such as "float32".'
+        )
+        raise ArgumentError(msg)
+
+
+@attrs.frozen(kw_only=True, repr=False)
+class Net:
+    """A recipe of a small model, and its factory: `Net(depth=1)()` is a module.
+
+    Attributes:
+        depth: how many hidden layers.
+        width: how many features each of them gives.
+        bias: whether layers add one.
+        tied: two more hidden layers that share one weight.
+        frozen: a layer in front that is not trained.
+        unused: a parameter that takes no part in the output.
+        norm: batch normalisation, and its buffers. Its one channel is the features, so a
+            batch of one sample has statistics too.
+        dropout: draws random numbers in training.
+        dyadic: weights are -1, 1 and 2, and sums of dyadic data are exact.
+        dtype: of parameters and buffers; inputs are converted.
+        inputs: features of a sample.
+        outputs: numbers that the model gives for each.
+
+    Example:
+        >>> Net(depth=1, width=2)().head
+        Linear(in_features=2, out_features=2, bias=True)
+    """
+
+    depth: int = attrs.field(default=0, validator=_LAYERS)
+    width: int = attrs.field(default=1, validator=_FEATURES)
+    bias: bool = True
+    tied: bool = False
+    frozen: bool = False
+    unused: bool = False
+    norm: bool = False
+    dropout: bool = False
+    dyadic: bool = False
+    dtype: str = attrs.field(default="float64", validator=_is_floating)
+    inputs: int = attrs.field(default=3, validator=_FEATURES)
+    outputs: int = attrs.field(default=2, validator=_FEATURES)
+
+    __repr__ = as_code
+    _repr_pretty_ = print_code
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse statistics of one number."""
+        if self.norm and self.inputs < 2:
+            msg = f"{self!r}: norm=True takes the statistics of 2 inputs or more."
+            raise ArgumentError(msg)
+
+    @property
+    def per_sample(self) -> bool:
+        """Whether an output depends on its own sample alone, however a batch is split."""
+        return not (self.norm or self.dropout)
+
+    def __call__(self) -> nn.Module:
+        """Return the model, its weights drawn from torch's generator unless dyadic."""
+        return _Module(self)
+
+
+class _Module(nn.Module):
+    """What a recipe makes."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        wide = net.inputs
+        self.features = nn.ModuleList()
+        if net.frozen:
+            self.features.append(nn.Linear(wide, wide, bias=net.bias))
+        self.norm = nn.BatchNorm1d(1) if net.norm else nn.Identity()
+        self.hidden = nn.ModuleList()
+        for _ in range(net.depth):
+            self.hidden.append(nn.Linear(wide, net.width, bias=net.bias))
+            wide = net.width
+        if net.tied:
+            first, again = (nn.Linear(wide, wide, bias=net.bias) for _ in range(2))
+            again.weight = first.weight
+            self.hidden.extend([first, again])
+        if net.unused:
+            self.unused = nn.Parameter(torch.ones(2))
+        self.dropout = nn.Dropout(0.5) if net.dropout else nn.Identity()
+        self.head = nn.Linear(wide, net.outputs, bias=net.bias)
+        if net.dyadic:
+            _set_dyadic(self)
+        self.features.requires_grad_(requires_grad=False)
+        self.to(getattr(torch, net.dtype))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of a batch."""
+        features = inputs.to(self.head.weight.dtype)
+        for layer in self.features:
+            features = layer(features)
+        features = self.norm(features.unsqueeze(1)).squeeze(1)
+        for layer in self.hidden:
+            # leaky, so that no drawn weights cut off all gradients; 0.5 is dyadic
+            features = nn.functional.leaky_relu(layer(features), 0.5)
+        return self.head(self.dropout(features))
+
+
+def _set_dyadic(module: nn.Module) -> None:
+    """Set the weights to -1, 1 and 2 in turn."""
+    values = torch.tensor([-1.0, 1.0, 2.0])
+    for shift, param in enumerate(module.parameters()):
+        turn = (torch.arange(param.numel()) + shift) % len(values)
+        param.data = values[turn].view_as(param)
+
+
+def models(**fields: Any) -> st.SearchStrategy[Net]:
+    """Draw recipes of small models.
+
+    Args:
+        fields: fields of `Net` that are given: a value, or a strategy of values.
+
+    Example:
+        >>> for_any_split = models(norm=False, dropout=False)
+    """
+    return st.builds(Net, **lifted(fields, _OF_NETS))
+
+
+_OF_NETS: dict[str, st.SearchStrategy[Any]] = {
+    "depth": st.integers(0, 2),
+    "width": st.integers(1, 4),
+    "bias": st.sampled_from([True, False]),
+    "tied": st.booleans(),
+    "frozen": st.booleans(),
+    "unused": st.booleans(),
+    "norm": st.booleans(),
+    "dropout": st.booleans(),
+}
+
+
+# Torch's optimizers as values: a name and its options.
+
+
+@attrs.frozen(init=False, repr=False)
+class TorchOptimizer:
+    """A factory of one of torch's optimizers, which compares and prints by its options.
+
+    Attributes:
+        name: of a class of `torch.optim`.
+        options: by name, in order.
+
+    Raises:
+        ArgumentError: torch has no optimizer of that name.
+
+    Example:
+        >>> TorchOptimizer("SGD", lr=0.5)
+        TorchOptimizer('SGD', lr=0.5)
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    _repr_pretty_ = print_code
+
+    def __init__(self, name: str, **options: Any) -> None:
+        """Take the name of the class, and what it is called with."""
+        cls = getattr(torch.optim, name, None)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            msg = (
+                f"TorchOptimizer({name!r}): torch.optim has no optimizer of that name;"
+                ' expected one such as "SGD".'
+            )
+            raise ArgumentError(msg)
+        self.__attrs_init__(name=name, options=tuple(sorted(options.items())))  # type: ignore[attr-defined]
+
+    def __call__(self, parameters: Any) -> torch.optim.Optimizer:
+        """Return the optimizer of some parameters."""
+        return getattr(torch.optim, self.name)(parameters, **dict(self.options))
+
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        options = "".join(f", {name}={value!r}" for name, value in self.options)
+        return f"TorchOptimizer({self.name!r}{options})"
+
+
+_DYADIC = (
+    TorchOptimizer("SGD", lr=0.5),
+    TorchOptimizer("SGD", lr=0.25, momentum=0.5),
+    TorchOptimizer("SGD", lr=0.25, momentum=0.5, nesterov=True),
+    TorchOptimizer("SGD", lr=0.5, weight_decay=0.5),
+)
+_OTHERS = (  # with a large eps: by a small one, a last bit of a gradient of 0 becomes a step
+    TorchOptimizer("AdamW", lr=0.05, eps=1e-3),
+    TorchOptimizer("Adam", lr=0.05, eps=1e-3, amsgrad=True),
+    TorchOptimizer("RMSprop", lr=0.05, eps=1e-3),
+    TorchOptimizer("Adagrad", lr=0.05, eps=1e-3),
+)
+
+
+def optimizers(*, dyadic: bool = False) -> st.SearchStrategy[TorchOptimizer]:
+    """Draw optimizers: SGD, with momentum or decay, and adaptive ones.
+
+    Args:
+        dyadic: only those whose first update is exact where the gradients are.
+    """
+    return st.sampled_from(_DYADIC if dyadic else (*_DYADIC, *_OTHERS))
+
+
+# Programs: a small training run as a value, which any world can run.
+
+
+@attrs.frozen(repr=False)
+class Program:
+    """A training run: all that `TrainState.create` takes, a loss, and how many updates.
+
+    It is a function of a world, so `simulate(2, program)` trains it on two ranks.
+
+    Attributes:
+        dataset: `Samples`, or anything that `af.Data` takes.
+        model: a factory.
+        loss: what `af.make_step` takes.
+        optimizer: a factory.
+        setup: the transforms.
+        schedule: of the learning rate.
+        batch_size: samples per update.
+        shuffle: whether each epoch has its own order.
+        remainder: what becomes of a short last batch.
+        seed: of the state.
+        updates: how many are taken.
+
+    Law: the same program in the same world gives the same state, bitwise.
+
+    Example:
+        >>> program = Program(Samples([[1, 2, 0]], [[3, 4]]), Net(dyadic=True), updates=1)
+        >>> program(World.single(device="cpu")).step
+        1
+    """
+
+    dataset: Any
+    model: Callable[[], Any] = attrs.field(default=Net())
+    loss: Callable[..., Any] = attrs.field(default=Criterion(), kw_only=True)
+    optimizer: Callable[..., Any] = attrs.field(
+        default=TorchOptimizer("SGD", lr=0.5), kw_only=True
+    )
+    setup: chain = attrs.field(factory=chain, converter=chain, kw_only=True)
+    schedule: Schedule | None = attrs.field(default=None, kw_only=True)
+    batch_size: int = attrs.field(default=8, kw_only=True)
+    shuffle: bool = attrs.field(default=False, kw_only=True)
+    remainder: str = attrs.field(default="short", kw_only=True)
+    seed: int = attrs.field(default=0, kw_only=True)
+    updates: int = attrs.field(default=2, kw_only=True)
+
+    __repr__ = as_code
+    _repr_pretty_ = print_code
+
+    def __call__(self, world: World) -> TrainState:
+        """Train, and return the state after the last update."""
+        state, _ = self.train(self.state(world))
+        return state
+
+    @property
+    def data(self) -> Data:
+        """The dataset, and how it is drawn from."""
+        dataset = self.dataset
+        return Data(
+            dataset.tensors if isinstance(dataset, Samples) else dataset,
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            remainder=self.remainder,
+        )
+
+    def state(self, world: World | None = None) -> TrainState:
+        """Return the state before the first update, by default of a world of one."""
+        return TrainState.create(
+            model=self.model,
+            optimizer=self.optimizer,
+            schedule=self.schedule,
+            data=self.data,
+            setup=self.setup,
+            world=World.single(device="cpu") if world is None else world,
+            seed=self.seed,
+        )
+
+    def train(
+        self, state: TrainState, updates: int | None = None
+    ) -> tuple[TrainState, list[Metrics]]:
+        """Return the state after some updates, by default all, and the metrics of each."""
+        wanted = self.updates if updates is None else updates
+        seen: list[Metrics] = []
+        if wanted == 0:
+            return state, seen
+        step = make_step(self.loss)
+        for batch in batches(state):
+            state, metrics = step(state, batch)
+            seen.append(metrics)
+            if len(seen) == wanted:
+                break
+        return state, seen
+
+
+def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program]:
+    """Draw programs that train in a world of any size.
+
+    Dropout and batch statistics depend on how a batch is split; give
+    `model=models(norm=False, dropout=False)` for a law that compares splits.
+
+    Args:
+        exact: only those whose sums are exact in any order: dyadic data and weights,
+            products for errors, one update of plain arithmetic, and a setup that splits and
+            does nothing else. Any number of ranks gives the same numbers then; only the
+            sign of a 0 may depend on it.
+        fields: fields of `Program` that are given: a value, or a strategy of values.
+
+    Example:
+        >>> for_mine = programs(setup=chains(include=[af.ema(0.5)], reduced=True))
+    """
+    values = {
+        name for name, each in fields.items() if not isinstance(each, st.SearchStrategy)
+    }
+    return _programs(exact, lifted(fields, _EXACT if exact else _ANY), values)
+
+
+_ANY: dict[str, st.SearchStrategy[Any]] = {
+    "model": models(),
+    "loss": losses(),
+    "optimizer": optimizers(),
+    "setup": chains(include=[shard_data], reduced=True),
+    "schedule": st.sampled_from([None, rates.linear(4)]),
+    "shuffle": st.booleans(),
+    "seed": st.integers(0, 3),
+    "updates": st.integers(1, 3),
+}
+_EXACT: dict[str, st.SearchStrategy[Any]] = {
+    **_ANY,
+    "model": models(dyadic=True, norm=False, dropout=False),
+    "loss": losses(squared=False),
+    "optimizer": optimizers(dyadic=True),
+    "setup": chains(field="data", include=[shard_data, wrap_ddp]),
+    "schedule": st.none(),
+    "updates": st.just(1),
+}
+
+
+@st.composite
+def _programs(
+    draw: st.DrawFn,
+    exact: bool,  # noqa: FBT001 - hypothesis hands composites their arguments by position
+    fields: Mapping[str, st.SearchStrategy[Any]],
+    values: Collection[str],
+) -> Program:
+    made = {name: draw(each) for name, each in fields.items()}
+    if "dataset" not in made:
+        net = made["model"]
+        known = isinstance(net, Net)
+        sides = {"inputs": net.inputs, "outputs": net.outputs} if known else {}
+        made["dataset"] = draw(datasets(dyadic=exact or None, **sides))
+    n = len(Data(made["dataset"], batch_size=1))
+    if "batch_size" not in made:
+        powers = [size for size in (1, 2, 4, 8) if size <= n]
+        made["batch_size"] = draw(st.sampled_from(powers) if exact else _BATCH_SIZES)
+    if "remainder" not in made:
+        whole = made["batch_size"] <= n
+        kinds = ["drop"] if exact else ["short", "pad", *(["drop"] if whole else [])]
+        made["remainder"] = draw(st.sampled_from(kinds))
+    return Program(**_with_unused_found(made, values))
+
+
+_BATCH_SIZES = st.integers(1, 8)
+
+
+def _with_unused_found(made: dict[str, Any], values: Collection[str]) -> dict[str, Any]:
+    """Let DistributedDataParallel look for unused parameters, or draw a model without."""
+    net, setup = made["model"], chain(made["setup"])
+    blind = [
+        each
+        for each in setup
+        if isinstance(each, wrap_ddp) and not each.find_unused_parameters
+    ]
+    if not (blind and isinstance(net, Net) and net.unused):
+        return made
+    if "setup" not in values:
+        finds = attrs.evolve(blind[0], find_unused_parameters=True, static_graph=False)
+        found = [finds if each is blind[0] else each for each in setup]
+        return {**made, "setup": chain(*found)}
+    if "model" not in values:
+        return {**made, "model": attrs.evolve(net, unused=False)}
+    return made
+
+
+# What a simulated world is drawn from: its size, the orders of turns and sums, and a fault.
+
+
+def worlds(sizes: Sequence[int] = (1, 2, 4)) -> st.SearchStrategy[int]:
+    """Draw the size of a world, the first ones first.
+
+    Powers of two, by which dyadic sums divide exactly; give others where that is no matter.
+    """
+    return st.sampled_from(tuple(sizes))
+
+
+def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[int]]:
+    """Draw the order in which ranks go on, for `simulate(..., schedule=)`.
+
+    Args:
+        size: the number of ranks.
+        max_size: after how many choices, at most, the turn goes round.
+
+    Law: the simplest is the empty list, by which ranks take turns.
+    """
+    return st.lists(st.integers(0, max(size - 1, 0)), max_size=max_size)
+
+
+def sums() -> st.SearchStrategy[Sums]:
+    """Draw the order in which ranks' tensors are added up, for `simulate(..., sums=)`.
+
+    What is claimed bit by bit must hold in all of them; that of the ranks is the simplest.
+    """
+    return st.sampled_from(get_args(Sums))
+
+
+KINDS: tuple[type[Fault], ...] = (Raise, Leave, Crash, Stall, Corrupt, Terminate)
+
+
+def faults(
+    size: int,
+    *,
+    kinds: Sequence[type[Fault]] = KINDS,
+    at: st.SearchStrategy[int | str] | None = None,
+) -> st.SearchStrategy[tuple[Fault, ...]]:
+    """Draw no fault or one, for `simulate(..., faults=)`.
+
+    Args:
+        size: the number of ranks.
+        kinds: which faults, the simplest first.
+        at: draws where: a rank's collective by its index, by default one of the first 8,
+            or by its label.
+    """
+    where = st.integers(0, 7) if at is None else at
+    some = [st.builds(kind, rank=st.integers(0, size - 1), at=where) for kind in kinds]
+    return st.just(()) | st.one_of(some).map(lambda fault: (fault,))
+
+
+__all__ = [
+    "Criterion",
+    "Net",
+    "Program",
+    "Samples",
+    "TorchOptimizer",
+    "chains",
+    "datasets",
+    "faults",
+    "losses",
+    "models",
+    "optimizers",
+    "programs",
+    "schedules",
+    "sums",
+    "worlds",
+]

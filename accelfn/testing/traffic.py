@@ -1,0 +1,648 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`communication`: what a program sends, and how long that takes, before there are machines."""
+
+import importlib.util
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fractions import Fraction
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn, TypeAlias
+
+import attrs
+import torch
+
+from accelfn.base import arguments
+from accelfn.base.arguments import called, is_integer, is_number
+from accelfn.collectives import reduce, sum_
+from accelfn.errors import ArgumentError, WorldError
+from accelfn.testing.simulate import simulate
+from accelfn.testing.simulation.calls import Entry
+from accelfn.testing.simulation.group import (
+    Algorithm,
+    Cost,
+    Given,
+    check_algorithm,
+    cost,
+    given,
+)
+from accelfn.world import World
+
+# Foresight: the calls of a program on a number of ranks on which it has not run.
+#
+# They are those of the runs that there were, whose payload is followed along a straight
+# line in the number of ranks. What does not lie on one is refused, by name.
+
+
+_PARTS: Mapping[str, Callable[[int], int]] = {
+    "reduce_scatter": lambda size: size,
+    "reduce_scatter_single": lambda size: size,
+    "scatter": lambda size: size - 1,
+    "all_to_all": lambda size: size - 1,
+    "all_to_all_single": lambda size: size - 1,
+}
+"""How many parts for others a rank gives, by collective; of the rest, one."""
+
+
+def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Given]:
+    """Return what ranks give to each collective, in order, on that many ranks.
+
+    Args:
+        logs: by the number of ranks, of at least three runs.
+        ranks: how many there would be.
+
+    Raises:
+        ArgumentError: it cannot be known from these runs.
+    """
+    if len(logs) < 3:
+        known = " and ".join(map(str, logs))
+        _refuse(ranks, f"it ran on {known} only, and three points tell a straight line")
+    _check_same_calls(logs, ranks)
+    return [
+        _foreseen(dict(zip(logs, entries, strict=True)), ranks)
+        for entries in zip(*logs.values(), strict=True)
+    ]
+
+
+def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
+    """Refuse programs that make other calls where there are more ranks."""
+    (first, calls), *others = logs.items()
+    for size, entries in logs.items():
+        for entry in entries:
+            if len(entry.ranks) < size:
+                among = entry.group or "two ranks"
+                _refuse(ranks, f"{_named(entry)} is not of all ranks, but of {among}")
+    for size, entries in others:
+        for a, b in zip(calls, entries, strict=False):
+            if _known_by(a) != _known_by(b):
+                on = f"{_named(a)} on {first} ranks is {_named(b)} on {size}"
+                _refuse(ranks, on)
+        if len(calls) != len(entries):
+            shorter, longer = sorted((calls, entries), key=len)
+            more = first if longer is calls else size
+            _refuse(ranks, f"{_named(longer[len(shorter)])} is on {more} ranks only")
+
+
+def _known_by(entry: Entry) -> tuple[object, ...]:
+    return entry.kind, entry.op, entry.label, entry.step
+
+
+def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Given:
+    """Return what ranks would give to one collective."""
+    found = {size: given(entry) for size, entry in entries.items()}
+    like = next(iter(found.values()))
+    parts = _PARTS.get(like.kind, lambda _: 1)
+    part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in found.items()}, ranks)
+    most = None if part is None else part * parts(ranks)
+    if all(each.most * size == each.total for size, each in found.items()):
+        total = None if most is None else most * ranks  # ranks give alike
+    elif all(each.most == each.total for each in found.values()):
+        total = most  # one of them gives
+    else:
+        total = _on_a_line(
+            {n: Fraction(each.total) for n, each in found.items()}, ranks
+        )
+    if total is None or most is None:
+        told = ", ".join(f"{each.total:,} on {size}" for size, each in found.items())
+        entry = next(iter(entries.values()))
+        _refuse(ranks, f"the bytes that ranks give to {_named(entry)} are {told}")
+    return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
+
+
+def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
+    """Return where a straight line through all points is, if there is one that does not fall.
+
+    What falls is something whole that ranks have cut into parts. Its parts may be filled up,
+    or the last of them be smaller, as it is on some numbers of ranks and on others not.
+    """
+    (x, y), (other_x, other_y), *_ = ((n, Fraction(y)) for n, y in values.items())
+    slope = (other_y - y) / (other_x - x)
+    if slope < 0 or any(y + slope * (n - x) != each for n, each in values.items()):
+        return None
+    found = y + slope * (at - x)
+    return found if found.denominator == 1 else None
+
+
+def _named(entry: Entry) -> str:
+    label = "" if entry.label is None else f" {entry.label!r}"
+    step = "before any update" if entry.step is None else f"at update {entry.step}"
+    return f"{entry.kind}{label} {step} ({entry.site})"
+
+
+def _refuse(ranks: int, why: str) -> NoReturn:
+    msg = (
+        f"What the program sends on {ranks} ranks cannot be foreseen: {why}. Let it run on"
+        f" as many simulated ranks: communication(fn, ranks=[{ranks}])."
+    )
+    raise ArgumentError(msg)
+
+
+# `Link`: what joins a rank to the others, as two numbers and what headers add.
+
+
+_LABEL = "measure the link"
+_TIMES = 10
+_SECONDS = 0.2
+_LARGEST = 2**28
+
+
+def _at_least(least: float, *, above: bool = False) -> Any:
+    def check(_link: object, field: Any, value: object) -> None:
+        good = is_number(value) and (value > least if above else value >= least)
+        if not good:
+            what = f"above {least:g}" if above else f"of at least {least:g}"
+            msg = f"Link({field.name}={value!r}): expected a number {what}."
+            raise ArgumentError(msg)
+
+    return attrs.field(validator=check, kw_only=True)
+
+
+@attrs.frozen
+class Link:
+    """What joins each rank to the others: it sends and receives at once, one message at a time.
+
+    Args:
+        latency: seconds that a message takes, however small it is.
+        bandwidth: bytes a second, in each direction; 1 Mbit/s is 125,000.
+        overhead: what the network adds to a byte, in bytes: headers, and what says that they
+            came. Over TCP in Ethernet's frames of 1,514 bytes it is 0.068: 66 for each 1,448,
+            and 66 for every other frame of the opposite direction.
+
+    Raises:
+        ArgumentError: a number is negative, or the bandwidth is 0.
+
+    Example:
+        >>> Link(latency=0.0001, bandwidth=125_000)
+        Link(latency=0.0001, bandwidth=125000, overhead=0.0)
+    """
+
+    latency: float = _at_least(0)
+    bandwidth: float = _at_least(0, above=True)
+    overhead: float = attrs.field(default=0.0, kw_only=True)
+
+    @overhead.validator  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
+    def _is_overhead(self, field: Any, value: object) -> None:
+        if not is_number(value) or not value >= 0:
+            msg = f"Link({field.name}={value!r}): expected a number of at least 0."
+            raise ArgumentError(msg)
+
+    def seconds(self, cost: Cost) -> float:
+        """Return how long a collective takes on links like this one."""
+        sent = cost.busiest * (1 + self.overhead)
+        return cost.rounds * self.latency + sent / self.bandwidth
+
+    @classmethod
+    def measured(cls, world: World) -> "Link":
+        """Return the link of a real world, by the fastest all-reduces of one number and of many.
+
+        Every rank calls it and gets the same link, of the slowest rank. The bandwidth is that
+        of the payload, so `overhead` is 0.
+
+        Cost: a second or two; on a slow link, three all-reduces of 64 KiB.
+
+        Raises:
+            WorldError: the world has one rank, or is simulated and so takes no time.
+        """
+        if world.size == 1 or world.connection.simulated is not None:
+            what = "one rank" if world.size == 1 else "simulated ranks"
+            msg = (
+                f"Link.measured: a world of {what} has no links. Call it on all ranks of a"
+                " real world, or write Link(latency=..., bandwidth=...)."
+            )
+            raise WorldError(msg)
+        _reduced(1, world)
+        small = min(_reduced(1, world) for _ in range(_TIMES))
+        count = 2**14
+        large = _reduced(count, world)
+        while large < _SECONDS and count < _LARGEST:
+            count *= 4
+            large = _reduced(count, world)
+        large = min(large, *(_reduced(count, world) for _ in range(2)))
+        rounds = 2 * (world.size - 1)
+        busiest = 4 * (count - 1) * rounds / world.size
+        latency = max(small, 0.0) / rounds
+        return cls(latency=latency, bandwidth=busiest / max(large - small, 1e-9))
+
+
+def _reduced(count: int, world: World) -> float:
+    """Return the seconds in which the slowest rank summed so many floats."""
+    values = torch.zeros(count, device=world.device)
+    sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
+    start = time.perf_counter()
+    sum_(values, world, label=_LABEL)
+    values[:1].tolist()  # a device is waited for
+    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    return float(reduce(taken.to(world.device), world, "max", label=_LABEL))
+
+
+# Traffic as lines of text.
+
+
+_TOTAL = "all"
+_NO_LABEL = "no label"
+
+
+def written(
+    columns: Mapping[int, Mapping[str | None, int]],
+    updates: int,
+    seconds: Mapping[int, float] | None = None,
+) -> str:
+    """Return a table of bytes an update, by label and number of ranks.
+
+    Args:
+        columns: by the number of ranks, the bytes of all updates by label.
+        updates: how many updates these are.
+        seconds: of an update, by the number of ranks.
+    """
+    labels = list(dict.fromkeys(label for each in columns.values() for label in each))
+    head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
+    rows = [("bytes an update", *head)]
+    for label in labels:
+        sent = [_each(column.get(label, 0), updates) for column in columns.values()]
+        rows.append((_NO_LABEL if label is None else label, *sent))
+    totals = [sum(column.values()) for column in columns.values()]
+    rows.append((_TOTAL, *(_each(total, updates) for total in totals)))
+    shares = zip(totals, columns, strict=True)
+    rows.append(("of these, a rank", *(_each(t, updates * n) for t, n in shares)))
+    if seconds is not None:
+        rows.append(("seconds an update", *(f"{s:.3g}" for s in seconds.values())))
+    return _aligned(rows)
+
+
+def _each(total: int, parts: int) -> str:
+    whole, rest = divmod(total, parts)
+    return f"{whole:,}" if not rest else f"{total / parts:,.1f}"
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines: list[str] = []
+    for first, *others in rows:
+        cells = [o.rjust(w) for o, w in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return "\n".join(lines)
+
+
+Label: TypeAlias = str | None
+Log: TypeAlias = tuple[Entry, ...]
+
+_BESIDE_BACKWARD = "DistributedDataParallel backward"
+
+
+@attrs.frozen(kw_only=True)
+class _Call:
+    """A collective of a program, on the ranks that take part."""
+
+    label: Label
+    step: int | None
+    ranks: Sequence[int]
+    cost: Cost
+
+
+@attrs.frozen(kw_only=True)
+class Traffic:
+    """What a program sends: bytes by label on any number of ranks, and seconds on a link.
+
+    On the ranks on which it ran it is what they sent. On others it is foreseen: the same
+    calls, with payloads that lie on a straight line in the number of ranks.
+
+    Attributes:
+        logs: what was sent, by the number of ranks.
+        updates: how many updates the program took; 0 where it takes no step of accelfn's, and
+            all that it sends is counted as one update's.
+    """
+
+    logs: Mapping[int, Log] = attrs.field(repr=lambda logs: f"on {[*logs]} ranks")
+    updates: int
+
+    def bytes(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
+        """Return what all ranks together send over the wire in all updates, by label.
+
+        Headers of the network are not counted, nor what is sent before the first update.
+
+        Args:
+            ranks: how many there are, 1 or more.
+            algorithm: as in `Run.sent`.
+
+        Law: with `start` it is `simulate(ranks, fn).sent()`, exactly; 0 for one rank.
+            `local_sgd(sync_every=k)` over k updates sends what `wrap_ddp` does in one.
+
+        Raises:
+            ArgumentError: what a call sends on so many ranks cannot be foreseen; the message
+                names it.
+        """
+        return self._sent(ranks, algorithm, of_updates=True)
+
+    def start(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
+        """Return what all ranks together send before the first update, by label.
+
+        Raises:
+            ArgumentError: it cannot be foreseen.
+        """
+        return self._sent(ranks, algorithm, of_updates=False)
+
+    def seconds(
+        self,
+        link: Link,
+        *,
+        ranks: int,
+        algorithm: Algorithm = "ring",
+        compute: float = 0.0,
+        overlap: float = 0.0,
+    ) -> float:
+        """Return how long an update takes, on average over those of the program.
+
+        Args:
+            link: what joins each rank to the others.
+            ranks: how many there are.
+            algorithm: how collectives are carried out.
+            compute: seconds in which a rank computes an update.
+            overlap: the share of `compute` that is the backward pass, beside which
+                DistributedDataParallel's buckets are sent: 2/3 is common. A bucket is sent
+                once that share of the pass is over that its bytes, and those of the buckets
+                before it, are of all. With one bucket nothing is gained. 0 lets all wait.
+
+        Law: no less for a larger latency or a smaller bandwidth; never below `compute`.
+
+        Raises:
+            ArgumentError: a number is not what it has to be, or the calls cannot be foreseen.
+        """
+        if not is_number(compute) or not compute >= 0:
+            msg = f"Traffic.seconds(compute={compute!r}): expected seconds, 0 or more."
+            raise ArgumentError(msg)
+        if not is_number(overlap) or not 0 <= overlap <= 1:
+            msg = (
+                f"Traffic.seconds(overlap={overlap!r}): expected a share, from 0 to 1."
+            )
+            raise ArgumentError(msg)
+        calls = self._calls(ranks, algorithm, of_updates=True)
+        whole = all(len(call.ranks) == ranks for call in calls)
+        slowest = max(
+            _waited([c for c in calls if rank in c.ranks], link, compute * overlap)
+            for rank in (range(1) if whole else range(ranks))
+        )
+        return compute + slowest / max(1, self.updates)
+
+    def table(
+        self,
+        ranks: Iterable[int],
+        *,
+        link: Link | None = None,
+        algorithm: Algorithm = "ring",
+        compute: float = 0.0,
+        overlap: float = 0.0,
+    ) -> str:
+        """Return bytes an update by label as lines of text, a column for each number of ranks.
+
+        With a link there is a line more, of the seconds an update.
+
+        Raises:
+            ArgumentError: as `bytes` and `seconds`.
+        """
+        sizes = list(ranks)
+        columns = {size: self.bytes(size, algorithm=algorithm) for size in sizes}
+        if link is None:
+            return written(columns, max(1, self.updates))
+        seconds = {
+            size: self.seconds(
+                link, ranks=size, algorithm=algorithm, compute=compute, overlap=overlap
+            )
+            for size in sizes
+        }
+        return written(columns, max(1, self.updates), seconds)
+
+    def __str__(self) -> str:
+        """Show bytes an update on the numbers of ranks on which the program ran."""
+        return self.table(self.logs)
+
+    def _sent(
+        self, ranks: int, algorithm: Algorithm, *, of_updates: bool
+    ) -> dict[Label, int]:
+        totals: defaultdict[Label, int] = defaultdict(int)
+        for call in self._calls(ranks, algorithm, of_updates=of_updates):
+            totals[call.label] += call.cost.num_bytes
+        return dict(totals)
+
+    def _calls(
+        self, ranks: int, algorithm: Algorithm, *, of_updates: bool
+    ) -> list[_Call]:
+        if not is_integer(ranks, 1):
+            msg = f"Traffic: {ranks!r} ranks; expected a number of ranks, 1 or more."
+            raise ArgumentError(msg)
+        check_algorithm("Traffic", algorithm)
+        logs = {
+            size: self._part(log, of_updates=of_updates)
+            for size, log in self.logs.items()
+        }
+        entries = logs.get(ranks, next(iter(logs.values())))
+        if ranks in logs:
+            calls = [given(entry) for entry in entries]
+        elif ranks == 1:  # there is nobody to give it to
+            calls = [attrs.evolve(given(entry), ranks=1) for entry in entries]
+        else:
+            calls = foreseen(logs, ranks)
+        return [
+            _Call(
+                label=entry.label,
+                step=entry.step,
+                ranks=entry.ranks if ranks in logs else range(ranks),
+                cost=cost(what, algorithm),
+            )
+            for entry, what in zip(entries, calls, strict=True)
+        ]
+
+    def _part(self, log: Log, *, of_updates: bool) -> Log:
+        """Return what is sent in updates, or what is sent before."""
+        if not self.updates:
+            return log if of_updates else ()
+        return tuple(e for e in log if (e.step is not None) is of_updates)
+
+
+def _waited(calls: Sequence[_Call], link: Link, backward: float) -> float:
+    """Return the seconds that a rank waits in its calls, of all updates together."""
+    by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
+    for call in calls:
+        by_step[call.step].append(call)
+    waited = 0.0
+    for update in by_step.values():
+        buckets = [c.cost for c in update if c.label == _BESIDE_BACKWARD]
+        others = [c.cost for c in update if c.label != _BESIDE_BACKWARD]
+        waited += sum(link.seconds(each) for each in others)
+        waited += _after_backward(buckets, link, backward)
+    return waited
+
+
+def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> float:
+    """Return how much longer than the backward pass it takes to send its buckets."""
+    whole = sum(bucket.num_bytes for bucket in buckets) or 1
+    there = accumulate(bucket.num_bytes for bucket in buckets)
+    now = 0.0
+    for bucket, num_bytes in zip(buckets, there, strict=True):
+        now = max(now, backward * num_bytes / whole) + link.seconds(bucket)
+    return max(0.0, now - backward)
+
+
+@called
+def communication(
+    fn: Callable[[World], object],
+    *,
+    ranks: Iterable[int] = (2, 3, 5),
+    axes: Mapping[str, int] | None = None,
+    device: str | torch.device = "cpu",
+) -> Traffic:
+    """Run a program on a few simulated ranks, and return what it sends on any number of them.
+
+    The program trains for some updates, as it would on machines; whole periods of what sends
+    only now and then, as 8 updates under `local_sgd(sync_every=8)`.
+
+    Args:
+        fn: what each rank does, as `simulate` takes it.
+        ranks: on how many it runs; three numbers, or more, tell how it goes on.
+        axes: of the world, as `simulate` takes them. What is sent along some of them only is
+            known for those numbers of ranks on which the program ran, and for no other.
+        device: "meta" lets tensors have shapes and no values, for a model that does not fit:
+            its factory runs on meta, or it is an instance of `af.empty_weights`.
+
+    Raises:
+        ArgumentError: a number is below 2, or the program takes more updates on some numbers
+            of ranks than on others.
+        ModelError: on meta, a transform compiles the model; or ranks send what its layers
+            compute, under `autocast`.
+        SimulationError: on meta, the program or a transform asks for a value.
+        Exception: what `simulate` raises.
+
+    Law: see `Traffic.bytes`; it is additive over labels. On meta each call is the one that is
+    made with values.
+
+    Cost: as many runs of `simulate`, in this process. On meta no memory for the model, and
+    half a second of CPU a rank and update of a Llama of 7 billion parameters.
+
+    Example:
+        >>> import torch
+        >>> import accelfn as af
+        >>> from accelfn.testing import communication
+        >>> def mean(world):
+        ...     return af.reduce(torch.zeros(1000), world, "mean", label="mean of scores")
+        >>> traffic = communication(mean)
+        >>> traffic.bytes(64)
+        {'mean of scores': 504000}
+    """
+    sizes = list(dict.fromkeys(ranks))
+    if not sizes or not all(is_integer(size, 2) for size in sizes):
+        msg = (
+            f"communication(ranks={sizes}): expected numbers of ranks, each 2 or more."
+        )
+        raise ArgumentError(msg)
+    runs = {size: simulate(size, fn, axes=axes, device=device) for size in sizes}
+    updates = {size: run.updates for size, run in runs.items()}
+    if len(set(updates.values())) > 1:
+        told = ", ".join(f"{count} on {size}" for size, count in updates.items())
+        msg = (
+            f"communication: the program takes another number of updates on another number of"
+            f" ranks: {told}. Let it take the same, so that updates can be compared."
+        )
+        raise ArgumentError(msg)
+    logs = {size: run.log for size, run in runs.items()}
+    return Traffic(logs=logs, updates=max(updates.values()))
+
+
+# `accelfn traffic`: what programs of a file send, as tables.
+
+
+Program = Callable[[World], object]
+
+_MEGABIT = 125_000
+_TCP = 0.068  # of a byte: headers over Ethernet's frames, and what says that they came
+
+
+def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterator[str]:
+    """Yield a table for each program.
+
+    Args:
+        programs: of each `FILE.py:FUNCTION` or `MODULE:FUNCTION`; the function takes a world.
+        ranks: numbers with commas between them.
+        link: megabits a second, and milliseconds of latency, with a comma between them.
+
+    Raises:
+        ArgumentError: a word is not of this form, or there is no such function; or as
+            `communication`.
+    """
+    sizes, joined = _sizes(ranks), None if link is None else _link(link)
+    twice = {name for name in programs if programs.count(name) > 1}
+    if twice:
+        msg = f"{min(twice)} is there twice; name each program once."
+        raise ArgumentError(msg)
+    named = {name: _program(name) for name in programs}
+    found = {name: communication(program) for name, program in named.items()}
+    for name, traffic in found.items():
+        yield f"{name}\n{traffic.table(sizes, link=joined)}\n"
+
+
+def _sizes(ranks: str) -> list[int]:
+    words = ranks.split(",")
+    if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
+        msg = f"--ranks is {ranks!r}; give numbers of ranks, as in 2,8,64."
+        raise ArgumentError(msg)
+    return [int(word) for word in words]
+
+
+def _link(link: str) -> Link:
+    try:
+        megabits, milliseconds = map(float, link.split(","))
+    except ValueError:
+        msg = (
+            f"--link is {link!r}; give megabits a second and milliseconds of latency, as in"
+            " 1000,0.1."
+        )
+        raise ArgumentError(msg) from None
+    return Link(
+        latency=milliseconds / 1000, bandwidth=megabits * _MEGABIT, overhead=_TCP
+    )
+
+
+def _program(word: str) -> Program:
+    """Return the function that a word names."""
+    source, _, name = word.rpartition(":")
+    if not source or not name:
+        msg = (
+            f"{word!r} names no program; write FILE.py:FUNCTION, as in train.py:train."
+        )
+        raise ArgumentError(msg)
+    module = _file(Path(source)) if source.endswith(".py") else _module(source)
+    found: Any = getattr(module, name, None)
+    if not callable(found):
+        msg = (
+            f"{source} has no function {name!r}; name one that takes a World and trains some"
+            " updates, as `simulate` takes it."
+        )
+        raise ArgumentError(msg)
+    return found
+
+
+def _file(path: Path) -> ModuleType:
+    """Import a script under a name of its own, so that its `__main__` part does not run."""
+    name = f"foreseen {path}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None or not arguments.is_file(path):
+        msg = f"There is no file {path}; name one from this directory."
+        raise ArgumentError(msg)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # where dataclasses look for their own module
+    sys.path.insert(0, str(path.parent))  # as `python script.py` finds its neighbours
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(name: str) -> ModuleType:
+    sys.path.insert(0, "")
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name.split(".", maxsplit=1)[0] and error.name != name:
+            raise
+        msg = f"There is no module {name}; name a file, as in train.py:train."
+        raise ArgumentError(msg) from None

@@ -1,0 +1,334 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`tensorboard`: event files, by torch's own writer."""
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelfn.base.arguments import called
+from accelfn.errors import TrackingError
+from accelfn.track.tracker import (
+    IMAGES,
+    Pixels,
+    Plain,
+    Tracker,
+    check_step,
+    flat,
+    open_tracker,
+    package,
+    picture,
+)
+from accelfn.world import World
+
+_FLUSH_SECONDS = 10
+
+
+class _TensorBoard:
+    def __init__(self, directory: Path, step: int | None) -> None:
+        package("tensorboard", extra="tensorboard")
+        self._torch = package("torch.utils.tensorboard", extra="tensorboard")
+        self._summary = package("torch.utils.tensorboard.summary", extra="tensorboard")
+        self.backend = self._torch.SummaryWriter(
+            str(directory),
+            purge_step=None if step is None else step + 1,
+            flush_secs=_FLUSH_SECONDS,
+        )
+        self._last = 0
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self._reach(step)
+        for name, value in metrics.items():
+            self.backend.add_scalar(name, value, step)
+
+    def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
+        table: dict[str, Any] = flat(hyperparameters)
+        for record in self._summary.hparams(table, {}):
+            self.backend.file_writer.add_summary(record)
+
+    def images(self, images: Mapping[str, Pixels], step: int) -> None:
+        self._reach(step)
+        for name, image in images.items():
+            self.backend.add_image(name, image, step, dataformats="HWC")
+
+    def _reach(self, step: int) -> None:
+        """Tell readers, where the run went back, to drop what they have of later steps."""
+        if step < self._last:
+            event = package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
+            log = event.SessionLog(status=event.SessionLog.START)
+            self.backend.file_writer.add_event(
+                event.Event(step=step, session_log=log), step
+            )
+        self._last = step
+
+    def close(self, *, failed: bool) -> None:
+        self.backend.close()
+
+
+@called
+def tensorboard(
+    directory: str | Path, *, world: World, step: int | None = None
+) -> Tracker:
+    """Return a tracker that writes TensorBoard's event files; `accelfn[tensorboard]`.
+
+    Hyperparameters go to its HParams tab, by names with dots. Its files are written by a
+    thread, every 10 seconds and at the end. Where the run goes back to an earlier step, the
+    files tell TensorBoard to drop what it has of that and later steps.
+
+    Args:
+        directory: of the run; it is made. `backends["tensorboard"]` is the `SummaryWriter`.
+        world: that of the run; rank 0 writes.
+        step: for a run that was loaded: `state.step`. What later steps have left counts no
+            more.
+
+    Raises:
+        TrackingError: the package is missing, or the directory cannot be written.
+    """
+    if step is not None:
+        check_step(step)
+    return open_tracker(
+        "tensorboard",
+        lambda: _TensorBoard(Path(directory), step),
+        world=world,
+        accepts=(IMAGES,),
+    )
+
+
+# `wandb`: a run of Weights & Biases.
+
+
+class _Wandb:
+    def __init__(self, offline: bool, **options: Any) -> None:  # noqa: FBT001 - ours alone
+        self._wandb = package("wandb", extra="wandb")
+        self.backend = self._wandb.init(
+            mode="offline" if offline else None,
+            reinit="create_new",  # a run that somebody else has open is not this one
+            **options,
+        )
+        # its own step drops, with a log line, what comes late or twice
+        self.backend.define_metric("*", step_metric="step")
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.backend.log({**metrics, "step": step})
+
+    def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
+        self.backend.config.update(dict(hyperparameters), allow_val_change=True)
+
+    def images(self, images: Mapping[str, Pixels], step: int) -> None:
+        wrap = self._wandb.Image
+        shown = {n: wrap(picture(each, extra="wandb")) for n, each in images.items()}
+        self.backend.log({**shown, "step": step})
+
+    def close(self, *, failed: bool) -> None:
+        self.backend.finish(exit_code=int(failed))
+
+
+@called
+def wandb(
+    project: str,
+    *,
+    world: World,
+    directory: str | Path | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    offline: bool = False,
+) -> Tracker:
+    """Return a tracker that is a run of Weights & Biases; `accelfn[wandb]`.
+
+    Steps are a metric of their own, `step`, by which the others are drawn, so that a run that
+    goes back to an earlier step loses nothing: W&B keeps both branches. It reads its own
+    settings, such as `WANDB_API_KEY`, from the environment.
+
+    Args:
+        project: its name there.
+        world: that of the run; rank 0 tracks.
+        directory: for the run's files; else as W&B does, in `wandb/`.
+        name: of the run; W&B invents one.
+        run_id: of a run that is gone on with, or will be.
+        offline: write files alone, which `wandb sync` uploads later.
+
+    Raises:
+        TrackingError: the package is missing, or the run could not be opened.
+    """
+    options = {
+        "project": project,
+        "dir": None if directory is None else str(directory),
+        "name": name,
+        "id": run_id,
+        "resume": None if run_id is None else "allow",
+    }
+    return open_tracker(
+        "wandb",
+        lambda: _Wandb(offline, **options),
+        world=world,
+        accepts=(IMAGES,),
+    )
+
+
+# `comet`: an experiment of Comet.
+
+
+_NOTHING_UNASKED = dict.fromkeys(
+    (
+        *("log_code", "log_graph", "log_git_metadata", "log_git_patch"),
+        *("log_env_details", "auto_output_logging", "auto_param_logging"),
+        *("auto_metric_logging", "auto_histogram_weight_logging", "parse_args"),
+        *("auto_histogram_gradient_logging", "auto_histogram_activation_logging"),
+    ),
+    False,
+)
+
+
+class _Comet:
+    def __init__(self, project: str, run_id: str | None, **options: Any) -> None:
+        comet_ml = package("comet_ml", extra="comet")
+        offline, directory, name = (
+            options[key] for key in ("offline", "directory", "name")
+        )
+        settings = comet_ml.ExperimentConfig(
+            name=name,
+            offline_directory=None if directory is None else str(directory),
+            **_NOTHING_UNASKED,
+        )
+        self.backend = comet_ml.start(
+            project_name=project,
+            experiment_key=run_id,
+            mode="create" if run_id is None else "get_or_create",
+            online=not offline,
+            experiment_config=settings,
+        )
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        self.backend.log_metrics(dict(metrics), step=step)
+
+    def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
+        self.backend.log_parameters(flat(hyperparameters), nested_support=False)
+
+    def images(self, images: Mapping[str, Pixels], step: int) -> None:
+        for name, image in images.items():
+            shown = picture(image, extra="comet")
+            sent = self.backend.log_image(shown, name=name, step=step)
+            _check(sent, name)
+
+    def close(self, *, failed: bool) -> None:
+        if failed:
+            self.backend.log_other("failed", value=True)
+        self.backend.end()
+
+
+def _check(sent: object, name: str) -> None:
+    """Raise where Comet, which logs its errors and raises none, took nothing."""
+    if sent is None:
+        msg = f"Comet did not take {name!r}; its log says why."
+        raise TrackingError(msg)
+
+
+@called
+def comet(
+    project: str,
+    *,
+    world: World,
+    directory: str | Path | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+    offline: bool = False,
+) -> Tracker:
+    """Return a tracker that is an experiment of Comet; `accelfn[comet]`.
+
+    What Comet collects unasked (code, output, git, environment) is off: `backends["comet"]`
+    is the experiment, which logs what you tell it to. It reads its own settings, such as
+    `COMET_API_KEY`, from the environment. Of a run that goes back it keeps both branches.
+
+    Args:
+        project: its name there.
+        world: that of the run; rank 0 tracks.
+        directory: for the archive of an offline experiment.
+        name: of the experiment; Comet invents one.
+        run_id: the key of an experiment that is gone on with: 32 to 50 letters and digits.
+        offline: write a zip archive alone, which `comet upload` uploads later.
+
+    Raises:
+        TrackingError: the package is missing, or the experiment could not be opened.
+    """
+    options = {"offline": offline, "directory": directory, "name": name}
+    return open_tracker(
+        "comet",
+        lambda: _Comet(project, run_id, **options),
+        world=world,
+        accepts=(IMAGES,),
+    )
+
+
+# `mlflow`: a run of MLflow, by its client: no active run, no other global state.
+
+
+_AT_ONCE = 100  # MLflow refuses more parameters in one call
+
+
+class _MLflow:
+    def __init__(
+        self, experiment: str, store: str | None, name: str | None, run_id: str | None
+    ) -> None:
+        package("mlflow", extra="mlflow")
+        self._entities = package("mlflow.entities", extra="mlflow")
+        client = package("mlflow.tracking", extra="mlflow").MlflowClient(store)
+        if run_id is None:
+            found = client.get_experiment_by_name(experiment)
+            key = found.experiment_id if found else client.create_experiment(experiment)
+            run_id = client.create_run(key, run_name=name).info.run_id
+        else:
+            client.update_run(run_id, status="RUNNING")
+        self.backend, self._run = (client, run_id), run_id
+        self._client = client
+
+    def metrics(self, metrics: Mapping[str, float], step: int) -> None:
+        now, kind = int(time.time() * 1000), self._entities.Metric
+        told = [kind(name, value, now, step) for name, value in metrics.items()]
+        for start in range(0, len(told), _AT_ONCE):
+            self._client.log_batch(self._run, metrics=told[start : start + _AT_ONCE])
+
+    def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
+        kind = self._entities.Param
+        told = [kind(name, str(value)) for name, value in flat(hyperparameters).items()]
+        for start in range(0, len(told), _AT_ONCE):
+            self._client.log_batch(self._run, params=told[start : start + _AT_ONCE])
+
+    def images(self, images: Mapping[str, Pixels], step: int) -> None:
+        for name, image in images.items():
+            self._client.log_image(self._run, image, key=name, step=step)
+
+    def close(self, *, failed: bool) -> None:
+        self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
+
+
+@called
+def mlflow(
+    experiment: str,
+    *,
+    world: World,
+    store: str | None = None,
+    name: str | None = None,
+    run_id: str | None = None,
+) -> Tracker:
+    """Return a tracker that is a run of MLflow; `accelfn[mlflow]`.
+
+    A parameter is written once: MLflow refuses another value for it. Of
+    a run that goes back to an earlier step it keeps both branches.
+
+    Args:
+        experiment: its name there; it is made if there is none. A `run_id` has its own.
+        world: that of the run; rank 0 tracks.
+        store: the URI of a server, or of a database such as `sqlite:///runs.db`; else what
+            MLflow's settings say.
+        name: of the run; MLflow invents one.
+        run_id: of a run that is gone on with. `backends["mlflow"]` is the client and this id.
+
+    Raises:
+        TrackingError: the package is missing, or the run could not be opened.
+    """
+    return open_tracker(
+        "mlflow",
+        lambda: _MLflow(experiment, store, name, run_id),
+        world=world,
+        accepts=(IMAGES,),
+    )

@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keep an exponential moving average of the parameters, and evaluate at it."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeAlias, cast
+
+import attrs
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from accelfn.base import tree
+from accelfn.base.arguments import is_number
+from accelfn.definition.transform import transform
+from accelfn.errors import ArgumentError, OptimizerError
+from accelfn.model.optimizer import Hyper, parts_of, rebuilt
+from accelfn.state.state import TrainState
+from accelfn.state.update import Update
+
+Params: TypeAlias = dict[str, torch.Tensor]
+
+
+def _is_decay(_owner: object, _field: object, value: Any) -> None:
+    if not is_number(value) or not 0 <= value <= 1:
+        msg = f"af.ema({value!r}): expected a decay between 0 and 1, such as 0.999."
+        raise ArgumentError(msg)
+
+
+@transform
+class ema:
+    """Average the parameters over updates, and evaluate and export the average.
+
+    After update t: `average = decay * average + (1 - decay) * params`, from the
+    parameters at the start. Training itself is unchanged.
+
+    Where ranks train apart, as under `local_sgd`, each has an average of its own, and their
+    average is evaluated, as `local_sgd` takes it; whichever stands first.
+
+    Acts on: init, after_update, eval_params.
+
+    Args:
+        decay: the weight of the past, 0 (no memory) to 1 (never moves).
+
+    Law:
+        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; bitwise
+        the parameter where that does not move; equal on all ranks where the parameters are.
+
+    Cost:
+        One copy of the parameters, of those in 16 bits in float32, in which small moves are
+        not lost; one pass over them an update.
+
+    References:
+        Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
+
+    Example:
+        >>> ema(0.999)
+        af.ema(0.999)
+    """
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    decay: float = attrs.field(validator=_is_decay)
+
+    def init(self, state: TrainState) -> Params:
+        """Start at the parameters."""
+        return {
+            name: param.float() if _is_narrow(param) else param.clone()
+            for name, param in state.params.items()
+        }
+
+    def after_update(
+        self, state: TrainState, slot: Params, update: Update
+    ) -> tuple[TrainState, Params]:
+        """Move the average towards the parameters, in place."""
+        moving = [name for name, param in state.params.items() if _averages(param)]
+        params = [state.params[name].to(slot[name].dtype) for name in moving]
+        tree.lerp_([slot[name] for name in moving], params, 1 - self.decay)
+        return state, slot
+
+    def eval_params(
+        self, params: Mapping[str, torch.Tensor], slot: Params, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], Params]:
+        """Return the average, in the parameters' dtypes."""
+        return {n: p.to(params[n].dtype) for n, p in slot.items()}, slot
+
+
+def _is_narrow(param: torch.Tensor) -> bool:
+    """Whether a step of the average would be lost to rounding."""
+    return param.is_floating_point() and param.dtype.itemsize < 4
+
+
+def _averages(param: torch.Tensor) -> bool:
+    return param.is_floating_point() or param.is_complex()
+
+
+# Train at one point and evaluate at another, as schedule-free optimizers do.
+
+
+@transform
+class schedule_free:
+    """Evaluate and export the averages of a schedule-free optimizer, and train where it does.
+
+    For the optimizers of the package `schedulefree`, and others with its `train()`,
+    `eval()` and `train_mode`: they take gradients at one point (y), which `state.params`
+    holds and `save` writes, and are evaluated at another (x), a running average. Their
+    modes need not be switched: steps are in the training mode, and `eval_params`,
+    `evaluate`, `frozen` and exports see what the optimizer's own `eval()` makes of a copy.
+    In a `partition` it is about the parts that are schedule-free.
+
+    Acts on: init, which looks at the optimizer; hyper, eval_params.
+
+    Law:
+        The evaluated parameters are bitwise those of the optimizer's `eval()`, and looking
+        at them changes nothing.
+
+    Cost:
+        Nothing in a step; a copy of the parameters at each evaluation. Batch statistics are
+        those of y: after training, pass some batches through the exported model in
+        training mode.
+
+    Raises:
+        CompositionError: beside another transform that says what is evaluated, as `ema`.
+        OptimizerError: when applied to a state whose optimizer is not schedule-free, or was
+            given away in its evaluation mode after some steps. Without this transform, such
+            an optimizer is refused at the first update.
+
+    References:
+        Defazio et al. 2024, "The Road Less Scheduled".
+
+    Example:
+        >>> schedule_free()
+        af.schedule_free()
+    """
+
+    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
+    refuses: ClassVar[Mapping[str, str]] = {
+        "eval_params": "and {other!r} both say what is evaluated. Keep one of them."
+    }
+
+    def hyper(self, hyper: Hyper, slot: None, update: Update) -> tuple[Hyper, None]:
+        """Let every update be in the training mode."""
+        groups = update.state.definition.optimizer.param_groups
+        found = (i for i, group in enumerate(groups) if "train_mode" in group)
+        return {(i, "train_mode"): True for i in found}, slot
+
+    def eval_params(
+        self, params: Mapping[str, torch.Tensor], slot: None, update: Update
+    ) -> tuple[Mapping[str, torch.Tensor], None]:
+        """Return what the optimizer's own `eval()` makes of a copy of the parameters."""
+        state = update.state
+        prototype = state.definition.optimizer
+        metas = dict(state.definition.skeleton.module.named_parameters())
+        copies = {n: nn.Parameter(p.clone(), False) for n, p in params.items()}  # noqa: FBT003 - requires_grad
+        optimizer = rebuilt(prototype, {id(metas[n]): p for n, p in copies.items()})
+        entries = cast("dict[Any, Any]", optimizer.state)
+        for name, param in copies.items():
+            if name in state.opt_state:
+                entries[param] = dict(state.opt_state[name])
+        for part in filter(_is_schedule_free, parts_of(optimizer)):
+            for group in part.param_groups:
+                group["train_mode"] = True
+            cast("Any", part).eval()
+        return {name: param.detach() for name, param in copies.items()}, slot
+
+    def init(self, state: TrainState) -> None:
+        """Refuse a state without a schedule-free optimizer in its training mode."""
+        optimizer = state.definition.optimizer
+        parts = [each for each in parts_of(optimizer) if _is_schedule_free(each)]
+        if not parts:
+            kinds = {type(each).__name__: None for each in parts_of(optimizer)}
+            msg = (
+                f"{self!r}: {', '.join(kinds)} is not schedule-free: it has no train() and"
+                " eval() that move the parameters. Use one of the package schedulefree, such"
+                " as schedulefree.AdamWScheduleFree, or leave the transform out."
+            )
+            raise OptimizerError(msg)
+        away = [each for each in parts if state.step == 0 and _is_away(each, state)]
+        if away:
+            msg = (
+                f"{self!r}: the {type(away[0]).__name__} has taken steps and is in its"
+                " evaluation mode, so the parameters are not where it trains. Call its"
+                " train() before TrainState.create."
+            )
+            raise OptimizerError(msg)
+
+
+def _is_away(optimizer: Optimizer, state: TrainState) -> bool:
+    """Whether it has taken steps, and is in its evaluation mode now."""
+    metas = state.definition.skeleton.module.named_parameters()
+    moved = {id(meta) for name, meta in metas if state.opt_state.get(name)}
+    return any(
+        not group["train_mode"] and any(id(param) in moved for param in group["params"])
+        for group in optimizer.param_groups
+    )
+
+
+def _is_schedule_free(optimizer: Optimizer) -> bool:
+    switches = (getattr(optimizer, name, None) for name in ("train", "eval"))
+    groups = optimizer.param_groups
+    return all(map(callable, switches)) and all("train_mode" in g for g in groups)
