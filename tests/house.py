@@ -84,7 +84,7 @@ def picture() -> str:
 def table() -> str:
     """Return what lives in each folder, as a Markdown table."""
     rows = [f"| `{name_of(each)}` | {sentence_of(each)} |" for each in folders()]
-    return "\n".join(["| room | what lives there |", "| --- | --- |", *rows, ""])
+    return "\n".join(["| folder | contents |", "| --- | --- |", *rows, ""])
 
 
 def page(text: str) -> str:

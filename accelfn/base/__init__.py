@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every room builds on: arguments, trees of tensors, random draws, words, contexts."""
+"""Argument checks, trees of tensors, random draws, devices and the codec, for every folder."""

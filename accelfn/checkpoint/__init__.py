@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading a state: safetensors and JSON, no pickle anywhere."""
+"""Saving and loading training states as safetensors and JSON, without pickle."""
 
 from accelfn.checkpoint.load import Loaded as Loaded
 from accelfn.checkpoint.load import load as load

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collectives: the few calls in which ranks talk, each with a label and a named failure."""
+"""Labeled collectives on trees of tensors, with clear errors when ranks disagree."""
 
 from accelfn.collectives.failures import break_off as break_off
 from accelfn.collectives.failures import naming as naming

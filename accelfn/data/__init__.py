@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data as a function of an index: orders, plans, reading."""
+"""Datasets, the order of samples, and the share of each rank."""
 
 from accelfn.data.dataset import Data as Data
 from accelfn.data.plan import Batch as Batch

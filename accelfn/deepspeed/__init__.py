@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ZeRO as the engine of a state."""
+"""The DeepSpeed ZeRO engine behind `wrap_deepspeed`."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is trained, and how: the part of a training that no update changes."""
+"""What is trained and how: transforms, chains and layouts, constant during a run."""

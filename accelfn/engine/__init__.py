@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Engines bind states to PyTorch's machinery; nothing here is public."""
+"""Engines run losses and optimizer steps through PyTorch: DDP, FSDP, tensor and context parallel."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of other libraries: read, and written for them."""
+"""Reading and writing checkpoints of Accelerate, DeepSpeed and PyTorch."""

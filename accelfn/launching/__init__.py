@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the ranks of a run: from a command line, a file of settings, or a function."""
+"""Starting the ranks of a run from a command line, a settings file or a function."""

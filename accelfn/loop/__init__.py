@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Going round: batches, evaluation, stopping, and who says what."""
+"""Batches, evaluation, run control, memory estimates and profiling around the step."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users give: a model's and an optimizer's structure, without their tensors."""
+"""Models and optimizers as definitions, without their tensors."""

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models over several devices, the host and the disk: where each part is, and computing so."""
+"""Models spread over devices, host memory and disk."""

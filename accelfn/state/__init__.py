@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a training stands, as plain records: states, gradients, metrics."""
+"""The training state, gradients and metrics as plain records."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated worlds and the laws of training, for the tests of those who train."""
+"""Simulated worlds, property-test laws and comparisons for your tests."""
 
 from accelfn.errors import (
     CollectiveMismatchError,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers: where the numbers of a run go, step by step, and what is made of them later.
+"""Trackers: log metrics to TensorBoard, W&B, Comet, MLflow or files.
 
 A tracker is called as `tracker(metrics, step)`, and closed. Each backend has a file here, and
 its package is imported when a tracker is made on rank 0, and nowhere else.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transforms, one file each; they do not know one another."""
+"""The transforms, one file per family; no transform imports another."""

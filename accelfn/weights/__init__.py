@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models' files: what others wrote, read; what was trained, given away."""
+"""Importing and exporting model weights."""

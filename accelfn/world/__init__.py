@@ -1,4 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The world: which rank this is, of how many, and how ranks meet, talk and part."""
+"""The ranks of a run: how they start, meet, watch each other and end."""
 
 from accelfn.world.world import World as World

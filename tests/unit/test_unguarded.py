@@ -410,14 +410,14 @@ def test_a_folder_may_be_made_by_several_at_once(
 ) -> None:
     """Where another process makes it between the look and the act."""
     there = tmp_path / "run"
-    look = disk.paths.is_directory
+    look = disk.arguments.is_directory
 
     def looked(path: Path) -> bool:
         found = look(path)
         there.mkdir(exist_ok=True)
         return found
 
-    monkeypatch.setattr(disk.paths, "is_directory", looked)
+    monkeypatch.setattr(disk.arguments, "is_directory", looked)
     disk.make(there)
     assert there.is_dir()
 
