@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks have roles: no room asks a world for its rank without saying which."""
+"""Ranks have roles: no folder asks a world for its rank without saying which."""
 
 import ast
 from pathlib import Path
@@ -10,19 +10,17 @@ import accelfn
 
 ROOT = Path(accelfn.__file__).parent
 BELOW = ("world", "collectives", "checkpoint", "launching", "testing")
-"""Rooms that make worlds, or act on the ranks that they are given, files and processes."""
+"""Folders that make worlds, or act on the ranks that they are given, files and processes."""
 GIVEN = {
-    "loop/control.py": "prints, waits and runs on the ranks that the caller names",
-    "loop/logs.py": "names the ranks that write",
+    "loop/control.py": "prints, logs, waits and runs on the ranks that the caller names",
     "loop/profiling.py": "a file for each rank of the caller's world",
-    "loop/batch_size.py": "the ranks of the caller's world find one size together",
-    "data/split.py": "gives parts to the ranks that the caller names",
-    "data/alike.py": "all ranks that take samples hold the same, whoever shares them",
+    "loop/memory.py": "the ranks of the caller's world find one batch size together",
+    "loop/evaluate.py": "gives parts to the ranks that the caller names",
+    "data/consistency.py": "all ranks that take samples hold the same data",
     "data/reading.py": "errors name the rank of the state's world",
-    "state/alike.py": "what all ranks that the caller names hold is compared",
-    "state/state.py": "its repr",
-    "state/beginning.py": "a model lies over all ranks of the state's world",
-    "engine/building.py": "all ranks of the state's world build an engine together",
+    "state/state.py": "compares what the ranks of the caller's world hold",
+    "state/beginning.py": "a model is drawn by all ranks of the state's world",
+    "engine/engine.py": "all ranks of the state's world build an engine together",
 }
 """What takes the world as it is, and why."""
 WORDS = ("rank", "size", "group")

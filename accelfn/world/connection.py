@@ -47,7 +47,7 @@ class Activity:
         step: the update that it takes, or took last.
         is_between: whether that update is over.
         num_updates: how many it has ended.
-        samples: of the loss that the rank computes now, an `engine.read_loss.Samples`.
+        samples: of the loss that the rank computes now, an `engine.loss.Samples`.
         has_coupled: whether a collective of this loss saw samples of several ranks.
         trail: the latest collectives, each with its update.
         on_update: called with the update that begins, if anybody must be.
@@ -298,7 +298,7 @@ class Connection:
         roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
         simulated: what simulated ranks can do besides (`testing.simulation.ranks`); else None.
         regrouping: how the ranks make another world, in an elastic run: a
-            `world.regrouping.Launched`, or of simulated ranks what they can do besides.
+            `world.meeting.Launched`, or of simulated ranks what they can do besides.
         parts: what joins the ranks along some of the world's axes, by their names, and those
             of parts that it was split into, by how.
         mesh: torch's record of the axes, once it was asked for.
