@@ -14,7 +14,7 @@ from accelfn.errors import ArgumentError
 from accelfn.world import World
 
 if TYPE_CHECKING:
-    from accelfn.megatron.layers import Column, Row, Vocabulary
+    from accelfn.megatron.parallel_layers import Column, Row, Vocabulary
 
 _AS_TORCH = partial(nn.init.kaiming_uniform_, a=5**0.5)
 """Draws a weight as torch's linear layers do."""
@@ -158,6 +158,6 @@ def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
 
 
 def _made() -> Any:
-    from accelfn.megatron import layers  # noqa: PLC0415 - imported in seconds
+    from accelfn.megatron import parallel_layers  # noqa: PLC0415 - imported in seconds
 
-    return layers
+    return parallel_layers
