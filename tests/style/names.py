@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find names that are a bare participle, adverb or pronoun: they do not say what they hold."""
+
+import ast
+import re
+from pathlib import Path
+
+_WORDS = (
+    "told said found given taken held kept made met begun done left gone known shown drawn cut"
+    " put lent laid apart alike there here own mine each whole beside around ahead together"
+    " written seen sent unread unheard unwritten bound lost bare near way ways others both which"
+    " what whose strange wanted"
+)
+_BARE = re.compile(rf"_?(?:[a-z]+ed|{'|'.join(_WORDS.split())})")
+_NOUNS = {
+    *("_seed", "seed", "need", "speed", "feed", "embed", "shed", "bed", "red", "named"),
+    "shared",
+}
+    "_seed",
+    "seed",
+    "need",
+    "speed",
+    "feed",
+    "embed",
+    "shed",
+    "bed",
+    "red",
+    "named",
+    "shared",
+}
+
+
+def bare_functions(path: Path) -> list[str]:
+    """Return the functions of a source whose name has no verb with its object, and no noun."""
+    kinds = ast.FunctionDef, ast.AsyncFunctionDef
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [
+        each.name for each in nodes if isinstance(each, kinds) and _is_bare(each.name)
+    ]
+
+
+def bare_variables(path: Path) -> list[str]:
+    """Return the variables and parameters of a source that are named so, each as often as set."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    stored = [
+        each.id
+        for each in nodes
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store)
+    ]
+    return [
+        n
+        for n in [*stored, *(a.arg for a in nodes if isinstance(a, ast.arg))]
+        if _is_bare(n)
+    ]
+
+
+def _is_bare(name: str) -> bool:
+    return bool(_BARE.fullmatch(name)) and name not in _NOUNS
