@@ -13,9 +13,6 @@ _WORDS = (
 )
 _BARE = re.compile(rf"_?(?:[a-z]+ed|{'|'.join(_WORDS.split())})")
 _NOUNS = {
-    *("_seed", "seed", "need", "speed", "feed", "embed", "shed", "bed", "red", "named"),
-    "shared",
-}
     "_seed",
     "seed",
     "need",
@@ -25,9 +22,9 @@ _NOUNS = {
     "shed",
     "bed",
     "red",
-    "named",
-    "shared",
+    "led",
 }
+_NOUNS |= {"named", "shared"}
 
 
 def bare_functions(path: Path) -> list[str]:
