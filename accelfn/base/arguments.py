@@ -55,7 +55,7 @@ def qualname(function: Any) -> str:
 Number: TypeAlias = float | torch.Tensor
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
 """One of attrs: called with a record, a field of it, and the field's value."""
-_LONGEST = 10.0**9
+_MAX_SECONDS = 10.0**9
 """Seconds; what a timedelta can hold, and 31 years."""
 
 
@@ -139,7 +139,7 @@ def check_seconds(call: str, name: str, value: object) -> None:
     Raises:
         ArgumentError: it is no number above 0, or longer than 31 years.
     """
-    if not is_number(value) or not 0 < value < _LONGEST:
+    if not is_number(value) or not 0 < value < _MAX_SECONDS:
         msg = f"{call}({name}={value!r}): expected a positive number of seconds."
         raise ArgumentError(msg)
 
@@ -218,7 +218,7 @@ def as_path(call: str, value: object, what: str) -> Path:
     return path
 
 
-def why_not(
+def call_mismatch(
     function: Callable[..., object], /, *given: object, **named: object
 ) -> TypeError | None:
     """Return why a function cannot be called with these, as far as its signature says."""
@@ -239,7 +239,7 @@ def why_not(
 # for no: checkpoints on a disk that has failed would be none.
 
 
-_NOTHING = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
+_MISSING_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 """What the disk says where nothing is."""
 
 
@@ -276,7 +276,7 @@ def _mode(path: Path) -> int | None:
     except ValueError:  # no name of a file has a zero byte
         return None
     except OSError as error:
-        if error.errno in _NOTHING:
+        if error.errno in _MISSING_ERRORS:
             return None
         raise
 
@@ -289,11 +289,11 @@ def _mode(path: Path) -> int | None:
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-_SHOWN = 30
+_MAX_ARGUMENT = 30
 """The longest argument that is shown as it is."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
-_HOMES = {
+_PREFIXES = {
     "accelfn.schedules": "af.schedules.",
     "accelfn.orders": "af.orders.",
     "accelfn.track": "af.track.",
@@ -302,40 +302,42 @@ _HOMES = {
 }
 
 
-def called(what: F) -> F:
+def explain_call_errors(what: F) -> F:
     """Let a wrong call of a function, or of a class, raise `CallError`.
 
     Law: a call that Python can bind does what it does without this.
     """
     if not isinstance(what, type):
-        return cast("F", _told(what, name_of(what)))
+        return cast("F", _wrap_call(what, name_of(what)))
     kind = cast("Any", what)
-    kind.__init__ = _told(kind.__init__, name_of(what))
+    kind.__init__ = _wrap_call(kind.__init__, name_of(what))
     return cast("F", kind)
 
 
 def name_of(what: Callable[..., Any]) -> str:
     """Return what the user's code calls a function or class."""
     module = f"{what.__module__}."
-    home = next((_HOMES[each] for each in _HOMES if module.startswith(f"{each}.")), "")
+    home = next(
+        (_PREFIXES[each] for each in _PREFIXES if module.startswith(f"{each}.")), ""
+    )
     return home + what.__qualname__.rpartition("<locals>.")[2]
 
 
-def _told(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+def _wrap_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(*given: Any, **named: Any) -> Any:
         try:
             return function(*given, **named)
         except TypeError:
-            if why_not(function, *given, **named) is None:
+            if call_mismatch(function, *given, **named) is None:
                 raise
-            msg = _refusal(function, name, given, named)
+            msg = _describe_mismatch(function, name, given, named)
         raise CallError(msg) from None
 
     return call
 
 
-def _refusal(
+def _describe_mismatch(
     function: Callable[..., Any],
     name: str,
     given: tuple[Any, ...],
@@ -348,16 +350,19 @@ def _refusal(
     params = [each for each in all_params if each.kind is not each.VAR_KEYWORD]
     names = [each.name for each in params]
     shown = ", ".join(
-        [*map(_shown, given), *(f"{n}={_shown(v)}" for n, v in named.items())]
+        [
+            *map(_format_argument, given),
+            *(f"{n}={_format_argument(v)}" for n, v in named.items()),
+        ]
     )
     begin = f"{name}({shown}):"
     unknown = [each for each in named if each not in names]
     if unknown and len(params) == len(all_params):
-        return f"{begin} {_meant(name, unknown[0], params)}"
+        return f"{begin} {_suggest_name(name, unknown[0], params)}"
     by_position = [each.name for each in params if each.kind is not _BY_NAME]
     has_rest = any(each.kind is each.VAR_POSITIONAL for each in params)
     if len(given) > len(by_position) and not has_rest:
-        return f"{begin} {_by_name(name, given, by_position, names)}"
+        return f"{begin} {_suggest_keywords(name, given, by_position, names)}"
     usage = _usage(name, params)
     placed = [each.name for each in params if each.kind in _BY_PLACE]
     unnamed = [each for each in named if each in placed]
@@ -378,7 +383,7 @@ def _refusal(
     return f"{begin} {' and '.join(missing)} {verb} missing. Write {usage}."
 
 
-def _by_name(
+def _suggest_keywords(
     name: str, given: tuple[Any, ...], by_position: list[str], names: list[str]
 ) -> str:
     """Return how to write what was given by position, and cannot be."""
@@ -386,7 +391,9 @@ def _by_name(
     surplus = given[len(by_position) :]
     others = [each for each in names if each not in by_position and each != "name"]
     written = [*by_position]
-    written += [f"{n}={_shown(v)}" for n, v in zip(others, surplus, strict=False)]
+    written += [
+        f"{n}={_format_argument(v)}" for n, v in zip(others, surplus, strict=False)
+    ]
     if len(surplus) <= len(others) and all(map(_is_plain, surplus)):
         usage = f"Write {name}({', '.join(written)})"
     else:
@@ -395,7 +402,7 @@ def _by_name(
     return f"{may} may be given by position. {usage}."
 
 
-def _meant(name: str, word: str, params: list[inspect.Parameter]) -> str:
+def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return what to write instead of an argument that there is not."""
     known = [each.name for each in params if each.kind not in _BY_PLACE]
     advice = ARGUMENTS.get(name, {}).get(word)
@@ -403,14 +410,14 @@ def _meant(name: str, word: str, params: list[inspect.Parameter]) -> str:
         near = difflib.get_close_matches(word, known, n=1)
         advice = f"{near[0]}=" if near else None
     if advice is None:
-        listed = ", ".join(map(_listed, params)) or "none"
+        listed = ", ".join(map(_join_names, params)) or "none"
         return f"there is no {word}=; its arguments are {listed}."
     if advice in [f"{each}=" for each in known]:
         return f"there is no {word}=; did you mean {advice}?"
     return f"there is no {word}=; {advice}."
 
 
-def _listed(param: inspect.Parameter) -> str:
+def _join_names(param: inspect.Parameter) -> str:
     """Return a parameter as one gives it."""
     if param.kind is param.VAR_POSITIONAL:
         return f"*{param.name}"
@@ -434,10 +441,10 @@ def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def _shown(value: object) -> str:
+def _format_argument(value: object) -> str:
     if _is_plain(value):
         text = repr(value)
-        if len(text) <= _SHOWN:
+        if len(text) <= _MAX_ARGUMENT:
             return text
     if isinstance(value, type):
         return value.__name__
@@ -454,10 +461,10 @@ def question(method: F) -> F:
 
     Law: called, the method does what it does without this.
     """
-    return cast("F", _Question(method))
+    return cast("F", _UncalledGuard(method))
 
 
-class _Question:
+class _UncalledGuard:
     """In a class, in the place of a method."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
@@ -465,10 +472,10 @@ class _Question:
         functools.update_wrapper(cast("Any", self), method)
 
     def __get__(self, record: object, kind: type | None = None) -> Callable[..., Any]:
-        return self._method if record is None else _Asked(self._method, record)
+        return self._method if record is None else _GuardedMethod(self._method, record)
 
 
-class _Asked:
+class _GuardedMethod:
     """A method of one record, which has no truth of its own."""
 
     def __init__(self, method: Callable[..., Any], record: object) -> None:
@@ -519,7 +526,7 @@ def _levels_of_package() -> int:
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def shown(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Show a number of bytes in the unit that fits."""
     unit = 0
     while size >= 1024 and unit + 1 < len(_UNITS):

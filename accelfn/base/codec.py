@@ -26,9 +26,9 @@ _DTYPES = frozenset(
     )
 )
 _PLAIN = (str, int, bool, type(None))
-DEEPEST = 100
+MAX_DEPTH = 100
 """Containers in containers; a tree that holds itself has more."""
-_LARGEST_BITS = 10_000
+_MAX_BITS = 10_000
 """Of an integer; Python itself refuses to read many more digits."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-\[\]]{0,199}")
 
@@ -103,7 +103,7 @@ def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tenso
 
 
 def encode(
-    tree: Any, tensors: Table, *, path: str = "state", room: int = DEEPEST
+    tree: Any, tensors: Table, *, path: str = "state", room: int = MAX_DEPTH
 ) -> Any:
     """Return the tree as JSON data; its tensors are put into the table.
 
@@ -121,7 +121,7 @@ def encode(
     if isinstance(tree, float):
         return tree if math.isfinite(tree) else {"float": repr(tree)}
     if room == 0:
-        msg = f"{path[:200]} lies in more than {DEEPEST} containers, or in itself."
+        msg = f"{path[:200]} lies in more than {MAX_DEPTH} containers, or in itself."
         raise PlainDataError(msg)
     if isinstance(tree, Mapping):
         return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path, room - 1)
@@ -193,7 +193,7 @@ def tensors_in(coded: Any) -> Iterator[str]:
 
 
 @attrs.frozen(eq=False)
-class Held:
+class ObjectState:
     """What an object's `state_dict()` said, to be loaded into such an object."""
 
     state: Any
@@ -214,7 +214,7 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "float": float,
         "dict": lambda items: {key: inner(value) for key, value in items.items()},
         "pairs": lambda items: {key: inner(value) for key, value in items},
-        "object": lambda state: Held(inner(state)),
+        "object": lambda state: ObjectState(inner(state)),
         "pending": lambda values: Pending.of(inner(values)),
         "list": lambda values: [inner(value) for value in values],
         "tuple": lambda values: tuple(inner(value) for value in values),
@@ -229,10 +229,10 @@ def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _check_number(value: Any, path: str) -> None:
-    if isinstance(value, int) and value.bit_length() > _LARGEST_BITS:
+    if isinstance(value, int) and value.bit_length() > _MAX_BITS:
         msg = (
             f"{path} has an integer of {value.bit_length()} bits; at most"
-            f" {_LARGEST_BITS} are saved or sent."
+            f" {_MAX_BITS} are saved or sent."
         )
         raise PlainDataError(msg)
 

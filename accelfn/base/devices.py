@@ -145,13 +145,13 @@ def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
             torch.get_device_module(device).synchronize(device)
 
 
-def pins(device: torch.device) -> bool:
+def can_pin(device: torch.device) -> bool:
     """Whether there is host memory from and to which a device copies without a wait."""
-    return _pins(device.type)
+    return _can_pin(device.type)
 
 
 @cache
-def _pins(kind_of_device: str) -> bool:
+def _can_pin(kind_of_device: str) -> bool:
     """Whether torch has host memory from which such a device copies by itself."""
     if kind_of_device in ("cpu", "mps") or kind_of_device != kind():
         return False  # it has the host's memory, or is none of this machine
@@ -165,18 +165,18 @@ def host_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     """Return host memory to and from which a device copies without a wait, where it can."""
-    return torch.empty(shape, dtype=dtype, pin_memory=_pins(device.type))
+    return torch.empty(shape, dtype=dtype, pin_memory=_can_pin(device.type))
 
 
-def staged(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host where a device copies from without a wait, if it can."""
-    there = not tensor.is_cpu or not _pins(device.type) or tensor.is_pinned()
+    there = not tensor.is_cpu or not _can_pin(device.type) or tensor.is_pinned()
     return tensor if there else tensor.pin_memory()
 
 
-def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, to which it is under way; nobody waits."""
-    return staged(tensor, device).to(device, non_blocking=_pins(device.type))
+    return pin(tensor, device).to(device, non_blocking=_can_pin(device.type))
 
 
 # Memory that is filled at once, in large pages where the system has them.
@@ -186,7 +186,7 @@ def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # it takes 260.
 
 
-_LARGE = 1 << 21
+_HUGE_PAGE = 1 << 21
 """Bytes of a large page, on most machines."""
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
 """What Linux calls them; no other system takes such advice."""
@@ -199,7 +199,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     beyond the tensor, so nobody's memory grows.
     """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    if _ADVICE is not None and tensor.nbytes >= 2 * _LARGE:
+    if _ADVICE is not None and tensor.nbytes >= 2 * _HUGE_PAGE:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
@@ -219,7 +219,7 @@ _NO_XLA = (
 )
 
 
-def known_device(device: Any) -> torch.device:
+def parse_device(device: Any) -> torch.device:
     """Return what torch makes of it.
 
     Raises:
@@ -248,7 +248,7 @@ def check_kind(asked: torch.device) -> None:
         raise WorldError(msg)
 
 
-def chosen_device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
+def choose_device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
     """Return the device asked for, or the local rank's of the accelerator, or the CPU.
 
     Raises:
@@ -256,7 +256,7 @@ def chosen_device(asked: str | torch.device | None, *, local_rank: int) -> torch
     """
     if asked is None:
         asked = kind()
-    chosen = known_device(asked)
+    chosen = parse_device(asked)
     check_kind(chosen)
     if chosen.type == "cpu":
         return chosen

@@ -205,15 +205,15 @@ class Turn:
 
     def __init__(self) -> None:
         """Begin with nobody's."""
-        self._had: list[weakref.ref[Held]] = []  # as they came; some live no more
+        self._had: list[weakref.ref[HeldTurn]] = []  # as they came; some live no more
 
-    def take(self) -> "Held":
+    def take(self) -> "HeldTurn":
         """Return what gives it back, or is let go.
 
         Raises:
             WorldError: another thread has it.
         """
-        held = Held(self._had)
+        held = HeldTurn(self._had)
         if len(self._had) == 1:  # as nearly always
             return held
         for each in tuple(self._had):
@@ -225,19 +225,19 @@ class Turn:
                 break
             else:
                 held.give_back()
-                _refuse()
+                _raise_other_thread()
         return held
 
 
-class Held:
+class HeldTurn:
     """A turn that a block of a thread has."""
 
     __slots__ = ("__weakref__", "_had", "_mine", "thread")
 
-    def __init__(self, had: "list[weakref.ref[Held]]") -> None:
+    def __init__(self, had: "list[weakref.ref[HeldTurn]]") -> None:
         """Stand behind those that have it."""
         self.thread, self._had = threading.get_ident(), had
-        self._mine: weakref.ref[Held] = weakref.ref(self)
+        self._mine: weakref.ref[HeldTurn] = weakref.ref(self)
         had.append(self._mine)
 
     def give_back(self) -> None:
@@ -253,16 +253,16 @@ _turn = Turn()
 """To draw from the default generators; simulated ranks, which are threads, have one each."""
 
 
-def _begin_anew() -> None:
+def _reset_after_fork() -> None:
     """Let a process that was forked, in which no other thread lives, draw."""
     global _turn  # noqa: PLW0603 - as the generators are
     _turn = Turn()
 
 
-os.register_at_fork(after_in_child=_begin_anew)
+os.register_at_fork(after_in_child=_reset_after_fork)
 
 
-def _refuse() -> NoReturn:
+def _raise_other_thread() -> NoReturn:
     msg = (
         "This thread would draw at random while another thread of this process does, in a"
         " step, in af.evaluate, in af.rng, or where it reads data that draw: torch's default"

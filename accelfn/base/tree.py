@@ -24,13 +24,13 @@ import attrs
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import ArgumentError, BatchError, CallError
 
 # `Pending`: values that ranks are still sending each other.
 
 
-@called
+@explain_call_errors
 class Pending:
     """Values on their way: what `af.start_reduce` returns, and a slot may keep.
 
@@ -251,16 +251,16 @@ def room(part: torch.Tensor) -> int:
     return int(end - part.storage_offset())
 
 
-def padded(part: torch.Tensor, count: int) -> torch.Tensor:
+def pad_part(part: torch.Tensor, count: int) -> torch.Tensor:
     """Return a copy of a part with room for so many elements behind its corner."""
     memory = part.new_zeros(max(count, part.numel()))
     return memory[: part.numel()].view(part.shape).copy_(part)
 
 
-def copied(tensor: Any) -> torch.Tensor:
+def clone_shards(tensor: Any) -> torch.Tensor:
     """Return a DTensor of the same numbers, with as much room."""
     part = local(tensor)
-    return with_local(tensor, padded(part.detach(), room(part)))
+    return with_local(tensor, pad_part(part.detach(), room(part)))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
@@ -452,7 +452,7 @@ def clone(tree: Any) -> Any:
             return leaf
         if id(leaf) not in copies:
             shared = is_shard(leaf)
-            copies[id(leaf)] = copied(leaf) if shared else leaf.detach().clone()
+            copies[id(leaf)] = clone_shards(leaf) if shared else leaf.detach().clone()
         return copies[id(leaf)]
 
     return tree_map(copy_once, tree)
@@ -534,7 +534,7 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def _beside(
+def _factor_for(
     number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> float | torch.Tensor:
     """Return a number that every tensor can be multiplied by, or divided.
@@ -551,7 +551,7 @@ def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by one number."""
     found = _parts(tensors)
     if found:
-        factor = _beside(factor, found)
+        factor = _factor_for(factor, found)
         torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -559,7 +559,7 @@ def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None
     """Divide each tensor by one number."""
     found = _parts(tensors)
     if found:
-        divisor = _beside(divisor, found)
+        divisor = _factor_for(divisor, found)
         torch._foreach_div_(found, divisor)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -642,7 +642,7 @@ def clamp_(tensors: Iterable[torch.Tensor], low: float, high: float) -> None:
 # Values that are apart, and share their memory until one of them is written, if ever.
 
 
-def apart(tensor: torch.Tensor) -> torch.Tensor:
+def copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same numbers; what is written into one, the other never sees.
 
     On the CPU it is torch's copy-on-write: whoever writes first, through any view and by any
@@ -665,7 +665,7 @@ def apart(tensor: torch.Tensor) -> torch.Tensor:
         return plain.clone()
 
 
-def apart_from_others(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def copy_shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors in the memory that they have, or copies where others hold it, too.
 
     As a table of vectors that a factory builds an embedding around. What is looked for are

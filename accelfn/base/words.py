@@ -15,15 +15,15 @@ from accelfn.errors import CallError, RecordError
 
 
 T = TypeVar("T", bound=type)
-Words = Mapping[str, str]
+Hints = Mapping[str, str]
 
 
-def each_word(words: Mapping[str, str]) -> dict[str, str]:
+def split_keys(words: Mapping[str, str]) -> dict[str, str]:
     """Return a table whose keys name several words as one of single words."""
     return {word: advice for key, advice in words.items() for word in key.split()}
 
 
-class Word:
+class Hint:
     """An attribute that a record does not have, and what to write instead.
 
     It is an error that `hasattr`, `getattr` with a default, copy and pickle understand, and
@@ -40,8 +40,8 @@ class Word:
         raise RecordError(msg, obj=owner)  # told by us; Python would guess at a name
 
 
-def foreign(
-    attributes: Words, *, changes: str | None = None, **operations: str
+def hint_attributes(
+    attributes: Hints, *, changes: str | None = None, **operations: str
 ) -> Callable[[T], T]:
     """Let a record say what is written here for what others would write.
 
@@ -54,38 +54,38 @@ def foreign(
     def taught(cls: T) -> T:
         kind: Any = cls
         for name, advice in attributes.items():
-            setattr(kind, name, Word(name, advice))
-        kind.__dir__ = _without(attributes)
+            setattr(kind, name, Hint(name, advice))
+        kind.__dir__ = _hide_names(attributes)
         if hasattr(kind, "__getattr__"):  # which Python asks after the word has refused
-            kind.__getattr__ = _asked_after(kind.__getattr__, attributes)
+            kind.__getattr__ = _hint_getattr(kind.__getattr__, attributes)
         for name, advice in operations.items():
-            setattr(kind, f"__{name}__", _refusing(kind.__name__, advice))
+            setattr(kind, f"__{name}__", _raise_hint(kind.__name__, advice))
         if changes is not None:
-            kind.__setattr__ = kind.__delattr__ = keeping(kind.__name__, changes)
+            kind.__setattr__ = kind.__delattr__ = readonly(kind.__name__, changes)
         return cls
 
     return taught
 
 
-def _without(attributes: Words) -> Callable[[object], list[str]]:
+def _hide_names(attributes: Hints) -> Callable[[object], list[str]]:
     def names(self: object) -> list[str]:
         return [name for name in object.__dir__(self) if name not in attributes]
 
     return names
 
 
-def _asked_after(
-    inner: Callable[[Any, str], Any], attributes: Words
+def _hint_getattr(
+    inner: Callable[[Any, str], Any], attributes: Hints
 ) -> Callable[[Any, str], Any]:
     def getattr_(self: Any, name: str) -> Any:
         if name in attributes:
-            Word(name, attributes[name]).__get__(self, type(self))
+            Hint(name, attributes[name]).__get__(self, type(self))
         return inner(self, name)
 
     return getattr_
 
 
-def _refusing(kind: str, advice: str) -> Callable[..., NoReturn]:
+def _raise_hint(kind: str, advice: str) -> Callable[..., NoReturn]:
     def refuse(*_: object) -> NoReturn:
         msg = f"A {kind} is a record: {advice}."
         raise CallError(msg)
@@ -93,7 +93,7 @@ def _refusing(kind: str, advice: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def keeping(kind: str, advice: str) -> Callable[..., NoReturn]:
+def readonly(kind: str, advice: str) -> Callable[..., NoReturn]:
     """Return a `__setattr__` that refuses, and says what to write instead."""
 
     def refuse(self: object, name: str, *_: object) -> NoReturn:
@@ -117,7 +117,7 @@ MAKE_SCHEDULE = (
     " one of torch's schedulers"
 )
 
-STATE = each_word(
+STATE = split_keys(
     {
         "model module net unwrap_model": _BIND,
         "parameters named_parameters": "its parameters by name are state.params",
@@ -158,7 +158,7 @@ _VALUE = (
     "the collated value is batch.value (under af.accumulate, batch.micro_batches); a step takes"
     " the batch itself"
 )
-BATCH = each_word(
+BATCH = split_keys(
     {
         "keys values items get pop update to cuda cpu pin_memory size shape dim dtype device": (
             _VALUE
@@ -180,7 +180,7 @@ STATE_WRITES = {
     "slots": "write state = state.with_slot(name, value) for an entry of your own; a"
     " transform's are what its functions return",
 }
-DATA = each_word(
+DATA = split_keys(
     {
         "sampler": "its order is data.ordering",
         "loader dataloader batches": "af.batches(state) reads the data of a state",
@@ -194,7 +194,7 @@ DATA_IS_NO_LOADER = (
     "for batch in af.batches(state, epochs=...) reads the data of a state,"
     " af.evaluate(state, data, fn) others; one sample is data.dataset[i]"
 )
-GRADS = each_word(
+GRADS = split_keys(
     {
         "keys values items get": "they are in grads.tensors, by parameter name",
         "norm clip clip_grad_norm clip_grad_norm_": "put af.clip_grad_norm(max_norm) into the"
@@ -206,7 +206,7 @@ GRADS_ARE_NO_DICT = (
     "gradients are in grads.tensors, by parameter name. value_and_grad(loss_fn)(state, batch)"
     " returns metrics, grads"
 )
-METRICS = each_word(
+METRICS = split_keys(
     {
         "item": 'one has an item: metrics["loss"].item()',
         "mean": "af.mean(metrics, world) has the means over all ranks as floats",
@@ -214,7 +214,7 @@ METRICS = each_word(
         "detach cpu to": "they hold no graph; a name gives a mean, as a tensor",
     }
 )
-WORLD = each_word(
+WORLD = split_keys(
     {
         "is_main_process": "it is world.is_main",
         "is_local_main_process": "it is world.local_rank == 0",
@@ -245,7 +245,7 @@ WORLD = each_word(
         " af.track.jsonl(path, world=world)",
     }
 )
-CHAIN = each_word(
+CHAIN = split_keys(
     {
         "append add insert extend compose": "write af.chain(setup, another)",
         "apply": "call it: state = setup(state)",
@@ -255,7 +255,7 @@ CHAIN_IS_NO_LIST = (
     "its transforms are setup.transforms, and af.chain(setup, another) adds"
 )
 
-BATCHES = each_word(
+BATCHES = split_keys(
     {
         "dataset": "it is batches.data.dataset",
         "batch_size sampler set_epoch": "batches are as the state's data and cursor say; make"
@@ -266,7 +266,7 @@ BATCHES_ARE_NO_LIST = (
     "for batch in af.batches(state, epochs=...) reads them; the first is"
     " next(iter(af.batches(state)))"
 )
-STORE = each_word(
+STORE = split_keys(
     {
         "load load_state load_state_dict": "write state = store.restore(state)",
         "save_state save_checkpoint": "write store.save(state)",
@@ -274,7 +274,7 @@ STORE = each_word(
         "last_checkpoint": "it is store.latest",
     }
 )
-TRACKER = each_word(
+TRACKER = split_keys(
     {
         "log add_scalar add_scalars log_metrics": "call it: tracker(values, state.step)",
         "log_images add_image log_image": "write tracker.images(images, state.step)",
@@ -284,7 +284,7 @@ TRACKER = each_word(
         "finish end_training": "write tracker.close(), or use it as a context manager",
     }
 )
-SCHEDULES = each_word(
+SCHEDULES = split_keys(
     {
         "cosine cosine_with_warmup get_cosine_schedule_with_warmup": "write"
         " af.schedules.warmup_cosine(num_warmup, num_updates)",
@@ -302,7 +302,7 @@ SCHEDULES = each_word(
 )
 """What there is not in `af.schedules`."""
 
-NAMES = each_word(
+NAMES = split_keys(
     {
         "Accelerator PartialState AcceleratorState": "world = af.World.from_env() joins the"
         " ranks, and a setup says the rest: af.chain(af.shard_data(), af.wrap_ddp(), ...)",
@@ -371,8 +371,8 @@ _CREATE = "af.TrainState.create(model=..., optimizer=...)"
 MADE_BY: Mapping[str, str] = {"af.TrainState": _CREATE}
 """Calls for records that another call makes."""
 AT = 'write at="train" in place of raw=True, at="eval" of raw=False'
-ARGUMENTS: Mapping[str, Words] = {
-    name: each_word(words)
+ARGUMENTS: Mapping[str, Hints] = {
+    name: split_keys(words)
     for name, words in {
         "af.Data": {
             "collate_fn": "collate=",

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from accelfn.base.arguments import advise
-from accelfn.base.codec import Held, has_state
+from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint.grammar import quote
 from accelfn.checkpoint.manifest import Manifest
@@ -307,7 +307,7 @@ def _kind(value: Any) -> str:
         return f"{tuple(value.shape)} {value.dtype}{split}"
     if isinstance(value, (bool, int, float)):
         return "a number"
-    is_object = isinstance(value, Held) or has_state(value)
+    is_object = isinstance(value, ObjectState) or has_state(value)
     return "an object" if is_object else type(value).__name__
 
 

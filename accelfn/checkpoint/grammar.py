@@ -10,7 +10,7 @@ import reprlib
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias, cast
 
-from accelfn.base.codec import DEEPEST
+from accelfn.base.codec import MAX_DEPTH
 from accelfn.checkpoint.files import DTYPES, File, bytes_in
 from accelfn.checkpoint.slices import Slice, of_copies, tile
 
@@ -187,7 +187,7 @@ def _record(**rules: Rule) -> Rule:
     return rule_of_record
 
 
-def _tree(value: Any, depth: int = DEEPEST, kinds: tuple[str, ...] = ()) -> None:
+def _tree(value: Any, depth: int = MAX_DEPTH, kinds: tuple[str, ...] = ()) -> None:
     """Look at an encoded tree, as `accelfn.base.codec` makes them; `kinds`: of its root."""
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
@@ -232,7 +232,7 @@ def _number(value: Any) -> None:
         _tree(value, kinds=("float",))
 
 
-def _data(value: Any, depth: int = DEEPEST) -> None:
+def _data(value: Any, depth: int = MAX_DEPTH) -> None:
     if depth < 0:
         _refuse("something less deep", value)
     if isinstance(value, (dict, list)):

@@ -12,8 +12,8 @@ from weakref import ref
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, called
-from accelfn.base.tree import copied, is_shard
+from accelfn.base.arguments import advise, explain_call_errors
+from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.commit import told
 from accelfn.checkpoint.elastic import Source, source_of
@@ -252,7 +252,7 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
             f" with other values {compare.some(changed)}. Import them first."
         )
         raise CheckpointError(msg)
-    return {n: copied(p) if is_shard(p) else p.clone() for n, p in here.items()}
+    return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in here.items()}
 
 
 # `together`: ranks that have parts of one model read a checkpoint all, or none of them
@@ -299,7 +299,7 @@ def together(state: TrainState, read: Callable[[], T]) -> T:
     return outcome
 
 
-@called
+@explain_call_errors
 def load(
     state: States,
     directory: str | os.PathLike[str],
@@ -388,7 +388,7 @@ def restored(
     return made
 
 
-@called
+@explain_call_errors
 def load_part(
     state: TrainState,
     directory: str | os.PathLike[str],

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import called, why_not
+from accelfn.base.arguments import call_mismatch, explain_call_errors
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.elastic import Arrivals, received, sendings, to_merge
 from accelfn.checkpoint.load import restored
@@ -40,7 +40,7 @@ Restore: TypeAlias = Callable[[TrainState], TrainState]
 _CALL = "af.with_world(state, world)"
 
 
-@called
+@explain_call_errors
 def with_world(
     state: TrainState,
     world: World,
@@ -337,7 +337,7 @@ def _moved(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
 _REGROUP = "af.regroup(state)"
 
 
-@called
+@explain_call_errors
 def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     """Return the state as it goes on in the world of all ranks that are there.
 
@@ -413,7 +413,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
 def _check(restore: object, state: TrainState) -> None:
     if restore is None:
         return
-    why = why_not(restore, state) if callable(restore) else "it is none"
+    why = call_mismatch(restore, state) if callable(restore) else "it is none"
     if why is not None:
         shown = restore if callable(restore) else type(restore).__name__
         msg = (

@@ -15,8 +15,14 @@ from typing import Any, TypeAlias, TypeVar, cast
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, called, is_integer
-from accelfn.base.codec import Held, Table, decode, encode, has_state
+from accelfn.base.arguments import advise, explain_call_errors, is_integer
+from accelfn.base.codec import (
+    ObjectState,
+    Table,
+    decode,
+    encode,
+    has_state,
+)
 from accelfn.base.tree import Pending
 from accelfn.checkpoint import commit, disk, files
 from accelfn.checkpoint.commit import Contents, Save
@@ -92,7 +98,7 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
 def _with_objects(saved: Any, current: Any, path: str) -> Any:
     """Return a slot with objects of the current one's kinds in place of what they said."""
-    if isinstance(saved, Held):
+    if isinstance(saved, ObjectState):
         if not has_state(current):
             msg = (
                 f"{path} was saved of an object with a state_dict(), and the state that it"
@@ -327,7 +333,7 @@ _SHOWN = 1000
 """Characters of a transform's options that a manifest has."""
 
 
-@called
+@explain_call_errors
 def save(
     state: Given, directory: str | os.PathLike[str], *, frozen: str = "write"
 ) -> None:

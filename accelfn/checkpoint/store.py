@@ -18,9 +18,9 @@ import attrs
 import torch
 
 from accelfn.base import arguments, words
-from accelfn.base.arguments import called, question
+from accelfn.base.arguments import explain_call_errors, question
 from accelfn.base.devices import host_memory
-from accelfn.base.words import foreign
+from accelfn.base.words import hint_attributes
 from accelfn.checkpoint import commit, disk
 from accelfn.checkpoint import manifest as keeping
 from accelfn.checkpoint.commit import Contents, Lock, Save
@@ -497,8 +497,8 @@ def _first(texts: list[str]) -> CheckpointWriteError | None:
     return failed[0] if failed else None
 
 
-@called
-@foreign(words.STORE)
+@explain_call_errors
+@hint_attributes(words.STORE)
 class CheckpointStore:
     """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
 
@@ -600,7 +600,7 @@ class CheckpointStore:
         return self.directory / keeping.name_of(found[0]) if found else None
 
     @question
-    @called
+    @explain_call_errors
     def due(self, state: Given) -> bool:
         """Return whether to save now, the same on all ranks; of several states, the first's.
 
@@ -621,7 +621,7 @@ class CheckpointStore:
         over = time.monotonic() - self._last_saved >= self.every.total_seconds()
         return bool(broadcast_object(over, state.world, label="store: due"))
 
-    @called
+    @explain_call_errors
     def save(self, state: Given, *, metrics: Mapping[str, float] | None = None) -> Path:
         """Save a state under its step, and return where.
 
@@ -692,7 +692,7 @@ class CheckpointStore:
         """
         self._wait(None)
 
-    @called
+    @explain_call_errors
     def restore(
         self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
     ) -> States:

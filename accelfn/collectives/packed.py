@@ -19,8 +19,13 @@ from torch._utils import (
 )
 
 from accelfn.base import tree
-from accelfn.base.arguments import Number, advise, called, is_number
-from accelfn.base.devices import is_positive, readable, sent
+from accelfn.base.arguments import (
+    Number,
+    advise,
+    explain_call_errors,
+    is_number,
+)
+from accelfn.base.devices import is_positive, readable, send_async
 from accelfn.base.tree import local
 from accelfn.collectives.failures import agreed, alike, await_turn, check_world, naming
 from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
@@ -220,7 +225,7 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-@called
+@explain_call_errors
 def barrier(world: World, *, label: str = "barrier") -> None:
     """Wait until every rank is here; `label` says for what, in errors."""
     check_world("barrier", world)
@@ -284,7 +289,7 @@ def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
         if isinstance(number, torch.Tensor) and not number.is_cpu
     }
     here = [0.0 if i in there else _read(number) for i, number in enumerate(numbers)]
-    row = sent(torch.tensor(here, dtype=torch.float64), device)
+    row = send_async(torch.tensor(here, dtype=torch.float64), device)
     if not there:
         return row
     parts = [*row.unbind()]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import codec, tree
-from accelfn.base.arguments import Number, called, is_integer
+from accelfn.base.arguments import Number, explain_call_errors, is_integer
 from accelfn.base.devices import readable
 from accelfn.base.tree import Pending
 from accelfn.collectives.failures import agreed, check_world, naming
@@ -48,7 +48,7 @@ from accelfn.world import World
 T = TypeVar("T")
 
 
-@called
+@explain_call_errors
 def gather(values: T, world: World, *, grad: bool = False, label: str = "gather") -> T:
     """Return every rank's tensors, joined along dim 0 in rank order, on all ranks.
 
@@ -74,7 +74,7 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     return _gathered(values, world, label, grad=grad, is_ragged=False)
 
 
-@called
+@explain_call_errors
 def gather_ragged(
     values: T, world: World, *, grad: bool = False, label: str = "gather_ragged"
 ) -> T:
@@ -130,7 +130,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
     return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
 
 
-@called
+@explain_call_errors
 def reduce(
     values: T,
     world: World,
@@ -183,7 +183,7 @@ def reduce(
     return _by_dtype(values, leaves, lambda same: reduced(same, ready, op, label))
 
 
-@called
+@explain_call_errors
 def start_reduce(
     values: Any, world: World, op: str = "sum", *, label: str = "reduce"
 ) -> Pending:
@@ -240,7 +240,7 @@ def start_reduce(
     return Pending(finish)
 
 
-@called
+@explain_call_errors
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
     """Return the tensors that rank `root` has, on all ranks.
 
@@ -266,7 +266,7 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     return _by_dtype(values, leaves, given)
 
 
-@called
+@explain_call_errors
 def pad_across(
     values: T,
     world: World,
@@ -330,7 +330,7 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
         raise ArgumentError(msg)
 
 
-@called
+@explain_call_errors
 def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """Return whether the flag is true on any rank, the same on all.
 
@@ -343,7 +343,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     return bool(reduced([value], ready, "max", label)[0])
 
 
-@called
+@explain_call_errors
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
     """Return whether the flag is true on every rank, the same on all.
 
@@ -435,7 +435,7 @@ def _row(leaf: torch.Tensor) -> torch.Tensor:
 # where it is asked for by name.
 
 
-@called
+@explain_call_errors
 def gather_objects(
     value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
 ) -> list[Any]:
@@ -461,7 +461,7 @@ def gather_objects(
     return [_read(each, world, pickle=pickle) for each in parts]
 
 
-@called
+@explain_call_errors
 def broadcast_object(
     value: Any,
     world: World,
@@ -485,7 +485,7 @@ def broadcast_object(
     )
 
 
-@called
+@explain_call_errors
 def scatter(
     values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
 ) -> Any:
@@ -569,7 +569,7 @@ def _read(data: bytes, world: World, *, pickle: bool) -> Any:
 Shapes: TypeAlias = list[list[int]]
 
 
-@called
+@explain_call_errors
 def all_to_all(
     values: Sequence[T],
     world: World,

@@ -13,14 +13,14 @@ from torch.utils.data import DataLoader
 from accelfn.base import words
 from accelfn.base.arguments import (
     advise,
-    called,
     check_integer,
+    explain_call_errors,
     integer,
     is_integer,
     is_number,
     truth,
 )
-from accelfn.base.words import foreign
+from accelfn.base.words import hint_attributes
 from accelfn.data.consistency import Looks
 from accelfn.data.epoch import Epoch, epoch_of, fingerprint_of, form_of
 from accelfn.data.loader import options_of
@@ -292,8 +292,8 @@ def _flag() -> Any:
     return attrs.field(default=False, kw_only=True, validator=truth())
 
 
-@called
-@foreign(
+@explain_call_errors
+@hint_attributes(
     words.DATA,
     changes="make another af.Data(...)",
     iter=words.DATA_IS_NO_LOADER,
@@ -375,7 +375,7 @@ class Data:
             check_indexed(self)
 
     @classmethod
-    @called
+    @explain_call_errors
     def mix(
         cls,
         datasets: Sequence[Any],
@@ -410,7 +410,7 @@ class Data:
         return cls(source, order=order, **options)
 
     @classmethod
-    @called
+    @explain_call_errors
     def from_loader(
         cls,
         loader: "DataLoader[Any]",
@@ -495,7 +495,7 @@ class Data:
             raise DataError(msg)
         return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
 
-    @called
+    @explain_call_errors
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
         """Return how many updates so many epochs make, for a state of this seed.
 

@@ -19,7 +19,7 @@ from torch.utils.data._utils import signal_handling
 
 from accelfn.base import draws, tree
 from accelfn.base.arguments import advise
-from accelfn.base.devices import staged
+from accelfn.base.devices import pin
 from accelfn.data.order import Indices
 from accelfn.data.sources import Source, collated
 from accelfn.errors import DataError
@@ -313,7 +313,7 @@ def _prefetched(
     side = torch.Stream(device)
 
     def staged_leaf(leaf: Any) -> Any:
-        return staged(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
+        return pin(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
     def copied() -> tuple[T, list[Any]] | None:
         pair = next(pairs, None)

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from accelfn.base import tree, words
-from accelfn.base.arguments import called, integer, truth
-from accelfn.base.words import foreign
+from accelfn.base.arguments import explain_call_errors, integer, truth
+from accelfn.base.words import hint_attributes
 from accelfn.data.order import Indices, as_counts
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 
@@ -180,7 +180,7 @@ class Plan:
 # Where training stands in its data: an epoch and how many of its samples were seen.
 
 
-@foreign({}, changes="af.seek(state, samples, epoch=...) moves a state")
+@hint_attributes({}, changes="af.seek(state, samples, epoch=...) moves a state")
 @attrs.frozen
 class Cursor:
     """A position in the sample order, counted in global samples.
@@ -226,7 +226,7 @@ Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 """Whether samples are filler: all of a micro-batch, none, or one by one."""
 
 
-@foreign(
+@hint_attributes(
     words.BATCH,
     changes="it is what was read; another value goes to step(state, value) as it is",
     getitem=words.BATCH_IS_NO_VALUE,
@@ -370,7 +370,7 @@ def _as_costs(values: Any) -> Indices:
     return as_counts(values, "af.budget(costs)")
 
 
-@called
+@explain_call_errors
 @attrs.frozen(eq=False, repr=False)
 class budget:
     """Let an update take as many samples, in their order, as fit a limit.

@@ -194,7 +194,7 @@ class Flats:
             return piece.view(shape)
         part = piece.view(-1, *shape[1:])
         like = torch.empty(shape, dtype=piece.dtype, device="meta")
-        made = tree.padded(part, self.layout.room(name, shape))
+        made = tree.pad_part(part, self.layout.room(name, shape))
         return self.layout.held(name, made, like)
 
     def gathered(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:

@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.base.arguments import advise, qualname, why_not
+from accelfn.base.arguments import advise, call_mismatch, qualname
 from accelfn.data import Data, Plan
 from accelfn.definition.transform import chain, check_needs, check_returned, facts_of
 from accelfn.errors import ArgumentError, ModelError, WorldError
@@ -308,7 +308,7 @@ def check_schedule(schedule: object) -> None:
             " update number; see af.schedules, whose from_torch takes torch's."
         )
         raise ArgumentError(msg)
-    error = None if schedule is None else why_not(schedule, 0)
+    error = None if schedule is None else call_mismatch(schedule, 0)
     if error is not None:
         msg = (
             f"TrainState.create(schedule={qualname(schedule)}): it is called as"

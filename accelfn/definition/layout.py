@@ -171,7 +171,7 @@ class Layout:
         part = tree.local(tensor).detach()
         for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
             part = part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)
-        made = tree.padded(part.to(self.device), self.room(name, tensor.shape))
+        made = tree.pad_part(part.to(self.device), self.room(name, tensor.shape))
         return self.held(name, made, tensor)
 
     def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -283,7 +283,7 @@ class WholeDraws(TorchDispatchMode):
         if fills:
             part.copy_(drawn)
             return like
-        return tree.with_local(like, tree.padded(drawn, tree.room(part)))
+        return tree.with_local(like, tree.pad_part(drawn, tree.room(part)))
 
 
 def _is_split(tensor: Any) -> bool:

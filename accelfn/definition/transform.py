@@ -29,9 +29,14 @@ import torch
 from attrs import NOTHING
 
 from accelfn.base import tree, words
-from accelfn.base.arguments import advise, annotations_of, called, signature
+from accelfn.base.arguments import (
+    advise,
+    annotations_of,
+    explain_call_errors,
+    signature,
+)
 from accelfn.base.tree import is_within
-from accelfn.base.words import foreign, keeping
+from accelfn.base.words import hint_attributes, readonly
 from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
 
 # The fields of a transform: what it can have a say in, and what its methods are called
@@ -562,7 +567,7 @@ def snake_case(name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
-@called
+@explain_call_errors
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def transform(cls: type[T]) -> type[T]:
     """Make a transform of a class whose annotations are its options.
@@ -619,12 +624,12 @@ def transform(cls: type[T]) -> type[T]:
     named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
     made = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     changing = cast("Any", made)
-    changing.__setattr__ = changing.__delattr__ = keeping(
+    changing.__setattr__ = changing.__delattr__ = readonly(
         cls.__name__,
         "what it remembers is its slot, which `init` gives and each method returns; with"
         f" other options it is another {cls.__name__}(...)",
     )
-    return called(made)
+    return explain_call_errors(made)
 
 
 def is_transform(value: object) -> bool:
@@ -725,8 +730,8 @@ def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 
     printer.text(repr(self))
 
 
-@called
-@foreign(words.CHAIN, changes="make another", getitem=words.CHAIN_IS_NO_LIST)
+@explain_call_errors
+@hint_attributes(words.CHAIN, changes="make another", getitem=words.CHAIN_IS_NO_LIST)
 @attrs.frozen(init=False, repr=False)
 class chain:
     """Compose transforms; a chain is a transform.

@@ -378,7 +378,7 @@ class Splitter:
     @property
     def pins(self) -> bool:
         """Whether parts lie where the device copies from by itself."""
-        return self.cpu_offload and devices.pins(self.device)
+        return self.cpu_offload and devices.can_pin(self.device)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
@@ -527,7 +527,7 @@ class ShardHome:
     def _rehomed(self, part: torch.Tensor, count: int) -> torch.Tensor:
         """Return a copy of a part in memory from which torch can gather it."""
         if not self._splitter.pins:
-            return tree.padded(part, count)
+            return tree.pad_part(part, count)
         shape = (max(count, part.numel()),)
         memory = devices.host_memory(shape, part.dtype, self._splitter.device)
         return memory.zero_()[: part.numel()].view(part.shape).copy_(part)

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import advise, as_path, called
+from accelfn.base.arguments import advise, as_path, explain_call_errors
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint import compare
 from accelfn.checkpoint.load import Loaded, converted, together
@@ -109,7 +109,7 @@ _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders in which Accelerate has torch keep what FSDP split."""
 
 
-@called
+@explain_call_errors
 def import_state(
     state: TrainState,
     directory: str | os.PathLike[str],

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from accelfn.base import arguments
-from accelfn.base.arguments import as_path, called
+from accelfn.base.arguments import as_path, explain_call_errors
 from accelfn.checkpoint import disk
 from accelfn.checkpoint.elastic import Source as SavedState
 from accelfn.checkpoint.manifest import reader_of
@@ -130,7 +130,7 @@ _ONE = threading.Lock()
 """Whoever holds it reads: torch keeps what may stand for a class once a process."""
 
 
-@called
+@explain_call_errors
 def import_torch_weights(
     model: Source[M],
     file: str | os.PathLike[str],

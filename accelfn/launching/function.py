@@ -24,8 +24,8 @@ import cloudpickle
 import torch
 
 from accelfn.base import arguments, codec, devices
-from accelfn.base.arguments import called, check_seconds, is_integer
-from accelfn.base.devices import check_kind, known_device
+from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
+from accelfn.base.devices import check_kind, parse_device
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
 from accelfn.launching.script import run_here
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _RANK = str(Path(__file__).with_name("rank.py"))
 
 
-@called
+@explain_call_errors
 def launch(
     size: int,
     fn: Callable[Concatenate[World, ...], Any],
@@ -131,7 +131,7 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
 def _check_device(device: Any, size: int) -> None:
     kind = devices.kind()
     try:
-        asked = known_device(kind if device is None else device)
+        asked = parse_device(kind if device is None else device)
         check_kind(asked)
     except WorldError as error:
         msg = f"af.launch(device={device!r}): {error}"

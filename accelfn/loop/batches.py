@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import attrs
 
 from accelfn.base import words
-from accelfn.base.arguments import advise, called, is_integer
+from accelfn.base.arguments import advise, explain_call_errors, is_integer
 from accelfn.base.draws import is_plain, own_modes, span
-from accelfn.base.words import foreign
+from accelfn.base.words import hint_attributes
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
 from accelfn.data.plan import Cursor
@@ -17,7 +17,7 @@ from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 
 
-@foreign(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
+@hint_attributes(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
     """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will.
@@ -94,7 +94,7 @@ class Batches:
         )
 
 
-@called
+@explain_call_errors
 def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     """Return this rank's batches, going on from `state.cursor`.
 
@@ -148,7 +148,7 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     return Batches(data=state.data, reading=reading, is_loaded=state.lease.is_loaded)
 
 
-@called
+@explain_call_errors
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
     """Return the state as if `samples` samples of an epoch had been seen.
 

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 
 from accelfn.base import codec, draws, tree
-from accelfn.base.arguments import advise, called, is_number, why_not
+from accelfn.base.arguments import (
+    advise,
+    call_mismatch,
+    explain_call_errors,
+    is_number,
+)
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import local
 from accelfn.collectives import (
@@ -53,7 +58,7 @@ _NO_GRADIENTS = (
 )
 
 
-@called
+@explain_call_errors
 def evaluate(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> dict[str, float]:
@@ -102,7 +107,7 @@ def evaluate(
     return mean(total, state.world)
 
 
-@called
+@explain_call_errors
 def predict(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> Iterator[Any]:
@@ -239,7 +244,7 @@ def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
         msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
         raise LossError(msg)
     keywords = {"sample_weight": None} if is_weighed(fn) else {}
-    error = why_not(fn, None, None, *extras, **keywords)
+    error = call_mismatch(fn, None, None, *extras, **keywords)
     if error is not None:
         msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
         raise LossError(msg) from error
@@ -370,7 +375,7 @@ def _called(fn: EvaluateFunction) -> str:
 # `observe`: what an evaluation gave, told to the transforms that go by it.
 
 
-@called
+@explain_call_errors
 def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
     """Return the state whose transforms know what an evaluation gave: `(state, value) -> state`.
 
@@ -443,7 +448,7 @@ def _number(value: object) -> float:
 # `gather_valid`: what ranks computed of an update's samples, each sample once.
 
 
-@called
+@explain_call_errors
 def gather_valid(
     values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
 ) -> Any:
@@ -518,7 +523,7 @@ def _check_same_rows(values: Any, rows: int) -> None:
 T = TypeVar("T")
 
 
-@called
+@explain_call_errors
 def split(values: T, world: World, *, pad: bool = False) -> T:
     """Return this rank's part of values that all ranks hold: prompts, files, rows.
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 )
 
 from accelfn.base import devices, tree
-from accelfn.base.arguments import called, check_integer, shown
+from accelfn.base.arguments import check_integer, explain_call_errors, format_bytes
 from accelfn.base.tree import Pending, computes_on, is_shard, local
 from accelfn.collectives import all_gather, barrier, naming
 from accelfn.collectives.failures import check_world, wake
@@ -245,9 +245,9 @@ class MemoryEstimate:
         for name in columns[0]:
             sizes = [column[name] for column in columns]
             if any(sizes):
-                lines.append((name, *map(shown, sizes)))
+                lines.append((name, *map(format_bytes, sizes)))
         totals = [each.total for each in self.by_dtype.values()]
-        lines.append(("total", *map(shown, totals)))
+        lines.append(("total", *map(format_bytes, totals)))
         width = max(len(line[0]) for line in lines)
         table = "\n".join(
             line[0].ljust(width) + "".join(f"{cell:>12}" for cell in line[1:])
@@ -267,7 +267,7 @@ class MemoryEstimate:
         return f"In the host's memory (cpu_offload): {names}.\n" if names else ""
 
 
-@called
+@explain_call_errors
 def memory_estimate(
     model: ModelSource,
     setup: Any = None,
@@ -523,12 +523,12 @@ class Memory:
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':{width}}" + "".join(f"{head:>12}" for head in columns)]
         for i, (name, _) in enumerate(rows):
-            cells = (shown(column[i]) for column in columns.values())
+            cells = (format_bytes(column[i]) for column in columns.values())
             lines.append(f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells))
         return "\n".join(lines)
 
 
-@called
+@explain_call_errors
 def memory(state: TrainState) -> Memory:
     """Return the bytes of a state's tensors: of those on this rank, and of the whole.
 
@@ -599,7 +599,7 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_
 """What torch's allocators, CUDA, cuBLAS and cuDNN say; the second and third are the CPU's."""
 
 
-@called
+@explain_call_errors
 def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
     """Return `fn(batch_size, world)` for the largest of start, start/2, ... that fits.
 

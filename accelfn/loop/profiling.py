@@ -11,7 +11,7 @@ from typing import Any
 from torch import profiler as torch_profiler
 
 from accelfn.base import devices
-from accelfn.base.arguments import as_path, called, check_integer
+from accelfn.base.arguments import as_path, check_integer, explain_call_errors
 from accelfn.base.draws import is_profiled
 from accelfn.collectives.failures import check_world
 from accelfn.errors import ArgumentError, WorldError
@@ -110,7 +110,7 @@ class Profiler:
         self.is_written = True
 
 
-@called
+@explain_call_errors
 @contextmanager
 def profile(
     directory: str | os.PathLike[str],

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import attrs
 import torch
 
-from accelfn.base.arguments import called, integer, is_integer, qualname, question
+from accelfn.base.arguments import (
+    explain_call_errors,
+    integer,
+    is_integer,
+    qualname,
+    question,
+)
 from accelfn.collectives import reduce
 from accelfn.collectives.failures import check_world
 from accelfn.errors import ArgumentError
@@ -75,7 +81,7 @@ def deliver(number: int, _frame: FrameType | None = None) -> bool:
     return True
 
 
-@called
+@explain_call_errors
 @contextmanager
 def stopping(
     world: World,
@@ -152,7 +158,7 @@ def _take(number: signal.Signals) -> Any:
         raise ArgumentError(msg) from error
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class epochs:
     """A number of epochs, where a plain number would be one of updates.
@@ -172,7 +178,7 @@ Tracker: TypeAlias = Callable[[Numbers, int], object]
 _NOTHING: Mapping[Any, Any] = MappingProxyType({})
 
 
-@called
+@explain_call_errors
 def run(
     state: TrainState,
     step: Step,
@@ -416,7 +422,7 @@ def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
 # `salvage`: the newest state of a training, by way of an old one.
 
 
-@called
+@explain_call_errors
 def salvage(state: TrainState) -> TrainState:
     """Return the newest state that came of one, however many updates lie between.
 

@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import draws
-from accelfn.base.arguments import why_not
+from accelfn.base.arguments import call_mismatch
 from accelfn.errors import ModelError
 from accelfn.model.model import (
     ModelSource,
@@ -426,7 +426,7 @@ def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
     kind, ways = type(module).__name__, cast("_Ways", [])
     for around in _around(root, where):
         convention: Any = getattr(around, "_init_weights", None)
-        if callable(convention) and why_not(convention, module) is None:
+        if callable(convention) and call_mismatch(convention, module) is None:
             said = f"{type(around).__name__}._init_weights({kind})"
             ways.append((said, partial(convention, module)))
             break
@@ -435,7 +435,7 @@ def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
         "_reset_parameters",
     ):  # attention's has the other name
         own: Any = getattr(module, name, None)
-        if callable(own) and why_not(own) is None:
+        if callable(own) and call_mismatch(own) is None:
             ways.append((f"{kind}.{name}()", own))
     return ways
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accelfn.base import draws
-from accelfn.base.arguments import why_not
+from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import ModelError, OptimizerError, StateError
 
@@ -383,7 +383,7 @@ class Skeleton:
 
 
 def _check_takes_nothing(factory: Any) -> None:
-    error = why_not(factory)
+    error = call_mismatch(factory)
     if error is not None:
         msg = (
             f"model={factory!r}: expected a module, or a factory that takes no argument;"

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, Optimizer
 
-from accelfn.base.arguments import called, signature, why_not
+from accelfn.base.arguments import call_mismatch, explain_call_errors, signature
 from accelfn.base.tree import is_shard
 from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
 from accelfn.model.model import Skeleton
@@ -186,7 +186,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return partial(bare, optimizer)
 
 
-@called
+@explain_call_errors
 @attrs.frozen(init=False, repr=False)
 class partition:
     """Give parameters to several optimizers, each its own: Muon to matrices, AdamW the rest.
@@ -457,7 +457,7 @@ def trained_names(
             " says whether it is trained."
         )
         raise ArgumentError(msg)
-    error = why_not(predicate, "", None)
+    error = call_mismatch(predicate, "", None)
     if error is not None:
         msg = f"with_trainable({predicate!r}): it is called as predicate(name, parameter): {error}."
         raise ArgumentError(msg)
@@ -592,7 +592,7 @@ def _share(part: Optimizer, names: Mapping[int, str]) -> str:
 
 def _check_takes(factory: Any, trainable: object) -> None:
     """Refuse a factory that does not take what it is called with."""
-    error = why_not(factory, trainable)
+    error = call_mismatch(factory, trainable)
     if error is not None:
         msg = (
             f"optimizer={factory!r}: expected a factory that takes a list of (name,"
@@ -863,7 +863,7 @@ def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
     return made, model
 
 
-@called
+@explain_call_errors
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
     """Return a factory of an optimizer of the package lomo-optim, for `TrainState.create`.
 

@@ -12,8 +12,8 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import as_path, called
-from accelfn.base.devices import pins
+from accelfn.base.arguments import as_path, explain_call_errors
+from accelfn.base.devices import can_pin
 from accelfn.base.tree import tensor_leaves, to_device
 from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
@@ -85,7 +85,7 @@ class Ahead:
     @classmethod
     def on(cls, device: torch.device, room: int) -> "Ahead | None":
         """Return one for a device that has streams, and copies from pinned memory."""
-        if not pins(device):
+        if not can_pin(device):
             return None
         module: Any = torch.get_device_module(device)
         return cls(device, room, module.Stream(device))
@@ -185,7 +185,7 @@ def let_in(
 M = TypeVar("M", bound=nn.Module)
 
 
-@called
+@explain_call_errors
 @contextmanager
 def placed(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None

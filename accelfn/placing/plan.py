@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from accelfn.base import arguments
-from accelfn.base.arguments import as_path, called, shown
+from accelfn.base.arguments import as_path, explain_call_errors, format_bytes
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.weights.export import bytes_in, size_of
 
@@ -175,7 +175,7 @@ class Unit:
         return " + ".join(name or "(the model's own)" for name in self.names)
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class DeviceMap:
     """Where each unit of a model is; `print` shows it as a table.
@@ -198,13 +198,13 @@ class DeviceMap:
                 guests = [] if device != self.computes else _at_once(self._offloaded())
                 coming = (
                     f", of which {' and '.join(unit.shown for unit in guests)} of"
-                    f" {shown(_coming(guests))} come from elsewhere to compute"
+                    f" {format_bytes(_coming(guests))} come from elsewhere to compute"
                     if guests
                     else ""
                 )
                 msg = (
-                    f"af.place(budgets={{{device!r}: ...}}): {shown(budget)} is too small: it"
-                    f" would hold {shown(needed)}{coming}. Units are never split."
+                    f"af.place(budgets={{{device!r}: ...}}): {format_bytes(budget)} is too small:"
+                    f" it would hold {format_bytes(needed)}{coming}. Units are never split."
                 )
                 raise ArgumentError(msg)
 
@@ -254,7 +254,10 @@ class DeviceMap:
 
     def __str__(self) -> str:
         """Return a table of units, sizes and devices."""
-        rows = [(unit.shown, shown(unit.num_bytes), unit.device) for unit in self.units]
+        rows = [
+            (unit.shown, format_bytes(unit.num_bytes), unit.device)
+            for unit in self.units
+        ]
         widths = [max(len(row[i]) for row in [*rows, ("unit",) * 3]) for i in range(2)]
         head = ("unit", "size", "where")
         return "\n".join(
@@ -267,7 +270,7 @@ class DeviceMap:
         return [unit for unit in self.units if unit.device in away]
 
 
-@called
+@explain_call_errors
 def place(
     model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
 ) -> DeviceMap:
@@ -347,11 +350,11 @@ def _is_within(name: str, module: str) -> bool:
 
 def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
     said = ", ".join(
-        f"{n!r}: {shown(b)}" for n, b in limits.items() if isinstance(b, int)
+        f"{n!r}: {format_bytes(b)}" for n, b in limits.items() if isinstance(b, int)
     )
     return (
         f"af.place(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
-        f" {shown(unit.num_bytes)}, after those before it. Units are never split; give more,"
+        f" {format_bytes(unit.num_bytes)}, after those before it. Units are never split; give more,"
         ' or "disk": a folder.'
     )
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from accelfn.base.arguments import (
     advise,
-    called,
+    explain_call_errors,
     integer,
     is_number,
     qualname,
@@ -57,7 +57,7 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
         raise ArgumentError(msg)
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class from_torch:
     """Take the learning rates of a torch scheduler, and the momenta that it cycles.
@@ -294,7 +294,7 @@ def _factor(default: float | None = None) -> Any:
     return attrs.field(default=default, validator=_is_factor)
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class constant:
     """Keep the learning rate at `factor` times the optimizer's own."""
@@ -306,7 +306,7 @@ class constant:
         return self.factor
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class linear:
     """Go from `start` to `end` over `num_updates`, then stay at `end`.
@@ -324,7 +324,7 @@ class linear:
         return self.start + (self.end - self.start) * done
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class warmup_cosine:
     """Rise linearly over `num_warmup` updates, then fall as a half cosine to `end`.
@@ -358,7 +358,7 @@ class warmup_cosine:
         return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@called
+@explain_call_errors
 @attrs.frozen
 class one_cycle:
     """Rise from `start` to 1 over a fraction of the updates, then fall to `end`, by cosines.
@@ -396,7 +396,7 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@called
+@explain_call_errors
 @attrs.frozen(init=False)
 class join:
     """Run schedules one after the other; each starts again from update 0.

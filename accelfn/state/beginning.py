@@ -12,7 +12,7 @@ from torch import nn
 from accelfn.base import tree
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.draws import own_modes
-from accelfn.base.tree import apart_from_others, local
+from accelfn.base.tree import copy_shared_memory, local
 from accelfn.collectives import check_replicas
 from accelfn.collectives.replicas import checksum
 from accelfn.definition.definition import (
@@ -159,7 +159,7 @@ def _whole(
         module=module,
         skeleton=skeleton,
         prototype=prototype,
-        params=apart_from_others(params),
+        params=copy_shared_memory(params),
         buffers=_copies(module),
         opt_state=beside(opt_state, params, prototype, skeleton.module),
         setup=chain(),
@@ -208,7 +208,7 @@ def _in_parts(
         if layout is None or not tree.is_shard(leaf):
             return leaf
         room = layout.room(name, leaf.shape)
-        part = tree.padded(tree.local(leaf).detach(), room)
+        part = tree.pad_part(tree.local(leaf).detach(), room)
         return tree.with_local(params[name], part)
 
     opt_state = {

@@ -12,7 +12,7 @@ import torch
 from accelfn.base import tree, words
 from accelfn.base.arguments import is_number
 from accelfn.base.tree import have_memory_in_common, is_shard, split_as
-from accelfn.base.words import foreign
+from accelfn.base.words import hint_attributes
 from accelfn.data.plan import Cursor
 from accelfn.errors import Error, GradsError
 from accelfn.state.metrics import Number
@@ -201,7 +201,7 @@ def never_zero(divisor: Number) -> Number:
     return divisor or 1
 
 
-@foreign(
+@hint_attributes(
     words.GRADS,
     changes="grads.map(fn) and grads.with_tensors(...) return another",
     getitem=words.GRADS_ARE_NO_DICT,

@@ -14,7 +14,7 @@ import attrs
 import torch
 
 from accelfn.base import words
-from accelfn.base.arguments import Number, called, is_number
+from accelfn.base.arguments import Number, explain_call_errors, is_number
 from accelfn.base.tree import is_shard
 from accelfn.collectives import sum_named
 from accelfn.collectives.failures import check_world
@@ -300,7 +300,7 @@ class Metrics(Mapping[str, torch.Tensor]):
 # `mean`: metrics over all ranks, the collective that a log line pays for.
 
 
-@called
+@explain_call_errors
 def mean(
     metrics: Metrics, world: World, *, label: str = "mean of metrics"
 ) -> dict[str, float]:

@@ -17,11 +17,11 @@ from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import tree, words
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import Pending, ReadOnly, is_shard
-from accelfn.base.words import foreign
+from accelfn.base.words import hint_attributes
 from accelfn.collectives import check_replicas, check_rows
 from accelfn.collectives.failures import shown
 from accelfn.collectives.replicas import sums_of
@@ -255,8 +255,8 @@ def on_device(values: Values, definition: Definition) -> Values:
     return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
 
 
-@called
-@foreign(
+@explain_call_errors
+@hint_attributes(
     words.STATE,
     changes="state.with_params(...), with_setup, with_slot and with_trainable return another",
     getitem=words.STATE_IS_NO_PAIR,
@@ -288,7 +288,7 @@ class TrainState:
     lease: Lease = attrs.field(factory=Lease)
 
     @classmethod
-    @called
+    @explain_call_errors
     def create(
         cls,
         *,
@@ -469,7 +469,7 @@ class TrainState:
         """
         return rates_of_next_update(self, self._slots)
 
-    @called
+    @explain_call_errors
     def copy(self) -> Self:
         """Return an equal state with tensors of its own; a step on one leaves the other.
 
@@ -507,7 +507,7 @@ class TrainState:
         )
         raise CallError(msg)
 
-    @called
+    @explain_call_errors
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of other parameters in place of its own.
 
@@ -525,7 +525,7 @@ class TrainState:
         made = attrs.evolve(self, params=copies)
         return attrs.evolve(made, slots=slots_of(self, made))
 
-    @called
+    @explain_call_errors
     def with_slot(self, name: str, value: Any) -> Self:
         """Return the state with an entry of the user's own, saved like all others.
 
@@ -542,7 +542,7 @@ class TrainState:
         entries.say_what_follows(name, value, own)
         return attrs.evolve(self, slots={**self._slots, name: value})
 
-    @called
+    @explain_call_errors
     def with_setup(self, setup: Any) -> Self:
         """Return the state with another setup; it shares this one's tensors.
 
@@ -571,7 +571,7 @@ class TrainState:
         begin_slots(state, values.slots)
         return state
 
-    @called
+    @explain_call_errors
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
         """Return the state with other parameters trained; it shares this one's tensors.
 

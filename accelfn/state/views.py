@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
-from accelfn.base.arguments import called, check_word
+from accelfn.base.arguments import check_word, explain_call_errors
 from accelfn.base.draws import own_modes
-from accelfn.base.tree import apart, local
+from accelfn.base.tree import copy_on_write, local
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.beginning import as_begun, begun
@@ -23,7 +23,7 @@ _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
 """Where a tensor's memory is, and what kind it is of."""
 
 
-@called
+@explain_call_errors
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     """Return the parameters to evaluate and export, as the setup's transforms say.
 
@@ -75,7 +75,7 @@ def params_at(
     raise ArgumentError(msg)
 
 
-@called
+@explain_call_errors
 @contextmanager
 def bind(
     state: TrainState,
@@ -213,7 +213,7 @@ _PARTS = (
 )
 
 
-@called
+@explain_call_errors
 def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
@@ -239,13 +239,15 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
         params = params_at(state, "af.frozen(state)", at)
         with torch.no_grad():
             all_of_it = wholes(params, state.world, label="af.frozen")
-            values = {name: apart(each) for name, each in all_of_it.items()}
-            buffers = {name: apart(each) for name, each in state.buffers.items()}
+            values = {name: copy_on_write(each) for name, each in all_of_it.items()}
+            buffers = {
+                name: copy_on_write(each) for name, each in state.buffers.items()
+            }
         module = state.definition.skeleton.build(values, buffers)
     return module.eval().requires_grad_(requires_grad=False)
 
 
-@called
+@explain_call_errors
 def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
     """Return a context in which draws are a function of the state and a purpose.
 

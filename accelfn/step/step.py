@@ -21,7 +21,7 @@ import attrs
 import torch
 from torch.autograd import profiler
 
-from accelfn.base.arguments import advise, called
+from accelfn.base.arguments import advise, explain_call_errors
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import cut_axes, local
 from accelfn.collectives import all_reduce_, check_sums
@@ -551,7 +551,7 @@ class Step(Protocol):
         ...
 
 
-@called
+@explain_call_errors
 def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     """Return a function that takes one optimizer update: `(state, batch) -> (state, metrics)`.
 
@@ -600,7 +600,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     return step
 
 
-@called
+@explain_call_errors
 def build(state: TrainState) -> TrainState:
     """Build the engine now, so that what it refuses is said before the first step.
 
@@ -614,7 +614,7 @@ def build(state: TrainState) -> TrainState:
     return state
 
 
-@called
+@explain_call_errors
 def release(state: TrainState) -> None:
     """Drop the engine of the state and its kin early; the next step makes a new one."""
     check_state("af.release(state)", state)
@@ -625,7 +625,7 @@ def release(state: TrainState) -> None:
 
 
 @held
-@called
+@explain_call_errors
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """Take one optimizer update: `(state, grads) -> state`.
 
@@ -649,7 +649,7 @@ def _held_already() -> None: ...
 
 
 @held
-@called
+@explain_call_errors
 def finalize(state: TrainState) -> TrainState:
     """Return the state with what its transforms owe at the end, as a last average.
 
@@ -670,7 +670,7 @@ def finalize(state: TrainState) -> TrainState:
 # `sync_grads`: gradients of this rank into those of all, for custom steps.
 
 
-@called
+@explain_call_errors
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
     """Reduce gradients over the ranks of the state's world, exactly by weight.
 

@@ -11,7 +11,13 @@ from weakref import ref
 import attrs
 import torch
 
-from accelfn.base.arguments import called, is_number, qualname, signature, why_not
+from accelfn.base.arguments import (
+    call_mismatch,
+    explain_call_errors,
+    is_number,
+    qualname,
+    signature,
+)
 from accelfn.base.draws import own_modes, span
 from accelfn.collectives import sum_named
 from accelfn.data import Batch
@@ -166,7 +172,7 @@ class ValueAndGrad(Protocol):
         ...
 
 
-@called
+@explain_call_errors
 def value_and_grad(
     loss_fn: LossFunction, *, count: Count | None = None
 ) -> ValueAndGrad:
@@ -228,8 +234,10 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         )
         raise ArgumentError(msg)
     keywords = {_WEIGHT: None} if is_weighed(loss_fn) else {}
-    if all(why_not(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS):
-        error = why_not(loss_fn, None, None, **keywords)
+    if all(
+        call_mismatch(loss_fn, *(None,) * number, **keywords) for number in _ARGUMENTS
+    ):
+        error = call_mismatch(loss_fn, None, None, **keywords)
         msg = (
             f"value_and_grad({loss_fn!r}): it is called as loss_fn(model, batch, *extras):"
             f" {error}."

@@ -26,7 +26,7 @@ import torch
 from pytest_accelfn import register_profiles
 
 from accelfn.base import tree
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.base.codec import Table, decode, encode
 from accelfn.checkpoint.save import fields_of, with_fields
 from accelfn.data import Batch
@@ -116,7 +116,7 @@ Make: TypeAlias = Callable[[World], tuple[Any, Step]]
 FORMAT = 1
 
 
-@called
+@explain_call_errors
 def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
     """Return the step; when it raises, every rank leaves a bundle of what it was given.
 
@@ -152,7 +152,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
     return bundled
 
 
-@called
+@explain_call_errors
 def replay(directory: str | os.PathLike[str]) -> None:
     """Run the step of a crash bundle again, on as many simulated ranks as there were.
 

@@ -10,7 +10,7 @@ from typing import (
 
 import torch
 
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.calls import Fault, Sums
 from accelfn.testing.simulation.plan import Plan, Run
@@ -20,7 +20,7 @@ from accelfn.world import World
 T = TypeVar("T")
 
 
-@called
+@explain_call_errors
 def simulate(
     size: int,
     fn: Callable[[World], T],

@@ -10,7 +10,12 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn.base.arguments import called, check_integer, check_sizes, why_not
+from accelfn.base.arguments import (
+    call_mismatch,
+    check_integer,
+    check_sizes,
+    explain_call_errors,
+)
 from accelfn.definition.transform import chain, facts_of, has_field
 from accelfn.errors import ArgumentError, CompositionError, LawError
 from accelfn.errors import Warning as AdviceWarning
@@ -36,7 +41,7 @@ from accelfn.world import World
 Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 
-@called
+@explain_call_errors
 def check_step(
     step: Step,
     *,
@@ -96,7 +101,7 @@ def check_step(
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
 
-@called
+@explain_call_errors
 def check_resume(
     make: Callable[[World], tuple[TrainState, Step]],
     steps: int,
@@ -163,7 +168,7 @@ def check_resume(
 
 def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
     """Refuse a function that is not called with a world."""
-    error = why_not(function, None)
+    error = call_mismatch(function, None)
     if error is not None:
         msg = (
             f"{call}: it is called with the World of a rank, which it does not take: {error}."

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import TrackingError
 from accelfn.track.tracker import (
     IMAGES,
@@ -65,7 +65,7 @@ class _TensorBoard:
         self.backend.close()
 
 
-@called
+@explain_call_errors
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
@@ -123,7 +123,7 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
-@called
+@explain_call_errors
 def wandb(
     project: str,
     *,
@@ -223,7 +223,7 @@ def _check(sent: object, name: str) -> None:
         raise TrackingError(msg)
 
 
-@called
+@explain_call_errors
 def comet(
     project: str,
     *,
@@ -301,7 +301,7 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
-@called
+@explain_call_errors
 def mlflow(
     experiment: str,
     *,

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import attrs
 
-from accelfn.base.arguments import called
+from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import ArgumentError, TrackingError
 from accelfn.track.tracker import (
     MOST_STEPS,
@@ -107,7 +107,7 @@ def _whole(handle: int) -> int:
     return 0
 
 
-@called
+@explain_call_errors
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
     """Return a tracker that appends to a text file, a line of JSON a record.
 
@@ -177,7 +177,7 @@ class Log:
     unfinished: bool
 
 
-@called
+@explain_call_errors
 def read(path: str | Path) -> Log:
     """Read what `af.track.jsonl` wrote, while it is being written too.
 

@@ -27,8 +27,8 @@ from rich import progress as bars
 from rich.console import Console
 
 from accelfn.base import devices, words
-from accelfn.base.arguments import called, is_integer
-from accelfn.base.words import foreign
+from accelfn.base.arguments import explain_call_errors, is_integer
+from accelfn.base.words import hint_attributes
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.state.metrics import Metrics
 from accelfn.world import World
@@ -365,7 +365,7 @@ class Outlet:
                 yield f"{self.name} did not close: {type(error).__name__}: {error}."
 
 
-@foreign(words.TRACKER)
+@hint_attributes(words.TRACKER)
 class Tracker:
     """Tells backends what a run says of itself: `tracker(metrics, step)`.
 
@@ -523,7 +523,7 @@ def _warn(told: list[str]) -> None:
         warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
 
 
-@called
+@explain_call_errors
 def together(*trackers: Tracker | None) -> Tracker:
     """Return one tracker that tells all of these; closing it closes them.
 
@@ -592,7 +592,7 @@ def open_tracker(
 # What a process can say of itself beside what its step reports.
 
 
-@called
+@explain_call_errors
 def peak_memory_bytes(world: World) -> int:
     """Return the most memory this rank has used: of its device's, or the process's own.
 
@@ -614,7 +614,7 @@ def peak_memory_bytes(world: World) -> int:
 # `custom`: a tracker of one's own, with the rules of all.
 
 
-@called
+@explain_call_errors
 def custom(
     open_sink: Callable[[], Sink],
     *,
@@ -699,7 +699,7 @@ def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) 
         kept.setdefault(name, {})[step] = value
 
 
-@called
+@explain_call_errors
 def in_memory(*, world: World) -> Tracker:
     """Return a tracker that keeps what it is told: name, step, value.
 
@@ -721,7 +721,7 @@ _EVERY = 0.1
 """Seconds between two looks of a bar in a notebook, as rich has them on a terminal."""
 
 
-@called
+@explain_call_errors
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
     """Yield what `work` yields, with a bar on rank 0's terminal, or in a notebook's cell.
 

@@ -9,7 +9,13 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import called, integer, is_integer, is_number, qualname
+from accelfn.base.arguments import (
+    explain_call_errors,
+    integer,
+    is_integer,
+    is_number,
+    qualname,
+)
 from accelfn.base.tree import computes_on
 from accelfn.collectives import all_reduce_, gather_text
 from accelfn.definition.transform import transform
@@ -282,7 +288,7 @@ def _power_of_2(number: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
-@called
+@explain_call_errors
 @contextlib.contextmanager
 def full_precision(*values: Any) -> Generator[Any]:
     """Leave a region of a loss in its own precision, under `autocast`.

@@ -14,7 +14,12 @@ import attrs
 import torch
 
 from accelfn.base import arguments, devices
-from accelfn.base.arguments import as_path, called, is_integer, is_word
+from accelfn.base.arguments import (
+    as_path,
+    explain_call_errors,
+    is_integer,
+    is_word,
+)
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
 from accelfn.checkpoint import commit, disk, files
@@ -409,7 +414,7 @@ def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-@called
+@explain_call_errors
 def export_model(
     state: TrainState,
     directory: str | os.PathLike[str],
@@ -470,7 +475,7 @@ def export_model(
     job.agreed(exchange, "name the directory", name_it)
 
 
-@called
+@explain_call_errors
 def full_params(
     state: TrainState, *, at: Literal["train", "eval"] = "eval"
 ) -> dict[str, torch.Tensor]:
@@ -499,7 +504,7 @@ def full_params(
     return {name: copies[first] for name, first in names.items()}
 
 
-@called
+@explain_call_errors
 def save_pretrained(
     state: TrainState,
     directory: str | os.PathLike[str],

@@ -19,7 +19,12 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from accelfn.base import devices
-from accelfn.base.arguments import advise, as_path, called, why_not
+from accelfn.base.arguments import (
+    advise,
+    as_path,
+    call_mismatch,
+    explain_call_errors,
+)
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import tensor_leaves
 from accelfn.checkpoint import compare, disk, files
@@ -101,7 +106,7 @@ M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
 
 
-@called
+@explain_call_errors
 @contextmanager
 def empty_weights() -> Generator[None]:
     """Let modules that are built in a `with` block have parameters without values.
@@ -143,7 +148,7 @@ def built(caller: str, source: Source[M]) -> M:
     if not callable(source):
         msg = f"{said}."
         raise ModelError(msg)
-    error = why_not(source)
+    error = call_mismatch(source)
     if error is not None:
         name = getattr(source, "__name__", "factory")
         msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
@@ -609,7 +614,7 @@ def _device(caller: str, prefix: str, device: Any) -> torch.device:
     return found
 
 
-@called
+@explain_call_errors
 def import_model(
     model: Source[M],
     source: str | os.PathLike[str],

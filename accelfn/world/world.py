@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from accelfn.base import words
-from accelfn.base.arguments import called, check_seconds, is_integer
-from accelfn.base.devices import chosen_device, known_device
-from accelfn.base.words import foreign
+from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
+from accelfn.base.devices import choose_device, parse_device
+from accelfn.base.words import hint_attributes
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
@@ -39,8 +39,8 @@ def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
     return group if isinstance(group, Connection) else Connection(group)
 
 
-@called
-@foreign(words.WORLD, changes="af.World.from_env(...) makes one")
+@explain_call_errors
+@hint_attributes(words.WORLD, changes="af.World.from_env(...) makes one")
 @attrs.frozen(kw_only=True, eq=False)
 class World:
     """One rank's place among all ranks of a job.
@@ -66,7 +66,7 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     device: torch.device = attrs.field(
-        factory=lambda: torch.device("cpu"), converter=known_device
+        factory=lambda: torch.device("cpu"), converter=parse_device
     )
     checked: bool = False
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
@@ -109,7 +109,7 @@ class World:
                 raise WorldError(msg)
 
     @classmethod
-    @called
+    @explain_call_errors
     def single(cls, *, device: str | torch.device | None = None) -> Self:
         """Return the world of one process, without a process group.
 
@@ -136,10 +136,10 @@ class World:
             from accelfn.world.meeting import refuse_open_group  # noqa: PLC0415
 
             refuse_open_group()
-        return cls(device=chosen_device(device, local_rank=0))
+        return cls(device=choose_device(device, local_rank=0))
 
     @classmethod
-    @called
+    @explain_call_errors
     def from_env(
         cls,
         *,
@@ -618,9 +618,9 @@ def open_world(
     sizes = arithmetic.chosen(_CALL, axes, env.get(arithmetic.VARIABLE), size)
     if place is None or place.is_alone:
         refuse_open_group()
-        chosen = chosen_device(device, local_rank=0)
+        chosen = choose_device(device, local_rank=0)
         return _ALONE, chosen, sizes, Connection(None)
-    chosen = chosen_device(device, local_rank=place.local_rank)
+    chosen = choose_device(device, local_rank=place.local_rank)
     regrouping = regrouping_of(
         env, place, backend=backend, device=chosen, timeout=timeout
     )

@@ -133,7 +133,7 @@ def test_one_thread_may_draw_within_its_draws(call: str, inner: str, seed: int) 
     assert seen == expected[1:]
 
 
-PARTS = (draws.seeded, draws.Turn, draws.Held)
+PARTS = (draws.seeded, draws.Turn, draws.HeldTurn)
 
 
 class Breaking:

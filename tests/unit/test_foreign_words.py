@@ -105,7 +105,7 @@ def test_no_foreign_word_hides_a_name_of_the_record(name):
         word
         for base in kind.__mro__
         for word, value in vars(base).items()
-        if not isinstance(value, words.Word)
+        if not isinstance(value, words.Hint)
     }
     assert (fields | own) & table.keys() == set()
 
@@ -396,8 +396,8 @@ def test_no_public_call_answers_with_a_bare_type_error(name):
 @given(st.integers(), st.text(max_size=3), st.booleans())
 @example(0, "", False)  # noqa: FBT003 - an example
 def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_name):
-    """`called` changes nothing of what a function returns or raises."""
-    from accelfn.base.arguments import called
+    """`explain_call_errors` changes nothing of what a function returns or raises."""
+    from accelfn.base.arguments import explain_call_errors
 
     def function(first, *, second="x"):
         if not second:
@@ -405,7 +405,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
             raise TypeError(msg)
         return first, second
 
-    told = called(function)
+    told = explain_call_errors(function)
     assert inspect.signature(told) == inspect.signature(function)
     named = {"second": second} if given_by_name else {}
     try:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from accelfn.base.codec import DEEPEST
+from accelfn.base.codec import MAX_DEPTH
 from accelfn.checkpoint import grammar
 from tests.golden import make as golden
 
@@ -34,8 +34,8 @@ def nested(kind: str, depth: int) -> Any:
 @pytest.mark.parametrize("room", [0, 1, 2])
 def test_facts_of_data_are_plain_and_not_too_deep(kind: str, room: int) -> None:
     """Lists and tables in one another, as many as anything that is saved may lie in."""
-    check(plain(data={"fact": nested(kind, DEEPEST - room), "other": None}))
-    deep = nested(kind, DEEPEST + 1 + room)
+    check(plain(data={"fact": nested(kind, MAX_DEPTH - room), "other": None}))
+    deep = nested(kind, MAX_DEPTH + 1 + room)
     with pytest.raises(ValueError, match=r"^data\.fact.* where something less deep is"):
         check(plain(data={"other": 1, "fact": deep}))
 

@@ -15,8 +15,8 @@ from typing import (
 import attrs
 import torch
 
-from accelfn.base.arguments import qualname, why_not
-from accelfn.base.devices import chosen_device, known_device
+from accelfn.base.arguments import call_mismatch, qualname
+from accelfn.base.devices import choose_device, parse_device
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums
 from accelfn.testing.simulation.group import (
@@ -97,8 +97,8 @@ class Run(Sequence[T], Generic[T]):
 
 def _device(asked: str | torch.device) -> torch.device:
     """Return the device asked for; that without values is one here, and in no real world."""
-    known = known_device(asked)
-    return known if known.type == "meta" else chosen_device(asked, local_rank=0)
+    known = parse_device(asked)
+    return known if known.type == "meta" else choose_device(asked, local_rank=0)
 
 
 @attrs.frozen
@@ -132,7 +132,7 @@ class Plan:
         if not callable(self.fn):
             msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
             raise ArgumentError(msg)
-        error = why_not(self.fn, None)
+        error = call_mismatch(self.fn, None)
         if error is not None:
             msg = (
                 f"simulate({size}, {self.fn!r}): each rank calls it as fn(world), which it does"
