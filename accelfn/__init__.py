@@ -17,7 +17,6 @@ from importlib.metadata import version as _version
 from types import ModuleType as _Module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
-from accelfn import megatron as megatron
 from accelfn import orders as orders
 from accelfn import schedules as schedules
 from accelfn.base.tree import Pending as Pending
@@ -106,6 +105,7 @@ from accelfn.world import World as World
 
 if _TYPE_CHECKING:
     __version__: str
+    from accelfn import megatron as megatron
     from accelfn import track as track
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
     from accelfn.checkpoint import Loaded as Loaded
@@ -179,7 +179,7 @@ if _TYPE_CHECKING:
 # imported when first used, for a program does without most of them; a name that its module
 # bears too is not among them, for the import of the module would stand in its place
 _LATER = {
-    "accelfn": ("track",),
+    "accelfn": ("megatron", "track"),
     "accelfn.checkpoint": (
         "CheckpointStore",
         "Loaded",

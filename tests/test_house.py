@@ -2,10 +2,13 @@
 """The package is a house in which a new reader finds a room."""
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from tests import house
+from tests.style.bounds import SATELLITES
 
 
 def test_the_hall_is_small() -> None:
@@ -50,3 +53,12 @@ def test_the_picture_follows_the_contract() -> None:
         for room, others in drawn
         for other in others.split(" & ")
     )
+
+
+def test_importing_the_package_loads_no_satellite() -> None:
+    """The public names that satellites give are there when they are asked for."""
+    says = "import sys, accelfn; print(*{m.split('.')[1] for m in sys.modules if 'accelfn.' in m})"
+    found = subprocess.run(
+        [sys.executable, "-c", says], capture_output=True, text=True, check=True
+    )
+    assert not {*found.stdout.split()} & {*SATELLITES}
