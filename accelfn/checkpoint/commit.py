@@ -125,16 +125,16 @@ class Save:
         return partial_of(self.final)
 
     @property
-    def unsaved(self) -> str:
+    def not_saved(self) -> str:
         """How an error begins."""
         return f"The state of step {self.step} was not saved"
 
     @property
-    def unread(self) -> str:
+    def not_verified(self) -> str:
         """How an error begins of a checkpoint that is there, and may not be whole."""
         return f"The state of step {self.step} was saved, but not verified"
 
-    def agreed(
+    def run_on_all(
         self,
         exchange: Exchange,
         what: str,
@@ -155,9 +155,12 @@ class Save:
         try:
             outcome = f"ok {act() or ''}"
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
-            failure, outcome = error, f"failed {type(error).__name__} {told(error)}"
+            failure, outcome = (
+                error,
+                f"failed {type(error).__name__} {format_error(error)}",
+            )
             if what == READ_BACK and not isinstance(error, CheckpointError):
-                outcome = f"unread {type(error).__name__} {told(error)}"
+                outcome = f"unread {type(error).__name__} {format_error(error)}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
         if commits:
             done = not outcomes[0] and disk.is_there(self.final)
@@ -170,7 +173,7 @@ class Save:
                         disk.remove(self.partial)
                 verdict, _, error = (text or _SPEECHLESS).partition(" ")
                 kind, _, reason = error.partition(" ")
-                begins = self.unread if verdict == "unread" else self.unsaved
+                begins = self.not_verified if verdict == "unread" else self.not_saved
                 msg = f"{begins}: rank {rank} could not {what}: {reason}"
                 in_use = kind == DirectoryInUseError.__name__
                 error_type = DirectoryInUseError if in_use else CheckpointWriteError
@@ -178,7 +181,7 @@ class Save:
         return [text[3:] for text in outcomes]
 
 
-def told(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Return an error's text, which begins with its kind where it is none that is known."""
     text = str(error)
     if not (isinstance(error, Error) or (isinstance(error, OSError) and error.errno)):
@@ -211,10 +214,12 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
     Raises:
         CheckpointWriteError: on every rank, if any rank could not.
     """
-    said = save.agreed(exchange, "say what it holds", lambda: _said(save, contents))
+    said = save.run_on_all(
+        exchange, "say what it holds", lambda: _describe_states(save, contents)
+    )
     ranks, own = list(map(json.loads, said)), rank_file(save.rank)
     divisions = {
-        name: divided(each, [rank[name] for rank in ranks], save.rank)
+        name: divide_writes(each, [rank[name] for rank in ranks], save.rank)
         for name, each in contents.items()
     }
 
@@ -229,7 +234,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
                 explain(error, path, each.mine)
         return json.dumps(written)
 
-    texts = save.agreed(exchange, "write its file", write_file)
+    texts = save.run_on_all(exchange, "write its file", write_file)
 
     def name_it() -> None:
         if save.rank:
@@ -247,10 +252,10 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
             disk.flush(save.partial)
         disk.rename(save.partial, save.final)
 
-    save.agreed(exchange, "write the manifest", name_it, commits=True)
+    save.run_on_all(exchange, "write the manifest", name_it, commits=True)
 
 
-def _said(save: Save, contents: Mapping[str, Contents]) -> str:
+def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
     """Return what tells this rank's values from another's, and which slices it holds.
 
     Raises:
@@ -260,7 +265,9 @@ def _said(save: Save, contents: Mapping[str, Contents]) -> str:
     for name in filter(None, contents if save.rank == 0 else ()):
         disk.create(save.partial / name)
     is_alone = save.size == 1
-    return json.dumps({n: said_of(c, is_alone=is_alone) for n, c in contents.items()})
+    return json.dumps(
+        {n: describe_contents(c, is_alone=is_alone) for n, c in contents.items()}
+    )
 
 
 def check_seen(save: Save) -> None:
@@ -277,7 +284,7 @@ def check_seen(save: Save) -> None:
         raise CheckpointError(msg)
 
 
-def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
+def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
     """Return what tells this rank's values from another's, and which slices it holds."""
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
@@ -297,12 +304,12 @@ def said_of(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
     }
 
 
-def divided(
+def divide_writes(
     contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
 ) -> Division:
     """Return who writes what, of what all ranks have said."""
     copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
-    sharded = _sharded(ranks, copies or (0,) * len(ranks))
+    sharded = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
     per_rank, trees_by_rank = _differing(ranks, sharded)
     held = [each["tensors"] for each in ranks]
     first = copies.index(copies[rank]) if copies else rank
@@ -312,7 +319,9 @@ def divided(
         if first == rank or held[first].get(name) != held[rank].get(name)
     ]
     return Division(
-        mine=_mine(contents.tensors, per_rank, own, sharded, place=(rank, len(ranks))),
+        mine=_tensors_to_write(
+            contents.tensors, per_rank, own, sharded, place=(rank, len(ranks))
+        ),
         per_rank=per_rank,
         trees_by_rank=trees_by_rank,
         sharded=sharded,
@@ -320,7 +329,7 @@ def divided(
     )
 
 
-def _sharded(
+def _slices_by_tensor(
     ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
 ) -> dict[str, Any]:
     """Return where the slices of sharded tensors are; each copy's own, where they differ."""
@@ -331,12 +340,14 @@ def _sharded(
     own = {name for name, by_rank in held.items() if _differ(by_rank, copies)}
     alike = (0,) * len(ranks)
     return {
-        name: _placed(by_rank, copies if name in own else alike)
+        name: _slices_by_file(by_rank, copies if name in own else alike)
         for name, by_rank in held.items()
     }
 
 
-def _placed(by_rank: Mapping[int, Any], copies: Sequence[int]) -> dict[str, Any]:
+def _slices_by_file(
+    by_rank: Mapping[int, Any], copies: Sequence[int]
+) -> dict[str, Any]:
     """Return where a tensor's slices are: of equal ones in a copy, the first rank's."""
     slices: dict[tuple[int, str], tuple[str, Any]] = {}
     for rank, place in by_rank.items():
@@ -377,7 +388,7 @@ def _differing(
     return kept, tuple(trees) if apart else ()
 
 
-def _mine(
+def _tensors_to_write(
     tensors: Mapping[str, torch.Tensor],
     per_rank: Sequence[str],
     own: Sequence[str],
@@ -443,7 +454,7 @@ class Lock:
         mine = {
             "host": socket.gethostname(),
             "pid": pid,
-            "begun": _begun(pid),
+            "begun": _process_start(pid),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
             "token": uuid.uuid4().hex,  # of two locks of one process
         }
@@ -495,7 +506,7 @@ def _refuse_living(path: Path, text: str) -> str:
         host, pid, since = holder["host"], int(holder["pid"]), holder["since"]
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
         host, pid, since, holder = "an unknown host", 0, "an unknown time", {}
-    if host == socket.gethostname() and _begun(pid) != holder.get("begun"):
+    if host == socket.gethostname() and _process_start(pid) != holder.get("begun"):
         return f"process {pid} of this host (since {since})"
     msg = (
         f"{path.parent} is in use: a job writes its checkpoints there, held by {host}:{pid}"
@@ -505,7 +516,7 @@ def _refuse_living(path: Path, text: str) -> str:
     raise DirectoryInUseError(msg)
 
 
-def _begun(pid: int) -> str | None:
+def _process_start(pid: int) -> str | None:
     """Return when a process of this host began, in a unit of the system's; None: it is dead.
 
     A process number is given again in time; number and beginning together are not.

@@ -59,14 +59,17 @@ class Differences:
     dtypes: Mapping[str, str]
     uncastable: tuple[str, ...]
 
-    def told(self, where: str, whose: str = "the state's") -> str:
+    def describe(self, where: str, whose: str = "the state's") -> str:
         """Return the differences as text, with the nearest name beside each."""
         rows = [f"{where} differ from {whose}:"]
         for what, names, others in (
             ("missing", self.missing, self.unexpected),
             ("unexpected", self.unexpected, self.missing),
         ):
-            shown = (f"  {what} {n[:_LONG]}{_near(n, others)}" for n in names[:_SHOWN])
+            shown = (
+                f"  {what} {n[:_LONG]}{_nearest_hint(n, others)}"
+                for n in names[:_SHOWN]
+            )
             rows += shown
             if len(names) > _SHOWN:
                 rows.append(f"  and {len(names) - _SHOWN} more {what}")
@@ -123,7 +126,7 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(name[:_LONG] for name in names[:_SHOWN]) + more
 
 
-def _near(name: str, others: Iterable[str]) -> str:
+def _nearest_hint(name: str, others: Iterable[str]) -> str:
     known = [each for each in list(others)[:1000] if len(each) <= _LONG]
     near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
     return f" (near {near[0]})" if near else ""
@@ -214,7 +217,7 @@ def check_values(
         found = differences(saved[field], current, is_laid=True)
         if found:
             msg = (
-                f"{found.told(f'{where}: {field}')}\nLoad into a state of the model that was"
+                f"{found.describe(f'{where}: {field}')}\nLoad into a state of the model that was"
                 ' saved; what fits into this one af.load_part(state, directory, ["params"],'
                 ' missing="init", extra="ignore") takes.'
             )
@@ -252,7 +255,10 @@ def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator
             expected = {key: known[name].get(key) for key in entry}
         elif name in state.params:
             kept = {**made.get(name, {}), **state.opt_state.get(name, {})}
-            expected = {key: _laid(state, name, each) for key, each in kept.items()}
+            expected = {
+                key: _expected_like_param(state, name, each)
+                for key, each in kept.items()
+            }
         elif name == OTHERS:
             continue
         else:
@@ -261,7 +267,7 @@ def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator
         yield from _misfits(entry, expected, name[:_LONG])
 
 
-def _laid(state: TrainState, name: str, value: Any) -> Any:
+def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
     """Return a value like a parameter as the parameter lies; None may be anything."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value

@@ -24,8 +24,14 @@ from accelfn.base.tree import local
 from accelfn.checkpoint import files
 from accelfn.checkpoint.files import Entry
 from accelfn.checkpoint.manifest import Manifest, rank_file
-from accelfn.checkpoint.save import decoded, encoded, fields_of
-from accelfn.checkpoint.slices import Slice, assembled, is_sharded, like, slice_of
+from accelfn.checkpoint.save import decode_fields, encode_fields, fields_of
+from accelfn.checkpoint.slices import (
+    Slice,
+    assemble,
+    dtensor_like,
+    is_sharded,
+    slice_of,
+)
 from accelfn.collectives import broadcast_
 from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState
@@ -46,7 +52,7 @@ class Source:
             had it.
         sharded: the state's DTensors, by name.
         slots: those that take the place of the ranks' own, where there is a mean.
-        told: how many bytes have been read since it was last called.
+        on_read: called with how many bytes have been read since it was last called.
         held: the tensors of each file, where they are in memory and not in a folder.
         means: those over ranks, where they were taken as the ranks' own arrived.
     """
@@ -59,14 +65,14 @@ class Source:
     weights: tuple[float, ...] | None = None
     slots: Mapping[str, Any] = attrs.field(factory=dict)
     sharded: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    told: files.Told = files.unheard
+    on_read: files.OnRead = files.ignore_progress
     held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     means: Mapping[str, torch.Tensor] | None = None
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
         trees = self._trees
-        fields = decoded(trees, self.tensors(_names_in(trees)))
+        fields = decode_fields(trees, self.tensors(_names_in(trees)))
         return {**fields, "slots": {**fields["slots"], **self.slots}}
 
     def outline(self) -> dict[str, Any]:
@@ -75,7 +81,7 @@ class Source:
         Their values are missing, or those of the state's DTensors.
         """
         trees = self._trees
-        return decoded(trees, {n: self._outline(n) for n in _names_in(trees)})
+        return decode_fields(trees, {n: self._outline(n) for n in _names_in(trees)})
 
     def _outline(self, name: str) -> torch.Tensor:
         whole = self.manifest.sharded.get(name)
@@ -108,12 +114,12 @@ class Source:
             means = self._means(moving)
         found = {**self.of_rank(self.rank, names - moving), **means}
         wanted = {n: each for n, each in self.sharded.items() if n in found}
-        return found | {n: like(found[n], each) for n, each in wanted.items()}
+        return found | {n: dtensor_like(found[n], each) for n, each in wanted.items()}
 
     def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors as a rank had them; where the state has a DTensor, its slice."""
         apart = {n for n in names if self._is_apart(n)}
-        return self._resliced(rank, apart) | self._whole(rank, names - apart)
+        return self._reslice(rank, apart) | self._read_full(rank, names - apart)
 
     def places(self, rank: int, names: AbstractSet[str]) -> set[tuple[str, str]]:
         """Return the files, each with a name, of which `of_rank` reads something."""
@@ -130,12 +136,14 @@ class Source:
     def _is_apart(self, name: str) -> bool:
         return name in self.manifest.sharded or name in self.sharded
 
-    def _whole(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+    def _read_full(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         places = {name: self.manifest.file_of(name, rank) for name in names}
-        found = self._read({(file, name) for name, file in places.items()}, self.device)
+        found = self._read_files(
+            {(file, name) for name, file in places.items()}, self.device
+        )
         return {name: found[file, name] for name, file in places.items()}
 
-    def _read(
+    def _read_files(
         self,
         places: AbstractSet[tuple[str, str]],
         device: str,
@@ -163,13 +171,13 @@ class Source:
             names,
             device=device,
             verify=self.verify,
-            told=self.told,
+            on_read=self.on_read,
         )
 
-    def _resliced(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
+    def _reslice(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors of which slices were saved, or are wanted."""
         plans = {name: self._plan(rank, name) for name in names}
-        read = self._read(
+        read = self._read_files(
             {(f, name) for name, plan in plans.items() for f in plan.overlapping},
             "cpu",
             is_copied=True,
@@ -179,7 +187,7 @@ class Source:
             parts = [(plan.parts[f], read[f, name]) for f in plan.overlapping]
             wanted = self.sharded.get(name)
             device = self.device if wanted is None else local(wanted).device
-            found[name] = assembled(plan.target, plan.dtype, parts).to(device)
+            found[name] = assemble(plan.target, plan.dtype, parts).to(device)
         return found
 
     def _plan(self, rank: int, name: str) -> "_Plan":
@@ -255,10 +263,12 @@ def source_of(
     Raises:
         CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
     """
-    return merged(state, addressed(state, manifest, folder, verify=verify))
+    return with_merged_slots(
+        state, unmerged_source(state, manifest, folder, verify=verify)
+    )
 
 
-def addressed(
+def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
     """Return how this rank reads a checkpoint, before slots are merged; it reads nothing."""
@@ -268,13 +278,13 @@ def addressed(
         manifest=manifest,
         device=str(world.device),
         verify=verify,
-        sharded=_sharded(state, manifest),
+        sharded=_sharded_tensors(state, manifest),
     )
-    own = goes_on(state, source) and manifest.differs
+    own = is_compatible(state, source) and manifest.differs
     return attrs.evolve(source, rank=world.rank if own else 0)
 
 
-def goes_on(state: TrainState, source: Source) -> bool:
+def is_compatible(state: TrainState, source: Source) -> bool:
     """Whether each rank goes on with what one rank had."""
     manifest, world = source.manifest, state.world
     # ranks that have copies together are none that have one each
@@ -285,17 +295,17 @@ def goes_on(state: TrainState, source: Source) -> bool:
     return manifest.world_size == world.size and alike
 
 
-def merged(state: TrainState, source: Source) -> Source:
+def with_merged_slots(state: TrainState, source: Source) -> Source:
     """Return the source with slots for more or fewer ranks, where there are.
 
     Raises:
         CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
     """
-    if goes_on(state, source):
+    if is_compatible(state, source):
         return source
     if source.manifest.differs in ((), ("buffers",)):
-        return _alike(state, source)
-    return _averaging(state, source)
+        return _merge_equal_slots(state, source)
+    return _merge_by_average(state, source)
 
 
 def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
@@ -309,22 +319,26 @@ def _names_in(trees: Mapping[str, Any]) -> set[str]:
     return {name for tree in trees.values() for name in tensors_in(tree)}
 
 
-def _sharded(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+def _sharded_tensors(
+    state: TrainState, manifest: Manifest
+) -> Mapping[str, torch.Tensor]:
     """Return how what is split is to lie, by the names under which it is saved.
 
     As the state has it; what the state does not have yet, as its parameter.
     """
     fields = fields_of(state)
     if not any(map(is_sharded, tree.tree_leaves(fields))):
-        return _belonging(state, manifest)
-    there = encoded(fields)[1]
+        return _params_by_saved_name(state, manifest)
+    there = encode_fields(fields)[1]
     # a name that is a number may be another's
     known = {name for name in there if not name.startswith("<")}
-    to_come = _belonging(state, manifest)
+    to_come = _params_by_saved_name(state, manifest)
     return {n: t for n, t in to_come.items() if n not in known} | there.sharded
 
 
-def _belonging(state: TrainState, manifest: Manifest) -> Mapping[str, torch.Tensor]:
+def _params_by_saved_name(
+    state: TrainState, manifest: Manifest
+) -> Mapping[str, torch.Tensor]:
     """Return how what belongs to parameters is to lie, by the names under which it is saved.
 
     A state that was not stepped has nothing of its optimizer yet that would tell.
@@ -361,17 +375,17 @@ def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
     return [e for e in state.setup.owners["merge"] if e.name in saved]
 
 
-def _alike(state: TrainState, source: Source) -> Source:
+def _merge_equal_slots(state: TrainState, source: Source) -> Source:
     """Return the source with one slot for more or fewer ranks, of what was alike on all."""
     slots: dict[str, Any] = {}
     for each in _merging(state, source.manifest):
         slot = _slot(source, each.name, 0)
         count = len(source.manifest.firsts)
-        _, slots[each.name] = _merged(state, each, [slot] * count, source)
+        _, slots[each.name] = _call_merge(state, each, [slot] * count, source)
     return attrs.evolve(source, slots=slots)
 
 
-def _merged(
+def _call_merge(
     state: TrainState, transform: Any, slots: list[Any], source: Source
 ) -> tuple[list[float], Any]:
     try:
@@ -391,7 +405,7 @@ def _merged(
     return weights, slot
 
 
-def _averaging(state: TrainState, source: Source) -> Source:
+def _merge_by_average(state: TrainState, source: Source) -> Source:
     """Return the source with the ranks' weights in a mean."""
     manifest = source.manifest
     merging = _merging(state, manifest)
@@ -419,7 +433,7 @@ def _averaging(state: TrainState, source: Source) -> Source:
         raise CheckpointError(msg)
     (transform,) = merging
     slots = [_slot(source, transform.name, rank) for rank in manifest.firsts]
-    weights, slot = _merged(state, transform, slots, source)
+    weights, slot = _call_merge(state, transform, slots, source)
     return attrs.evolve(source, weights=tuple(weights), slots={transform.name: slot})
 
 
@@ -482,7 +496,7 @@ class Arrivals:
     def stage(self) -> Iterator[Arrival]:
         """Yield what arrives until the end of a stage."""
         while (sending := next(self._sendings, None)) is not None:
-            yield sending.file, self._sent(sending)
+            yield sending.file, self._broadcast(sending)
 
     @contextlib.contextmanager
     def to_the_end(self) -> Generator[None]:
@@ -493,15 +507,15 @@ class Arrivals:
             for sending in self._sendings:
                 if sending is not None and not self.is_broken:
                     with contextlib.suppress(Exception):
-                        self._sent(sending)
+                        self._broadcast(sending)
             raise
 
-    def _sent(self, sending: Sending) -> dict[str, torch.Tensor]:
+    def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
         """Return tensors that one rank has, on all."""
         error: Exception | None = None
         self.is_broken = True  # until the others have what they wait for
         try:
-            tensors = self._prepared(sending)
+            tensors = self._tensors_to_send(sending)
         except Exception as raised:  # noqa: BLE001 - the others wait for this one
             error, tensors = raised, self._empty(sending)
         broadcast_(
@@ -512,7 +526,7 @@ class Arrivals:
             raise error
         return dict(zip(sending.entries, tensors, strict=True))
 
-    def _prepared(self, sending: Sending) -> list[torch.Tensor]:
+    def _tensors_to_send(self, sending: Sending) -> list[torch.Tensor]:
         if self._world.rank != sending.root:
             return self._empty(sending)
         there = [self._mine[name].detach() for name in sending.entries]
@@ -543,12 +557,12 @@ def sendings(
                 for name, entry in entries.items()
                 if (copies[place] if name in own else None) == copy
             }
-            for some in _some_at_once(due):
+            for some in _batches(due):
                 yield Sending(file=rank_file(place), entries=some, root=root)
         yield None
 
 
-def received(
+def receive(
     state: TrainState, manifest: Manifest, where: str, arrivals: Arrivals
 ) -> Source:
     """Return what this rank goes on with, once all has arrived.
@@ -563,18 +577,20 @@ def received(
         CheckpointError: as `source_of`.
     """
     held: Held = {}
-    source = attrs.evolve(addressed(state, manifest, where), held=held)
+    source = attrs.evolve(unmerged_source(state, manifest, where), held=held)
     wanted = source.places(source.rank, source.names)
-    if not goes_on(state, source):
+    if not is_compatible(state, source):
         for rank in manifest.firsts:
             wanted |= source.places(rank, to_merge(state, manifest, rank))
     _keep(held, arrivals.stage(), wanted)
-    source = merged(state, source)
+    source = with_merged_slots(state, source)
     if source.weights is None:
         for _ in manifest.firsts:
             _keep(held, arrivals.stage(), wanted)
         return source
-    means = source.mean(lambda rank: _passing(source, rank, held, arrivals.stage()))
+    means = source.mean(
+        lambda rank: _completed_tensors(source, rank, held, arrivals.stage())
+    )
     return attrs.evolve(source, means=means)
 
 
@@ -595,7 +611,7 @@ def _keep_some(
     held.setdefault(file, {}).update(kept)
 
 
-def _passing(
+def _completed_tensors(
     source: Source, rank: int, held: Held, arrived: Iterator[Arrival]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield what a rank had, each tensor when all of its slices are there, and keep none.
@@ -622,7 +638,7 @@ def _passing(
     yield source.of_rank(rank, set(files))
 
 
-def _some_at_once(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
+def _batches(entries: Mapping[str, Entry]) -> Iterator[dict[str, Entry]]:
     some: dict[str, Entry] = {}
     num_bytes = 0
     for name, entry in entries.items():

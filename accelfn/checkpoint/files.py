@@ -44,7 +44,7 @@ class Hashing:
         self._pool, self._path, self._digest = pool, path, blake3()
         self._read: list[tuple[memoryview, str, str | None]] = []
         self._num_bytes = 0
-        self._under_way: deque[Future[str | None]] = deque()
+        self._pending: deque[Future[str | None]] = deque()
 
     def add(self, values: memoryview, what: str, expected: str | None) -> None:
         """Take the next bytes, and the digest up to their end if it is known."""
@@ -52,7 +52,7 @@ class Hashing:
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
             self._hand_over()
-            while len(self._under_way) > _AHEAD:
+            while len(self._pending) > _AHEAD:
                 self._compare()
 
     def finish(self) -> None:
@@ -62,11 +62,11 @@ class Hashing:
             CheckpointCorruptError: it is not; what differs first is named.
         """
         self._hand_over()
-        while self._under_way:
+        while self._pending:
             self._compare()
 
     def _hand_over(self) -> None:
-        self._under_way.append(self._pool.submit(self._differing, self._read))
+        self._pending.append(self._pool.submit(self._differing, self._read))
         self._read, self._num_bytes = [], 0
 
     def _differing(self, read: list[tuple[memoryview, str, str | None]]) -> str | None:
@@ -77,7 +77,7 @@ class Hashing:
         return None
 
     def _compare(self) -> None:
-        what = self._under_way.popleft().result()
+        what = self._pending.popleft().result()
         if what is not None:
             msg = (
                 f"{self._path} is not what was saved: {what} differs in its BLAKE3."
@@ -113,7 +113,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-Told: TypeAlias = Callable[[int], object]
+OnRead: TypeAlias = Callable[[int], object]
 _NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -235,7 +235,7 @@ def write(
     It is hashed in a thread beside. Of tensors that are elsewhere or not in one piece, each
     of the two copies one at a time.
     """
-    order = _ordered(tensors)
+    order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
@@ -250,16 +250,16 @@ def write(
     return File(size, ends[-1] if ends else first, first, entries)
 
 
-def unwritten(tensors: Mapping[str, torch.Tensor]) -> File:
+def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return what a file of tensors would be; its digests are none, for it is not written."""
-    order = _ordered(tensors)
+    order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, {})
     entries = {name: Entry(*places[name], digest=_NONE) for name in order}
     size = max((entry.end for entry in entries.values()), default=len(header))
     return File(size, _NONE, _NONE, entries)
 
 
-def unheard(_count: int) -> None:
+def ignore_progress(_count: int) -> None:
     """Tell nobody."""
 
 
@@ -270,7 +270,7 @@ def read(
     *,
     device: str = "cpu",
     verify: bool = True,
-    told: Told = unheard,
+    on_read: OnRead = ignore_progress,
 ) -> dict[str, torch.Tensor]:
     """Return the wanted tensors of a file that is what it was.
 
@@ -280,7 +280,7 @@ def read(
         wanted: the names of those to be returned.
         device: on which.
         verify: whether to read all of it and compare its digests.
-        told: how many bytes have been read since it was last called.
+        on_read: called with how many bytes have been read since it was last called.
 
     Raises:
         CheckpointCorruptError: it is not there, or not what was written; the first tensor
@@ -293,7 +293,7 @@ def read(
                 msg = f"{path}: {size} bytes, the manifest says {file.size}."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
-            found = reader(stream, path, file, wanted, told)
+            found = reader(stream, path, file, wanted, on_read)
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
@@ -301,7 +301,7 @@ def read(
 
 
 def _read_some(
-    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str], told: Told
+    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
     found: dict[str, torch.Tensor] = {}
     for name in wanted:
@@ -310,12 +310,12 @@ def _read_some(
         found[name] = entry.empty()
         for block in _blocks(bytes_of(found[name]), _BLOCK * torch.get_num_threads()):
             read_into(stream, block)
-            told(len(block))
+            on_read(len(block))
     return found
 
 
 def _read_verified(
-    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], told: Told
+    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
     """Read all of a file, hashing what was read while more is.
 
@@ -330,7 +330,7 @@ def _read_verified(
 
         def fill(values: memoryview, what: str, expected: str | None) -> None:
             read_into(stream, values)
-            told(len(values))
+            on_read(len(values))
             hashing.add(values, what, expected)
 
         fill(memoryview(bytearray(begin)), "its header", file.header_digest)
@@ -390,7 +390,7 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _ordered(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
     """Return names in the order in which tensors lie in a file.
 
     First those that fill whole lines, which then all begin at one; then the largest items, so

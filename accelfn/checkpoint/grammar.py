@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, cast
 
 from accelfn.base.codec import MAX_DEPTH
 from accelfn.checkpoint.files import DTYPES, File, bytes_in
-from accelfn.checkpoint.slices import Slice, of_copies, tile
+from accelfn.checkpoint.slices import Slice, cover, of_copies
 
 Rule: TypeAlias = Callable[[Any], None]
 """Raises `_UnexpectedError` of what may not stand there."""
@@ -106,7 +106,7 @@ def check_sharded(
             boxes[file] = Slice(shape, offset, size)
         of_each = of_copies(boxes, copies) or {0: boxes}
         is_of_all = len(of_each) in (1, len({*copies}))
-        whole_each = all(tile(each.values(), shape) for each in of_each.values())
+        whole_each = all(cover(each.values(), shape) for each in of_each.values())
         if not (is_of_all and whole_each):
             msg = (
                 f"the slices of {quote(name)} are not the whole of a tensor of shape"
@@ -154,7 +154,7 @@ def _inside(rule: Rule, place: object, value: Any) -> None:
         raise
 
 
-def _each(rule: Rule) -> Rule:
+def _list_of(rule: Rule) -> Rule:
     def rule_of_list(value: Any) -> None:
         if not isinstance(value, list):
             _refuse("a list", value)
@@ -208,7 +208,7 @@ def _pairs(value: Any, depth: int) -> None:
             _refuse("a key", key)
         _inside(lambda v: _tree(v, depth), key, inside)
 
-    _each(pair)(value)
+    _list_of(pair)(value)
     if len({(type(key), key) for key, _ in value}) != len(value):
         _refuse("each key once", value)
 
@@ -220,8 +220,8 @@ _KINDS: dict[str, Callable[[Any, int], None]] = {
     "pairs": _pairs,
     "object": _tree,
     "pending": _tree,
-    "list": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
-    "tuple": lambda value, depth: _each(lambda v: _tree(v, depth))(value),
+    "list": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
+    "tuple": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
 }
 
 
@@ -236,7 +236,7 @@ def _data(value: Any, depth: int = MAX_DEPTH) -> None:
     if depth < 0:
         _refuse("something less deep", value)
     if isinstance(value, (dict, list)):
-        inside = _table if isinstance(value, dict) else _each
+        inside = _table if isinstance(value, dict) else _list_of
         inside(lambda item: _data(item, depth - 1))(value)
 
 
@@ -265,7 +265,7 @@ def _all_units(value: Any) -> None:
 
 
 def _cursor(value: Any) -> None:
-    _record(list=_each(_tree))(value)
+    _record(list=_list_of(_tree))(value)
     if len(value["list"]) != 3:
         _refuse("a position of 3 parts", value)
     _inside(_count, "epoch", value["list"][0])
@@ -283,19 +283,19 @@ _UNITS: dict[str, Rule] = {
     "num_skipped": _count,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
-_SHAPE = _each(_count)
+_SHAPE = _list_of(_count)
 _manifest = _record(
     blake3=_digest,
     format=_count,
     step=_count,
     world_size=_count,
     optimizer=_TEXT,
-    transforms=_each(_TEXT),
+    transforms=_list_of(_TEXT),
     data=_facts,
     trees=_all_units,
-    trees_by_rank=_each(_units),
-    per_rank=_each(_TEXT),
-    copies=_each(_count),
+    trees_by_rank=_list_of(_units),
+    per_rank=_list_of(_TEXT),
+    copies=_list_of(_count),
     sharded=_table(
         _record(
             dtype=_DTYPE,
@@ -306,7 +306,7 @@ _manifest = _record(
     definition=_definition,
     metrics=_table(_number),
     kept=_table(_digest),
-    persistent=_each(_TEXT),
+    persistent=_list_of(_TEXT),
     files=_table(
         _record(
             size=_count,

@@ -15,7 +15,7 @@ import torch
 from accelfn.base.arguments import advise, explain_call_errors
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint import compare
-from accelfn.checkpoint.commit import told
+from accelfn.checkpoint.commit import format_error
 from accelfn.checkpoint.elastic import Source, source_of
 from accelfn.checkpoint.files import digests
 from accelfn.checkpoint.manifest import (
@@ -116,7 +116,7 @@ class Wanted:
         )
 
 
-def taken(
+def load_fields(
     state: TrainState, source: Source, wanted: Wanted, saved: dict[str, Any]
 ) -> Loaded:
     """Return the state with what was asked for of the saved fields, and what that was."""
@@ -133,9 +133,9 @@ def taken(
                 loaded.append(field)
             continue
         entries = wanted.of(field, saved[field])
-        found = _compared(field, entries, _places(field, fields, entries, wanted))
+        found = _compare_field(field, entries, _places(field, fields, entries, wanted))
         if wanted.refuses(found):
-            refused.append(found.told(f"{folder}: {field}"))
+            refused.append(found.describe(f"{folder}: {field}"))
             continue
         entries = {
             n: value for n, value in entries.items() if n not in found.unexpected
@@ -143,7 +143,7 @@ def taken(
         for name in found.dtypes:
             cast[f"{field}.{name}"] = found.dtypes[name]
             place = f"{folder}: {field}.{name}"
-            entries[name] = converted(entries[name], current[name].dtype, place)
+            entries[name] = convert_dtype(entries[name], current[name].dtype, place)
         fields[field] = {**current, **entries}
         loaded += [f"{field}.{name}" for name in entries]
         missing += [f"{field}.{name}" for name in found.missing]
@@ -152,7 +152,7 @@ def taken(
         raise CheckpointError("\n".join(refused))
     made = with_fields(state, fields)
     if any(each.startswith("params.") for each in loaded):
-        made = _gone_on(state, made, loaded)
+        made = _restart_slots(state, made, loaded)
     return Loaded(
         state=made,
         loaded=tuple(loaded),
@@ -162,7 +162,9 @@ def taken(
     )
 
 
-def _gone_on(before: TrainState, after: TrainState, loaded: list[str]) -> TrainState:
+def _restart_slots(
+    before: TrainState, after: TrainState, loaded: list[str]
+) -> TrainState:
     """Return a state that goes on with parameters of a file: ranks are to compare them.
 
     Slots that were not loaded begin with them, if they have not come further.
@@ -179,7 +181,7 @@ def _gone_on(before: TrainState, after: TrainState, loaded: list[str]) -> TrainS
     return attrs.evolve(after, slots=slots)
 
 
-def converted(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
+def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
     """Return a tensor as another dtype, in which every finite value is one.
 
     Raises:
@@ -216,7 +218,7 @@ def _places(
     return places
 
 
-def _compared(
+def _compare_field(
     field: str, saved: Mapping[str, Any], places: Mapping[str, Any]
 ) -> compare.Differences:
     if field in ("params", "buffers"):
@@ -262,7 +264,7 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
 T = TypeVar("T")
 
 
-def together(state: TrainState, read: Callable[[], T]) -> T:
+def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
     """Return what this rank reads; of a split model, once all ranks have read theirs.
 
     What comes next gathers parts, and a rank that could not read its file would let the others
@@ -286,7 +288,7 @@ def together(state: TrainState, read: Callable[[], T]) -> T:
         outcome, text = read(), ""
     except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
         is_corrupt = isinstance(error, CheckpointCorruptError)
-        outcome, text = error, json.dumps([is_corrupt, told(error)])
+        outcome, text = error, json.dumps([is_corrupt, format_error(error)])
     texts = gather_text(text, state.world, label="load: read files")
     if isinstance(outcome, Exception):
         raise outcome
@@ -350,13 +352,13 @@ def load(
     words = _several(allow)
     with explain_removal(folder):
         made = {
-            name: restored(each, folder / name, partial(opened, name), words)
+            name: restore_from(each, folder / name, partial(opened, name), words)
             for name, each in states.items()
         }
     return cast("States", made.get("", made))
 
 
-def restored(
+def restore_from(
     state: TrainState,
     where: Path | str,
     opened: Callable[[], Source],
@@ -380,7 +382,7 @@ def restored(
         compare.check_values(state, source.outline(), source.manifest, where, allow)
         return source, source.fields()
 
-    source, saved = together(state, read)
+    source, saved = read_all_or_none(state, read)
     saved["params"] = {**saved["params"], **kept_of(source, state)}
     compare.warn_of_changes(state, source.manifest, where, allow)
     made = with_fields(state, saved)
@@ -443,8 +445,8 @@ def load_part(
             compare.check_data(state, source.manifest, folder, _several(allow))
         return source, wanted, source.fields()
 
-    source, wanted, saved = together(state, read)
-    return taken(state, source, wanted, saved)
+    source, wanted, saved = read_all_or_none(state, read)
+    return load_fields(state, source, wanted, saved)
 
 
 def _several(words: Sequence[str]) -> tuple[str, ...]:

@@ -177,7 +177,7 @@ class Manifest:
         except ValueError as error:
             msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
-        return _sealed(said)
+        return _with_digest(said)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -189,7 +189,7 @@ class Manifest:
         """
         try:
             _check_density(data)
-            plain = _table(json.loads(data, object_pairs_hook=_each_once))
+            plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
             version = plain["format"]
             if type(version) is not int:
                 raise ValueError(f"its format is {grammar.quote(version)}")  # noqa: TRY301, TRY003, EM102
@@ -377,7 +377,7 @@ def read_manifest(
         raise _of_others(folder, digests, names)
     folder /= name
     missing_error = CheckpointCorruptError if name else CheckpointError
-    data, path = _read(folder, missing_error), folder / NAME
+    data, path = _read_bytes(folder, missing_error), folder / NAME
     if digests[name] not in (None, blake3(data).hexdigest()):
         msg = f"{path} is not the one that was saved with the others. Load another checkpoint."
         raise CheckpointCorruptError(msg)
@@ -416,13 +416,13 @@ def digests_in(folder: Path) -> dict[str, str | None]:
         CheckpointError: the folder has no checkpoint.
         CheckpointCorruptError: it has changed.
     """
-    data = _read(folder)
+    data = _read_bytes(folder)
     if not _JOINT.match(data):
         return {"": None}
     try:
         _check_density(data)
         _compare(data)
-        plain = _table(json.loads(data, object_pairs_hook=_each_once))
+        plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
         grammar.check_joint(plain)
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
         msg = f"{folder / NAME}: it names no states that were saved together: {error}"
@@ -433,7 +433,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
     """Return what says that states were saved together, given their manifests' digests."""
     plain = {"format": 3, "states": dict(digests)}
-    return _sealed(_lines(plain).encode().removeprefix(b"{\n"))
+    return _with_digest(_lines(plain).encode().removeprefix(b"{\n"))
 
 
 def check_not_joint(folder: Path) -> None:
@@ -465,7 +465,7 @@ def _of_others(
     )
 
 
-def _read(
+def _read_bytes(
     folder: Path, missing_error: type[CheckpointError] = CheckpointError
 ) -> bytes:
     """Return what is in the manifest's file of a directory.
@@ -498,7 +498,7 @@ def _read(
         raise CheckpointCorruptError(msg) from error
 
 
-def _sealed(said: bytes) -> bytes:
+def _with_digest(said: bytes) -> bytes:
     """Return lines of JSON with their digest before them."""
     return f'{{\n "blake3": "{blake3(said).hexdigest()}",\n'.encode() + said
 
@@ -547,7 +547,7 @@ def _compare(data: bytes) -> None:
         raise CheckpointCorruptError(msg)
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         msg = "a name comes twice"

@@ -15,8 +15,13 @@ import torch
 from accelfn.base import tree
 from accelfn.base.arguments import call_mismatch, explain_call_errors
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.elastic import Arrivals, received, sendings, to_merge
-from accelfn.checkpoint.load import restored
+from accelfn.checkpoint.elastic import (
+    Arrivals,
+    receive,
+    sendings,
+    to_merge,
+)
+from accelfn.checkpoint.load import restore_from
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
 from accelfn.checkpoint.slices import is_sharded
@@ -86,12 +91,12 @@ def with_world(
     """
     check_state(_CALL, state)
     state.lease.check()
-    meeting = _checked(world, world if among is None else among)
+    meeting = _check_worlds(world, world if among is None else among)
     check_axes(state.setup, world)
-    return moved(state, world, meeting, newcomer=newcomer)
+    return move(state, world, meeting, newcomer=newcomer)
 
 
-def moved(
+def move(
     state: TrainState,
     world: World,
     meeting: World,
@@ -113,23 +118,23 @@ def moved(
     def say() -> commit.Contents | None:
         return None if newcomer else contents_of(state, "write")
 
-    contents, said = _all_do("say what it holds", meeting, say, _said)
-    handed = _handed_over(contents, list(map(json.loads, said)), meeting, state)
+    contents, said = _run_on_all("say what it holds", meeting, say, _describe)
+    handed = _hand_over(contents, list(map(json.loads, said)), meeting, state)
     if isinstance(handed, StateError):
         if restore is None:
             raise handed
-        return _restored(_all_begin(state, world, meeting), restore, handed)
+        return _restore_lost(_all_begin(state, world, meeting), restore, handed)
     manifest, arrivals = handed
     where = f"the state of update {manifest.step}"
     fresh = _all_begin(state, world, meeting)
 
     def take() -> TrainState:
         with arrivals.to_the_end():
-            return restored(
-                fresh, where, lambda: received(fresh, manifest, where, arrivals)
+            return restore_from(
+                fresh, where, lambda: receive(fresh, manifest, where, arrivals)
             )
 
-    taken, _ = _all_do(
+    taken, _ = _run_on_all(
         "take the state over",
         meeting,
         take,
@@ -145,13 +150,13 @@ def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
     By itself, for the parts of a split model are read in calls that a rank which could not
     begin would not make.
     """
-    fresh, _ = _all_do(
-        "begin anew", meeting, lambda: _begun(state, world), lambda _: ""
+    fresh, _ = _run_on_all(
+        "begin anew", meeting, lambda: _fresh_state(state, world), lambda _: ""
     )
     return fresh
 
 
-def _restored(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
+def _restore_lost(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
     """Return what the caller goes on with where parts of a model are lost.
 
     Raises:
@@ -171,7 +176,7 @@ def _restored(fresh: TrainState, restore: Restore, lost: StateError) -> TrainSta
     return found
 
 
-def _checked(world: World, among: World) -> World:
+def _check_worlds(world: World, among: World) -> World:
     """Return the world whose ranks meet, once both are worlds, one a part of the other."""
     for each in (world, among):
         if not isinstance(each, World):
@@ -189,7 +194,7 @@ def _checked(world: World, among: World) -> World:
     return among
 
 
-def _all_do(
+def _run_on_all(
     what: str,
     world: World,
     act: Callable[[], T],
@@ -212,7 +217,7 @@ def _all_do(
     except Exception as error:
         if not can_tell():
             raise
-        outcome, text = error, f"failed {commit.told(error)}"
+        outcome, text = error, f"failed {commit.format_error(error)}"
     texts = gather_text(text, world, label=f"with_world: {what}")
     if isinstance(outcome, Exception):
         raise outcome
@@ -224,11 +229,11 @@ def _all_do(
     return outcome, [each.partition(" ")[2] for each in texts]
 
 
-def _said(contents: commit.Contents | None) -> str:
-    return json.dumps(contents and commit.said_of(contents))
+def _describe(contents: commit.Contents | None) -> str:
+    return json.dumps(contents and commit.describe_contents(contents))
 
 
-def _handed_over(
+def _hand_over(
     contents: commit.Contents | None,
     said: Sequence[Mapping[str, Any] | None],
     world: World,
@@ -251,10 +256,10 @@ def _handed_over(
     mine: Mapping[str, torch.Tensor] = {}
     division = None
     if contents is not None:
-        ranks = _numbered([each for each in said if each is not None])
-        division = commit.divided(contents, ranks, givers.index(world.rank))
+        ranks = _renumber_copies([each for each in said if each is not None])
+        division = commit.divide_writes(contents, ranks, givers.index(world.rank))
         mine = division.mine
-    text = json.dumps(files.unwritten(mine).to_plain())
+    text = json.dumps(files.describe_file(mine).to_plain())
     listed = gather_text(text, world, label="with_world: list tensors")
     written = [files.File.from_plain(json.loads(listed[rank])) for rank in givers]
     told = None
@@ -277,7 +282,7 @@ def _handed_over(
     return manifest, Arrivals(sendings(manifest, set(merged), givers), mine, world)
 
 
-def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what ranks said with copies numbered anew: some may be gone."""
     copies = sorted({each["copy"] for each in ranks if each["copy"] is not None})
     return [
@@ -286,7 +291,7 @@ def _numbered(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _begun(state: TrainState, world: World) -> TrainState:
+def _fresh_state(state: TrainState, world: World) -> TrainState:
     """Return a state of the same definition in a world, to be loaded into.
 
     Where the setup says how the model lies, everything lies as it does in that world.
@@ -294,7 +299,7 @@ def _begun(state: TrainState, world: World) -> TrainState:
     definition = attrs.evolve(state.definition, world=world)
     owners = state.setup.owners["layout"]
     if world.device != state.world.device:
-        state = attrs.evolve(state, slots=_moved(state.slots, world.device))
+        state = attrs.evolve(state, slots=_slots_on_device(state.slots, world.device))
     if not owners:
         return attrs.evolve(state, definition=definition)
     layout = definition.layout
@@ -321,7 +326,7 @@ def _begun(state: TrainState, world: World) -> TrainState:
     return fresh.with_setup(state.setup)
 
 
-def _moved(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
+def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return slots on a device, but for what is in parts."""
 
     def put(leaf: Any) -> Any:
@@ -395,7 +400,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     world = state.world
     newcomer = _regrouping_of(world).is_newcomer
     while True:
-        met = _met(world)
+        met = _next_world(world)
         if met is world:
             return state
         try:
@@ -403,7 +408,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
             steps = gather_text(said, met, label="regroup: who has the newest state")
             newest = max((int(each) for each in steps if each), default=0)
             behind = newcomer or state.step < newest
-            return moved(state, met, met, newcomer=behind, restore=restore)
+            return move(state, met, met, newcomer=behind, restore=restore)
         except PeerFailedError:  # another is gone; the rest of these meet again
             if not met.connection.is_broken:
                 raise  # of another world, as `restore` may know one
@@ -451,7 +456,7 @@ def _regrouping_of(world: World) -> Any:
     return regrouping
 
 
-def _met(world: World) -> World:
+def _next_world(world: World) -> World:
     """Return the next world; this one where all of it are there, and nobody waits."""
     regrouping = _regrouping_of(world)
     if not regrouping.is_newcomer and not world.connection.is_broken:

@@ -154,7 +154,7 @@ class Tensors(Table):
         return name
 
 
-def encoded(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
+def encode_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
     """Return fields by unit, each slot one of its own, as plain data beside their tensors."""
     tensors = Tensors()
     units = {name: value for name, value in fields.items() if name != "slots"}
@@ -162,7 +162,7 @@ def encoded(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
     return {name: encode(v, tensors, path=name) for name, v in units.items()}, tensors
 
 
-def decoded(
+def decode_fields(
     units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Return the fields that were encoded."""
@@ -377,7 +377,7 @@ def save(
             contents[name] = contents_of(each, frozen)
         commit.begin(job)
 
-    job.agreed(exchange, "begin", begin)
+    job.run_on_all(exchange, "begin", begin)
     commit.write(job, contents, exchange)
 
 
@@ -412,7 +412,7 @@ def contents_of(
         for some in by_calls(held, state.world, label="hash frozen parameters"):
             kept |= files.digests(some)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
-    units, tensors = encoded(fields)
+    units, tensors = encode_fields(fields)
     copies = state.definition.copy_of_each
     return Contents(
         units=units,

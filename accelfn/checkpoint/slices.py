@@ -108,7 +108,7 @@ def of_copies(
     return found
 
 
-def tile(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
+def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
     """Whether boxes lie in a tensor, do not overlap, and leave nothing open.
 
     They are told by their corners, with signs as in inclusion and exclusion: only boxes that
@@ -137,7 +137,7 @@ def tile(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
     return not any(corners.values())
 
 
-def assembled(
+def assemble(
     target: Slice,
     dtype: torch.dtype,
     parts: Iterable[tuple[Slice, torch.Tensor]],
@@ -216,7 +216,7 @@ def is_sharded(tensor: torch.Tensor) -> bool:
     )
 
 
-def like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
+def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
     """Return a DTensor that lies as another does, of this rank's slice.
 
     torch's own `from_local` would bring it to the device of the mesh.

@@ -21,8 +21,7 @@ from accelfn.base import arguments, words
 from accelfn.base.arguments import explain_call_errors, question
 from accelfn.base.devices import host_memory
 from accelfn.base.words import hint_attributes
-from accelfn.checkpoint import commit, disk
-from accelfn.checkpoint import manifest as keeping
+from accelfn.checkpoint import commit, disk, manifest
 from accelfn.checkpoint.commit import Contents, Lock, Save
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.save import (
@@ -128,7 +127,7 @@ class Talk:
                 raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [_read(self._file(self.turn, rank)) for rank in self._ranks()]
+        return [_read_text(self._file(self.turn, rank)) for rank in self._ranks()]
 
     def begin(self) -> BinaryIO | None:
         """Let the others see whether this process lives, until what is returned is closed."""
@@ -155,8 +154,8 @@ class Talk:
         for rank in absent:
             ended = self._file(_ENDED, rank)
             if arguments.exists(ended):
-                nothing = f"{self.save.unsaved}: rank {rank} failed, and had no room to say why"
-                raise CheckpointWriteError(_read(ended) or nothing)
+                nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
+                raise CheckpointWriteError(_read_text(ended) or nothing)
 
     def _is_over(self, begun: float) -> bool:
         now, hurried = time.monotonic(), self.hurried_at
@@ -184,7 +183,7 @@ class Talk:
 _ENDED, _HELD = "ended", "held"
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
@@ -292,7 +291,7 @@ class Writing:
             held = self._talk.begin()
             commit.write(self.save, self._contents, self._talk)
             # there it is: what is said now is said by rank 0, and asks for no other's file
-            self.save.agreed(lambda _, text: [text], commit.READ_BACK, self._then)
+            self.save.run_on_all(lambda _, text: [text], commit.READ_BACK, self._then)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
         except PeerFailedError as error:
@@ -310,9 +309,9 @@ class Writing:
         """Return what ends this rank's part, and no other's, as an error of the save."""
         rank = self.save.rank
         is_there = disk.is_there(self.save.final)
-        begins = self.save.unread if is_there else self.save.unsaved
+        begins = self.save.not_verified if is_there else self.save.not_saved
         known = CheckpointWriteError(
-            f"{begins}: rank {rank} failed: {commit.told(error)}"
+            f"{begins}: rank {rank} failed: {commit.format_error(error)}"
         )
         known.__cause__ = error
         return known
@@ -348,23 +347,23 @@ class Retention:
         if self.keep is None:
             return
         try:
-            keeping.verify(self.directory / keeping.name_of(step))
+            manifest.verify(self.directory / manifest.name_of(step))
         except CheckpointError:
-            keeping.discard(self.directory, step)
+            manifest.discard(self.directory, step)
             raise
-        self._remove({step, *self._kept()})
+        self._remove({step, *self._steps_to_keep()})
 
     def before(self) -> None:
         """Remove what runs that ended behind a save, and before this, have left.
 
         Cost: where they have, the newest is read.
         """
-        kept = self._kept()
-        if not self._others(kept):
+        kept = self._steps_to_keep()
+        if not self._steps_to_remove(kept):
             return
-        newest = self.directory / keeping.name_of(max(kept))
+        newest = self.directory / manifest.name_of(max(kept))
         try:
-            keeping.verify(newest)
+            manifest.verify(newest)
         except CheckpointError as error:
             sys.stderr.write(
                 f"accelfn: older checkpoints than {newest} are kept: {error}\n"
@@ -372,27 +371,27 @@ class Retention:
         else:
             self._remove(kept)
 
-    def _kept(self) -> set[int]:
+    def _steps_to_keep(self) -> set[int]:
         """Return the steps that are kept, of those that are there."""
-        steps = keeping.steps_in(self.directory)
+        steps = manifest.steps_in(self.directory)
         kept = set(steps if self.keep is None else steps[-self.keep :])
         if self.best is not None:
-            kept.update(keeping.best_of(self.directory, self.best, self.best_is)[:1])
+            kept.update(manifest.best_of(self.directory, self.best, self.best_is)[:1])
         return kept
 
-    def _others(self, kept: set[int]) -> list[int]:
-        return [s for s in keeping.steps_in(self.directory) if s not in kept]
+    def _steps_to_remove(self, kept: set[int]) -> list[int]:
+        return [s for s in manifest.steps_in(self.directory) if s not in kept]
 
     def _remove(self, kept: set[int]) -> None:
-        others = self._others(kept)
+        others = self._steps_to_remove(kept)
         if others:
             self._say_no_best()
         for step in others:
             try:
-                keeping.discard(self.directory, step)
+                manifest.discard(self.directory, step)
             except OSError as error:  # the next save tries it again
                 sys.stderr.write(
-                    f"accelfn: {self.directory / keeping.name_of(step)} is to be removed,"
+                    f"accelfn: {self.directory / manifest.name_of(step)} is to be removed,"
                     f" and is still there: {error}\n"
                 )
 
@@ -400,7 +399,7 @@ class Retention:
         """Say, once, that some are removed though none has the metric that is best."""
         if self.best is None or self.has_said_no_best:
             return
-        names = keeping.metrics_in(self.directory)
+        names = manifest.metrics_in(self.directory)
         if self.best not in names:
             self.has_said_no_best = True
             sys.stderr.write(
@@ -413,7 +412,7 @@ class Retention:
 # The save that a store's thread writes, and how all ranks hear of its end.
 
 
-class UnderWay:
+class PendingSave:
     """A save that was begun and not waited for, if there is one.
 
     Attributes:
@@ -432,7 +431,7 @@ class UnderWay:
             return False
         return self.world is None or self.world.connection is not now.connection
 
-    def ended(self) -> CheckpointWriteError | None:
+    def finish(self) -> CheckpointWriteError | None:
         """Wait for its end, and return its error, the same on all ranks.
 
         Of one that failed nothing is left.
@@ -442,7 +441,7 @@ class UnderWay:
         """
         writing, world = self.writing, self.world
         if world is not None and world.connection.successor is not None:
-            return self.left()
+            return self.abandon()
         if writing is None or world is None:
             return None
         step = writing.save.step
@@ -465,7 +464,7 @@ class UnderWay:
             told.__cause__ = None if error is None else error.__cause__
         return told
 
-    def left(self) -> CheckpointWriteError | None:
+    def abandon(self) -> CheckpointWriteError | None:
         """End a save of ranks of which one is gone, and return another error than that.
 
         It is there as a whole, or nothing of it: then a line on stderr says so.
@@ -481,7 +480,7 @@ class UnderWay:
             sys.stderr.write(f"accelfn: {error}\n")
         return None
 
-    def goes_on_in(
+    def rejoin(
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
         """Begin in another world, and return the error that a rank of it brings along."""
@@ -556,7 +555,7 @@ class CheckpointStore:
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
         self._buffers: dict[str, Buffers] = defaultdict(Buffers)
-        self._under_way = UnderWay()
+        self._pending = PendingSave()
         self._lock: Lock | None = None
         self._unlock: Callable[[], object] | None = None
         self._last_saved = time.monotonic()
@@ -578,13 +577,13 @@ class CheckpointStore:
                 " checkpoints in it. Make the store anew to begin again."
             )
             raise CheckpointError(msg)
-        return keeping.steps_in(self.directory)
+        return manifest.steps_in(self.directory)
 
     @property
     def latest(self) -> Path | None:
         """The newest checkpoint."""
         steps = self.steps
-        return self.directory / keeping.name_of(steps[-1]) if steps else None
+        return self.directory / manifest.name_of(steps[-1]) if steps else None
 
     @property
     def best(self) -> Path | None:
@@ -596,8 +595,8 @@ class CheckpointStore:
         if self.keep_best is None:
             msg = "CheckpointStore.best: say by which metric, with keep_best=."
             raise ArgumentError(msg)
-        found = keeping.best_of(self.directory, self.keep_best, self.best_is)
-        return self.directory / keeping.name_of(found[0]) if found else None
+        found = manifest.best_of(self.directory, self.keep_best, self.best_is)
+        return self.directory / manifest.name_of(found[0]) if found else None
 
     @question
     @explain_call_errors
@@ -643,33 +642,33 @@ class CheckpointStore:
         """
         state, states = states_of("store.save(state)", state)
         numbers = numbers_of(metrics)
-        under_way = self._under_way
-        before = under_way.world
-        earlier = self._ended(state.world)
-        under_way.world = state.world
+        pending = self._pending
+        before = pending.world
+        earlier = self._join_pending(state.world)
+        pending.world = state.world
         is_first = before is None or before.connection is not state.world.connection
-        job = save_of(state, self.directory / keeping.name_of(state.step))
+        job = save_of(state, self.directory / manifest.name_of(state.step))
         exchange = exchange_of(state, "save")
         contents: dict[str, Contents] = {}
 
         def begin() -> str:
-            contents.update(self._begun(job, states, numbers))
+            contents.update(self._collect_contents(job, states, numbers))
             return json.dumps(numbers)
 
         retain = partial(self._retain, job.step)
         try:
-            given = job.agreed(exchange, "begin", begin)
+            given = job.run_on_all(exchange, "begin", begin)
             if self.async_ and is_first:  # ranks agree by files from now on
-                job.agreed(exchange, "look for it", partial(commit.check_seen, job))
+                job.run_on_all(exchange, "look for it", partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
-                under_way.writing = Writing(job, contents, retain, patience=patience)
+                pending.writing = Writing(job, contents, retain, patience=patience)
                 # not before it is remembered: an interrupt between would let the next save
                 # copy into what is being written
-                under_way.writing.start()
+                pending.writing.start()
             else:
                 commit.write(job, contents, exchange)
-                job.agreed(exchange, commit.READ_BACK, retain)
+                job.run_on_all(exchange, commit.READ_BACK, retain)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
                 close_talk(job)
@@ -718,7 +717,7 @@ class CheckpointStore:
                 return outcome
             older = [each for each in steps if each < chosen]
             if older and isinstance(outcome, CheckpointCorruptError):
-                outcome.add_note(self._way_on(older))
+                outcome.add_note(self._how_to_continue(older))
             raise outcome
         return state
 
@@ -740,8 +739,8 @@ class CheckpointStore:
         if kind is None:
             self.close()
             return
-        under_way = self._under_way
-        writing, under_way.writing = under_way.writing, None
+        pending = self._pending
+        writing, pending.writing = pending.writing, None
         if writing is not None:
             if isinstance(error, PeerFailedError):
                 writing.hurry()
@@ -749,7 +748,7 @@ class CheckpointStore:
                 sys.stderr.write(f"accelfn: {failed}\n")
         self._release()
 
-    def _begun(
+    def _collect_contents(
         self,
         job: commit.Save,
         states: Mapping[str, TrainState],
@@ -781,11 +780,11 @@ class CheckpointStore:
         return contents
 
     def _wait(self, world: "World | None") -> None:
-        error = self._ended(world)
+        error = self._join_pending(world)
         if error is not None:
             raise self._with_newest(error) from error.__cause__
 
-    def _ended(self, now: "World | None" = None) -> CheckpointWriteError | None:
+    def _join_pending(self, now: "World | None" = None) -> CheckpointWriteError | None:
         """Wait for the save that is under way, and return its error, the same on all ranks.
 
         Args:
@@ -794,12 +793,12 @@ class CheckpointStore:
         Raises:
             PeerFailedError: a rank is gone.
         """
-        if now is None or not self._under_way.is_of_others(now):
-            return self._under_way.ended()
-        error = self._under_way.left()
+        if now is None or not self._pending.is_of_others(now):
+            return self._pending.finish()
+        error = self._pending.abandon()
         if not now.is_main:  # rank 0 is another now, and takes the lock
             self._release()
-        return self._under_way.goes_on_in(now, error)
+        return self._pending.rejoin(now, error)
 
     def _steps_on_all(self, world: "World", step: int | None) -> list[int]:
         """Return the steps that rank 0 sees; a collective.
@@ -807,7 +806,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: it can't see them, or the wanted one is missing.
         """
-        found = self._listed(step) if world.is_main else None
+        found = self._list_steps(step) if world.is_main else None
         steps = broadcast_object(found, world, label="store: restore")
         if isinstance(steps, str):
             msg = f"{self.directory} cannot be looked through: {steps}"
@@ -821,7 +820,7 @@ class CheckpointStore:
         self, state: States, world: "World", step: int, allow: Sequence[str]
     ) -> tuple[States | CheckpointError, bool]:
         """Return a loaded state or an error, and whether a rank found nothing; a collective."""
-        folder = self.directory / keeping.name_of(step)
+        folder = self.directory / manifest.name_of(step)
         outcome: States | CheckpointError
         try:
             outcome = load(state, folder, allow=allow)
@@ -831,7 +830,7 @@ class CheckpointStore:
         texts = gather_text("gone" if is_gone else "", world, label="store: restored")
         return outcome, any(texts)
 
-    def _listed(self, step: int | None) -> list[int] | str:
+    def _list_steps(self, step: int | None) -> list[int] | str:
         """Return the steps that are there, or why none can be restored.
 
         Args:
@@ -840,17 +839,17 @@ class CheckpointStore:
         try:
             steps = list(self.steps)
             newest = steps[-1] if steps else -1
-            broken = keeping.broken_after(self.directory, newest)
+            broken = manifest.broken_after(self.directory, newest)
         except (OSError, CheckpointError) as error:
-            return commit.told(error)
+            return commit.format_error(error)
         if broken is None or step is not None:
             return steps
         link = f"{broken} is a broken link to {broken.readlink()}"
-        return f"{link}, and is newer than all others. {self._way_on(steps)}"
+        return f"{link}, and is newer than all others. {self._how_to_continue(steps)}"
 
-    def _way_on(self, steps: Sequence[int]) -> str:
+    def _how_to_continue(self, steps: Sequence[int]) -> str:
         """Return how to continue from the newest whole checkpoint of these."""
-        whole = keeping.newest_whole(self.directory, steps)
+        whole = manifest.newest_whole(self.directory, steps)
         if whole is None:
             return "No older checkpoint is whole: remove it to begin again."
         return (
@@ -881,7 +880,7 @@ class CheckpointStore:
 
     def _retain(self, step: int) -> None:
         """On rank 0, verify the new checkpoint, and then remove what is not kept."""
-        world = self._under_way.world
+        world = self._pending.world
         if world is not None and world.is_main:
             self._retention.after(step)
 
@@ -892,7 +891,7 @@ class CheckpointStore:
         try:
             newest = self.latest
         except (OSError, CheckpointError) as failed:
-            what = f"Which checkpoints there are cannot be told ({commit.told(failed)})"
+            what = f"Which checkpoints there are cannot be told ({commit.format_error(failed)})"
         else:
             what = "There is none yet" if newest is None else f"The newest is {newest}"
         parts = (part.removesuffix(".") for part in (str(error), more, what) if part)

@@ -14,10 +14,10 @@ from accelfn.base import arguments
 from accelfn.base.arguments import advise, as_path, explain_call_errors
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint import compare
-from accelfn.checkpoint.load import Loaded, converted, together
+from accelfn.checkpoint.load import Loaded, convert_dtype, read_all_or_none
 from accelfn.checkpoint.manifest import reader_of
 from accelfn.checkpoint.save import fields_of, with_fields
-from accelfn.checkpoint.slices import Slice, like, slice_of
+from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.interop import deepspeed, torch_files
 from accelfn.interop.torch_files import Found, Piece, check_kept
@@ -168,7 +168,7 @@ def import_state(
     def read() -> tuple[dict[str, Any], Loaded]:
         return _read(state, folder, _found(state, folder, under), strict=strict)
 
-    fields, report = together(state, read)
+    fields, report = read_all_or_none(state, read)
     own = {each.name for each in state.setup}
     slots = {name: slot for name, slot in state.slots.items() if name not in own}
     after = with_fields(state, {**fields, "slots": slots})
@@ -329,9 +329,9 @@ def _check_names(
     if not strict:
         named = attrs.evolve(named, missing=(), unexpected=())
     if named:
-        raise CheckpointError(named.told(str(folder)))
+        raise CheckpointError(named.describe(str(folder)))
     if found.missing or found.unexpected:
-        advise(attrs.evolve(found, dtypes={}).told(str(folder)))
+        advise(attrs.evolve(found, dtypes={}).describe(str(folder)))
 
 
 def _laid(
@@ -342,8 +342,8 @@ def _laid(
     values = piece.read(place)
     if values.dtype != own.dtype:
         cast[name] = f"{values.dtype} to {own.dtype}"
-        values = converted(values, own.dtype, where)
-    return like(values, own) if is_shard(own) else values.to(own.device)
+        values = convert_dtype(values, own.dtype, where)
+    return dtensor_like(values, own) if is_shard(own) else values.to(own.device)
 
 
 def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:

@@ -30,7 +30,7 @@ from accelfn.checkpoint import disk
 from accelfn.checkpoint.elastic import Source as SavedState
 from accelfn.checkpoint.manifest import reader_of
 from accelfn.checkpoint.save import optimizer_name
-from accelfn.checkpoint.slices import Slice, assembled, tile
+from accelfn.checkpoint.slices import Slice, assemble, cover
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.model.optimizer import rebuilt
 from accelfn.state.state import TrainState
@@ -458,7 +458,7 @@ def _piece(
             raise CheckpointCorruptError(msg)
         path = folder / place.relative_path
         chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
-    if not tile((chunk.box for chunk in chunks), shape):
+    if not cover((chunk.box for chunk in chunks), shape):
         msg = f"{folder}: the boxes of {name!r} are not those of a tensor of {shape}."
         raise CheckpointCorruptError(msg)
     dtype = said.properties.dtype
@@ -468,7 +468,7 @@ def _piece(
         parts = (
             (part.inside(each.box), each.read(part)) for each, part in shared if part
         )
-        return assembled(box, dtype, parts)
+        return assemble(box, dtype, parts)
 
     return Piece(dtype, shape, read)
 

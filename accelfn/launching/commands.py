@@ -115,7 +115,7 @@ def _variables() -> dict[str, str]:
 
 
 _MODEL = "model.safetensors"
-Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.Told]]
+Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
 """Shows of some work, in bytes, how much is done: the block is told what was read."""
 
 
@@ -195,7 +195,7 @@ def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
             for name, file in manifest.files.items():
                 path = folder / state / name
                 try:
-                    files.read(path, file, frozenset(), told=told)
+                    files.read(path, file, frozenset(), on_read=told)
                 except CheckpointCorruptError as error:
                     yield str(error), False
                 else:
@@ -224,7 +224,7 @@ def export(
     read_from = {manifest.file_of(name, 0) for name in names.values()}
     size = sum(manifest.files[file].size for file in read_from)
     with bar(folder.name, size) as told:
-        source = Source(folder=folder, manifest=manifest, told=told)
+        source = Source(folder=folder, manifest=manifest, on_read=told)
         tensors = source.tensors(set(names.values()))
     job = commit.Save(final=Path(out).absolute(), step=manifest.step, rank=0, size=1)
     try:

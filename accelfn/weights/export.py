@@ -459,11 +459,11 @@ def export_model(
         commit.begin(job)
 
     exchange = exchange_of(state, "export")
-    job.agreed(exchange, "begin", begin)
+    job.run_on_all(exchange, "begin", begin)
     plan = divided(tensors, limit)
     for file, names in plan.items():
         held = _held({n: tensors[n] for n in names}, job, state.world)
-        job.agreed(exchange, f"write {file}", _writing(job, file, held))
+        job.run_on_all(exchange, f"write {file}", _writing(job, file, held))
 
     def name_it() -> None:
         if job.rank == 0:
@@ -472,7 +472,7 @@ def export_model(
             disk.flush(job.partial)
             disk.rename(job.partial, job.final)
 
-    job.agreed(exchange, "name the directory", name_it)
+    job.run_on_all(exchange, "name the directory", name_it)
 
 
 @explain_call_errors
@@ -551,7 +551,7 @@ def save_pretrained(
         raise ArgumentError(msg)
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
-    job.agreed(exchange, "begin", lambda: commit.begin(job))
+    job.run_on_all(exchange, "begin", lambda: commit.begin(job))
     tensors = _held({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
@@ -562,7 +562,7 @@ def save_pretrained(
             disk.flush(job.partial)
             disk.rename(job.partial, job.final)
 
-    job.agreed(exchange, "write by the model's save_pretrained", write)
+    job.run_on_all(exchange, "write by the model's save_pretrained", write)
 
 
 def _named(

@@ -512,7 +512,7 @@ def _paired(
         found,
         dtypes={n: how for n, how in found.dtypes.items() if n not in floating},
     )
-    told = found.told(f"{incoming.where}: tensors", "the model's")
+    told = found.describe(f"{incoming.where}: tensors", "the model's")
     if found.shapes or found.dtypes or (found and strict):
         raise CheckpointError(told)
     _check_given(targets, pairs, incoming.where)

@@ -18,7 +18,7 @@ from rounds import compared, timed
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.save import encoded, fields_of
+from accelfn.checkpoint.save import encode_fields, fields_of
 
 LAYERS, WIDTH = 10, 2048  # 10 * 2048 * 2049 = 42 million
 
@@ -75,7 +75,7 @@ def folder() -> Iterator[tuple[Path, Callable[[], None]]]:
 def measure_pause(rounds: int) -> list[Figure]:
     """Return how long a save keeps training waiting, beside a copy of the tensors."""
     state = trained()
-    tensors = dict(encoded(fields_of(state))[1])
+    tensors = dict(encode_fields(fields_of(state))[1])
     copies = {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
 
     def copy() -> None:
@@ -102,7 +102,7 @@ def measure_pause(rounds: int) -> list[Figure]:
 def measure_save(rounds: int) -> list[Figure]:
     """Return how long it takes until all is written, beside Accelerate."""
     state = trained()
-    tensors = dict(encoded(fields_of(state))[1])
+    tensors = dict(encode_fields(fields_of(state))[1])
     with folder() as (root, clear):
         acts = {
             "Accelerate save_state": accelerated(root),

@@ -37,11 +37,11 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "begin": (store, "contents_of", lambda state, *_: state.world.rank),
-    "say what it holds": (commit, "_said", lambda job, *_: job.rank),
+    "say what it holds": (commit, "_describe_states", lambda job, *_: job.rank),
     "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (disk, "rename", lambda *_: 0),
     "read it back": (manifest, "verify", lambda *_: 0),
-    "divide": (commit, "divided", lambda _contents, _ranks, rank: rank),
+    "divide": (commit, "divide_writes", lambda _contents, _ranks, rank: rank),
 }
 
 

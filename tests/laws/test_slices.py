@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.slices import Slice, assembled, tile
+from accelfn.checkpoint.slices import Slice, assemble, cover
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 """Lengths of 0 among them, and those smaller than a world."""
@@ -58,7 +58,7 @@ def resharded(
 ) -> list[torch.Tensor]:
     """Return the slices that other ranks hold."""
     pairs = list(zip(old, parts, strict=True))
-    return [assembled(box, torch.int32, pairs) for box in new]
+    return [assemble(box, torch.int32, pairs) for box in new]
 
 
 @given(shapes_and_cuts())
@@ -102,12 +102,12 @@ def test_a_slice_that_is_missing_is_noticed(
     del parts[gone]
     whole = Slice.whole(shape)
     if boxes[gone].count == 0:
-        assert torch.equal(numbered(shape), assembled(whole, torch.int32, parts))
+        assert torch.equal(numbered(shape), assemble(whole, torch.int32, parts))
         return
     with pytest.raises(
         af.CheckpointError, match=rf"{boxes[gone].count} of {whole.count}"
     ):
-        assembled(whole, torch.int32, parts)
+        assemble(whole, torch.int32, parts)
 
 
 @given(shapes_and_cuts())
@@ -115,8 +115,8 @@ def test_cuts_tile(drawn: tuple[tuple[int, ...], list[list[Slice]]]) -> None:
     """L47: slices into which a tensor was cut are taken for the whole of it."""
     shape, ways = drawn
     for boxes in ways:
-        assert tile(boxes, shape)
-        assert tile([box for box in boxes if box.count], shape)
+        assert cover(boxes, shape)
+        assert cover([box for box in boxes if box.count], shape)
 
 
 @given(SHAPES, st.data())
@@ -140,7 +140,7 @@ def test_boxes_tile_if_each_element_is_in_one(
     )
     for box in boxes if fits else ():
         box.of(count).add_(1)
-    assert tile(boxes, shape) is (fits and bool((count == 1).all()))
+    assert cover(boxes, shape) is (fits and bool((count == 1).all()))
 
 
 @given(begin=st.integers(0, 4), count=st.integers(1, 4), first=st.integers(0, 8))
@@ -152,7 +152,7 @@ def test_what_no_part_has_is_told(begin: int, count: int, first: int) -> None:
     missing = min(max(first - begin, 0), count)
     if missing:
         with pytest.raises(af.CheckpointCorruptError, match=f"^{missing} of {count} "):
-            assembled(target, torch.float32, parts)
+            assemble(target, torch.float32, parts)
     else:
-        found = assembled(target, torch.float32, parts)
+        found = assemble(target, torch.float32, parts)
         assert torch.equal(found, values[begin : begin + count])

@@ -141,7 +141,7 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
     save = Save(final=tmp_path / "step-00000002", step=2, rank=1, size=2)
     talk_directory(save.final).mkdir()
     contents = contents_of(linear_state(), "write")
-    writing = saved._under_way.writing = Writing(
+    writing = saved._pending.writing = Writing(
         save, contents, lambda: None, patience=None
     )
     writing.start()

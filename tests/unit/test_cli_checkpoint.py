@@ -281,7 +281,7 @@ def of_slices(folder, world):
     def exchange(what, text):
         return gather_text(text, world, label=what)
 
-    job.agreed(exchange, "begin", lambda: commit.begin(job))
+    job.run_on_all(exchange, "begin", lambda: commit.begin(job))
     commit.write(job, {"": contents}, exchange)
     return state
 

@@ -75,8 +75,8 @@ def test_a_process_that_is_dead_holds_no_lock() -> None:
     """Though its parent has not asked how it ended, and its number is taken."""
     with subprocess.Popen(ENDS) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-        assert commit._begun(ended.pid) is None
-    assert commit._begun(os.getpid()) is not None
+        assert commit._process_start(ended.pid) is None
+    assert commit._process_start(os.getpid()) is not None
 
 
 @given(sizes=st.lists(st.integers(0, 9), max_size=9), limit=st.integers(1, 12))

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.slices import Slice, tile
+from accelfn.checkpoint.slices import Slice, cover
 
 
 @st.composite
@@ -28,7 +28,7 @@ def test_boxes_tile_if_each_element_is_in_one(data: st.DataObject) -> None:
     seen = torch.zeros(shape, dtype=torch.int32)
     for box in drawn:
         box.of(seen).add_(1)
-    assert tile(drawn, shape) == bool((seen == 1).all())
+    assert cover(drawn, shape) == bool((seen == 1).all())
 
 
 @pytest.mark.parametrize("dims", [8, 9])
@@ -38,9 +38,9 @@ def test_a_tensor_that_is_cut_along_too_many_dims_is_no_whole(dims: int) -> None
     cut = [
         Slice(shape, at, (1,) * dims) for at in itertools.product((0, 1), repeat=dims)
     ]
-    assert tile(cut, shape) == (dims <= 8)
-    assert not tile(cut[1:], shape)
-    assert tile([Slice.whole(shape)], shape)
+    assert cover(cut, shape) == (dims <= 8)
+    assert not cover(cut[1:], shape)
+    assert cover([Slice.whole(shape)], shape)
 
 
 @pytest.mark.parametrize(

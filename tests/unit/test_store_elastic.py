@@ -19,7 +19,7 @@ def next_save(folder, error):
 
     def fn(world):
         store = af.CheckpointStore(folder, async_=False)
-        store._under_way.writing = SimpleNamespace(
+        store._pending.writing = SimpleNamespace(
             hurry=lambda: None,
             join=lambda: error,
             save=SimpleNamespace(final=folder / "step-00000000"),

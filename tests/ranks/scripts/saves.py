@@ -16,7 +16,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.checkpoint.files import digests
-from accelfn.checkpoint.save import encoded, fields_of
+from accelfn.checkpoint.save import encode_fields, fields_of
 
 UPDATES = 7
 
@@ -51,7 +51,7 @@ def create(world: af.World, seed: int) -> af.TrainState:
 
 
 def digest(state: af.TrainState) -> str:
-    units, tensors = encoded(fields_of(state))
+    units, tensors = encode_fields(fields_of(state))
     text = json.dumps([units, digests(tensors)])
     return hashlib.sha256(text.encode()).hexdigest()
 
