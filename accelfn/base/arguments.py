@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many arguments have to be: integers from some number on, numbers, truths.
+"""Argument checks, call errors, warnings, paths and byte counts shared by the package.
 
-To Python True is an integer, 1; as an argument it is a slip, and refused.
+Python counts True as the integer 1; these checks reject it as a likely mistake.
 """
 
 import difflib
@@ -28,11 +28,10 @@ from accelfn.errors import Warning as AdviceWarning
 if TYPE_CHECKING:
     from types import FrameType
 
-# What a function or a class says of itself: its name, its signature, its annotations.
+# Names, signatures and annotations of functions and classes.
 #
 # Since Python 3.14 an annotation is evaluated when it is read, and by default raises for a
-# name that was imported under `TYPE_CHECKING`; before, the annotation itself raised, or was
-# a text.
+# name imported under `TYPE_CHECKING`. Earlier versions raised at definition, or kept text.
 
 
 if sys.version_info >= (3, 14):
@@ -48,31 +47,31 @@ else:
 
 
 def qualname(function: Any) -> str:
-    """Return a function's qualified name; of what has none, as a `partial`, its repr."""
+    """Return a function's qualified name, or the repr of a `partial` or another object."""
     return getattr(function, "__qualname__", None) or repr(function)
 
 
 Number: TypeAlias = float | torch.Tensor
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
-"""One of attrs: called with a record, a field of it, and the field's value."""
+"""An attrs validator: called with a record, its field and the field's value."""
 _MAX_SECONDS = 10.0**9
-"""Seconds; what a timedelta can hold, and 31 years."""
+"""Seconds; 31 years, which a timedelta can hold."""
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:
-    """Return whether it is an integer, and not less than it may be."""
+    """Return whether a value is an integer of at least `least`; a bool is not."""
     if not isinstance(value, int) or isinstance(value, bool):
         return False
     return least is None or value >= least
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Return whether it is an integer, or one of floating point."""
+    """Return whether a value is an int or a float; a bool is not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_word(value: object) -> TypeGuard[str]:
-    """Return whether it is text, of some length, that can be written to a file."""
+    """Return whether a value is non-empty text that UTF-8 can encode."""
     try:
         return isinstance(value, str) and bool(value.encode())
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -80,16 +79,16 @@ def is_word(value: object) -> TypeGuard[str]:
 
 
 def check_word(call: str, name: str, value: object, what: str) -> None:
-    """Raise unless an argument is text that names something.
+    """Raise unless an argument is non-empty text.
 
     Args:
-        call: what it is an argument of.
-        name: its own.
-        value: what was given.
-        what: what it names.
+        call: the call that has the argument.
+        name: the argument's name.
+        value: the argument's value.
+        what: the thing that the text names.
 
     Raises:
-        ArgumentError: it is something else, empty, or has half of a surrogate pair.
+        ArgumentError: the value is not text, is empty, or has half of a surrogate pair.
     """
     if not is_word(value):
         msg = f"{call}({name}={value!r}): expected text, {what}."
@@ -102,14 +101,14 @@ def check_integer(
     """Raise unless an argument is an integer of at least `least`.
 
     Args:
-        call: what it is an argument of.
-        name: its own.
-        value: what was given.
-        least: the first that there can be.
-        what: what it is to who gives it, such as "a number of updates".
+        call: the call that has the argument.
+        name: the argument's name.
+        value: the argument's value.
+        least: the smallest valid value.
+        what: the argument's meaning for the error, such as "a number of updates".
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the value is not such an integer.
     """
     if not is_integer(value, least):
         meant = "" if what is None else f"{what}: "
@@ -118,10 +117,10 @@ def check_integer(
 
 
 def check_sizes(call: str, values: object) -> None:
-    """Raise unless `sizes=` says in how many ranks something is tried.
+    """Raise unless `sizes=` is a sequence of numbers of ranks.
 
     Raises:
-        ArgumentError: it is no sequence, has nothing, or what is no number of ranks.
+        ArgumentError: the value is not a sequence, is empty, or has another entry.
     """
     is_several = isinstance(values, Sequence) and not isinstance(values, str)
     sizes = cast("Sequence[object]", values) if is_several else ()
@@ -134,10 +133,10 @@ def check_sizes(call: str, values: object) -> None:
 
 
 def check_seconds(call: str, name: str, value: object) -> None:
-    """Raise unless an argument is how long to wait.
+    """Raise unless an argument is a positive number of seconds.
 
     Raises:
-        ArgumentError: it is no number above 0, or longer than 31 years.
+        ArgumentError: the value is not a number above 0, or exceeds 31 years.
     """
     if not is_number(value) or not 0 < value < _MAX_SECONDS:
         msg = f"{call}({name}={value!r}): expected a positive number of seconds."
@@ -145,16 +144,18 @@ def check_seconds(call: str, name: str, value: object) -> None:
 
 
 def integer(least: int, what: str | None = None, *, within: str = "af.") -> Validator:
-    """Return the validator of a field that is an integer of at least `least`.
+    """Return an attrs validator for an integer of at least `least`.
 
     Args:
-        least: the first that there can be.
-        what: what it is to who gives it.
-        within: what stands before the record's class in the user's code.
+        least: the smallest valid value.
+        what: the field's meaning for the error.
+        within: the prefix of the record's class in the user's code.
     """
 
     def check(owner: object, field: Any, value: object) -> None:
-        if type(value) is int and value >= least:  # as of two fields at every batch
+        if (
+            type(value) is int and value >= least
+        ):  # fast path: two fields in every batch
             return
         check_integer(f"{within}{type(owner).__name__}", field.name, value, least, what)
 
@@ -162,10 +163,10 @@ def integer(least: int, what: str | None = None, *, within: str = "af.") -> Vali
 
 
 def truth(*, within: str = "af.") -> Validator:
-    """Return the validator of a field that is True or False.
+    """Return an attrs validator for True or False.
 
     Args:
-        within: what stands before the record's class in the user's code.
+        within: the prefix of the record's class in the user's code.
     """
 
     def check(owner: object, field: Any, value: object) -> None:
@@ -178,12 +179,12 @@ def truth(*, within: str = "af.") -> Validator:
 
 
 def option(default: Any, validator: Validator | None = None, **more: Any) -> Any:
-    """Return the field of an option that is given by its name alone; `more` is attrs' own."""
+    """Return an attrs field for a keyword-only option; `more` goes to `attrs.field`."""
     return attrs.field(default=default, validator=validator, kw_only=True, **more)
 
 
 def mebibytes() -> Validator:
-    """Return the validator of a field that is a size in MiB, of a transform."""
+    """Return an attrs validator for a transform's size in MiB."""
 
     def check(owner: object, field: Any, value: object) -> None:
         if not is_number(value) or not 0 < value < math.inf:
@@ -195,15 +196,15 @@ def mebibytes() -> Validator:
 
 
 def as_path(call: str, value: object, what: str) -> Path:
-    """Return the path that an argument is.
+    """Return an argument as a path.
 
     Args:
-        call: what it is an argument of.
-        value: what was given.
-        what: what it is to be the path of, such as "a directory".
+        call: the call that has the argument.
+        value: the argument's value.
+        what: the kind of file for the error, such as "a directory".
 
     Raises:
-        ArgumentError: it is none, or no system could have it.
+        ArgumentError: the value is not a path, or no file system accepts it.
     """
     try:
         path = Path(cast("str", value))
@@ -212,60 +213,60 @@ def as_path(call: str, value: object, what: str) -> Path:
     except (TypeError, UnicodeEncodeError):  # half of a surrogate pair
         path, fits = Path(), False
     if not fits:
-        shown = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
-        msg = f"{call}: expected the path of {what}, got {shown}."
+        text = repr(value) if isinstance(value, (str, bytes)) else type(value).__name__
+        msg = f"{call}: expected the path of {what}, got {text}."
         raise ArgumentError(msg)
     return path
 
 
 def call_mismatch(
-    function: Callable[..., object], /, *given: object, **named: object
+    function: Callable[..., object], /, *args: object, **kwargs: object
 ) -> TypeError | None:
-    """Return why a function cannot be called with these, as far as its signature says."""
+    """Return the TypeError of a call that the signature rejects; None for a valid call."""
     try:
-        taken = signature(function)
-    except (TypeError, ValueError):  # written in C, and not said
+        params = signature(function)
+    except (TypeError, ValueError):  # a C function without a signature
         return None
     try:
-        taken.bind(*given, **named)
+        params.bind(*args, **kwargs)
     except TypeError as error:
         return error
     return None
 
 
-# What the disk says of a path, or that it says nothing.
+# Path checks that raise disk errors.
 #
-# From Python 3.14 on pathlib's `exists`, `is_dir` and `is_file` take any error of the disk
-# for no: checkpoints on a disk that has failed would be none.
+# Since Python 3.14 pathlib's `exists`, `is_dir` and `is_file` return False for any disk
+# error, so a store on a failed disk would look empty.
 
 
 _MISSING_ERRORS = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
-"""What the disk says where nothing is."""
+"""Errors of a path that does not exist."""
 
 
 def exists(path: Path) -> bool:
-    """Return whether something is there.
+    """Return whether a path exists.
 
     Raises:
-        OSError: the disk does not say.
+        OSError: the disk failed.
     """
     return _mode(path) is not None
 
 
 def is_directory(path: Path) -> bool:
-    """Return whether a directory is there.
+    """Return whether a path is a directory.
 
     Raises:
-        OSError: the disk does not say.
+        OSError: the disk failed.
     """
     return stat.S_ISDIR(_mode(path) or 0)
 
 
 def is_file(path: Path) -> bool:
-    """Return whether a file is there, and no directory or device.
+    """Return whether a path is a regular file.
 
     Raises:
-        OSError: the disk does not say.
+        OSError: the disk failed.
     """
     return stat.S_ISREG(_mode(path) or 0)
 
@@ -273,7 +274,7 @@ def is_file(path: Path) -> bool:
 def _mode(path: Path) -> int | None:
     try:
         return path.stat().st_mode
-    except ValueError:  # no name of a file has a zero byte
+    except ValueError:  # file names cannot contain a zero byte
         return None
     except OSError as error:
         if error.errno in _MISSING_ERRORS:
@@ -281,16 +282,16 @@ def _mode(path: Path) -> int | None:
         raise
 
 
-# Calls that Python cannot bind, refused in the words of the user's code.
+# Errors for calls that Python cannot bind.
 #
-# A function or class under `@called` says of an argument too many, missing, or of another
-# library's name, what to write. It costs a frame a call, and looks only when a call has
-# failed.
+# A function or class under `@explain_call_errors` raises an error with the code to write for
+# a surplus, missing or misnamed argument. Cost: one frame per call; the signature is read
+# only after a call has failed.
 
 
 F = TypeVar("F", bound=Callable[..., Any])
 _MAX_ARGUMENT = 30
-"""The longest argument that is shown as it is."""
+"""Longest argument text that errors quote in full."""
 _BY_NAME = inspect.Parameter.KEYWORD_ONLY
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
 _PREFIXES = {
@@ -302,36 +303,36 @@ _PREFIXES = {
 }
 
 
-def explain_call_errors(what: F) -> F:
-    """Let a wrong call of a function, or of a class, raise `CallError`.
+def explain_call_errors(target: F) -> F:
+    """Make a wrong call of a function or class raise `CallError`.
 
-    Law: a call that Python can bind does what it does without this.
+    Law: a call that Python can bind behaves as without this decorator.
     """
-    if not isinstance(what, type):
-        return cast("F", _wrap_call(what, name_of(what)))
-    kind = cast("Any", what)
-    kind.__init__ = _wrap_call(kind.__init__, name_of(what))
+    if not isinstance(target, type):
+        return cast("F", _wrap_call(target, name_of(target)))
+    kind = cast("Any", target)
+    kind.__init__ = _wrap_call(kind.__init__, name_of(target))
     return cast("F", kind)
 
 
-def name_of(what: Callable[..., Any]) -> str:
-    """Return what the user's code calls a function or class."""
-    module = f"{what.__module__}."
-    home = next(
+def name_of(target: Callable[..., Any]) -> str:
+    """Return the name of a function or class in the user's code."""
+    module = f"{target.__module__}."
+    prefix = next(
         (_PREFIXES[each] for each in _PREFIXES if module.startswith(f"{each}.")), ""
     )
-    return home + what.__qualname__.rpartition("<locals>.")[2]
+    return prefix + target.__qualname__.rpartition("<locals>.")[2]
 
 
 def _wrap_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     @functools.wraps(function)
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            return function(*given, **named)
+            return function(*args, **kwargs)
         except TypeError:
-            if call_mismatch(function, *given, **named) is None:
+            if call_mismatch(function, *args, **kwargs) is None:
                 raise
-            msg = _describe_mismatch(function, name, given, named)
+            msg = _describe_mismatch(function, name, args, kwargs)
         raise CallError(msg) from None
 
     return call
@@ -340,35 +341,35 @@ def _wrap_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 def _describe_mismatch(
     function: Callable[..., Any],
     name: str,
-    given: tuple[Any, ...],
-    named: Mapping[str, Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
 ) -> str:
-    """Return what is wrong with a call, and how to write it."""
+    """Return the error text of a wrong call, with the code to write."""
     all_params = list(signature(function).parameters.values())
     if all_params and all_params[0].name in ("self", "cls"):
-        all_params, given = all_params[1:], given[1:]
+        all_params, args = all_params[1:], args[1:]
     params = [each for each in all_params if each.kind is not each.VAR_KEYWORD]
     names = [each.name for each in params]
-    shown = ", ".join(
+    arguments = ", ".join(
         [
-            *map(_format_argument, given),
-            *(f"{n}={_format_argument(v)}" for n, v in named.items()),
+            *map(_format_argument, args),
+            *(f"{n}={_format_argument(v)}" for n, v in kwargs.items()),
         ]
     )
-    begin = f"{name}({shown}):"
-    unknown = [each for each in named if each not in names]
+    begin = f"{name}({arguments}):"
+    unknown = [each for each in kwargs if each not in names]
     if unknown and len(params) == len(all_params):
         return f"{begin} {_suggest_name(name, unknown[0], params)}"
     by_position = [each.name for each in params if each.kind is not _BY_NAME]
     has_rest = any(each.kind is each.VAR_POSITIONAL for each in params)
-    if len(given) > len(by_position) and not has_rest:
-        return f"{begin} {_suggest_keywords(name, given, by_position, names)}"
+    if len(args) > len(by_position) and not has_rest:
+        return f"{begin} {_suggest_keywords(name, args, by_position, names)}"
     usage = _usage(name, params)
-    placed = [each.name for each in params if each.kind in _BY_PLACE]
-    unnamed = [each for each in named if each in placed]
-    if unnamed and len(params) == len(all_params):
-        return f"{begin} {unnamed[0]} has no name in a call. Write {usage}."
-    twice = [each for each in by_position[: len(given)] if each in named]
+    positional_only = [each.name for each in params if each.kind in _BY_PLACE]
+    misnamed = [each for each in kwargs if each in positional_only]
+    if misnamed and len(params) == len(all_params):
+        return f"{begin} {misnamed[0]} has no name in a call. Write {usage}."
+    twice = [each for each in by_position[: len(args)] if each in kwargs]
     if twice:
         return f"{begin} {twice[0]} is given twice. Write {usage}."
     missing = [
@@ -376,65 +377,67 @@ def _describe_mismatch(
         for each in params
         if each.default is each.empty
         and each.kind is not each.VAR_POSITIONAL
-        and each.name not in by_position[: len(given)]
-        and each.name not in named
+        and each.name not in by_position[: len(args)]
+        and each.name not in kwargs
     ]
     verb = "is" if len(missing) == 1 else "are"
     return f"{begin} {' and '.join(missing)} {verb} missing. Write {usage}."
 
 
 def _suggest_keywords(
-    name: str, given: tuple[Any, ...], by_position: list[str], names: list[str]
+    name: str, args: tuple[Any, ...], by_position: list[str], names: list[str]
 ) -> str:
-    """Return how to write what was given by position, and cannot be."""
+    """Return the keyword form of surplus positional arguments."""
     may = f"only {' and '.join(by_position)}" if by_position else "no argument"
-    surplus = given[len(by_position) :]
-    others = [each for each in names if each not in by_position and each != "name"]
-    written = [*by_position]
-    written += [
-        f"{n}={_format_argument(v)}" for n, v in zip(others, surplus, strict=False)
+    surplus = args[len(by_position) :]
+    unfilled = [each for each in names if each not in by_position and each != "name"]
+    arguments = [*by_position]
+    arguments += [
+        f"{n}={_format_argument(v)}" for n, v in zip(unfilled, surplus, strict=False)
     ]
-    if len(surplus) <= len(others) and all(map(_is_plain, surplus)):
-        usage = f"Write {name}({', '.join(written)})"
+    if len(surplus) <= len(unfilled) and all(map(_is_plain, surplus)):
+        usage = f"Write {name}({', '.join(arguments)})"
     else:
-        listed = ", ".join(f"{each}=" for each in names if each not in by_position)
-        usage = f"By name: {listed or 'none'}"
+        keywords = ", ".join(f"{each}=" for each in names if each not in by_position)
+        usage = f"By name: {keywords or 'none'}"
     return f"{may} may be given by position. {usage}."
 
 
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
-    """Return what to write instead of an argument that there is not."""
+    """Return the text for an unknown keyword, with the nearest known name."""
     known = [each.name for each in params if each.kind not in _BY_PLACE]
     advice = ARGUMENTS.get(name, {}).get(word)
     if advice is None:
-        near = difflib.get_close_matches(word, known, n=1)
-        advice = f"{near[0]}=" if near else None
+        matches = difflib.get_close_matches(word, known, n=1)
+        advice = f"{matches[0]}=" if matches else None
     if advice is None:
-        listed = ", ".join(map(_join_names, params)) or "none"
-        return f"there is no {word}=; its arguments are {listed}."
+        usage = ", ".join(map(_format_param, params)) or "none"
+        return f"there is no {word}=; its arguments are {usage}."
     if advice in [f"{each}=" for each in known]:
         return f"there is no {word}=; did you mean {advice}?"
     return f"there is no {word}=; {advice}."
 
 
-def _join_names(param: inspect.Parameter) -> str:
-    """Return a parameter as one gives it."""
+def _format_param(param: inspect.Parameter) -> str:
+    """Return a parameter as a call writes it."""
     if param.kind is param.VAR_POSITIONAL:
         return f"*{param.name}"
     return param.name if param.kind in _BY_PLACE else f"{param.name}="
 
 
 def _usage(name: str, params: list[inspect.Parameter]) -> str:
-    """Return the shortest call that can be, or the one that makes what this one is not for."""
+    """Return the shortest valid call, or the call that users should make instead."""
     if name in MADE_BY:
         return MADE_BY[name]
-    needed: list[str] = []
-    for each in params:
-        if each.kind is each.VAR_POSITIONAL:
-            needed.append(f"*{each.name}")
-        elif each.default is each.empty:
-            needed.append(f"{each.name}=..." if each.kind is _BY_NAME else each.name)
-    return f"{name}({', '.join(needed)})"
+    required: list[str] = []
+    for param in params:
+        if param.kind is param.VAR_POSITIONAL:
+            required.append(f"*{param.name}")
+        elif param.default is param.empty:
+            required.append(
+                f"{param.name}=..." if param.kind is _BY_NAME else param.name
+            )
+    return f"{name}({', '.join(required)})"
 
 
 def _is_plain(value: object) -> bool:
@@ -451,21 +454,21 @@ def _format_argument(value: object) -> str:
     return f"<{type(value).__name__}>"
 
 
-# Methods that answer yes or no, and are not taken for their answer.
+# Boolean methods that raise if a condition omits their parentheses.
 
 
 def question(method: F) -> F:
-    """Let a condition that leaves out the method's parentheses raise `CallError`.
+    """Make a condition without the method's parentheses raise `CallError`.
 
-    `if store.due:` would hold always, for a method is true.
+    `if store.due:` would always be true, because a method is true.
 
-    Law: called, the method does what it does without this.
+    Law: a call of the method behaves as without this decorator.
     """
     return cast("F", _UncalledGuard(method))
 
 
 class _UncalledGuard:
-    """In a class, in the place of a method."""
+    """The descriptor that replaces a method in its class."""
 
     def __init__(self, method: Callable[..., Any]) -> None:
         self._method = method
@@ -476,14 +479,14 @@ class _UncalledGuard:
 
 
 class _GuardedMethod:
-    """A method of one record, which has no truth of its own."""
+    """A bound method that raises when used as a condition."""
 
     def __init__(self, method: Callable[..., Any], record: object) -> None:
         self._bound = MethodType(method, record)
         functools.update_wrapper(self, self._bound)
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self._bound(*given, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._bound(*args, **kwargs)
 
     def __bool__(self) -> NoReturn:
         msg = (
@@ -496,23 +499,22 @@ class _GuardedMethod:
         return repr(self._bound)
 
 
-# Warnings that teach: what runs, but is likely not what was meant, and the line to write.
+# Warnings about valid calls that are likely mistakes.
 #
-# All are `af.Warning`, so one filter takes them: `warnings.simplefilter("error",
-# af.Warning)` makes each an error. Python says one once for the line of the user's that it
-# is about.
+# All are `af.Warning`: `warnings.simplefilter("error", af.Warning)` makes them errors. Python
+# shows a warning once per line of the user's code.
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 def advise(message: str) -> None:
-    """Warn of a likely mistake, at the line of the user's own code that led to it."""
+    """Warn of a likely mistake, at the line of the user's code that caused it."""
     warnings.warn(message, AdviceWarning, stacklevel=_levels_of_package() + 1)
 
 
 def _levels_of_package() -> int:
-    """Return how many of the innermost frames are the package's own, `advise` the first."""
+    """Count the innermost frames that belong to the package, from `advise` on."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     levels = 0
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
@@ -520,14 +522,14 @@ def _levels_of_package() -> int:
     return levels
 
 
-# Numbers of bytes, in words.
+# Numbers of bytes as text.
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def format_bytes(size: float) -> str:
-    """Show a number of bytes in the unit that fits."""
+    """Format a number of bytes with the unit that fits."""
     unit = 0
     while size >= 1024 and unit + 1 < len(_UNITS):
         size, unit = size / 1024, unit + 1

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tree of tensors and plain data as JSON beside a flat table of tensors, and back.
+"""Encode a tree of tensors and plain data as JSON and a flat table of tensors, and decode.
 
-What is saved, and what travels between ranks, is this: safetensors whose metadata is JSON. No
-pickle, in or out.
+Checkpoints and messages between ranks are safetensors files with JSON metadata. The package
+neither writes nor reads pickle.
 """
 
 import json
@@ -27,37 +27,37 @@ _DTYPES = frozenset(
 )
 _PLAIN = (str, int, bool, type(None))
 MAX_DEPTH = 100
-"""Containers in containers; a tree that holds itself has more."""
+"""Most nested containers; a tree that contains itself exceeds this."""
 _MAX_BITS = 10_000
-"""Of an integer; Python itself refuses to read many more digits."""
+"""Most bits of an integer; Python rejects texts with many more digits."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-\[\]]{0,199}")
 
 
 class Table(dict[str, torch.Tensor]):
-    """Tensors by name: where each stands in its tree, if that is a plain name.
+    """Tensors by name: the tensor's path in the tree, if the path is a plain name.
 
     Attributes:
-        objects: whether objects with a `state_dict()` may stand beside them.
+        objects: whether the tree may contain objects with a `state_dict()`.
     """
 
     def __init__(self, *, objects: bool = False) -> None:
-        """Begin without any."""
+        """Create an empty table."""
         super().__init__()
         self.objects = objects
         self._names: dict[int, str] = {}
 
     def put(self, tensor: torch.Tensor, path: str) -> str:
-        """Return a tensor's name; one that stands in two places has one.
+        """Add a tensor and return its name; a tensor at two paths keeps its first name.
 
         Raises:
-            PlainDataError: it has no values of its own that could be saved.
+            PlainDataError: the tensor has no values that could be saved.
         """
         _check_storable(tensor, path)
         name = self._names.get(id(tensor))
         if name is None:
             name = path
             if not _NAME.fullmatch(path) or path in self:
-                name = f"<{len(self)}>"  # which no path is
+                name = f"<{len(self)}>"  # never equal to a path
             self[name], self._names[id(tensor)] = tensor, name
         return name
 
@@ -66,14 +66,14 @@ def to_bytes(tree: Any, *, path: str = "value") -> bytes:
     """Return the tree as the bytes of a safetensors file.
 
     Raises:
-        PlainDataError: something is neither a tensor nor plain data.
+        PlainDataError: a leaf is neither a tensor nor plain data.
     """
     tensors = Table()
     return pack(encode(tree, tensors, path=path), tensors)
 
 
 def from_bytes(data: bytes, device: str = "cpu") -> Any:
-    """Return the tree that `to_bytes` was given."""
+    """Return the tree that `to_bytes` encoded."""
     coded, tensors = unpack(data, device)
     return decode(coded, tensors)
 
@@ -82,7 +82,7 @@ def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
     """Return JSON data and a table of tensors as the bytes of a safetensors file."""
     import safetensors.torch  # noqa: PLC0415 - many programs send and save no objects
 
-    # copies: safetensors refuses tensors that share memory, as views of one storage do
+    # copies, because safetensors rejects tensors that share memory, such as views
     dense = {
         key: tensor.detach().cpu().contiguous().clone()
         for key, tensor in tensors.items()
@@ -91,7 +91,7 @@ def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
 
 
 def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return what `pack` was given."""
+    """Return the JSON data and the tensors that `pack` wrote."""
     import safetensors.torch  # noqa: PLC0415 - as in `pack`
 
     tensors = {
@@ -105,13 +105,13 @@ def unpack(data: bytes, device: str = "cpu") -> tuple[Any, dict[str, torch.Tenso
 def encode(
     tree: Any, tensors: Table, *, path: str = "state", room: int = MAX_DEPTH
 ) -> Any:
-    """Return the tree as JSON data; its tensors are put into the table.
+    """Return the tree as JSON data, and add its tensors to the table.
 
-    An object that has a `state_dict()` is encoded as that, where the table allows it. `room`
-    is for how many containers in containers.
+    An object with a `state_dict()` is encoded as that dict, if the table allows objects.
+    `room` is the number of further container levels allowed.
 
     Raises:
-        PlainDataError: something is neither a tensor nor plain data.
+        PlainDataError: a leaf is neither a tensor nor plain data.
     """
     if isinstance(tree, torch.Tensor):
         return {"tensor": tensors.put(tree, path)}
@@ -137,8 +137,8 @@ def encode(
         inside = tree.wait() if is_pending else tree.state_dict()
         kind = "pending" if is_pending else "object"
         return {kind: encode(inside, tensors, path=path, room=room - 1)}
-    said = callable(getattr(tree, "state_dict", None))
-    way = "its state_dict()" if said else "what of it is needed"
+    has_state_dict = callable(getattr(tree, "state_dict", None))
+    way = "its state_dict()" if has_state_dict else "the data that you need from it"
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
         f" strings, numbers, booleans and None are saved or sent. Give {way} instead."
@@ -166,9 +166,9 @@ def _encode_items(
 
 
 def has_state(value: Any) -> bool:
-    """Whether an object can say, and be told, its state."""
-    asked = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(callable(each) for each in asked)
+    """Return whether an object has `state_dict` and `load_state_dict` methods."""
+    methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
+    return all(callable(each) for each in methods)
 
 
 def tensors_in(coded: Any) -> Iterator[str]:
@@ -194,16 +194,16 @@ def tensors_in(coded: Any) -> Iterator[str]:
 
 @attrs.frozen(eq=False)
 class ObjectState:
-    """What an object's `state_dict()` said, to be loaded into such an object."""
+    """The result of an object's `state_dict()`, to load into an object of that kind."""
 
     state: Any
 
 
 def decode(coded: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Return the tree again, with tensors from the table; a `Held` in place of an object.
+    """Decode a tree, with tensors from the table and an `ObjectState` for each object.
 
     Raises:
-        PlainDataError: it is no encoded tree.
+        PlainDataError: the data is not an encoded tree.
     """
 
     def inner(value: Any) -> Any:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of tensors that have a shape and no values, on torch's meta device.
+"""Devices: meta tensors, float32 precision, generators, pinned memory, a rank's device.
 
-A program runs on them where only its shapes are of interest: what it sends, and how much.
+Meta tensors have a shape and no values. A program runs on them to learn how much the ranks
+send and store.
 """
 
 import ctypes
@@ -16,17 +17,17 @@ from accelfn.errors import WorldError
 
 
 def readable(device: torch.device) -> torch.device:
-    """Return the device for tensors that will be read: the host, in place of meta."""
+    """Return the device for tensors that will be read: the CPU instead of meta."""
     return torch.device("cpu") if device.type == "meta" else device
 
 
 def is_positive(total: torch.Tensor) -> bool:
-    """Return whether a total is positive; one without a value is taken to be."""
+    """Return whether a total is positive; a meta tensor counts as positive."""
     return total.is_meta or bool(total > 0)
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the host; of one without values, zeros, of which none differs."""
+    """Return a tensor on the host; a meta tensor becomes zeros, equal on all ranks."""
     return (
         torch.zeros(tensor.shape, dtype=tensor.dtype)
         if tensor.is_meta
@@ -35,7 +36,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_set_to(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors are one memory, seen alike; torch cannot say it of meta."""
+    """Return whether two tensors are the same view of one memory, meta tensors included."""
     if not one.is_meta:
         return one.is_set_to(other)
     return other.is_meta and _view(one) == _view(other)
@@ -46,29 +47,29 @@ def _view(tensor: torch.Tensor) -> tuple[Any, ...]:
     return place, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
-# How precisely torch multiplies float32, which a program may lower to be faster.
+# Precision of float32 matrix products, which a program may lower for speed.
 #
-# torch has two interfaces to one setting, and refuses the older once the newer was used for
-# one of the devices: the newer is read here, which knows what the older sets.
+# torch has two interfaces to one setting, and rejects the older once the newer was used for a
+# device. This code reads the newer interface, which reflects the older.
 
 
 _EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
-"""Of what a product's factors are rounded to."""
+"""Rounding of a product's factors, by precision."""
 
 
 def precisions() -> tuple[str, ...]:
-    """Return the precision on CUDA's devices, and that of oneDNN on others."""
+    """Return the float32 product precision of CUDA and of oneDNN."""
     return tuple(each.fp32_precision for each in _products())
 
 
 def set_precisions(both: Sequence[str]) -> None:
-    """Set both."""
-    for each, precision in zip(_products(), both, strict=True):
-        each.fp32_precision = precision
+    """Set the float32 product precision of CUDA and of oneDNN."""
+    for backend, precision in zip(_products(), both, strict=True):
+        backend.fp32_precision = precision
 
 
 def eps() -> float:
-    """Return the rounding of a product of float32, on whichever device it is coarsest."""
+    """Return the coarsest rounding of a float32 product on any device."""
     return max(
         torch.finfo(torch.float32).eps, *(_EPS.get(p, 0.0) for p in precisions())
     )
@@ -79,26 +80,25 @@ def _products() -> tuple[Any, Any]:
     return backends.cuda.matmul, backends.mkldnn.matmul
 
 
-# This machine's accelerator, of whatever make, through torch's one interface to all of
-# them.
+# This machine's accelerator of any vendor, through `torch.accelerator`.
 
 
 def count() -> int:
-    """Return how many devices the accelerator of this torch has here; often none."""
+    """Return the number of accelerator devices on this machine, often 0."""
     return torch.accelerator.device_count()
 
 
 def kind() -> str:
-    """Return the type of its devices, as in `torch.device(type)`: "cpu" where there are none."""
-    found = torch.accelerator.current_accelerator() if count() else None
-    return "cpu" if found is None else found.type
+    """Return the accelerator's device type for `torch.device(type)`, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator() if count() else None
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def generators(device: torch.device) -> Sequence[torch.Generator]:
-    """Return the default generators that a device has beside the CPU's.
+    """Return a device's default generators in addition to the CPU's.
 
     Raises:
-        WorldError: torch gives none out, so that draws on the device could not be repeated.
+        WorldError: torch exposes no generator, so random numbers could not be reproduced.
     """
     if device.type in ("cpu", "meta"):
         return ()
@@ -106,55 +106,55 @@ def generators(device: torch.device) -> Sequence[torch.Generator]:
     if device.type == "mps":
         return (module._get_default_mps_generator(),)
     if hasattr(module, "init"):
-        module.init()  # there are no generators before
-    made: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+        module.init()  # creates the generators
+    known: Sequence[torch.Generator] = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
-    if index >= len(made):
+    if index >= len(known):
         msg = (
-            f"Device {device}: torch.{device.type}.default_generators has none for it, so what"
-            " is drawn there could not be drawn again, and no resumed run would be the"
-            ' uninterrupted one. Pass device="cpu".'
+            f"Device {device}: torch.{device.type}.default_generators has no entry for it, so"
+            " its random numbers could not be reproduced, and a resumed run would differ"
+            ' from an uninterrupted run. Pass device="cpu".'
         )
         raise WorldError(msg)
-    return (made[index],)
+    return (known[index],)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes that torch has had of a device's memory.
+    """Return the peak bytes that torch allocated on a device.
 
     Raises:
-        WorldError: it does not count them there.
+        WorldError: torch does not count memory on the device.
     """
-    asked: Any = getattr(torch.get_device_module(device), "max_memory_allocated", None)
-    if asked is None:
-        msg = f"Device {device}: torch.{device.type} does not say how much memory was had."
+    peak: Any = getattr(torch.get_device_module(device), "max_memory_allocated", None)
+    if peak is None:
+        msg = f"Device {device}: torch.{device.type} does not report its peak memory."
         raise WorldError(msg)
-    return asked(device)
+    return peak(device)
 
 
 def give_back_memory(device: torch.device) -> None:
-    """Let others have the memory that torch keeps of a device without a use for it."""
+    """Release unused device memory from torch's cache."""
     if device.type not in ("cpu", "meta"):
         getattr(torch.get_device_module(device), "empty_cache", int)()
 
 
 def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what the devices of tensors were given to do, on whatever stream."""
+    """Wait for all queued work on the tensors' devices, on every stream."""
     for device in {each.device for each in tensors}:
         if device.type not in ("cpu", "meta"):
             torch.get_device_module(device).synchronize(device)
 
 
 def can_pin(device: torch.device) -> bool:
-    """Whether there is host memory from and to which a device copies without a wait."""
+    """Return whether a device copies to and from pinned memory asynchronously."""
     return _can_pin(device.type)
 
 
 @cache
 def _can_pin(kind_of_device: str) -> bool:
-    """Whether torch has host memory from which such a device copies by itself."""
+    """Return whether torch can pin memory for a device type."""
     if kind_of_device in ("cpu", "mps") or kind_of_device != kind():
-        return False  # it has the host's memory, or is none of this machine
+        return False  # the device shares the host's memory, or is not on this machine
     try:
         return torch.empty(1, pin_memory=True).is_pinned()
     except RuntimeError:
@@ -164,53 +164,53 @@ def _can_pin(kind_of_device: str) -> bool:
 def host_memory(
     shape: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """Return host memory to and from which a device copies without a wait, where it can."""
+    """Allocate host memory, pinned if the device can use pinned memory."""
     return torch.empty(shape, dtype=dtype, pin_memory=_can_pin(device.type))
 
 
 def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host where a device copies from without a wait, if it can."""
-    there = not tensor.is_cpu or not _can_pin(device.type) or tensor.is_pinned()
-    return tensor if there else tensor.pin_memory()
+    """Return a host tensor in pinned memory, if the device can use pinned memory."""
+    is_ready = not tensor.is_cpu or not _can_pin(device.type) or tensor.is_pinned()
+    return tensor if is_ready else tensor.pin_memory()
 
 
 def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a tensor of the host on a device, to which it is under way; nobody waits."""
+    """Copy a host tensor to a device asynchronously."""
     return pin(tensor, device).to(device, non_blocking=_can_pin(device.type))
 
 
-# Memory that is filled at once, in large pages where the system has them.
+# Host memory in huge pages, if the system has them.
 #
-# The system gives memory when it is first written to, a page at a time. A model of 500 MB
-# takes 130,000 pages of 4 KiB, and giving them takes longer than reading its file; of 2 MiB
-# it takes 260.
+# The system provides memory at the first write, one page at a time. A model of 500 MB takes
+# 130,000 pages of 4 KiB, and providing them takes longer than reading its file. It takes 260
+# pages of 2 MiB.
 
 
 _HUGE_PAGE = 1 << 21
-"""Bytes of a large page, on most machines."""
+"""Bytes of a huge page on most machines."""
 _ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-"""What Linux calls them; no other system takes such advice."""
+"""The `madvise` value of Linux; other systems have no huge-page advice."""
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host for a tensor whose values come from a file.
+    """Allocate a host tensor to fill from a file.
 
-    Cost: that of `torch.empty`, and for a large tensor one call of the system. No page reaches
-    beyond the tensor, so nobody's memory grows.
+    Cost: `torch.empty`, and one system call for a large tensor. No huge page exceeds the
+    tensor, so memory use does not grow.
     """
     tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
     if _ADVICE is not None and tensor.nbytes >= 2 * _HUGE_PAGE:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        # a system without large pages says no, and gives small ones
+        # a system without huge pages ignores this and uses small pages
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE
         )
     return tensor
 
 
-# On which device a rank computes: any that torch calls an accelerator, or the CPU.
+# The device of a rank: any accelerator that torch knows, or the CPU.
 
 
 _NO_XLA = (
@@ -220,17 +220,17 @@ _NO_XLA = (
 
 
 def parse_device(device: Any) -> torch.device:
-    """Return what torch makes of it.
+    """Return a device argument as a `torch.device`.
 
     Raises:
-        WorldError: torch knows no such device.
+        WorldError: torch does not know the device.
     """
     try:
         return torch.device(device)
     except (RuntimeError, TypeError) as error:
         msg = (
-            f"Device {device!r} is none that torch knows: {error}. One of another make is known"
-            " once its package is installed, as torch-npu for 'npu'."
+            f"Device {device!r} is not known to torch: {error}. A device of another vendor"
+            " needs its package installed, such as torch-npu for 'npu'."
         )
         raise WorldError(msg) from error
 
@@ -239,7 +239,7 @@ def check_kind(asked: torch.device) -> None:
     """Raise unless ranks can compute on devices of this type.
 
     Raises:
-        WorldError: it is no type of an accelerator.
+        WorldError: the type is not the CPU or an accelerator.
     """
     if asked.type == "xla":
         raise WorldError(_NO_XLA.format(str(asked)))
@@ -249,10 +249,10 @@ def check_kind(asked: torch.device) -> None:
 
 
 def choose_device(asked: str | torch.device | None, *, local_rank: int) -> torch.device:
-    """Return the device asked for, or the local rank's of the accelerator, or the CPU.
+    """Return the requested device, the local rank's accelerator, or the CPU.
 
     Raises:
-        WorldError: it is not there, or what is drawn on it could not be drawn again.
+        WorldError: the device does not exist, or its random numbers cannot be reproduced.
     """
     if asked is None:
         asked = kind()

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and seeded draws: every random draw is a function of what it is for.
+"""Random keys and seeded generators, so that each random number depends on its purpose only.
 
-A key is a 64-bit integer mixed from named parts. `seeded` sets the default generators of
-torch, numpy and Python from a key and puts them back after, so code that draws from them
-(dropout, `np.random.beta`) needs no change, and a resumed run draws what the uninterrupted
-one draws.
+A key is a 64-bit integer mixed from named parts. `seeded` seeds the default generators of
+torch, numpy and Python from a key and restores them afterwards. Code that uses them
+(dropout, `np.random.beta`) needs no change. A resumed run gets the random numbers of an
+uninterrupted run.
 
-A process has each default generator once, so one thread at a time may draw: another
-one's draws would be the first's, and the states that are put back would go back in time.
+A process has one default generator of each kind, so only one thread at a time may draw.
+Otherwise threads would get each other's numbers, and restoring a state would repeat numbers.
 
-torch's CPU generator keeps only the low 32 bits of a seed. Keys are mixed so that different
-ones differ in those bits too, but for one pair in 2**32; no more can be had of 32 bits.
+torch's CPU generator keeps only the low 32 bits of a seed. Two different keys have equal low
+bits with probability 1 in 2**32, the best possible for 32 bits.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ _CPU = torch.device("cpu")
 
 
 def key(*parts: int | str) -> int:
-    """Return the 64-bit key of the parts; strings and integers of any size are taken."""
+    """Return the 64-bit key of strings and integers of any size."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         text = f"{type(part).__name__}:{part};"
@@ -47,10 +47,11 @@ def key(*parts: int | str) -> int:
 
 
 def fold(parent: int, *numbers: int) -> int:
-    """Return the key of numbers, one under the other; what a step does, in 0.3 µs each.
+    """Fold numbers into a key, one after another.
 
     The finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom
-    number generators"): a bijection in which every bit of the input reaches every bit.
+    number generators") is a bijection, and every input bit affects every output bit. A step
+    folds each number in 0.3 µs.
     """
     for number in numbers:
         z = (parent + (number + 1) * 0x9E3779B97F4A7C15) & _MASK
@@ -68,13 +69,13 @@ def generators(device: torch.device) -> list[torch.Generator]:
 def _memory_of_python() -> tuple[Callable[[], Any], Callable[[Any], object]]:
     """Return functions that read and write the state of Python's default generator.
 
-    CPython keeps a position and 624 words in the object, which are copied in 0.1 µs. If
-    they are elsewhere, they are read and written as `random` does, which takes 10.
+    CPython keeps a position and 624 words in the object; a copy takes 0.1 µs. With another
+    memory layout, `random.getstate` and `random.setstate` do this in 10 µs.
     """
     size, start = 625 * 4, object.__basicsize__
     if size + start <= _Python.__basicsize__:
-        there = (c_char * size).from_address(id(_python) + start)
-        memory = memoryview(there).cast("B")
+        buffer = (c_char * size).from_address(id(_python) + start)
+        memory = memoryview(buffer).cast("B")
         position, *words = memory.cast("I")
         if (*words, position) == random.getstate()[1]:
             return partial(bytes, memory), partial(memory.__setitem__, slice(None))
@@ -84,14 +85,14 @@ def _memory_of_python() -> tuple[Callable[[], Any], Callable[[Any], object]]:
 _python: Any = random.random.__self__
 _save_python, _restore_python = _memory_of_python()
 _NO_BITS = SimpleNamespace(state=None)
-"""Stands in for numpy's generator of bits, whose state takes 30 µs to read or set."""
+"""Replaces numpy's bit generator, because reading or setting its state takes 30 µs."""
 
 
 def normal_of_numpy() -> tuple[int, float]:
-    """Return what numpy keeps beside its bits: whether a second normal number is left, and it."""
+    """Return numpy's cached second normal number: whether it exists, and its value."""
     legacy = cast("Any", mtrand)._rand
     bits, legacy._bit_generator = legacy._bit_generator, _NO_BITS
-    _NO_BITS.state = {"bit_generator": "MT19937"}  # to which numpy adds the number
+    _NO_BITS.state = {"bit_generator": "MT19937"}  # numpy adds the cached number
     try:
         normal = legacy.get_state(legacy=False)
         return normal["has_gauss"], normal["gauss"]
@@ -100,7 +101,7 @@ def normal_of_numpy() -> tuple[int, float]:
 
 
 def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
-    """Let numpy have that number again, which it forgets with its generator."""
+    """Restore numpy's cached normal number, lost when its generator was exchanged."""
     has_gauss, gauss = normal
     if has_gauss:
         state = mtrand.get_state(legacy=False)
@@ -108,7 +109,7 @@ def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
 
 
 def generator_states(device: torch.device) -> list[Any]:
-    """Return what the default generators hold, to compare."""
+    """Return the states of the default generators for comparison."""
     numpy = [str(each) for each in mtrand.get_state(legacy=False).items()]
     return [
         *(g.get_state().tolist() for g in generators(device)),
@@ -118,16 +119,15 @@ def generator_states(device: torch.device) -> list[Any]:
 
 
 class seeded(AbstractContextManager["seeded"]):
-    """Let code in a `with` block draw from the default generators of torch, numpy and Python.
+    """Seed the default generators of torch, numpy and Python within a `with` block.
 
-    A block with a seed begins with generators that come from it. `begin(seed)` seeds them
-    again, any number of times. They are put back after the block, also if it raises. Blocks
-    may be nested, as data that are read by other data are.
+    A block with a seed begins with generators seeded from it. `begin(seed)` seeds them again,
+    any number of times. The block restores the generators at its end, also after an error.
+    Blocks may be nested, for example when a dataset reads another dataset.
 
-    numpy's generator is exchanged, and the memory of Python's copied, because numpy takes
-    30 µs and Python 10 to give out a state and take it back. It is a class, with the CPU's
-    generator written out, because a step enters a block with its code out of the
-    processor's caches.
+    The block exchanges numpy's generator and copies the memory of Python's, because saving
+    and restoring a state takes numpy 30 µs and Python 10 µs. It is a class with a separate
+    path for the CPU generator, because every step enters a block with cold processor caches.
     """
 
     __slots__ = ("_gauss", "_held", "_normal", "_numpy", "_others", "_python")
@@ -136,13 +136,13 @@ class seeded(AbstractContextManager["seeded"]):
     def __init__(
         self, seed: int | None = None, device: torch.device = _CPU, *numbers: int
     ) -> None:
-        """Take a key, the device whose code will draw, and numbers to fold into the key."""
+        """Take a key, a device, and numbers to fold into the key."""
         self._seed = seed if seed is None or not numbers else fold(seed, *numbers)
         self._others = () if device.type == "cpu" else devices.generators(device)
 
     def __enter__(self) -> Self:
-        """Keep the generators' states, and seed them if there is a seed."""
-        held = self._held = _turn.take()
+        """Save the generators' states, and seed the generators if a seed was given."""
+        turn = self._held = _turn.take()
         self._numpy = mtrand.get_bit_generator()
         try:
             self._saved = _default.get_state()
@@ -151,9 +151,9 @@ class seeded(AbstractContextManager["seeded"]):
             self._python, self._gauss = _save_python(), _python.gauss_next
             self._normal = normal_of_numpy()
             self._spare = _spares.pop() if _spares else MT19937(0)
-        except BaseException:  # a device that failed, or Ctrl-C as numpy was asked
+        except BaseException:  # a device failed, or Ctrl-C
             mtrand.set_bit_generator(self._numpy)
-            held.give_back()
+            turn.give_back()
             raise
         try:
             mtrand.set_bit_generator(self._spare)
@@ -165,10 +165,10 @@ class seeded(AbstractContextManager["seeded"]):
         return self
 
     def begin(self, seed: int) -> None:
-        """Let the following numbers come from this seed.
+        """Seed the generators again.
 
-        numpy takes the upper half of it: torch takes the lower half for an algorithm that
-        is numpy's too, so `torch.randint` and `np.random.randint` would give the same.
+        numpy gets the upper half of the seed. torch uses the lower half with the same
+        algorithm as numpy, so `torch.randint` and `np.random.randint` would be equal.
         """
         _default.manual_seed(seed)
         for each in self._others:
@@ -178,7 +178,7 @@ class seeded(AbstractContextManager["seeded"]):
         mtrand.seed(seed >> 32 & 0xFFFFFFFF)
 
     def __exit__(self, *error: object) -> None:
-        """Put the generators back."""
+        """Restore the generators."""
         try:
             _default.set_state(self._saved)
             if self._others:
@@ -195,67 +195,67 @@ class seeded(AbstractContextManager["seeded"]):
 
 
 class Turn:
-    """Had by one thread at a time: the one that draws.
+    """A lock on the default generators, held by the thread that draws.
 
-    It is had by a block, and those in it, for as long as they live: where Ctrl-C comes just as
-    a block ends, Python does not end it, and nobody would ever give back what it had.
+    A block holds the lock, through a weak reference, for at most its own lifetime. Ctrl-C at
+    the end of a block can skip `__exit__`, and an ordinary lock would then never be released.
     """
 
     __slots__ = ("_had",)
 
     def __init__(self) -> None:
-        """Begin with nobody's."""
-        self._had: list[weakref.ref[HeldTurn]] = []  # as they came; some live no more
+        """Create a free lock."""
+        self._had: list[weakref.ref[HeldTurn]] = []  # in order of taking; some are dead
 
     def take(self) -> "HeldTurn":
-        """Return what gives it back, or is let go.
+        """Acquire the lock for this thread; the result releases it.
 
         Raises:
-            WorldError: another thread has it.
+            WorldError: another thread holds the lock.
         """
-        held = HeldTurn(self._had)
-        if len(self._had) == 1:  # as nearly always
-            return held
+        turn = HeldTurn(self._had)
+        if len(self._had) == 1:  # the usual case
+            return turn
         for each in tuple(self._had):
             first = each()
             if first is None:
-                with suppress(ValueError):  # another thread has taken it out
+                with suppress(ValueError):  # another thread removed it
                     self._had.remove(each)
-            elif first.thread == held.thread:
+            elif first.thread == turn.thread:
                 break
             else:
-                held.give_back()
+                turn.give_back()
                 _raise_other_thread()
-        return held
+        return turn
 
 
 class HeldTurn:
-    """A turn that a block of a thread has."""
+    """The lock as one block of a thread holds it."""
 
     __slots__ = ("__weakref__", "_had", "_mine", "thread")
 
-    def __init__(self, had: "list[weakref.ref[HeldTurn]]") -> None:
-        """Stand behind those that have it."""
-        self.thread, self._had = threading.get_ident(), had
+    def __init__(self, holders: "list[weakref.ref[HeldTurn]]") -> None:
+        """Append this block to the holders."""
+        self.thread, self._had = threading.get_ident(), holders
         self._mine: weakref.ref[HeldTurn] = weakref.ref(self)
-        had.append(self._mine)
+        holders.append(self._mine)
 
     def give_back(self) -> None:
-        """Let who had it before have it."""
-        try:  # noqa: SIM105 - in each step, where `suppress` takes longer
+        """Remove this block from the holders."""
+        try:  # noqa: SIM105 - runs in each step, and `suppress` is slower
             self._had.remove(self._mine)
-        except ValueError:  # another thread has taken it out
+        except ValueError:  # another thread removed it
             pass
 
 
 _default = torch.default_generator
 _turn = Turn()
-"""To draw from the default generators; simulated ranks, which are threads, have one each."""
+"""The lock on the default generators; simulated ranks are threads with a lock each."""
 
 
 def _reset_after_fork() -> None:
-    """Let a process that was forked, in which no other thread lives, draw."""
-    global _turn  # noqa: PLW0603 - as the generators are
+    """Free the lock in a forked process, because the process has no other thread."""
+    global _turn  # noqa: PLW0603 - the generators are global, too
     _turn = Turn()
 
 
@@ -264,25 +264,24 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 def _raise_other_thread() -> NoReturn:
     msg = (
-        "This thread would draw at random while another thread of this process does, in a"
-        " step, in af.evaluate, in af.rng, or where it reads data that draw: torch's default"
-        " generators are the process's, so each would get the other's numbers. Let one wait"
-        " for the other, or run each in a process of its own; to read ahead, write"
-        " af.Data(num_workers=...)."
+        "This thread would draw random numbers while another thread of this process does, in a"
+        " step, af.evaluate, af.rng or a dataset. They share torch's default generators, so"
+        " each would get the other's numbers. Let one wait for the other, or use two processes;"
+        " to read ahead, write af.Data(num_workers=...)."
     )
     raise WorldError(msg)
 
 
 _spares: list[Any] = []
-"""What takes the place of numpy's generator and is in no block; to make one takes 0.1 ms."""
+"""Unused replacements for numpy's generator; creating a replacement takes 0.1 ms."""
 
 
-# Contexts that are entered at every step, where there is mostly nothing to do.
+# Contexts that every step enters, and that usually do nothing.
 
 
 NOTHING = nullcontext()
-"""A context that does nothing: of one instance, which costs no call."""
-# asked at every step and batch: without a device's name to be parsed, or names to look up
+"""A context that does nothing; one instance, so using it costs no call."""
+# read at every step and batch, so without parsing device names or looking up attributes
 _with_gradients, _for_inference = torch.is_grad_enabled, torch.is_inference_mode_enabled
 _any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPrivateUsage]
 
@@ -290,9 +289,9 @@ _any_autocast = torch._C._is_any_autocast_enabled  # pyright: ignore[reportPriva
 def own_modes(device: torch.device) -> AbstractContextManager[object]:
     """Return a context with gradients on, and inference mode and autocast off.
 
-    A tensor made in inference mode could never be trained again, so whatever makes one for
-    a state runs in here. It is entered at every step, where the modes are mostly right
-    already: then nothing is done.
+    A tensor created in inference mode could never be trained, so all code that creates
+    tensors for a state runs in this context. Every step enters it, usually with the right
+    modes; then the context does nothing.
     """
     inference = _for_inference()
     autocast = _any_autocast() and torch.is_autocast_enabled(device.type)
@@ -308,9 +307,9 @@ def own_modes(device: torch.device) -> AbstractContextManager[object]:
 
 
 def is_plain() -> bool:
-    """Whether a step's own modes are on, and nothing is recorded: there is nothing to enter.
+    """Return whether the modes are a step's, and the profiler is off.
 
-    For what takes so few microseconds that the contexts above would be a tenth of it.
+    Code of a few microseconds checks this, because entering contexts would cost a tenth.
     """
     return (
         _with_gradients()
@@ -321,13 +320,13 @@ def is_plain() -> bool:
 
 
 def is_profiled() -> bool:
-    """Whether torch's profiler records now."""
+    """Return whether torch's profiler is recording."""
     return profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
 
 
 def span(*words: str) -> AbstractContextManager[object]:
-    """Return a context whose time stands in a profiler's trace under these words.
+    """Return a context that names its time in a profiler trace.
 
-    Where every step comes by, the caller asks torch's profiler itself, and saves a call.
+    Callers on the path of every step check `is_profiled` inline and save a call.
     """
     return profiler.record_function(" ".join(words)) if is_profiled() else NOTHING

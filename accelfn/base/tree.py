@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Containers of tensors: what a batch, a slot or a prediction may be.
+"""Trees of tensors: batches, slots and predictions.
 
-A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass or attrs record of trees, or
-one that is pending; any other object is a leaf that is passed through untouched.
+A tree is a tensor, or a dict, list, tuple, namedtuple, dataclass, attrs record or `Pending`
+of trees. Any other object is a leaf and passes through unchanged.
 """
 
 import copy
@@ -27,16 +27,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import ArgumentError, BatchError, CallError
 
-# `Pending`: values that ranks are still sending each other.
+# `Pending`: results of collectives that may still be running.
 
 
 @explain_call_errors
 class Pending:
     """Values on their way: what `af.start_reduce` returns, and a slot may keep.
 
-    In trees, slots among them, it is a container of its values: whoever copies, saves, compares
-    or lays out a state waits for them, and what they get is one that has arrived. Waiting
-    early changes no bit.
+    In trees and slots it is a container of its values. Copying, saving, comparing or sharding
+    a state waits for them, and the result is a `Pending` that has arrived. Waiting early
+    changes no bit.
 
     Example:
         >>> Pending.of(3).wait()
@@ -46,27 +46,27 @@ class Pending:
     __slots__ = ("_finish", "_values")
 
     def __init__(self, finish: Callable[[], Any]) -> None:
-        """Take what waits for the values, and returns them; it is called once."""
+        """Take a function that waits for the values and returns them; it is called once."""
         self._finish: Callable[[], Any] | None = finish
         self._values: Any = None
 
     @classmethod
     def of(cls, values: Any) -> Self:
-        """Return one that has arrived."""
-        made = cls(lambda: values)
-        made.wait()
-        return made
+        """Return a `Pending` that has arrived."""
+        pending = cls(lambda: values)
+        pending.wait()
+        return pending
 
     @property
     def has_arrived(self) -> bool:
-        """Whether somebody has waited for it already."""
+        """Return whether the values have arrived."""
         return self._finish is None
 
     def wait(self) -> Any:
-        """Return the values; the first to ask waits for them.
+        """Return the values; the first call waits for them.
 
         Raises:
-            PeerFailedError: a rank left, failed or did not come in time.
+            PeerFailedError: a rank left, failed or timed out.
         """
         if self._finish is not None:
             self._values = self._finish()
@@ -74,24 +74,24 @@ class Pending:
         return self._values
 
     def then(self, change: Callable[[Any], Any]) -> "Pending":
-        """Return what a function makes of the values, once somebody waits for it."""
+        """Apply a function to the values when they are waited for."""
         return Pending(lambda: change(self.wait()))
 
     def __repr__(self) -> str:
-        """Say whether it has arrived."""
+        """Show whether the values have arrived."""
         return f"<Pending, {'arrived' if self.has_arrived else 'in flight'}>"
 
 
-# Mappings that are shown, and say what to write where somebody would write into them.
+# Read-only views of dicts.
 
 
 V = TypeVar("V")
 
 
 class ReadOnly(Mapping[str, V]):
-    """A dict as it is, at each moment, which is not written into.
+    """A read-only live view of a dict.
 
-    Law: read, it is the dict, or raises as `check` does; what would change the dict raises.
+    Law: reading returns the dict's entries or raises as `check` does; writing raises.
     """
 
     __slots__ = ("_changes", "_check", "_name", "_values")
@@ -103,115 +103,115 @@ class ReadOnly(Mapping[str, V]):
         changes: str,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Show a dict.
+        """Create a view of a dict.
 
         Args:
             values: the dict.
-            name: what the user's code calls this mapping.
-            changes: what to write instead of writing into it.
-            check: raises where the dict's tensors are no longer what it was shown for.
+            name: the mapping's name in the user's code.
+            changes: the code to write instead of an assignment.
+            check: raises if the dict's tensors are no longer valid.
         """
         self._values, self._name, self._changes = values, name, changes
         self._check = check
 
     @property
-    def _shown(self) -> dict[str, V]:
+    def _checked_values(self) -> dict[str, V]:
         self._check()
         return self._values
 
     def __getitem__(self, key: str) -> V:
         """Return an entry."""
-        return self._shown[key]
+        return self._checked_values[key]
 
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names."""
-        return iter(self._shown)
+        return iter(self._checked_values)
 
     def __reversed__(self) -> Iterator[str]:
         """Iterate over the names from the last."""
-        return reversed(self._shown)
+        return reversed(self._checked_values)
 
     def __len__(self) -> int:
         """Return how many entries there are."""
-        return len(self._shown)
+        return len(self._checked_values)
 
     def __contains__(self, key: object) -> bool:
         """Return whether a name is there."""
-        return key in self._shown
+        return key in self._checked_values
 
     def keys(self) -> KeysView[str]:
         """Return the names, as a dict does."""
-        return self._shown.keys()
+        return self._checked_values.keys()
 
     def values(self) -> ValuesView[V]:
         """Return the entries, as a dict does."""
-        return self._shown.values()
+        return self._checked_values.values()
 
     def items(self) -> ItemsView[str, V]:
-        """Return both, as a dict does."""
-        return self._shown.items()
+        """Return pairs of name and entry, as a dict does."""
+        return self._checked_values.items()
 
     def copy(self) -> dict[str, V]:
-        """Return a dict of its own with the same entries."""
-        return dict(self._shown)
+        """Return a new dict with the same entries."""
+        return dict(self._checked_values)
 
     def __or__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict with the other's entries beside these, or in their place."""
-        return {**self._shown, **other}
+        """Return a new dict of both mappings; the other's entries win."""
+        return {**self._checked_values, **other}
 
     def __ror__(self, other: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a dict with these beside the other's entries, or in their place."""
-        return {**other, **self._shown}
+        """Return a new dict of both mappings; this mapping's entries win."""
+        return {**other, **self._checked_values}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be copied, pickled and saved as torch's state dicts are, which any reader knows."""
-        return OrderedDict, (), None, None, iter(self._shown.items())
+        """Copy, pickle and save as an OrderedDict, like torch's state dicts."""
+        return OrderedDict, (), None, None, iter(self._checked_values.items())
 
     def __repr__(self) -> str:
         """Show the dict."""
-        return repr(self._shown)
+        return repr(self._checked_values)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        msg = f"{self._name} is to be read, not written into: {self._changes}."
+        msg = f"{self._name} is read-only: {self._changes}."
         raise CallError(msg)
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     update = setdefault = pop = popitem = clear = _refuse
 
 
-# Tensors of which each rank holds a part: torch's DTensors, without its operators.
+# Sharded tensors: torch's DTensors, without its operators.
 #
-# An operator on a DTensor costs 0.1 ms, and milliseconds at first sight of each shape. What
-# is done element by element is done on the part that a rank holds.
+# An operator on a DTensor costs 0.1 ms, and milliseconds for the first tensor of each shape.
+# Elementwise operations therefore run on the local shards.
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds: of a plain one, itself."""
+    """Return this rank's shard of a tensor; a plain tensor is returned as is."""
     if type(tensor) is torch.Tensor:
         return tensor
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def have_shards(tensors: Iterable[Any]) -> bool:
-    """Whether one of them is a DTensor."""
+    """Return whether any tensor is a DTensor."""
     return any(map(is_shard, tensors))
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor, or a rank's part of it, is of a class made of other tensors."""
+    """Return whether a tensor or its local shard is a wrapper subclass."""
     return is_traceable_wrapper_subclass(local(tensor))
 
 
 def is_shard(tensor: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether a value is a DTensor."""
     return hasattr(tensor, "_local_tensor")
 
 
 def split_as(tensor: Any, other: Any) -> Any:
-    """Return a DTensor that lies on the ranks as another does.
+    """Redistribute a DTensor to the placements of another.
 
-    What operators of torch make of a DTensor may lie otherwise, as a sum that each rank has a
-    part of. Cost: none where it lies so; else what torch communicates.
+    torch's operators may return other placements, such as partial sums. Cost: none if the
+    placements are equal; otherwise torch communicates.
     """
     if type(tensor) is torch.Tensor or not (is_shard(tensor) and is_shard(other)):
         return tensor
@@ -221,21 +221,21 @@ def split_as(tensor: Any, other: Any) -> Any:
 
 
 def cut_axes(tensor: Any) -> tuple[str, ...]:
-    """Return the axes along which a tensor is cut: of a plain one, none."""
+    """Return the mesh axes that shard a tensor; () for a plain tensor."""
     if not is_shard(tensor):
         return ()
-    names = tensor.device_mesh.mesh_dim_names or ()  # a user's mesh may have none
-    placed = zip(names, tensor.placements, strict=False)
-    return tuple(name for name, placement in placed if not placement.is_replicate())
+    names = tensor.device_mesh.mesh_dim_names or ()  # a user's mesh may be unnamed
+    by_axis = zip(names, tensor.placements, strict=False)
+    return tuple(name for name, placement in by_axis if not placement.is_replicate())
 
 
 def computes_on(tensor: Any) -> str:
-    """Return on what kind of device a parameter is computed with; its part may lie elsewhere."""
+    """Return the device type that computes with a parameter; its shard may be offloaded."""
     return tensor.device_mesh.device_type if is_shard(tensor) else tensor.device.type
 
 
 def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that lies over the ranks as another does, of which this is the part."""
+    """Return a DTensor with another's placements and this local shard."""
     from torch.distributed.tensor import DTensor  # noqa: PLC0415 - rarely needed
 
     spec = tensor._spec
@@ -246,32 +246,31 @@ def with_local(tensor: Any, part: torch.Tensor) -> torch.Tensor:
 
 
 def room(part: torch.Tensor) -> int:
-    """Return how many elements there is memory for behind a part."""
+    """Return the number of elements that fit in memory from a shard's start."""
     end = part.untyped_storage().nbytes() // part.element_size()
     return int(end - part.storage_offset())
 
 
 def pad_part(part: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a copy of a part with room for so many elements behind its corner."""
+    """Copy a shard into memory with room for `count` elements."""
     memory = part.new_zeros(max(count, part.numel()))
     return memory[: part.numel()].view(part.shape).copy_(part)
 
 
 def clone_shards(tensor: Any) -> torch.Tensor:
-    """Return a DTensor of the same numbers, with as much room."""
+    """Copy a DTensor, with as much room for each shard."""
     part = local(tensor)
     return with_local(tensor, pad_part(part.detach(), room(part)))
 
 
 def tree_map(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """Return the same containers with `fn(leaf)` in place of every leaf.
+    """Replace every leaf by `fn(leaf)` in the same containers.
 
-    A record is copied and all its fields are set: nothing of its own runs, and what is no
-    field of it stays.
+    A record is copied and all its fields are set. Its `__init__` does not run, and other
+    attributes are kept.
 
     Raises:
-        ArgumentError: a mapping is of a kind that is not made from a dict, or a record cannot
-            be copied.
+        ArgumentError: a mapping's class does not accept a dict, or a record cannot be copied.
     """
     return _map(fn, tree, by_key=False)
 
@@ -283,7 +282,7 @@ def _map(
     by_key: bool,
     whole: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Map a tree; what is `whole` is a leaf, whatever is in it."""
+    """Map a tree; a container for which `whole` is true is a leaf."""
     if isinstance(tree, torch.Tensor) or (whole is not None and whole(tree)):
         return fn(tree)
 
@@ -297,7 +296,7 @@ def _map(
         return _like(items, {key: mapped[key] for key in items} if by_key else mapped)
     if isinstance(tree, (tuple, list)):
         parts = [inner(value) for value in cast("list[Any]", tree)]
-        if hasattr(tree, "_fields"):  # the one mark by which namedtuples are known
+        if hasattr(tree, "_fields"):  # the only mark of a namedtuple
             return cast("Any", type(tree))(*parts)
         return parts if isinstance(tree, list) else tuple(parts)
     if isinstance(tree, Pending):
@@ -306,8 +305,8 @@ def _map(
 
 
 def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
-    """Return a mapping of the kind of another."""
-    if type(items) is dict or isinstance(items, ReadOnly):  # which shows a dict
+    """Return a mapping of the same class as another."""
+    if type(items) is dict or isinstance(items, ReadOnly):  # a view of a dict
         return mapped
     kind = cast("Any", type(items))
     try:
@@ -316,7 +315,7 @@ def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
         return kind(mapped)
     except TypeError as error:
         msg = (
-            f"A {kind.__name__} stands in a batch, a slot or what ranks exchange, and"
+            f"A {kind.__name__} is in a batch, a slot or a message between ranks, and"
             f" {kind.__name__}(a dict) raises TypeError: {error}. Give a dict."
         )
         raise ArgumentError(msg) from error
@@ -327,7 +326,7 @@ def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
         mapped = copy.copy(record)
     except (AttributeError, TypeError) as error:
         msg = (
-            f"A {type(record).__name__} stands in a batch, a slot or what ranks exchange, and"
+            f"A {type(record).__name__} is in a batch, a slot or a message between ranks, and"
             f" copy.copy of it raises {type(error).__name__}: {error}. Give its parts in a"
             " dict."
         )
@@ -338,7 +337,7 @@ def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
 
 
 def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a record's fields; one that its class declares and never sets is left out."""
+    """Yield a record's fields, except declared fields without a value."""
     for name in _fields(type(record)):
         if hasattr(record, name):
             yield name, getattr(record, name)
@@ -346,9 +345,9 @@ def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _fields(kind: type) -> tuple[str, ...]:
-    """Return the fields of a dataclass or attrs record, those too that are no arguments.
+    """Return the fields of a dataclass or attrs record, including fields with `init=False`.
 
-    accelfn's own records, a state among them, are leaves.
+    accelfn's own records, such as a state, are leaves.
     """
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return ()
@@ -360,7 +359,7 @@ def _fields(kind: type) -> tuple[str, ...]:
 
 
 def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
-    """Return the first tree with `fn(its leaf, theirs...)` in place of every leaf."""
+    """Map a function over the leaves of several trees; return the first tree's containers."""
     leaves = zip(*(tree_leaves(each) for each in (first, *others)), strict=True)
     return tree_map(lambda _: fn(*next(leaves)), first)
 
@@ -373,7 +372,7 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
-    # tensors first, and no generators: a step walks its batch
+    # tensors first and no generators, because every step walks its batch
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
     elif isinstance(tree, (list, tuple)):
@@ -395,8 +394,8 @@ def _gather(tree: Any, leaves: list[Any], *, by_key: bool) -> None:
 def leaves_by_key(tree: Any) -> list[Any]:
     """Return the leaves in an order that does not depend on how dicts were filled.
 
-    Dicts whose keys are all strings go by key, others by insertion: ranks may have put the
-    same entries in in any order.
+    Dicts with only string keys are sorted by key, because ranks may insert equal entries in
+    different order. Other dicts keep their order.
     """
     leaves: list[Any] = []
     _gather(tree, leaves, by_key=True)
@@ -404,7 +403,7 @@ def leaves_by_key(tree: Any) -> list[Any]:
 
 
 def with_leaves(tree: Any, leaves: Iterable[Any]) -> Any:
-    """Return the same containers with other leaves, given in the order of `leaves_by_key`."""
+    """Replace the leaves, given in the order of `leaves_by_key`, in the same containers."""
     rest = iter(leaves)
     return _map(lambda _: next(rest), tree, by_key=True)
 
@@ -414,7 +413,7 @@ def _by_key(items: Mapping[Any, Any]) -> Iterable[Any]:
 
 
 def outline(tree: Any, show: Callable[[Any], str]) -> str:
-    """Return the containers as text, with `show(leaf)` in place of every leaf; dicts by key."""
+    """Format the containers with `show(leaf)` for every leaf, and dicts sorted by key."""
     if not isinstance(tree, torch.Tensor):
         if isinstance(tree, Mapping):
             items = cast("Mapping[Any, Any]", tree)
@@ -433,8 +432,8 @@ def outline(tree: Any, show: Callable[[Any], str]) -> str:
             inner = zip(named._fields, named, strict=True)
         elif not _fields(type(tree)):
             return show(tree)
-        each = ", ".join(f"{name}={outline(value, show)}" for name, value in inner)
-        return f"{type(tree).__name__}({each})"
+        fields = ", ".join(f"{name}={outline(value, show)}" for name, value in inner)
+        return f"{type(tree).__name__}({fields})"
     return show(tree)
 
 
@@ -444,7 +443,7 @@ def tensor_leaves(tree: Any) -> list[torch.Tensor]:
 
 
 def clone(tree: Any) -> Any:
-    """Return the same tree with every tensor copied; shared tensors stay shared."""
+    """Copy a tree and every tensor in it; shared tensors stay shared."""
     copies: dict[int, torch.Tensor] = {}
 
     def copy_once(leaf: Any) -> Any:
@@ -459,11 +458,11 @@ def clone(tree: Any) -> Any:
 
 
 def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
-    """Return the tree with its tensors on `device`; on it already, it is returned as is.
+    """Move a tree's tensors to `device`; return the same tree if nothing has to move.
 
-    What knows how to move itself does so, by its own `to(device)`: packed sequences, batches
-    of tokenizers, records and objects of the user's. `opaque=False` leaves out those of
-    which nobody can tell what tensors are in them.
+    Objects with a method `to(device)` move themselves: packed sequences, batches of
+    tokenizers, the user's records and objects. `opaque=False` leaves out objects with
+    unknown contents.
     """
     leaves = tree_leaves(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -484,17 +483,17 @@ def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
 
 
 def _moves_itself(tree: Any) -> bool:
-    """Whether it is an object, or a container, with a way to a device of its own."""
+    """Return whether an object or container has a method `to`."""
     return callable(getattr(type(tree), "to", None))
 
 
 def _is_container(tree: Any) -> bool:
-    """Whether its tensors are among the leaves of a tree that it stands in."""
+    """Return whether `tree_leaves` looks into an object."""
     return isinstance(tree, (Mapping, tuple, list)) or bool(_fields(type(tree)))
 
 
 def rows(tree: Any, start: int, stop: int) -> Any:
-    """Return the tree with these rows of its tensors; what has no rows stays."""
+    """Slice the rows of a tree's tensors; leaves without rows are kept."""
 
     def cut(leaf: Any) -> Any:
         has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim
@@ -507,27 +506,29 @@ def num_rows(tree: Any) -> int:
     """Return how many samples a plain batch holds: the common size of dim 0.
 
     Raises:
-        BatchError: there is no tensor with a dim 0, or they differ in it.
+        BatchError: no tensor has a dim 0, or the tensors differ in it.
     """
     sizes = {leaf.size(0) for leaf in tensor_leaves(tree) if leaf.ndim > 0}
     if len(sizes) == 1:
         return sizes.pop()
-    found = f"dim 0 of its tensors is {sorted(sizes)}" if sizes else "it has no tensor"
+    problem = (
+        f"dim 0 of its tensors is {sorted(sizes)}" if sizes else "it has no tensor"
+    )
     msg = (
-        f"Cannot tell how many samples this batch holds: {found}. "
+        f"Cannot tell how many samples this batch holds: {problem}. "
         "Return af.Loss(total, weight) from the loss function, or step over af.batches."
     )
     raise BatchError(msg)
 
 
-# One call for many tensors: torch's fused operators on lists, which have no public name.
+# torch's fused (foreach) operators on lists of tensors; they have no public names.
 #
-# Functions with a _ at the end work in place; none does anything to an empty list. Of
-# tensors that lie over the ranks it is the part of this rank that they work on.
+# Functions that end with _ work in place. An empty list is a no-op. Sharded tensors are
+# changed on the local shard.
 
 
 def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    # as `local`, which is not called for each, for steps have many
+    # `local`, inlined because a step has many tensors
     return [
         each if type(each) is torch.Tensor else getattr(each, "_local_tensor", each)
         for each in tensors
@@ -537,10 +538,10 @@ def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 def _factor_for(
     number: float | torch.Tensor, tensors: Iterable[torch.Tensor]
 ) -> float | torch.Tensor:
-    """Return a number that every tensor can be multiplied by, or divided.
+    """Return a number on a device that all tensors can be multiplied by.
 
-    A tensor on the host takes no number of a device. The number is copied to the host then,
-    for which the device is waited for, as it was for the tensors that it gave to the host.
+    Tensors on the host cannot use a number on an accelerator, so it is copied to the host.
+    The copy waits for the device, as offloading the tensors did.
     """
     if isinstance(number, torch.Tensor) and not number.is_cpu:
         return number.cpu() if any(each.is_cpu for each in tensors) else number
@@ -549,18 +550,18 @@ def _factor_for(
 
 def mul_(tensors: Iterable[torch.Tensor], factor: float | torch.Tensor) -> None:
     """Multiply each tensor by one number."""
-    found = _parts(tensors)
-    if found:
-        factor = _factor_for(factor, found)
-        torch._foreach_mul_(found, factor)  # pyright: ignore[reportPrivateUsage]
+    parts = _parts(tensors)
+    if parts:
+        factor = _factor_for(factor, parts)
+        torch._foreach_mul_(parts, factor)  # pyright: ignore[reportPrivateUsage]
 
 
 def div_(tensors: Iterable[torch.Tensor], divisor: float | torch.Tensor) -> None:
     """Divide each tensor by one number."""
-    found = _parts(tensors)
-    if found:
-        divisor = _factor_for(divisor, found)
-        torch._foreach_div_(found, divisor)  # pyright: ignore[reportPrivateUsage]
+    parts = _parts(tensors)
+    if parts:
+        divisor = _factor_for(divisor, parts)
+        torch._foreach_div_(parts, divisor)  # pyright: ignore[reportPrivateUsage]
 
 
 fused_adam_ = torch._fused_adam_  # pyright: ignore[reportPrivateUsage]
@@ -574,25 +575,25 @@ def add_(
     alpha: float = 1,
 ) -> None:
     """Add `alpha` times another tensor to each."""
-    found = _parts(tensors)
-    if found:
-        torch._foreach_add_(found, _parts(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
+    parts = _parts(tensors)
+    if parts:
+        torch._foreach_add_(parts, _parts(others), alpha=alpha)  # pyright: ignore[reportPrivateUsage]
 
 
 def lerp_(
     tensors: Iterable[torch.Tensor], ends: Iterable[torch.Tensor], share: float
 ) -> None:
-    """Move each tensor towards another by a share of the way; one that is there stays."""
-    found = _parts(tensors)
-    if found:
-        torch._foreach_lerp_(found, _parts(ends), share)  # pyright: ignore[reportPrivateUsage]
+    """Move each tensor towards another by a share of the way; equal tensors stay equal."""
+    parts = _parts(tensors)
+    if parts:
+        torch._foreach_lerp_(parts, _parts(ends), share)  # pyright: ignore[reportPrivateUsage]
 
 
 def copy_(tensors: Iterable[torch.Tensor], sources: Iterable[torch.Tensor]) -> None:
     """Copy another tensor into each."""
-    found = _parts(tensors)
-    if found:
-        torch._foreach_copy_(found, _parts(sources))  # pyright: ignore[reportPrivateUsage]
+    parts = _parts(tensors)
+    if parts:
+        torch._foreach_copy_(parts, _parts(sources))  # pyright: ignore[reportPrivateUsage]
 
 
 def norms(
@@ -601,115 +602,113 @@ def norms(
     *,
     dtype: torch.dtype | None = None,
 ) -> list[torch.Tensor]:
-    """Return the norm of each, computed in its own dtype or the one given."""
-    found = _parts(tensors)
-    return list(torch._foreach_norm(found, norm_type, dtype=dtype)) if found else []  # pyright: ignore[reportPrivateUsage]
+    """Return the norm of each tensor, computed in `dtype` or the tensor's dtype."""
+    parts = _parts(tensors)
+    return list(torch._foreach_norm(parts, norm_type, dtype=dtype)) if parts else []  # pyright: ignore[reportPrivateUsage]
 
 
 def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return 1 if any element is infinite or not a number, else 0, on the device of the first.
+    """Return 1 if any element is infinite or NaN, else 0, on the first tensor's device.
 
-    One pass, in which torch's kernel multiplies by 1: numbers stay bitwise what they are.
+    One pass of torch's unscaling kernel with factor 1, so the numbers stay bitwise equal.
     """
-    found = [_dense(local(tensor)) for tensor in tensors]
-    device = found[0].device if found else None
-    # the kernel takes float32 alone, whatever the default dtype is
+    parts = [_dense(local(tensor)) for tensor in tensors]
+    device = parts[0].device if parts else None
+    # the kernel accepts only float32, independently of the default dtype
     flag = torch.zeros((), dtype=torch.float32, device=device)
-    here = [each for each in found if each.device == device]
-    if here:
+    same_device = [each for each in parts if each.device == device]
+    if same_device:
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
-            here, flag, torch.ones_like(flag)
+            same_device, flag, torch.ones_like(flag)
         )
-    elsewhere = [each for each in found if each.device != device]
+    elsewhere = [each for each in parts if each.device != device]
     return flag.maximum(non_finite(elsewhere).to(device)) if elsewhere else flag
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the real numbers that a tensor holds; a view."""
+    """Return a dense real view of a tensor's values."""
     if tensor.is_sparse:
         tensor = tensor._values()
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def clamp_(tensors: Iterable[torch.Tensor], low: float, high: float) -> None:
-    """Bound every element of each."""
-    found = _parts(tensors)
-    if found:
-        torch._foreach_clamp_min_(found, low)  # pyright: ignore[reportPrivateUsage]
-        torch._foreach_clamp_max_(found, high)  # pyright: ignore[reportPrivateUsage]
+    """Clamp every element of each tensor."""
+    parts = _parts(tensors)
+    if parts:
+        torch._foreach_clamp_min_(parts, low)  # pyright: ignore[reportPrivateUsage]
+        torch._foreach_clamp_max_(parts, high)  # pyright: ignore[reportPrivateUsage]
 
 
-# Values that are apart, and share their memory until one of them is written, if ever.
+# Copies that share memory until the first write.
 
 
 def copy_on_write(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same numbers; what is written into one, the other never sees.
+    """Copy a tensor, lazily on the CPU; writes to either tensor never reach the other.
 
-    On the CPU it is torch's copy-on-write: whoever writes first, through any view and by any
-    operation, takes a copy, unless the other is gone by then. A registry of who looks at a
-    state's tensors could not do that, for `state_dict()`, `detach()` and slices make tensors
-    that it would not know of.
+    On the CPU this is torch's copy-on-write. The first write, through any view and by any
+    operation, makes the copy, unless the other tensor is gone. A registry of readers could not
+    do that, because `state_dict()`, `detach()` and slices create tensors unknown to it.
 
-    Copied at once is memory that others look at, as numpy's, a file's or another process's,
-    which torch cannot share in this way; a part of a larger memory, for the whole would be
-    copied for each part; and what is on a device, where kernels of another stream may still
-    write when the copy is made, which nobody has tried.
+    The copy is made at once for memory shared with numpy, a file or another process, because
+    torch cannot share it in this way; for a part of a larger memory, because torch would copy
+    the whole for each part; and on accelerators, because a kernel of another stream may still
+    write when the copy is made, which is untested.
     """
     plain = tensor.detach()
     if plain.device.type != "cpu" or not _fills_its_memory(plain):
         return plain.clone()
     try:
-        # a private name; operators of torch are tested for what they do to such tensors
+        # a private name; torch's operators are tested on such tensors
         return torch._lazy_clone(plain)  # pyright: ignore[reportPrivateUsage]
-    except RuntimeError:  # it is somebody else's memory, which nothing says beforehand
+    except RuntimeError:  # foreign memory, which cannot be detected earlier
         return plain.clone()
 
 
 def copy_shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return tensors in the memory that they have, or copies where others hold it, too.
+    """Copy the tensors that share memory with tensors outside the mapping; detach the rest.
 
-    As a table of vectors that a factory builds an embedding around. What is looked for are
-    other tensors: memory that torch has from elsewhere, as numpy's or a mapped file's, does
-    not say who else holds it, and is shared.
+    An example is a table of vectors that a factory wraps in an embedding. Only other tensors
+    are detected: memory from numpy or a mapped file does not report its users, and is shared.
 
-    Cost: nothing but a look, where nobody else holds it.
+    Cost: only the check, if no memory is shared.
     """
     by_memory: defaultdict[int, set[int]] = defaultdict(set)
     plain = {n: t for n, t in tensors.items() if _is_plain(t) and not t.is_meta}
     for tensor in plain.values():
         by_memory[_memory(tensor)].add(id(tensor))
-    held = {n for n, t in plain.items() if _holders(t) > len(by_memory[_memory(t)])}
+    shared = {n for n, t in plain.items() if _holders(t) > len(by_memory[_memory(t)])}
     return {
-        n: t.detach().clone() if n in held else t.detach() for n, t in tensors.items()
+        n: t.detach().clone() if n in shared else t.detach() for n, t in tensors.items()
     }
 
 
 def have_memory_in_common(
     some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
 ) -> bool:
-    """Whether one of some tensors lies in the memory of one of others."""
+    """Return whether any of some tensors shares memory with another tensor."""
     return any(map(is_within(others), some))
 
 
 def is_within(others: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
-    """Return what says whether a tensor lies in the memory of one of others."""
+    """Return a function that checks whether a tensor shares memory with `others`."""
     places = {_memory(local(each)) for each in others if _has_memory(each)}
     return lambda each: _has_memory(each) and _memory(local(each)) in places
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it has any that can be told from others': a sparse tensor has several."""
+    """Return whether a tensor has one identifiable memory; a sparse tensor has several."""
     return tensor.layout is torch.strided and tensor.numel() > 0
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """Return what tells a plain tensor's memory from others', without values too."""
+    """Return the identity of a plain tensor's memory, also for meta tensors."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
 
 
 def _holders(tensor: torch.Tensor) -> int:
-    """Return how many tensors there are in a tensor's memory."""
-    memory = tensor.untyped_storage()  # which holds itself, too
+    """Return the number of tensors that use a tensor's memory."""
+    memory = tensor.untyped_storage()  # counts itself, too
     return torch._C._storage_Use_Count(memory._cdata) - 1  # pyright: ignore[reportPrivateUsage]
 
 
@@ -718,7 +717,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether a plain tensor has all of its memory for itself."""
+    """Return whether a plain tensor covers all of its memory."""
     if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
     size = tensor.numel() * tensor.element_size()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What others call things: words of PyTorch, Accelerate, Lightning, Transformers and Flax.
+"""Hints for names from PyTorch, Accelerate, Lightning, Transformers and Flax.
 
-A table of attributes for each record, of arguments for each call, and of names of the package,
-each with what is written here. A record under `@foreign` says it to who uses the word; a typing
-slip is left to Python, which names the nearest.
+Tables map foreign attributes of records, arguments of calls and names of the package to the
+accelfn code to write. A record under `@hint_attributes` raises an error with the hint. For
+typing slips Python suggests the nearest name.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 from accelfn.errors import CallError, RecordError
 
-# How a record says what is written here for a word of others.
+# Errors with hints for foreign attribute names.
 
 
 T = TypeVar("T", bound=type)
@@ -19,44 +19,44 @@ Hints = Mapping[str, str]
 
 
 def split_keys(words: Mapping[str, str]) -> dict[str, str]:
-    """Return a table whose keys name several words as one of single words."""
+    """Split keys of several words into one entry per word."""
     return {word: advice for key, advice in words.items() for word in key.split()}
 
 
 class Hint:
-    """An attribute that a record does not have, and what to write instead.
+    """A missing attribute of a record, with the code to write instead.
 
-    It is an error that `hasattr`, `getattr` with a default, copy and pickle understand, and
-    costs the other attributes nothing, as a `__getattr__` would.
+    Its error is an AttributeError, so `hasattr`, `getattr` with a default, copy and pickle
+    work. Other attributes cost nothing, unlike with a `__getattr__`.
     """
 
     def __init__(self, name: str, advice: str) -> None:
-        """Take the word, and what to write."""
+        """Take the attribute's name and the code to write."""
         self._name, self._advice = name, advice
 
     def __get__(self, record: object, owner: type) -> NoReturn:
-        """Refuse to be read."""
+        """Raise an error with the hint."""
         msg = f"A {owner.__name__} has no {self._name}: {self._advice}."
-        raise RecordError(msg, obj=owner)  # told by us; Python would guess at a name
+        raise RecordError(msg, obj=owner)  # `obj` stops Python from suggesting a name
 
 
 def hint_attributes(
     attributes: Hints, *, changes: str | None = None, **operations: str
 ) -> Callable[[T], T]:
-    """Let a record say what is written here for what others would write.
+    """Make a record raise errors with hints for foreign attributes and operations.
 
     Args:
-        attributes: what to write, by an attribute that there is not.
-        changes: what to write instead of setting an attribute.
-        **operations: what to write, by an operation: `getitem`, `iter`.
+        attributes: the code to write, by missing attribute.
+        changes: the code to write instead of setting an attribute.
+        **operations: the code to write, by operation: `getitem`, `iter`.
     """
 
-    def taught(cls: T) -> T:
+    def decorate(cls: T) -> T:
         kind: Any = cls
         for name, advice in attributes.items():
             setattr(kind, name, Hint(name, advice))
         kind.__dir__ = _hide_names(attributes)
-        if hasattr(kind, "__getattr__"):  # which Python asks after the word has refused
+        if hasattr(kind, "__getattr__"):  # Python calls it after the hint has raised
             kind.__getattr__ = _hint_getattr(kind.__getattr__, attributes)
         for name, advice in operations.items():
             setattr(kind, f"__{name}__", _raise_hint(kind.__name__, advice))
@@ -64,7 +64,7 @@ def hint_attributes(
             kind.__setattr__ = kind.__delattr__ = readonly(kind.__name__, changes)
         return cls
 
-    return taught
+    return decorate
 
 
 def _hide_names(attributes: Hints) -> Callable[[object], list[str]]:
@@ -94,7 +94,7 @@ def _raise_hint(kind: str, advice: str) -> Callable[..., NoReturn]:
 
 
 def readonly(kind: str, advice: str) -> Callable[..., NoReturn]:
-    """Return a `__setattr__` that refuses, and says what to write instead."""
+    """Return a `__setattr__` that raises an error with the code to write instead."""
 
     def refuse(self: object, name: str, *_: object) -> NoReturn:
         msg = f"A {kind} is a value, whose {name} is not set: {advice}."
@@ -103,7 +103,7 @@ def readonly(kind: str, advice: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-# What others call parts of records, and names of the package.
+# Hints by attribute of a record, and by name in the package.
 
 
 _BIND = "`with af.bind(state) as model:` lends it, af.frozen(state) is one of its own"
@@ -300,7 +300,7 @@ SCHEDULES = split_keys(
         " returns a scheduler",
     }
 )
-"""What there is not in `af.schedules`."""
+"""Foreign names that `af.schedules` does not have."""
 
 NAMES = split_keys(
     {
@@ -349,10 +349,10 @@ NAMES = split_keys(
         " functools.partial(torch.optim.AdamW, fused=True)",
     }
 )
-"""What there is not in the package."""
+"""Foreign names that the package does not have."""
 
 
-# What others call arguments of calls.
+# Hints by argument of a call.
 
 
 _EPOCHS = "num_epochs max_epochs epoch n_epochs num_train_epochs"
@@ -369,7 +369,7 @@ _SCHEDULE = {
 }
 _CREATE = "af.TrainState.create(model=..., optimizer=...)"
 MADE_BY: Mapping[str, str] = {"af.TrainState": _CREATE}
-"""Calls for records that another call makes."""
+"""Constructors to call, by record."""
 AT = 'write at="train" in place of raw=True, at="eval" of raw=False'
 ARGUMENTS: Mapping[str, Hints] = {
     name: split_keys(words)
@@ -467,4 +467,4 @@ ARGUMENTS: Mapping[str, Hints] = {
         "af.schedules.linear": _SCHEDULE,
     }.items()
 }
-"""What to write, by a call and an argument that it has not."""
+"""The code to write, by call and unknown argument."""

@@ -68,7 +68,7 @@ def test_a_device_without_a_generator_is_refused(
     """Where no draw could be repeated, nothing would be what it was after a resume."""
     MODULE.init()  # which makes them
     monkeypatch.setattr(MODULE, "default_generators", (), raising=False)
-    with pytest.raises(af.WorldError, match="could not be drawn again"):
+    with pytest.raises(af.WorldError, match="could not be reproduced"):
         af.World.single()
 
 

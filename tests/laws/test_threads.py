@@ -114,7 +114,7 @@ def test_a_second_thread_is_refused(
     try:
         while not begun.wait(0.1):
             assert thread.is_alive(), "the first thread was refused"
-        with pytest.raises(af.WorldError, match="another thread.*process of its own"):
+        with pytest.raises(af.WorldError, match="another thread.*use two processes"):
             CALLS[second](state, lambda: None)
         with pytest.raises(af.WorldError, match="another thread"):
             create(lambda: None, seeds[1])

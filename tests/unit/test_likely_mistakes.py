@@ -616,7 +616,7 @@ def test_what_a_state_holds_is_not_replaced(write):
     }.items():
         shown = getattr(state, name)
         before = dict(shown)
-        with pytest.raises(af.CallError, match=rf"state\.{name} is to be read.*{said}"):
+        with pytest.raises(af.CallError, match=rf"state\.{name} is read-only.*{said}"):
             WRITES[write](shown)
         assert before.keys() == shown.keys()
         assert all(value is shown[key] for key, value in before.items())

@@ -170,7 +170,7 @@ def exchanged(make_value):
 
 def test_a_container_that_cannot_be_made_again_is_named():
     """With why, and what to give instead; one beside it is no matter."""
-    words = r"A Ranged stands in .*Ranged\(a dict\) raises TypeError: .*Give a dict\."
+    words = r"A Ranged is in .*Ranged\(a dict\) raises TypeError: .*Give a dict\."
     with pytest.raises(af.ArgumentError, match=words):
         exchanged(lambda rank: {"a": X, "b": Ranged(X + rank, X)})
 
