@@ -132,7 +132,7 @@ def test_a_state_that_is_given_twice_says_what_to_write(done: dict[str, Any]) ->
     assert errors(second) == ["StateDonatedError"]
     (error,) = second.outputs
     assert "update 115" in error.evalue
-    assert "Go on with the state that the step returned" in error.evalue
+    assert "Continue with the state that the step returned" in error.evalue
     assert "donate=False" in error.evalue
 
 

@@ -34,7 +34,7 @@ from accelfn.checkpoint.save import (
 )
 from accelfn.collectives import by_calls, gather_text
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
-from accelfn.state.beginning import begun_anew
+from accelfn.state.beginning import reset_slots
 from accelfn.state.state import TrainState, check_state
 
 # Loading a part of a checkpoint, and saying aloud which.
@@ -170,7 +170,7 @@ def _restart_slots(
     Slots that were not loaded begin with them, if they have not come further.
     """
     kept = {each.split(".")[1] for each in loaded if each.startswith("slots.")}
-    slots, going_on = begun_anew(before, after, kept=kept)
+    slots, going_on = reset_slots(before, after, kept=kept)
     if going_on:
         advise(
             f"af.load_part: the parameters were loaded, and the slots of {going_on} go on as"

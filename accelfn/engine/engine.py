@@ -51,7 +51,7 @@ from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.errors import GradsError, ModelError
 from accelfn.model.optimizer import Assignments, rebuilt
 from accelfn.schedules.factors import advise_of_rates
-from accelfn.state.grads import Grads, Taken, never_zero
+from accelfn.state.grads import GradInfo, Grads, never_zero
 from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import OptState, TrainState
 
@@ -361,7 +361,7 @@ class Engine:
             written = self._of_others(written, kept)
         self._live_buffers = written
         weight = read.weight if before is None else before.divisor + read.weight
-        taken = Taken(
+        taken = GradInfo(
             divisor=weight if averaged is None else averaged,
             num_averaged=1 if averaged is None else self._num_losses,
             # of all ranks' weights, which are never negative, one is enough

@@ -16,7 +16,13 @@ from accelfn.base.arguments import advise, qualname
 from accelfn.collectives import broadcast_
 from accelfn.data import Batch
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
-from accelfn.state.metrics import Loss, Number, WeightedSum, check_whole, own
+from accelfn.state.metrics import (
+    Loss,
+    Number,
+    WeightedSum,
+    check_whole,
+    own_number,
+)
 from accelfn.world import World
 
 _IGNORED = -100
@@ -245,7 +251,11 @@ def _has_no_rows(value: Any) -> bool:
 
 def _detached(value: Number) -> Number:
     """Return a number's value, which stays when a parameter or a counter that it is moves."""
-    return own(value.detach().reshape(())) if isinstance(value, torch.Tensor) else value
+    return (
+        own_number(value.detach().reshape(()))
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 # How the loss runs and its gradients cross the ranks: the part in which engines differ.

@@ -13,7 +13,7 @@ from accelfn.collectives import barrier, gather_text
 from accelfn.collectives.failures import check_world
 from accelfn.definition.transform import by_rank
 from accelfn.errors import ArgumentError
-from accelfn.state.state import TrainState, check_alike, shared_slots
+from accelfn.state.state import TrainState, check_same_values, shared_slots
 from accelfn.world import World
 
 P = ParamSpec("P")
@@ -196,7 +196,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         "buffers": state.buffers,
     }
     is_split = state.definition.layout is not None
-    check_alike(compared, state.world, is_split=is_split, advice=_DRIFTED)
+    check_same_values(compared, state.world, is_split=is_split, advice=_DRIFTED)
 
 
 _DRIFTED = (

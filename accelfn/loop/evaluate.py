@@ -46,9 +46,9 @@ from accelfn.state.metrics import (
     mean,
 )
 from accelfn.state.state import TrainState, check_state
-from accelfn.state.update import Update, through
+from accelfn.state.update import Update, apply_transforms
 from accelfn.state.views import eval_params
-from accelfn.step.value_and_grad import is_weighed, wrap_loss
+from accelfn.step.value_and_grad import takes_weight, wrap_loss
 from accelfn.world import World
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
@@ -100,7 +100,7 @@ def evaluate(
     measure = wrap_loss(fn, state.setup)
     left_out = None if getattr(data, "collate", None) is None else LeftOut()
     for batch in _held_out(state, data):
-        returned = lent.run(measure, batch, extras, weighed=is_weighed(fn))
+        returned = lent.run(measure, batch, extras, weighed=takes_weight(fn))
         if left_out is not None and not isinstance(returned, Loss):
             left_out.look(batch.value, batch.weights[0], "What is measured")
         total = total + _measured(returned, batch.weights[0] or 0, fn)
@@ -145,7 +145,7 @@ def predict(
     batch_ranks, lent = state.world.batch, _Lent(state)
     call = wrap_loss(fn, state.setup)
     for batch in _held_out(state, data):
-        returned = lent.run(call, batch, extras, weighed=is_weighed(fn))
+        returned = lent.run(call, batch, extras, weighed=takes_weight(fn))
         shares = [
             even_part((0, batch.num_samples), rank, batch_ranks.size)
             for rank in range(batch_ranks.size)
@@ -243,7 +243,7 @@ def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     if not callable(fn):
         msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
         raise LossError(msg)
-    keywords = {"sample_weight": None} if is_weighed(fn) else {}
+    keywords = {"sample_weight": None} if takes_weight(fn) else {}
     error = call_mismatch(fn, None, None, *extras, **keywords)
     if error is not None:
         msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
@@ -427,7 +427,7 @@ def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
             advice="Observe what is the same on all ranks, as what af.evaluate and af.mean give.",
         )
     before = Update(state=state, slots=state.slots)
-    _, after = through("observe", number, before, (int, float))
+    _, after = apply_transforms("observe", number, before, (int, float))
     for owner in setup.owners["observe"]:
         check_copied(owner, after.slots.get(owner.name), state)
     return attrs.evolve(state, slots=dict(after.slots))

@@ -101,11 +101,11 @@ def begin(
         device = torch.device("cpu")  # of what is split, a device holds parts alone
     with own_modes(device):
         if init == "shard" and device.type != "meta":
-            begun = _in_parts(
+            begun = _create_in_parts(
                 model, optimizer, setup=setup, world=world, seed=seed, name=name
             )
         else:
-            begun = _whole(model, optimizer, device=device, seed=seed, name=name)
+            begun = _create_whole(model, optimizer, device=device, seed=seed, name=name)
         rates = bound(schedule, begun.prototype)
     definition = Definition(
         skeleton=begun.skeleton,
@@ -125,12 +125,12 @@ def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
     with own_modes(state.world.device):
         for owner in state.setup.owners["init"]:
             if owner.name not in slots:
-                slot = begun(owner, state)
+                slot = begin_slot(owner, state)
                 if slot is not None:
                     slots[owner.name] = slot
 
 
-def begun(owner: Any, state: "TrainState") -> Any:
+def begin_slot(owner: Any, state: "TrainState") -> Any:
     """Return the slot of a transform as it begins in a state, if it has one.
 
     Raises:
@@ -142,7 +142,7 @@ def begun(owner: Any, state: "TrainState") -> Any:
     return slot
 
 
-def _whole(
+def _create_whole(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,
@@ -166,7 +166,7 @@ def _whole(
     )
 
 
-def _in_parts(
+def _create_in_parts(
     model: ModelSource,
     optimizer: OptimizerSource,
     *,
@@ -234,7 +234,7 @@ def _copies(module: nn.Module) -> Tensors:
 # them.
 
 
-def begun_anew(
+def reset_slots(
     before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
     """Return the slots of a state that has other parameters than the one before.
@@ -256,7 +256,7 @@ def begun_anew(
         for owner in before.setup.owners["init"]:
             if owner.name in kept:
                 continue
-            old, new = (begun(owner, state) for state in (before, after))
+            old, new = (begin_slot(owner, state) for state in (before, after))
             if _are_same(old, new):
                 continue
             if _are_same(old, slots.get(owner.name)):
@@ -266,18 +266,18 @@ def begun_anew(
     return slots, going_on
 
 
-def slots_of(before: "TrainState", after: "TrainState") -> dict[str, Any]:
+def restart_slots(before: "TrainState", after: "TrainState") -> dict[str, Any]:
     """Return the slots of a state that gets other parameters; those of one in training stay."""
-    return dict(after.slots) if before.num_tried else begun_anew(before, after)[0]
+    return dict(after.slots) if before.num_tried else reset_slots(before, after)[0]
 
 
-def as_begun(state: "TrainState") -> list[Any]:
+def untouched_slots(state: "TrainState") -> list[Any]:
     """Return the transforms whose slots are still as they begin."""
     with own_modes(state.world.device):
         return [
             owner
             for owner in state.setup.owners["init"]
-            if _are_same(begun(owner, state), state.slots.get(owner.name))
+            if _are_same(begin_slot(owner, state), state.slots.get(owner.name))
         ]
 
 

@@ -140,7 +140,7 @@ class Skip:
 
 
 @attrs.frozen(kw_only=True, eq=False)
-class Taken:
+class GradInfo:
     """What a step knows of gradients beside what their holder does: how they were taken.
 
     Attributes:
@@ -228,7 +228,7 @@ class Grads:
     buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
     reduced: bool = True
     metrics: Mapping[str, Number] = attrs.field(factory=dict)
-    taken: Taken = attrs.field(repr=False)
+    taken: GradInfo = attrs.field(repr=False)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:

@@ -87,7 +87,7 @@ class Loss:
         object.__setattr__(self, "aux", aux)
 
 
-def own(value: Number) -> Number:
+def own_number(value: Number) -> Number:
     """Return a number that nobody else writes to, as a counter or a parameter is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
@@ -116,7 +116,7 @@ def _pair(name: str, entry: object) -> "WeightedSum":
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
     if len(pair) == 2 and all(map(is_scalar, pair)):
         amount, weight = cast("tuple[Number, Number]", entry)
-        return WeightedSum(own(amount), own(weight))
+        return WeightedSum(own_number(amount), own_number(weight))
     msg = f"af.Metrics({{{name!r}: {entry!r}}}): expected (total, weight), two real numbers."
     raise ArgumentError(msg)
 
@@ -174,7 +174,7 @@ class WeightedSum:
     def mean(self) -> torch.Tensor:
         """The sum over its weight; 0 where the weight is 0."""
         if self.unit is self.weight or self.unit == self.weight:
-            mean = own(self.amount) if self.weight else 0.0
+            mean = own_number(self.amount) if self.weight else 0.0
         elif isinstance(self.weight, torch.Tensor):
             nothing = self.weight == 0
             mean = torch.where(
@@ -288,7 +288,9 @@ class Metrics(Mapping[str, torch.Tensor]):
                 " Let the loss give it another name."
             )
             raise LossError(msg)
-        added = {name: WeightedSum(own(value), 1) for name, value in values.items()}
+        added = {
+            name: WeightedSum(own_number(value), 1) for name, value in values.items()
+        }
         return Metrics({**self._sums, **added})
 
     def __repr__(self) -> str:

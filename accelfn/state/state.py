@@ -34,14 +34,14 @@ from accelfn.errors import ArgumentError, CallError
 from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
 from accelfn.model.optimizer import OptimizerSource, beside, trained_names
 from accelfn.schedules.factors import Schedule
-from accelfn.state.beginning import begin, begin_slots, slots_of
+from accelfn.state.beginning import begin, begin_slots, restart_slots
 from accelfn.state.grads import Lease
 from accelfn.state.update import (
     Skips,
     Update,
-    rates_of_next_update,
+    next_rates,
+    set_slot,
     shared_draws,
-    with_own,
 )
 from accelfn.world import World
 
@@ -51,7 +51,7 @@ from accelfn.world import World
 _LABEL = "replicas agree"
 
 
-def check_alike(
+def check_same_values(
     fields: Mapping[str, Any], world: World, *, is_split: bool, advice: str
 ) -> None:
     """Raise, on all ranks, unless they hold the same fields of a state, bit by bit.
@@ -73,17 +73,17 @@ def check_alike(
     if is_split:  # parts are summed up together
         shapes = {n: shown(r) if _is_tensor(r) else r for n, r in rows.items()}
         check_rows(shapes, world, label=_LABEL, advice=advice)
-    check_rows(_summed(rows, world), world, label=_LABEL, advice=advice)
+    check_rows(_add_checksums(rows, world), world, label=_LABEL, advice=advice)
 
 
 def shared_slots(
     slots: Mapping[str, Any], own: Collection[tuple[str, str]]
 ) -> dict[str, Any]:
     """Return slots without the entries that are each rank's own, named by slot and in it."""
-    return {name: _shared(name, slot, own) for name, slot in slots.items()}
+    return {name: _without_own(name, slot, own) for name, slot in slots.items()}
 
 
-def _summed(rows: Mapping[str, Any], world: World) -> dict[str, str]:
+def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
     """Return rows in which tensors are told by their shapes and checksums."""
     tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
     if not tensors:
@@ -100,7 +100,7 @@ def _is_tensor(row: Any) -> bool:
     return isinstance(row, torch.Tensor)
 
 
-def _shared(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
+def _without_own(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
     """Return a slot without the entries that are each rank's own."""
     if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
         return slot
@@ -158,7 +158,7 @@ class Values:
         return attrs.asdict(self, recurse=False)
 
 
-def carried(values: Values, before: Definition, after: Definition) -> Values:
+def carry_over(values: Values, before: Definition, after: Definition) -> Values:
     """Return the values of one definition as another has them.
 
     Where ranks trained apart and now train together, they compare what is gone on with. Where
@@ -173,13 +173,15 @@ def carried(values: Values, before: Definition, after: Definition) -> Values:
     ):
         names = {each.name for each in after.setup}
         kept = {name: slot for name, slot in values.slots.items() if name in names}
-        check_met(attrs.evolve(values, slots=kept), before, by_rank(after.setup))
+        check_replicas_agree(
+            attrs.evolve(values, slots=kept), before, by_rank(after.setup)
+        )
     if before.layout or after.layout:
-        values = on_device(laid_out(values, before, after), after)
+        values = move_to_device(move_layout(values, before, after), after)
     return values
 
 
-def check_met(
+def check_replicas_agree(
     values: Values, definition: Definition, own: Collection[tuple[str, str]]
 ) -> None:
     """Raise unless ranks that trained apart hold the same; their buffers may differ.
@@ -193,7 +195,7 @@ def check_met(
         ReplicaMismatchError: they do not.
     """
     (apart, *_) = (each for each in definition.setup if "apart" in facts_of(each))
-    check_alike(
+    check_same_values(
         {
             "params": values.params,
             "opt_state": values.opt_state,
@@ -209,14 +211,14 @@ def check_met(
     )
 
 
-def cut(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
+def cut_params(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
     """Return parameters as a layout has them, of which some may be whole; None cuts nothing."""
     if layout is None:
         return params
     return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
 
 
-def laid_out(values: Values, before: Definition, definition: Definition) -> Values:
+def move_layout(values: Values, before: Definition, definition: Definition) -> Values:
     """Return values as the layout of a definition has them, which lay as that of another.
 
     What was cut is gathered, which is a collective.
@@ -244,7 +246,7 @@ def laid_out(values: Values, before: Definition, definition: Definition) -> Valu
     return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
 
 
-def on_device(values: Values, definition: Definition) -> Values:
+def move_to_device(values: Values, definition: Definition) -> Values:
     """Return values of which what was not split is on the device, and parts where they were."""
     device = definition.world.device
     params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
@@ -467,7 +469,7 @@ class TrainState:
         The schedule's; where a transform's `hyper` sets others, those. In a `hyper`, those that
         it is given: of the schedule, of transforms to its left, or else the optimizer's own.
         """
-        return rates_of_next_update(self, self._slots)
+        return next_rates(self, self._slots)
 
     @explain_call_errors
     def copy(self) -> Self:
@@ -521,9 +523,9 @@ class TrainState:
         check_params(params, self._params, self.definition.skeleton.aliases)
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
-            copies = cut(copies, self.definition.layout)
+            copies = cut_params(copies, self.definition.layout)
         made = attrs.evolve(self, params=copies)
-        return attrs.evolve(made, slots=slots_of(self, made))
+        return attrs.evolve(made, slots=restart_slots(self, made))
 
     @explain_call_errors
     def with_slot(self, name: str, value: Any) -> Self:
@@ -566,7 +568,7 @@ class TrainState:
         slots = entries.carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=composed)
         values = Values(self._params, self._buffers, self._opt_state, slots)
-        values = carried(values, self.definition, definition)
+        values = carry_over(values, self.definition, definition)
         state = attrs.evolve(self, **values.by_field, definition=definition)
         begin_slots(state, values.slots)
         return state
@@ -652,7 +654,7 @@ _fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
 _FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
 
 
-def successor(
+def next_state(
     update: Update,
     state: TrainState,
     opt_state: OptState,
@@ -666,7 +668,7 @@ def successor(
     cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
     step = state._step  # pyright: ignore[reportPrivateUsage]
     if flag is not None or isinstance(step, Skips):
-        step, num_skipped = _counted(state, flag), 0
+        step, num_skipped = _count_skips(state, flag), 0
     else:
         step += 1
     after = object.__new__(TrainState)
@@ -686,10 +688,10 @@ def successor(
     return after
 
 
-def skipped(update: Update, state: TrainState) -> TrainState:
+def skip_update(update: Update, state: TrainState) -> TrainState:
     """Return the state after an update that is left out: the same, after the batch."""
     cursor = update.grads.taken.cursor
-    return changed(
+    return evolve_state(
         state,
         cursor=state.cursor if cursor is None else cursor,
         step=state.step,
@@ -698,7 +700,7 @@ def skipped(update: Update, state: TrainState) -> TrainState:
     )
 
 
-def changed(state: TrainState, **fields: Any) -> TrainState:
+def evolve_state(state: TrainState, **fields: Any) -> TrainState:
     """Return the state with other fields, as `attrs.evolve` does."""
     made = object.__new__(TrainState)
     for name, alias in _FIELDS:
@@ -708,7 +710,7 @@ def changed(state: TrainState, **fields: Any) -> TrainState:
     return made
 
 
-def through_state(field: str, state: TrainState, update: Update) -> TrainState:
+def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
     """Let a state flow through the transforms that have a say in it, with their slots.
 
     After an update that was skipped, only those are asked that see skips.
@@ -734,11 +736,11 @@ def through_state(field: str, state: TrainState, update: Update) -> TrainState:
             state = after
             slots = state._slots  # pyright: ignore[reportPrivateUsage] - as they are shown, in less time
             if kept is not slots.get(owner.name):
-                state = changed(state, slots=with_own(slots, owner.name, kept))
+                state = evolve_state(state, slots=set_slot(slots, owner.name, kept))
     return state
 
 
-def _counted(state: TrainState, flag: torch.Tensor | None) -> Skips:
+def _count_skips(state: TrainState, flag: torch.Tensor | None) -> Skips:
     """Return how many updates were skipped, after one of which a device knows."""
     skips = state.skips
     before = state.num_skipped if skips is None else skips.count

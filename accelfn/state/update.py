@@ -21,7 +21,7 @@ from accelfn.definition.transform import pair
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
 from accelfn.schedules.factors import advise_of_end
-from accelfn.state.grads import Grads, Taken
+from accelfn.state.grads import GradInfo, Grads
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
@@ -64,7 +64,7 @@ def _of_wholes(seeded: draws.seeded) -> Generator[None]:
         yield
 
 
-_NONE = Grads(tensors={}, taken=Taken(divisor=0))
+_NONE = Grads(tensors={}, taken=GradInfo(divisor=0))
 
 
 @attrs.frozen(kw_only=True, eq=False)
@@ -116,13 +116,13 @@ class Update:
 
     def with_slot(self, name: str, slot: Any) -> "Update":
         """Return the update in which a transform has another slot; None leaves it without."""
-        slots = with_own(self.slots, name, slot)
+        slots = set_slot(self.slots, name, slot)
         return Update(
             state=self.state, slots=slots, grads=self.grads, skipped=self.skipped
         )
 
 
-def looked(
+def apply_readonly(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> Any:
     """Return what becomes of a value, where no slot may change.
@@ -130,7 +130,7 @@ def looked(
     Raises:
         ArgumentError: a transform returned another slot; or something else than the value.
     """
-    value, after = through(field, value, update, kind)
+    value, after = apply_transforms(field, value, update, kind)
     for name, slot in after.slots.items():
         if update.slots.get(name) is not slot:
             msg = (
@@ -142,14 +142,14 @@ def looked(
     return value
 
 
-def with_own(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any]:
+def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any]:
     """Return slots of which one is another; None leaves a transform without one."""
     if slot is None and name not in slots:
         return slots
     return {**slots, name: slot}
 
 
-def through(
+def apply_transforms(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> tuple[Any, Update]:
     """Let a value flow through the transforms that have a say in it, left to right.
@@ -215,7 +215,7 @@ class Skips:
 # The hyperparameters of an update: the optimizer's own, the schedule's, then `hyper`'s.
 
 
-def planned_for(update: Update) -> tuple[Assignments, Update]:
+def plan_hyper(update: Update) -> tuple[Assignments, Update]:
     """Return what the schedule and the transforms set for the update that is taken now.
 
     Raises:
@@ -224,13 +224,13 @@ def planned_for(update: Update) -> tuple[Assignments, Update]:
     definition = update.state.definition
     if definition.rates is None and not definition.setup.owners["hyper"]:
         return {}, update
-    planned, is_over, update = _planned(update)
+    planned, is_over, update = _plan(update)
     if is_over:
         _notice_end(update.state)
     return planned, update
 
 
-def _planned(update: Update) -> tuple[Assignments, bool, Update]:
+def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     """Return what is set, the last one having the say; and whether the schedule is over.
 
     Where transforms set rates, nobody can tell.
@@ -250,7 +250,7 @@ def _planned(update: Update) -> tuple[Assignments, bool, Update]:
                 slot = update.slots.get(owner.name)
                 returned = owner.hyper(MappingProxyType(planned), slot, update)
                 found, kept = pair(owner, "hyper", returned, Mapping)
-                planned = laid_over(groups, planned, found)
+                planned = override_hyper(groups, planned, found)
                 named.update(w if isinstance(w, str) else w[-1] for w in found)
                 if kept is not slot:
                     update = update.with_slot(owner.name, kept)
@@ -273,24 +273,22 @@ def _notice_end(state: "TrainState") -> None:
         cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 
 
-def of_next_update(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
+def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
     """Return all that is set for a state's next update; the rest is the optimizer's own.
 
     In a transform's `hyper`, what is set so far.
     """
     planned = state.definition.cache.planned
-    return _planned(Update(state=state, slots=slots))[0] if planned is None else planned
+    return _plan(Update(state=state, slots=slots))[0] if planned is None else planned
 
 
-def rates_of_next_update(
-    state: "TrainState", slots: Mapping[str, Any]
-) -> tuple[float, ...]:
+def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the learning rate of each parameter group in a state's next update."""
-    now, groups = of_next_update(state, slots), state.definition.optimizer.param_groups
+    now, groups = next_hyper(state, slots), state.definition.optimizer.param_groups
     return tuple(float(now.get((i, "lr"), g["lr"])) for i, g in enumerate(groups))
 
 
-def laid_over(
+def override_hyper(
     groups: Sequence[Mapping[str, Any]], planned: Assignments, hyper: Hyper
 ) -> Assignments:
     """Return what an update sets in parameter groups, with `hyper` laid over it.

@@ -14,9 +14,9 @@ from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_on_write, local
 from accelfn.collectives import wholes
 from accelfn.errors import ArgumentError, StateError
-from accelfn.state.beginning import as_begun, begun
+from accelfn.state.beginning import begin_slot, untouched_slots
 from accelfn.state.state import TrainState, check_state
-from accelfn.state.update import Update, looked
+from accelfn.state.update import Update, apply_readonly
 
 _ENDED = "_accelfn_was_lent"
 _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
@@ -37,7 +37,7 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     update = Update(state=state, slots=state.slots)
     before = _versions(params)
     with own_modes(state.world.device):
-        found = looked("eval_params", params, update, Mapping)
+        found = apply_readonly("eval_params", params, update, Mapping)
     after = _versions(params)
     if before != after:
         at = [old == new for old, new in zip(before, after, strict=True)].index(False)
@@ -115,7 +115,7 @@ def bind(
             params = wholes(params, state.world, label="af.bind")
     module = state.definition.skeleton.build(params, state.buffers)
     lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
-    begins = [] if at == "eval" or gather or state.num_tried else as_begun(state)
+    begins = [] if at == "eval" or gather or state.num_tried else untouched_slots(state)
     before = _versions(params) if begins else []
     try:
         yield module
@@ -124,7 +124,7 @@ def bind(
             _check_replaced(module, lent)
         if before != _versions(params if begins else {}):
             with own_modes(state.world.device):
-                slots = {owner.name: begun(owner, state) for owner in begins}
+                slots = {owner.name: begin_slot(owner, state) for owner in begins}
             state._slots.update(slots)  # pyright: ignore[reportPrivateUsage] - as what was written
     finally:
         _end(module)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One update: gradients of a loss, then the next state."""
+"""One update: compute the gradients of a loss, then the next state."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The step: gradients of a loss, then an update; the product of two public functions.
+"""`make_step`, `apply_grads`, `finalize` and `sync_grads`: optimizer steps on a state.
 
-`make_step(loss_fn)` is `value_and_grad(loss_fn)` followed by `apply_grads`, nothing else,
-so SAM, a GAN or distillation are a few lines of a user's own code.
+`make_step(loss_fn)` is `value_and_grad(loss_fn)` followed by `apply_grads`, nothing else.
+So you can write SAM, a GAN or distillation in a few lines from these two functions.
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
@@ -35,33 +35,37 @@ from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import (
     OptState,
     TrainState,
+    apply_to_state,
     check_state,
-    skipped,
-    successor,
-    through_state,
+    next_state,
+    skip_update,
 )
-from accelfn.state.update import Update, draws_for, planned_for, through
+from accelfn.state.update import (
+    Update,
+    apply_transforms,
+    draws_for,
+    plan_hyper,
+)
 from accelfn.step.value_and_grad import Count, check_update, gradients_of
 from accelfn.world import World
 
-# Ctrl-C comes before an update or after it, and never takes the state that it makes.
+# Deferred Ctrl-C: SIGINT arrives before an update or after it, and never loses its state.
 #
-# Python runs a signal's handler between two instructions of the main thread, wherever that
-# is. An exception from one in the midst of an update leaves tensors that nobody can tell;
-# one that comes between a step's end and the caller's assignment takes the only record of
-# the new state. So from the moment in which a state is given away until the step has
-# returned, the signal is noted, and sent again when the caller has what the step returned.
+# Python runs a signal handler between any two instructions of the main thread. If the
+# handler raises during an update, some tensors are updated and others are not. If it raises
+# after the step but before the caller's assignment, the only reference to the new state is
+# lost. So SIGINT is recorded from the donation of a state until the step has returned, and
+# sent again when the caller has the result.
 #
-# The handler is exchanged for those milliseconds alone, by the functions of `signal` in C,
-# for what Python wraps around them takes ten times as long. Other signals, and exceptions
-# that debuggers and notebooks raise in a thread by themselves, are not held: there is
-# `af.salvage`.
+# The handler is replaced for these milliseconds only. The C functions of `_signal` do it in
+# a tenth of the time of their Python wrappers. Other signals, and exceptions that debuggers
+# and notebooks raise in a thread, are not deferred: use `af.salvage`.
 
 
 P = ParamSpec("P")
 R = TypeVar("R")
 _POLL, _LONGEST_POLL = 1e-4, 0.05
-"""Seconds; a step that holds a signal back is over in about as many as the first."""
+"""First and longest pause, in seconds; a step usually ends within the first."""
 
 _set: Any = _signal.signal
 _get: Any = _signal.getsignal
@@ -69,14 +73,14 @@ _this_thread = threading.get_ident
 _main_thread = threading.main_thread
 
 
-class holding(AbstractContextManager["holding"]):
-    """Hold Ctrl-C back from `begin()` to the end of a `with` block, in the main thread.
+class defer_sigint(AbstractContextManager["defer_sigint"]):
+    """Defer Ctrl-C from `begin()` to the end of a `with` block, in the main thread.
 
-    A second one goes to its handler at once, for an update may hang. Whoever returns from the
-    block must do nothing more: CPython looks for signals where functions begin, where loops
-    turn round, and behind calls. Behind calls of Python's own functions it looks, too, while
-    another evaluates their frames, as `torch.compile` may, and so between a `return` and the
-    assignment of what it returns.
+    A second Ctrl-C goes to its handler at once, because an update may hang. Return from the
+    block directly, without further work: CPython checks for signals at function entry, at
+    loop back edges and after calls. It also checks after calls of Python functions while a
+    tool such as `torch.compile` evaluates their frames. So a signal may arrive between a
+    `return` and the assignment of the returned value.
     """
 
     __slots__ = (
@@ -89,29 +93,29 @@ class holding(AbstractContextManager["holding"]):
     )
 
     def __init__(self) -> None:
-        """Hold nothing yet."""
+        """Create a block that defers nothing before `begin`."""
         self._previous: Any = None
         self._noted = self._is_over = self._is_asked = self._is_sent = False
         self._on_the_way: dict[FrameType, int | None] = {}
 
     def begin(self) -> None:
-        """Hold it from now on, if there is a handler in Python that it would come to."""
+        """Defer SIGINT from now on, if its handler is a Python function."""
         if self._previous is None and _this_thread() == _main_thread().ident:
             handler = _get(signal.SIGINT)
-            if callable(handler):  # else the process ignores it, or ends by it
+            if callable(handler):  # else SIGINT is ignored, or ends the process
                 self._previous = handler
                 _set(signal.SIGINT, self._note)
 
     def __exit__(self, *error: object) -> None:
-        """Put the handler back; what was held comes when the caller goes on."""
+        """Restore the handler, and send a deferred signal once the caller has the result."""
         if self._previous is None:
             return
         try:
-            # looked at when none can be noted any more, or one that comes here were lost
+            # restore first: a signal that arrives after the check would be lost
             _set(signal.SIGINT, self._previous)
             if self._noted:
                 self._send_later()
-        except KeyboardInterrupt:  # it came just now
+        except KeyboardInterrupt:  # a signal arrived after the handler was restored
             if self._noted:
                 raise
             self._send_later()
@@ -125,14 +129,14 @@ class holding(AbstractContextManager["holding"]):
         self._noted, self._on_the_way = True, way
 
     def _way_out(self, frame: FrameType | None) -> dict[FrameType, int | None]:
-        """Return the block's frame, and those that wait for it with the call that they are at.
+        """Return the block's frame and its callers' frames, with the call that each is at.
 
-        None of them if it is not running: a debugger may have broken off its very end.
+        The result is empty if the block is not running: a debugger may have stopped its end.
         """
         way: dict[FrameType, int | None] = {}
         while frame is not None:
-            if any(each is self for each in frame.f_locals.values()):
-                way = {frame: None}  # a block is left at several calls
+            if any(value is self for value in frame.f_locals.values()):
+                way = {frame: None}  # a block can end at several calls
             elif way:
                 way[frame] = frame.f_lasti
             frame = frame.f_back
@@ -143,23 +147,24 @@ class holding(AbstractContextManager["holding"]):
         threading.Thread(target=self._send, name="accelfn Ctrl-C", daemon=True).start()
 
     def _send(self) -> None:
-        """Send it to the main thread until that says that the caller has the result.
+        """Send SIGINT to the main thread until the caller has the result.
 
-        It is asked by a signal. Another thread must not look at its frames: CPython 3.11 clears
-        one while it still says that it runs, and whoever meets it then reads freed memory.
+        The main thread checks its frames itself, in the signal handler. Another thread must
+        not read them: CPython 3.11 clears a frame that is still listed as running, and reading
+        such a frame reads freed memory.
         """
         main = _main_thread().ident
         while main is not None and not self._is_sent:
             self._is_asked, pause = True, _POLL
             signal.pthread_kill(main, signal.SIGINT)
-            while self._is_asked:  # for long, where the next update holds it back
+            while self._is_asked:  # long, if the next update defers the signal
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Let it go to its handler, if the caller has the result; else it is sent again."""
+        """Call the original handler if the caller has the result; else wait for the next try."""
         if self._is_over and self._has_arrived(frame):
-            self._on_the_way = {}  # frames that know this block, and the caller's states
+            self._on_the_way = {}  # frames refer to this block and to the caller's states
             if _get(signal.SIGINT) == self._pass_on:
                 _set(signal.SIGINT, self._previous)
             self._is_sent, self._is_asked = True, False
@@ -167,46 +172,46 @@ class holding(AbstractContextManager["holding"]):
         self._is_asked = False
 
     def _has_arrived(self, frame: FrameType | None) -> bool:
-        """Whether no frame of the main thread is at the call still that began the block."""
+        """Return whether every frame of the main thread has left the call into the block."""
         inner = None
         while frame is not None and frame not in self._on_the_way:
             frame, inner = frame.f_back, frame
         if frame is None:
             return True
         at = self._on_the_way[frame]
-        # what is called from the same place again is the next update, which has not begun
+        # a call from the same place is the next update, which has not begun
         return at is not None and (at != frame.f_lasti or inner is not None)
 
 
-def held(function: Callable[P, R]) -> Callable[P, R]:
-    """Hold Ctrl-C back while a function runs; it goes outside of all other decorators."""
+def without_sigint(function: Callable[P, R]) -> Callable[P, R]:
+    """Defer Ctrl-C while a function runs; use as the outermost decorator."""
 
     @functools.wraps(function)
-    def call(*given: P.args, **named: P.kwargs) -> R:
-        with holding() as hold:
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with defer_sigint() as hold:
             hold.begin()
-            return function(*given, **named)
+            return function(*args, **kwargs)
 
     return call
 
 
-# Whether an update is skipped: by all ranks alike, on the host or by the device itself.
+# Skipped updates: all ranks decide alike, on the host or on the device.
 
 
-def decided(
+def resolve_skip(
     update: Update, wish: Skip, engine: Engine
 ) -> tuple[Update, torch.Tensor | None]:
-    """Return the update, skipped or not, or a flag by which the device will know."""
-    grads, flag = update.grads, _agreed(wish, update.world)
-    if _left_to_device(update, engine):
+    """Decide whether to skip an update, or return the flag for the device to decide."""
+    grads, flag = update.grads, _agree_on_skip(wish, update.world)
+    if _device_can_skip(update, engine):
         return update.with_grads(grads.with_metrics(skipped=flag)), flag
     skip = bool(flag)
-    noted = update.with_grads(grads.with_metrics(skipped=float(skip)))
-    return attrs.evolve(noted, skipped=skip), None
+    update_with_flag = update.with_grads(grads.with_metrics(skipped=float(skip)))
+    return attrs.evolve(update_with_flag, skipped=skip), None
 
 
-def _agreed(skip: Skip, world: World) -> torch.Tensor:
-    """Return 1 if any rank wants to skip, else 0, without reading it."""
+def _agree_on_skip(skip: Skip, world: World) -> torch.Tensor:
+    """Return 1 if any rank wants to skip, else 0, without waiting for the device."""
     if not skip.agreed:
         all_reduce_([skip.flag], world, label="skip the update?")
     return (skip.flag != 0).to(torch.float32)
@@ -216,37 +221,38 @@ def _reads_at_once(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def _left_to_device(update: Update, engine: Engine) -> bool:
-    """Whether the device skips the update by itself, so that nobody waits.
+def _device_can_skip(update: Update, engine: Engine) -> bool:
+    """Return whether the device can skip the update, so that the host need not wait.
 
-    It can where an update changes nothing beside the optimizer's state and buffers.
+    It can if an update changes only parameters, the optimizer's state and buffers.
     """
     if _reads_at_once(update.world.device) or not engine.can_skip(update.grads):
         return False
-    if "offloads" in update.state.setup.facts:  # its optimizer runs on the host
+    if "offloads" in update.state.setup.facts:  # the optimizer runs on the host
         return False
-    told = {o.name: facts_of(o) for o in update.state.setup.owners["after_update"]}
-    noted = {name for name, facts in told.items() if "sees_skips" in facts}
-    kept = update.state.slots.items()
-    return all("skips_on_device" in facts for facts in told.values()) and all(
-        update.slots[name] is slot for name, slot in kept if name not in noted
+    facts_by_name = {
+        o.name: facts_of(o) for o in update.state.setup.owners["after_update"]
+    }
+    see_skips = {name for name, facts in facts_by_name.items() if "sees_skips" in facts}
+    slots = update.state.slots.items()
+    return all("skips_on_device" in facts for facts in facts_by_name.values()) and all(
+        update.slots[name] is slot for name, slot in slots if name not in see_skips
     )
 
 
-# The stages of an update, from gradients to the next state: each makes the next `Update`.
+# Stages of an update, from gradients to the next state: each returns the next `Update`.
 #
-# This is where a state is donated: until the optimizer is reached, whatever raises leaves
-# it as it was; from then on its lease is ended, unless it is known that nothing was
-# changed.
+# The state is donated here. An error before the optimizer leaves the state as it was. After
+# that the state's lease is ended, unless the engine knows that nothing was changed.
 
 
 _INTERRUPTED = (
-    "Update {update} was interrupted before it was whole, so the tensors of this state may"
-    " be partly updated. Load a checkpoint, or go on from a copy."
+    "Update {update} was interrupted before it was complete, so the tensors of this state may"
+    " be partly updated. Load a checkpoint, or continue from a copy."
 )
 _BEFORE = (
-    "A transform's after_update reads the state that it is given first: update.state is the one"
-    " before, whose tensors are updated already."
+    "In after_update, read the state that is passed as the first argument: update.state is the"
+    " state before, and its tensors are updated already."
 )
 _UNFINISHED = (
     "DeepSpeed holds these gradients on each rank. Let the last micro-batch of an update reduce"
@@ -254,49 +260,56 @@ _UNFINISHED = (
 )
 _DONATED = (
     "This state was given to the step of update {update}, which updated its tensors in place."
-    " Go on with the state that the step returned, which af.salvage(state) finds if it was"
-    " lost; to keep one, take state.copy() before the step, or call step(state, batch,"
+    " Continue with the state that the step returned; af.salvage(state) finds it if it was"
+    " lost. To keep a state, take state.copy() before the step, or call step(state, batch,"
     " donate=False)."
 )
 
 
-def take(
+def take_update(
     state: TrainState, grads: Grads, hold: Callable[[], None]
 ) -> tuple[TrainState, Mapping[str, Number]]:
-    """Take the update of gradients; return the next state, and what transforms report.
+    """Apply gradients; return the next state and the metrics that transforms report.
 
-    `hold` is called before the state is given away: from then on Ctrl-C would lose it.
+    `hold` is called before the state is donated: from then on Ctrl-C would lose it.
     """
     with span("accelfn apply_grads"):
-        planned, update = planned_for(_begun(state, grads))
-        update = reduced(update)
-        given, engine = update.grads, engine_of(state)
+        assignments, update = plan_hyper(_begin_update(state, grads))
+        update = reduce_grads(update)
+        reduced_grads, engine = update.grads, engine_of(state)
         try:
-            update, flag = transformed(update), None
+            update, flag = transform_grads(update), None
             if update.grads.taken.skip is not None:
-                update, flag = decided(update, update.grads.taken.skip, engine)
+                update, flag = resolve_skip(update, update.grads.taken.skip, engine)
             if update.skipped:
                 hold()
-                after = _left_out(state, update, given, engine)
+                after = _skip_update(state, update, reduced_grads, engine)
             else:
-                ready = engine.prepare(state, update.grads, planned)
+                ready = engine.prepare(state, update.grads, assignments)
                 hold()
-                opt_state = _stepped(state, ready, planned, flag, engine)
+                opt_state = _step_optimizer(state, ready, assignments, flag, engine)
                 if ready is not update.grads:
                     update = update.with_grads(ready)
                 if ready.taken.is_held:
-                    update = _told(update, engine, is_taken=opt_state is not None)
+                    update = _add_engine_reports(
+                        update, engine, is_taken=opt_state is not None
+                    )
                 if opt_state is None:
                     state.lease.restore()  # nothing was changed
-                    after = _left_out(state, update, given, engine)
+                    after = _skip_update(state, update, reduced_grads, engine)
                 else:
-                    seen, params = (given, update.grads), engine.params
-                    after = _after(
-                        state, update, seen, opt_state, flag=flag, params=params
+                    checked_grads, params = (reduced_grads, update.grads), engine.params
+                    after = _state_after(
+                        state,
+                        update,
+                        checked_grads,
+                        opt_state,
+                        flag=flag,
+                        params=params,
                     )
         finally:
-            given.give_away()
-            if given is not grads:
+            reduced_grads.give_away()
+            if reduced_grads is not grads:
                 grads.give_away()
         return after, update.grads.metrics
 
@@ -306,43 +319,43 @@ def take_in_backward(
     compute: Callable[[], tuple[Metrics, Grads]],
     hold: Callable[[], None],
 ) -> tuple[TrainState, Metrics]:
-    """Take an update while the backward pass runs: its optimizer steps are in `compute`.
+    """Apply gradients during the backward pass: `compute` runs the optimizer steps.
 
     Args:
-        state: given to the update as soon as the backward pass has a gradient.
-        compute: runs forward and backward, and leaves the gradients' cursor and buffers.
-        hold: is called before the backward pass, for Ctrl-C would lose the state from then on.
+        state: donated as soon as the backward pass has a gradient.
+        compute: runs forward and backward, and returns the gradients' cursor and buffers.
+        hold: called before the backward pass, because Ctrl-C would lose the state from then on.
     """
     with span("accelfn step in backward"):
         state.lease.check()
         world, setup = state.definition.world, state.definition.setup
         if world.loss.size > 1 and not setup.owners["engine"]:
-            raise GradsError(_unreduced(world.loss))
+            raise GradsError(_explain_unreduced(world.loss))
         engine = engine_of(state)
-        planned, update = planned_for(Update(state=state, slots=_slots(state)))
-        tried = state.num_tried
+        assignments, update = plan_hyper(Update(state=state, slots=_slots(state)))
+        num_tried = state.num_tried
         engine.bind(state)
         live = engine.live_update
-        assert live is not None  # noqa: S101 - asked by who composed it
-        live.plan(planned, hold, lambda: begin_donation(state, tried))
+        assert live is not None  # noqa: S101 - the caller has checked this
+        live.plan(assignments, hold, lambda: begin_donation(state, num_tried))
         try:
             metrics, grads = compute()
         except BaseException:
-            live.forget()  # it may not have come to the backward pass
+            live.forget()  # the backward pass may not have begun
             if state.lease.is_over:
                 _undo(state, engine)
             raise
         grads.give_away()
         slots = {**update.slots, **grads.taken.slots}
         update = Update(state=state, slots=slots, grads=grads)
-        return _after(state, update, (), engine.finish(grads)), metrics
+        return _state_after(state, update, (), engine.finish(grads)), metrics
 
 
-def reduced(update: Update) -> Update:
-    """Let the gradients be those of all ranks, as the setup says.
+def reduce_grads(update: Update) -> Update:
+    """Reduce the gradients over the ranks, as the setup defines.
 
     Raises:
-        GradsError: it does not say how; or what a `reduce` gave is no sum of all ranks.
+        GradsError: the setup does not reduce, or `reduce` did not return sums of all ranks.
     """
     grads, definition = update.grads, update.state.definition
     if grads.reduced or (definition.copy.size == 1 and not definition.setup.reduces):
@@ -350,42 +363,46 @@ def reduced(update: Update) -> Update:
     owners = definition.setup.owners["reduce"]
     if not owners:
         unfinished = grads.taken.is_held
-        raise GradsError(_UNFINISHED if unfinished else _unreduced(definition.copy))
+        raise GradsError(
+            _UNFINISHED if unfinished else _explain_unreduced(definition.copy)
+        )
     owner = owners[0]
     if owner.reduce is None:
         if definition.trains_apart:
-            raise GradsError(_unreduced(definition.copy))
+            raise GradsError(_explain_unreduced(definition.copy))
         return update
     with span("accelfn reduce"):
-        totals = _shown(grads.multiplied(), totals=True)
-        sums, update = through("reduce", totals, update, Grads)
-        sums = _shown(sums, totals=False)
+        totals = _show_totals(grads.multiplied(), totals=True)
+        sums, update = apply_transforms("reduce", totals, update, Grads)
+        sums = _show_totals(sums, totals=False)
         if "apart" not in facts_of(owner):
             _check_sums(owner, sums, update)
     return update.with_grads(sums)
 
 
-def transformed(update: Update) -> Update:
-    """Let the `grads` of transforms see, and change, the gradients of the mean."""
+def transform_grads(update: Update) -> Update:
+    """Divide gradients by their weight, and apply the `grads` methods of transforms."""
     if not update.state.definition.setup.owners["grads"] or update.grads.taken.is_held:
-        return update  # the optimizer divides them, and may do all that is asked for
+        return (
+            update  # the engine's optimizer divides them, and may apply the transforms
+        )
     update = update.with_grads(update.grads.divided())
-    grads, update = through("grads", update.grads, update, Grads)
+    grads, update = apply_transforms("grads", update.grads, update, Grads)
     return update.with_grads(grads)
 
 
 def begin_donation(state: TrainState, update: int) -> None:
-    """Let the state be used no more, for its tensors are about to change."""
+    """End the state's lease, because its tensors are about to change."""
     state.lease.end(StateDonatedError, _INTERRUPTED, update=update)
 
 
-def ended(
+def end_donation(
     state: TrainState, after: TrainState, update: int, *grads: Grads
 ) -> TrainState:
-    """Hand the tensors of a state over to the one after it, which is returned.
+    """Hand the tensors of a state over to the next state, and return the next state.
 
     Raises:
-        StateError: the slot of a transform has tensors of the state itself, or of gradients.
+        StateError: a transform's slot holds tensors of the state itself, or of gradients.
     """
     if _slots(after) is not _slots(state):
         _check_slots(_slots(state), after, grads)
@@ -398,9 +415,9 @@ def ended(
     return after
 
 
-def _warn_of_owed(kept: "ref[TrainState]") -> None:
-    """Warn if a world ends, ranks hold other parameters, and somebody still has the state."""
-    state = kept()
+def _warn_of_owed(state_ref: "ref[TrainState]") -> None:
+    """Warn if a world closes while ranks of a live state hold different parameters."""
+    state = state_ref()
     if state is None or state.definition.copies.size == 1:
         return
     for owner in state.definition.setup.owners["finalize"]:
@@ -416,7 +433,7 @@ def _warn_of_owed(kept: "ref[TrainState]") -> None:
 def _check_slots(
     before: Mapping[str, Any], after: TrainState, grads: tuple[Grads, ...]
 ) -> None:
-    """Look at slots that an update replaced: at the 1st, 2nd, 4th, 8th, ... change of each."""
+    """Check slots that an update replaced, at their 1st, 2nd, 4th, 8th, ... change."""
     changes = after.definition.cache.slot_changes
     for owner in after.definition.setup:
         slot = _slots(after).get(owner.name)
@@ -427,40 +444,42 @@ def _check_slots(
             check_copied(owner, slot, after, *(each.tensors for each in grads))
 
 
-def _begun(state: TrainState, grads: Grads) -> Update:
-    slots, crossed = _slots(state), grads.taken.slots
+def _begin_update(state: TrainState, grads: Grads) -> Update:
+    slots, updated_slots = _slots(state), grads.taken.slots
     return Update(
-        state=state, slots={**slots, **crossed} if crossed else slots, grads=grads
+        state=state,
+        slots={**slots, **updated_slots} if updated_slots else slots,
+        grads=grads,
     )
 
 
 def _slots(state: TrainState) -> dict[str, Any]:
-    # the private field: a property would check the lease again
+    # the private field, because the property would check the lease again
     return state._slots  # pyright: ignore[reportPrivateUsage]
 
 
-def _stepped(
+def _step_optimizer(
     state: TrainState,
     ready: Grads,
-    planned: Assignments,
+    assignments: Assignments,
     flag: torch.Tensor | None,
     engine: Engine,
 ) -> OptState | None:
-    """Step the optimizer; from here on the state is given away."""
+    """Step the optimizer; the state is donated from here on."""
     begin_donation(state, ready.taken.update)
-    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     try:
-        with span("accelfn optimizer") if profiled else NOTHING:
+        with span("accelfn optimizer") if is_profiling else NOTHING:
             if state.definition.has_torchs_optimizer:
-                return engine.update(ready, planned, flag)
-            with draws_for(state, "optimizer"):  # as one that adds noise draws
-                return engine.update(ready, planned, flag)
+                return engine.update(ready, assignments, flag)
+            with draws_for(state, "optimizer"):  # an optimizer may add noise
+                return engine.update(ready, assignments, flag)
     except BaseException:
         _undo(state, engine)
         raise
 
 
-def _after(
+def _state_after(
     state: TrainState,
     update: Update,
     grads: tuple[Grads, ...],
@@ -469,56 +488,56 @@ def _after(
     flag: torch.Tensor | None = None,
     params: Any = None,
 ) -> TrainState:
-    """Return the state after an update that the optimizer has taken."""
-    after = successor(update, state, opt_state, flag, params)
+    """Return the state after the optimizer step, with `after_update` applied."""
+    after = next_state(update, state, opt_state, flag, params)
     if state.definition.setup.owners["after_update"]:
         try:
-            after = through_state("after_update", after, update)
+            after = apply_to_state("after_update", after, update)
         except StateDonatedError as error:
             error.add_note(_BEFORE)
             raise
-    return ended(state, after, update.grads.taken.update, *grads)
+    return end_donation(state, after, update.grads.taken.update, *grads)
 
 
-def _told(update: Update, engine: Engine, *, is_taken: bool) -> Update:
-    """Return an update of gradients that nobody sees, with what its engine tells of it."""
+def _add_engine_reports(update: Update, engine: Engine, *, is_taken: bool) -> Update:
+    """Return an update of engine-owned gradients with the engine's metrics."""
     metrics = {**engine.reports(), "skipped": float(not is_taken)}
     update = update.with_grads(update.grads.with_metrics(**metrics))
     return attrs.evolve(update, skipped=not is_taken)
 
 
 def _undo(state: TrainState, engine: Engine) -> None:
-    """Let a state be used again after an update that raised before it changed anything."""
+    """Restore a state's lease after an update that raised before changing any tensor."""
     if engine.is_undone():
         state.lease.restore()
 
 
-def _left_out(
-    state: TrainState, update: Update, given: Grads, engine: Engine
+def _skip_update(
+    state: TrainState, update: Update, grads: Grads, engine: Engine
 ) -> TrainState:
-    """Return the state as it is, after the batch; transforms may note that in their slots."""
-    after = through_state("after_update", skipped(update, state), update)
+    """Return the unchanged state after the batch; transforms may record the skip in slots."""
+    after = apply_to_state("after_update", skip_update(update, state), update)
     engine.discard()
-    return ended(state, after, update.grads.taken.update, given)
+    return end_donation(state, after, update.grads.taken.update, grads)
 
 
-def _shown(grads: Grads, *, totals: bool) -> Grads:
-    """Return gradients that show their totals, or their mean."""
+def _show_totals(grads: Grads, *, totals: bool) -> Grads:
+    """Return gradients whose `tensors` are of totals, or of the mean."""
     return attrs.evolve(grads, taken=attrs.evolve(grads.taken, shows_totals=totals))
 
 
 def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
-    """Raise unless `reduce` gave what is the same on all ranks, as far as can be seen.
+    """Raise unless `reduce` returned the same sums on all ranks, as far as can be checked.
 
-    That takes a collective in the first update, and where the world is checked; simulated
-    ranks compare without one.
+    The check is a collective in the first update and in checked worlds. Simulated ranks
+    compare without a collective.
     """
     if not sums.reduced:
         msg = (
-            f"{owner!r}.reduce returned gradients of this rank's weight, by which each rank"
-            " would divide its own, so that replicas drift apart. Return"
-            " grads.with_sums(sums, weight): what af.reduce makes of grads.tensors and of"
-            " grads.weight. If ranks are to differ, say so:"
+            f"{owner!r}.reduce returned gradients of this rank's weight. Each rank would"
+            " divide by its own weight, and replicas would drift apart. Return"
+            " grads.with_sums(sums, weight), with af.reduce of grads.tensors and of"
+            " grads.weight; or, if ranks must differ, declare"
             ' gives_up = {"replicas_agree": "..."}.'
         )
         raise GradsError(msg)
@@ -533,7 +552,7 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
     cache.compared_sums = True
 
 
-def _unreduced(ranks: World) -> str:
+def _explain_unreduced(ranks: World) -> str:
     return (
         f"The gradients are not reduced over the {ranks.size} ranks. Add"
         " af.wrap_ddp(), af.wrap_fsdp() or af.local_sgd(sync_every=...) to the setup, or"
@@ -542,37 +561,37 @@ def _unreduced(ranks: World) -> str:
 
 
 class Step(Protocol):
-    """What `make_step` returns."""
+    """The step function that `make_step` returns."""
 
     def __call__(
         self, state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
     ) -> tuple[TrainState, Metrics]:
-        """Take one update; the given state is donated unless told otherwise."""
+        """Take one optimizer update; the state is donated unless `donate=False`."""
         ...
 
 
 @explain_call_errors
 def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
-    """Return a function that takes one optimizer update: `(state, batch) -> (state, metrics)`.
+    """Create a step function: `(state, batch) -> (state, metrics)`.
 
-    `loss_fn(model, batch, *extras)` gets the plain module, whatever engine runs it, and
-    returns the mean over the batch's samples, or `af.Loss(total, weight)`. With
-    `count=fn` it also gets what `fn` counts in the whole update; see `value_and_grad`.
+    `loss_fn(model, batch, *extras)` gets the plain module under every engine. It returns
+    the mean over the batch's samples, or `af.Loss(total, weight)`. With `count=fn` it also
+    gets the counts of `fn` over the whole update; see `value_and_grad`.
 
     The returned step takes a batch of `af.batches`, or any plain value (under
-    `accumulate` a list of them), then extras for the loss, and `donate=`. It updates the
-    state's tensors in place and returns them in a new state; the given one then raises
-    `StateDonatedError`. With `donate=False` it works on a copy. A step that raises before
-    its update leaves the given state as it was, buffers included. The caller's `no_grad`,
-    `inference_mode` and `autocast` do not touch it.
+    `accumulate` a list of values), then extras for the loss, and `donate=`. It updates the
+    state's tensors in place and returns them in a new state; the old state then raises
+    `StateDonatedError`. With `donate=False` the step works on a copy. A step that raises
+    before its update leaves the given state as it was, buffers included. The caller's
+    `no_grad`, `inference_mode` and `autocast` have no effect on the step.
 
     Law: the result depends on (state, batch, extras) alone.
 
-    Cost: what the hand-written loop costs; docs/benchmarks.md has the figures.
+    Cost: as a hand-written loop; docs/benchmarks.md has the figures.
 
     Raises:
         LossError: the loss is not a scalar, or has no gradient.
-        NonFiniteLossError: it is infinite or not a number (looked at on the CPU).
+        NonFiniteLossError: the loss is infinite or not a number (checked on the CPU).
         BatchError: the batch does not follow the state's cursor.
         StateDonatedError: the state was given to a step before.
         GradsError: the world has several ranks and nothing reduces gradients over them.
@@ -586,23 +605,25 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
         if not donate:
             state = state.copy()
         definition = state.definition
-        with holding() as hold, own_modes(definition.world.device):
+        with defer_sigint() as hold, own_modes(definition.world.device):
             if "steps_in_backward" in definition.setup.facts:
                 return take_in_backward(
                     state, lambda: compute(state, batch, *extras), hold.begin
                 )
             metrics, grads = compute(state, batch, *extras)
             if definition.setup.owners["value_and_grad"]:
-                check_update(state, grads)  # a user's own may return anything
-            state, reported = take(state, grads, hold.begin)
-            return state, metrics.with_values(reported) if reported else metrics
+                check_update(state, grads)  # a user's transform may return anything
+            state, transform_metrics = take_update(state, grads, hold.begin)
+            return state, metrics.with_values(
+                transform_metrics
+            ) if transform_metrics else metrics
 
     return step
 
 
 @explain_call_errors
 def build(state: TrainState) -> TrainState:
-    """Build the engine now, so that what it refuses is said before the first step.
+    """Build the engine now, so that its errors come before the first step.
 
     Raises:
         ReplicaMismatchError: the ranks hold different models.
@@ -616,15 +637,12 @@ def build(state: TrainState) -> TrainState:
 
 @explain_call_errors
 def release(state: TrainState) -> None:
-    """Drop the engine of the state and its kin early; the next step makes a new one."""
+    """Drop the engine of a state's lineage early; the next step builds another."""
     check_state("af.release(state)", state)
     state.definition.cache.clear()
 
 
-# `apply_grads` and `finalize`: the states after an update, and after the last one.
-
-
-@held
+@without_sigint
 @explain_call_errors
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """Take one optimizer update: `(state, grads) -> state`.
@@ -634,7 +652,7 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     are donated.
 
     Raises:
-        GradsError: they were taken at another update, or are not reduced in a world of
+        GradsError: the gradients are of another update, or are not reduced in a world of
             several ranks.
         StateDonatedError: the state was given to a step before.
     """
@@ -642,18 +660,18 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     state.lease.check()
     check_update(state, grads)
     with own_modes(state.definition.world.device):
-        return take(state, grads, _held_already)[0]
+        return take_update(state, grads, _already_deferred)[0]
 
 
-def _held_already() -> None: ...
+def _already_deferred() -> None: ...
 
 
-@held
+@without_sigint
 @explain_call_errors
 def finalize(state: TrainState) -> TrainState:
-    """Return the state with what its transforms owe at the end, as a last average.
+    """Return the state after the last work of its transforms, such as a final average.
 
-    The given state is donated, unless nothing is owed: then it is returned.
+    The given state is donated. If no transform has work left, the same state is returned.
     """
     check_state("af.finalize(state)", state)
     state.lease.check()
@@ -663,28 +681,25 @@ def finalize(state: TrainState) -> TrainState:
         after = attrs.evolve(state, lease=Lease())
         update = Update(state=state, slots=after.slots)
         begin_donation(state, state.num_tried)
-        after = through_state("finalize", after, update)
-        return ended(state, after, state.num_tried)
-
-
-# `sync_grads`: gradients of this rank into those of all, for custom steps.
+        after = apply_to_state("finalize", after, update)
+        return end_donation(state, after, state.num_tried)
 
 
 @explain_call_errors
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
     """Reduce gradients over the ranks of the state's world, exactly by weight.
 
-    Where copies of several ranks each train apart, over those of this rank's copy.
+    If copies of several ranks train independently, reduce over the ranks of this rank's copy.
 
-    For custom steps that took them with `sync=False`, or without `wrap_ddp`.
+    Use it in custom steps that took gradients with `sync=False`, or without `wrap_ddp`.
 
-    Cost: one all-reduce of all gradients, flattened, and one of their weight; the first time,
-        a few small ones by which ranks compare their setups, and at update 0 their parameters.
+    Cost: one all-reduce of all gradients, flattened, and one of their weight. At the first
+        call ranks also compare their setups, and at update 0 their parameters.
 
-    Law: what `wrap_ddp` gives.
+    Law: the result equals that of `wrap_ddp`.
 
     Raises:
-        GradsError: they are reduced already, sparse, or not this state's.
+        GradsError: the gradients are reduced already, sparse, or of another state.
         ReplicaMismatchError: the ranks' setups, optimizers, schedules, seeds or data differ.
         PeerFailedError: another rank failed.
     """
@@ -713,14 +728,14 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
         raise GradsError(msg)
     if any("dp_shard" in cut_axes(grad) for grad in grads.as_taken.values()):
         msg = (
-            "sync_grads: these gradients are parts, summed over the ranks already, of"
-            ' micro-batches under af.wrap_fsdp(accumulate="sharded"); their weight alone is'
-            ' not. Let the last micro-batch reduce (sync=True), or take accumulate="whole".'
+            "sync_grads: these gradients are shards of micro-batches under"
+            ' af.wrap_fsdp(accumulate="sharded"), summed over the ranks already; their weight is'
+            ' not. Let the last micro-batch reduce (sync=True), or use accumulate="whole".'
         )
         raise GradsError(msg)
     compare(state)
-    taken = grads.taken
-    factor = taken.scale if taken.lease.is_mean else 1
+    info = grads.taken
+    factor = info.scale if info.lease.is_mean else 1
     with own_modes(ranks.device):
         totals = {
             name: local(grads.as_taken[name]) * factor
@@ -728,24 +743,24 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             else _zeros(state, name)
             for name in names
         }
-        told = [float(name in grads.as_taken) for name in names]
-        counts = torch.tensor([0.0, *told], dtype=torch.float64, device=ranks.device)
-        counts[0] = taken.divisor
+        used = [float(name in grads.as_taken) for name in names]
+        counts = torch.tensor([0.0, *used], dtype=torch.float64, device=ranks.device)
+        counts[0] = info.divisor
         with span("accelfn reduce"):
             all_reduce_([*totals.values(), counts], ranks, label="sync_grads")
-        # a parameter that took part on no rank has no gradient
+        # a parameter that no rank used has no gradient
         if len(grads.as_taken) < len(names):
             took_part = zip(names, counts[1:].tolist(), strict=True)
             totals = {name: totals[name] for name, some in took_part if some}
         layout = state.definition.layout
         if layout is not None:
             totals = {name: layout.laid(name, total) for name, total in totals.items()}
-    taken = attrs.evolve(taken, divisor=counts[0], lease=Lease())
-    return attrs.evolve(grads, tensors=totals, taken=taken, reduced=True)
+    info = attrs.evolve(info, divisor=counts[0], lease=Lease())
+    return attrs.evolve(grads, tensors=totals, taken=info, reduced=True)
 
 
 def _zeros(state: TrainState, name: str) -> torch.Tensor:
-    """Return a gradient of nothing, in the shape in which a rank computes."""
+    """Return a zero gradient, in the shape that this rank computes."""
     layout, param = state.definition.layout, state.params[name]
     shape = param.shape if layout is None else layout.computed(name)
     return torch.zeros(shape, dtype=param.dtype, device=state.world.device)

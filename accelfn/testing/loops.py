@@ -22,7 +22,7 @@ from accelfn.errors import ArgumentError, LawError
 from accelfn.model.optimizer import group_key, named_state
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
-from accelfn.state.update import of_next_update
+from accelfn.state.update import next_hyper
 from accelfn.testing.comparing import Comparison, Difference, listed
 
 Quantities: TypeAlias = Mapping[str, Any]
@@ -214,7 +214,7 @@ def _of_state(state: TrainState) -> dict[str, Any]:
         {**group, **state.opt_state.get(group_key(i), {})}
         for i, group in enumerate(prototype.param_groups)
     ]
-    for (i, key), value in of_next_update(state, state.slots).items():
+    for (i, key), value in next_hyper(state, state.slots).items():
         groups[i][key] = value
     ours = {group_key(i) for i in range(len(groups))}
     return {

@@ -22,9 +22,9 @@ from accelfn.definition.transform import transform as transform_of
 from accelfn.errors import CompositionError, GradsError
 from accelfn.loop.batches import batches
 from accelfn.model.optimizer import Hyper
-from accelfn.state.grads import Grads, Taken
+from accelfn.state.grads import GradInfo, Grads
 from accelfn.state.state import TrainState
-from accelfn.state.update import Update, laid_over, through
+from accelfn.state.update import Update, apply_transforms, override_hyper
 from accelfn.state.views import eval_params
 from accelfn.step.step import finalize, make_step
 from accelfn.testing.comparing import Comparison, entries, first_difference, leaves
@@ -256,12 +256,12 @@ def _reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
         for name in state.trainable
     }
-    grads = Grads(tensors=totals, taken=Taken(divisor=weight, shows_totals=True))
+    grads = Grads(tensors=totals, taken=GradInfo(divisor=weight, shows_totals=True))
     update = Update(state=state, slots=state.slots, grads=grads)
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-        found, update = through("reduce", grads.map(torch.clone), at, Grads)
+        found, update = apply_transforms("reduce", grads.map(torch.clone), at, Grads)
         for name, each in found.tensors.items():
             sums[name] = sums[name] + each.double() / found.taken.denominator
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
@@ -414,7 +414,10 @@ def _watched_groups(transform: Any, seen: Seen) -> Any:
             other = method(self, MappingProxyType(moved), tree.clone(slot), update)
         returned = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = laid_over(groups, {}, returned[0]), laid_over(groups, {}, other[0])
+        one, two = (
+            override_hyper(groups, {}, returned[0]),
+            override_hyper(groups, {}, other[0]),
+        )
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             seen(
                 f"{self!r}.hyper gives parameter group 1 other numbers if group 0 was given"

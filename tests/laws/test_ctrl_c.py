@@ -221,13 +221,13 @@ def test_an_interrupt_comes_before_an_update_or_after_it(
 def kept_from_leaving() -> Iterator[None]:
     """Let other threads run at the very end of what holds Ctrl-C, for as long as they like."""
 
-    def leave(self: step.holding, *error: object) -> None:
+    def leave(self: step.defer_sigint, *error: object) -> None:
         leaves(self, *error)
         time.sleep(2e-3)
 
     with pytest.MonkeyPatch.context() as patch:
-        leaves = step.holding.__exit__
-        patch.setattr(step.holding, "__exit__", leave)
+        leaves = step.defer_sigint.__exit__
+        patch.setattr(step.defer_sigint, "__exit__", leave)
         yield
 
 

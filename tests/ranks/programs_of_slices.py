@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import accelfn as af
-from accelfn.state.grads import Taken
+from accelfn.state.grads import GradInfo
 from accelfn.state.update import Update
 
 PLACES = {
@@ -139,7 +139,7 @@ def clipped(world: af.World, norm_type: float) -> tuple[float, dict[str, torch.T
     }
     tensors["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
     clip = af.clip_grad_norm(0.5, norm_type=norm_type)
-    grads, state = af.Grads(tensors=tensors, taken=Taken(divisor=1)), fresh(world)
+    grads, state = af.Grads(tensors=tensors, taken=GradInfo(divisor=1)), fresh(world)
     update = Update(state=state, slots=dict(state.slots), grads=grads)
     grads, _ = clip.grads(grads, None, update)
     found = {

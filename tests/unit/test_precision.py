@@ -243,7 +243,7 @@ def test_adding_to_gradients_of_another_scaling_is_refused() -> None:
         (
             lambda b: len(b[0]),
             lambda m, b, c: af.Loss(loss_fn(m, b), c),
-            "by which it has divided already",
+            "it has already divided by the counts",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def test_counts_are_of_whole_updates() -> None:
         lambda m, b, _: loss_fn(m, b), count=lambda b: len(b[0])
     )
     _, grads = compute(state, batch())
-    with pytest.raises(af.GradsError, match="counts were told before"):
+    with pytest.raises(af.GradsError, match="counts are fixed already"):
         compute(state, batch(), into=grads)
 
 

@@ -254,7 +254,9 @@ def test_a_transform_is_told_which_state_is_before():
     with pytest.raises(af.StateDonatedError) as caught:
         STEP(make().with_setup(ReadsBefore()), X)
     (note,) = caught.value.__notes__
-    assert "reads the state that it is given first: update.state is the one" in note
+    assert (
+        "read the state that is passed as the first argument: update.state is" in note
+    )
 
 
 def test_optimizer_that_refuses_gradients_leaves_the_state():
