@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from accelfn.collectives import break_off, broadcast_, gather_text, neighbors
 from accelfn.deepspeed.flats import Flats, Place, cut_of, evenly
 from accelfn.deepspeed.settings import (
-    exchanged,
-    joined,
     note_signatures,
-    of_running,
+    patch_attributes,
+    running_patches,
+    use_deepspeed,
 )
 from accelfn.definition.layout import Layout
 from accelfn.errors import LossError
@@ -50,7 +50,7 @@ _ADVICE = (
 )
 
 
-class Course:
+class ModuleOrder:
     """What the ranks come to, one after the other, in an update: the same on all of them.
 
     Where all ranks have gone one way, they go it again without a word. Where they have never
@@ -98,7 +98,7 @@ class Course:
         else:
             places = gather_text(place, self._ranks, label=_LABEL)
             if len({*places}) > 1:
-                _refuse(dict(enumerate(places)))
+                _raise_mismatch(dict(enumerate(places)))
 
     def _ask(self, place: str) -> None:
         """Ask where the others go, that may go on."""
@@ -114,12 +114,12 @@ class Course:
         if are_there:
             told = [tuple(json.loads(store.get(key))) for key in keys]
             if len({*told}) > 1:
-                _refuse({rank: at for rank, (_, at) in enumerate(told)})
+                _raise_mismatch({rank: at for rank, (_, at) in enumerate(told)})
             return
         (known,) = self._at
         others = {r: known for r in range(ranks.size) if not store.check([keys[r]])}
         try:
-            _refuse({ranks.rank: place, **others})
+            _raise_mismatch({ranks.rank: place, **others})
         except LossError as error:
             break_off(ranks, error)
             raise
@@ -133,15 +133,15 @@ class Course:
         return store
 
 
-def _refuse(places: dict[int, str]) -> NoReturn:
+def _raise_mismatch(places: dict[int, str]) -> NoReturn:
     told = ", ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
     msg = f"Ranks used the model in different ways: {told}. {_ADVICE}"
     raise LossError(msg)
 
 
-def keep_course(
+def check_module_order(
     zero: Any,
-    course: Course,
+    course: ModuleOrder,
     names: Mapping[int, str],
     modules: Mapping[nn.Module, str],
     *,
@@ -183,10 +183,10 @@ def keep_course(
     coordinator.fetch_sub_module = fetch_on_course
     for params in zero.fp16_groups:
         for param in params:
-            param.all_gather = _gathering(param.all_gather, course, names[id(param)])
+            param.all_gather = _wrap_gather(param.all_gather, course, names[id(param)])
 
 
-def _gathering(gather: Any, course: Course, name: str) -> Any:
+def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
     """Return what gathers one parameter, or several; one is taken by name in a loss.
 
     It is gathered where it was used from then on: this place is in no later course.
@@ -243,7 +243,7 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
 # DeepSpeed has no types, and no public names for what it keeps
 
 
-class Turns:
+class ReduceOrder:
     """In which order gradients cross the ranks: a given one, or that in which rank 0's came.
 
     DeepSpeed adds up what ranks send at the same time, and knows no names. So a gradient that
@@ -304,12 +304,12 @@ class Turns:
         return self._order[len(self._had)]
 
 
-def take_turns(
+def order_reductions(
     zero: Any,
     ranks: World,
     come_listed: Callable[[], bool],
     when_all_came: Callable[[], None],
-) -> tuple[Turns, Turns]:
+) -> tuple[ReduceOrder, ReduceOrder]:
     """Have DeepSpeed's optimizer of stage 1 or 2 send gradients of all parameters in turns.
 
     What has none on a rank is sent as 0.
@@ -332,8 +332,8 @@ def take_turns(
     params = [param for param, _ in listed_in]
     # by its id, for a tensor's own hash is a call of Python
     number_of = {id(param): number for number, param in enumerate(params)}
-    listed = Turns(len(params), ranks, range(len(params)))
-    learnt = Turns(len(params), ranks)
+    listed = ReduceOrder(len(params), ranks, range(len(params)))
+    learnt = ReduceOrder(len(params), ranks)
     send = zero.reduce_ready_partitions_and_remove_grads
     end = zero.independent_gradient_partition_epilogue
 
@@ -373,11 +373,11 @@ class Zero:
     ) -> None:
         """Let DeepSpeed take over the module's parameters; their values are none yet."""
         self.stage: int = config["zero_optimization"]["stage"]
-        with joined(ranks) as deepspeed:
+        with use_deepspeed(ranks) as deepspeed:
             self._engine, *_ = deepspeed.initialize(
                 model=root, optimizer=optimizer, config=dict(config)
             )
-            self._others = of_running() if self.stage == 3 else []
+            self._others = running_patches() if self.stage == 3 else []
         note_signatures(root)
         self._optimizer: Any = self._engine.optimizer
         self._params: list[Any] = list(root.parameters())
@@ -492,7 +492,7 @@ class Zero:
             self._coalesce(on=True)
         if not self._coalesces:
             self._engine.set_gradient_accumulation_boundary(ends)
-        with exchanged(self._others):
+        with patch_attributes(self._others):
             return self._engine(*inputs)
 
     def backward(
@@ -508,7 +508,7 @@ class Zero:
                 all ranks.
         """
         self._when_all_came = when_all_came if ends else None
-        with exchanged(self._others):
+        with patch_attributes(self._others):
             self._engine.backward(loss, scale_wrt_gas=False)
             if ends and self._coalesces:
                 self._flush()
@@ -571,8 +571,8 @@ class Zero:
                 module: named.get(name, repr(name.removeprefix("module.")))
                 for name, module in self._engine.module.named_modules()
             }
-            self._course = Course(self._ranks)
-            keep_course(
+            self._course = ModuleOrder(self._ranks)
+            check_module_order(
                 self._optimizer,
                 self._course,
                 names,
@@ -581,7 +581,7 @@ class Zero:
                 when_all_came=self._tell_all_came,
             )
         else:
-            self._turns = take_turns(
+            self._turns = order_reductions(
                 self._optimizer, self._ranks, self._come_listed, self._tell_all_came
             )
             if neighbors.carries(self._ranks.group, self.flats[0].device):

@@ -48,7 +48,7 @@ def evenly(count: int, part: int, ranks: int) -> list[Run]:
     return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
 
 
-def moved(
+def redistribute(
     pieces: Mapping[str, torch.Tensor],
     have: Runs,
     want: Runs,
@@ -185,7 +185,7 @@ class Flats:
             pieces |= self.pieces(flat, tensor)
         device = self.layout.device  # where the optimizer's part may not be
         pieces = {name: piece.to(device) for name, piece in pieces.items()}
-        rows = moved(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
+        rows = redistribute(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
         return {name: self._value(name, piece) for name, piece in rows.items()}
 
     def _value(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -202,7 +202,7 @@ class Flats:
         pieces = {
             name: tree.local(v).detach().reshape(-1) for name, v in values.items()
         }
-        parts = moved(pieces, self.rows, self.cuts, self.ranks, label=_TO_FLATS)
+        parts = redistribute(pieces, self.rows, self.cuts, self.ranks, label=_TO_FLATS)
         flats: dict[int, torch.Tensor] = {}
         for name, part in parts.items():
             place = self.places[name]
@@ -383,7 +383,9 @@ def is_flat(value: Any, size: int) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
 
 
-def flattened(where: Flats, opt_state: Mapping[str, Mapping[str, Any]]) -> OptState:
+def flatten_opt_state(
+    where: Flats, opt_state: Mapping[str, Mapping[str, Any]]
+) -> OptState:
     """Return an optimizer's state by flat tensor, of one by name; a collective.
 
     Raises:

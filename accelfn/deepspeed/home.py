@@ -19,12 +19,12 @@ from accelfn.deepspeed.flats import (
     FlatParams,
     evenly,
     flat_key,
-    flattened,
-    moved,
+    flatten_opt_state,
+    redistribute,
 )
-from accelfn.deepspeed.settings import parted
-from accelfn.engine.binding import built
-from accelfn.engine.fsdp import Splitter, lent_in_parts
+from accelfn.deepspeed.settings import release_group
+from accelfn.engine.binding import build_module
+from accelfn.engine.fsdp import Splitter, lend_sharded
 from accelfn.engine.loss import LossFunction, ReadLoss, RootModule, Samples, like
 from accelfn.engine.optimizer import LiveOptimizer, State
 from accelfn.errors import GradsError, LossError, UnusedParametersError, WorldError
@@ -60,7 +60,7 @@ class HeldGradients(Mapping[str, torch.Tensor]):
         return 0
 
 
-class ZeroHome:
+class ZeroBinding:
     """A module whose parameters DeepSpeed has taken over, and the flat tensors of a state.
 
     A state is bound by pointers if its elements lie in such flat tensors already, as those of
@@ -85,7 +85,7 @@ class ZeroHome:
             name: torch.zeros(meta.shape, dtype=meta.dtype, device=device)
             for name, meta in skeleton.module.named_parameters()
         }
-        self.module = built(state.definition, empty, state.buffers)
+        self.module = build_module(state.definition, empty, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {name: self.params[name] for name in skeleton.trainable}
         self.names = {id(param): name for name, param in self.params.items()}
@@ -145,7 +145,9 @@ class ZeroHome:
         pieces = {n: tree.local(v).detach().reshape(-1) for n, v in new.items()}
         have = {name: self._rows_of(name, value) for name, value in new.items()}
         want = {name: self.zero.runs_of(self._frozen[name]) for name in new}
-        parts = moved(pieces, have, want, self._ranks, label="ZeRO: frozen parameters")
+        parts = redistribute(
+            pieces, have, want, self._ranks, label="ZeRO: frozen parameters"
+        )
         for name, part in parts.items():
             self.zero.keep(self._frozen[name], part)
         self._kept = dict(kept)
@@ -223,7 +225,7 @@ class ZeroHome:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return what calls functions of a model of these values, gathered unit by unit."""
-        return lent_in_parts(self._definition, self._splitter, dict(params), buffers)
+        return lend_sharded(self._definition, self._splitter, dict(params), buffers)
 
     def shown(self, opt_state: OptState) -> Any:
         """Return what DeepSpeed's optimizer has as a state's values, which are read later."""
@@ -238,7 +240,7 @@ class ZeroHome:
             == (where.places, where.sizes)
         ):
             return opt_state.held
-        return flattened(where, opt_state)
+        return flatten_opt_state(where, opt_state)
 
     def flats_by_name(self) -> dict[torch.Tensor, str]:
         """Return the flat tensors, and what their state is called by."""
@@ -265,7 +267,7 @@ _ASKED = frozenset(
 """What does not compute: models ask for dtypes and devices, and DeepSpeed's hooks for more."""
 
 
-class Gathered(TorchFunctionMode):
+class GatherCheck(TorchFunctionMode):
     """Refuses to compute with parameters that are not there: a sum of them would be 0.
 
     It costs some microseconds a call of torch, and so looks at the first pass of a loss alone.
@@ -324,7 +326,7 @@ class _Sums:
     They cross beside DeepSpeed's last sum of gradients: ranks wait for both at once.
     """
 
-    def __init__(self, home: ZeroHome, ranks: World, weight: Number) -> None:
+    def __init__(self, home: ZeroBinding, ranks: World, weight: Number) -> None:
         self._home, self._ranks, self._weight = home, ranks, weight
 
     def start(self) -> None:
@@ -348,7 +350,7 @@ class ZeroRunner:
     lone_module = None
 
     def __init__(
-        self, module: nn.Module, home: ZeroHome, ranks: World, *, in_parts: bool
+        self, module: nn.Module, home: ZeroBinding, ranks: World, *, in_parts: bool
     ) -> None:
         """Let DeepSpeed take over the module, which transforms may have changed."""
         self._ranks, self._home, self._in_parts = ranks, home, in_parts
@@ -425,7 +427,7 @@ class ZeroRunner:
         """Return what looks at a loss's first pass at stage 3."""
         if self._zero.stage < 3 or self._is_known(loss_fn):
             return nullcontext()
-        return Gathered(self._home.names)
+        return GatherCheck(self._home.names)
 
     def _is_known(self, loss_fn: LossFunction) -> bool:
         return any(known is loss_fn for known in self._known)
@@ -433,7 +435,7 @@ class ZeroRunner:
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""
         self._is_over = True
-        parted(self._ranks)
+        release_group(self._ranks)
 
 
 # `ZeroOptimizer`: an update that DeepSpeed takes, with a state's hyperparameters and
@@ -445,7 +447,7 @@ class ZeroOptimizer:
 
     skips = is_untouched = False
 
-    def __init__(self, home: ZeroHome) -> None:
+    def __init__(self, home: ZeroBinding) -> None:
         """Take where the flat tensors are; DeepSpeed's engine is not yet there."""
         self._home = home
         self._live: LiveOptimizer | None = None

@@ -176,7 +176,7 @@ def _check_known(shown: str, where: str, key: Any, known: tuple[str, ...]) -> No
 # The package DeepSpeed: imported when it is asked for, and kept to the world's own group.
 
 
-Exchange: TypeAlias = tuple[Any, str, Any]
+Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, the name of an attribute of it, and what that is to be."""
 _MISSING = (
     "{shown}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
@@ -195,7 +195,7 @@ def check_installed(shown: str) -> None:
 
 
 @contextmanager
-def joined(ranks: World) -> Generator[Any, None, None]:
+def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
     """Lend DeepSpeed, which talks through the world's group, and tells errors alone.
 
     At stage 3 it has a linear layer of its own, which keeps no gathered weight, and leaves it
@@ -211,7 +211,7 @@ def joined(ranks: World) -> Generator[Any, None, None]:
         logging.ERROR
     )  # it warns of what was tried here, as of any optimizer
     try:
-        with _left_out():
+        with _skip_startup():
             yield deepspeed
     finally:
         logger.setLevel(level)
@@ -220,7 +220,7 @@ def joined(ranks: World) -> Generator[Any, None, None]:
 
 
 @contextmanager
-def _left_out() -> Generator[None]:
+def _skip_startup() -> Generator[None]:
     """Leave out what DeepSpeed does at its start and need not.
 
     It would compile C++ for the memory that a host's ranks share, and whoever is killed in that
@@ -236,11 +236,11 @@ def _left_out() -> Generator[None]:
         (engine, "_broadcast_model", _nothing),
         (parts.Init, "_zero_init_param", _part),
     ]
-    with exchanged(left):
+    with patch_attributes(left):
         yield
 
 
-def of_running() -> list[Exchange]:
+def running_patches() -> list[Patch]:
     """Return what is DeepSpeed's while an engine of stage 3 runs; asked where it was `joined`.
 
     Its linear layer. And the cores of the host, which it has a process list at each reduction
@@ -267,7 +267,7 @@ def note_signatures(root: nn.Module) -> None:
 
 
 @contextmanager
-def exchanged(others: Sequence[Exchange]) -> Generator[None]:
+def patch_attributes(others: Sequence[Patch]) -> Generator[None]:
     """Let attributes of modules and classes be others inside a block."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
     for owner, name, other in others:
@@ -284,7 +284,7 @@ def _part(init: Any, param: Any) -> None:
     param.partition()
 
 
-def parted(ranks: World) -> None:
+def release_group(ranks: World) -> None:
     """Let DeepSpeed forget a world's group, which is about to be closed."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups: Any = importlib.import_module("deepspeed.utils.groups")

@@ -191,11 +191,7 @@ class wrap_deepspeed:
 
     def engine(self, state: TrainState) -> Engine:
         """Build DeepSpeed's engine around a module that takes the state's elements."""
-        from accelfn.deepspeed.home import (  # noqa: PLC0415
-            ZeroHome,
-            ZeroOptimizer,
-            ZeroRunner,
-        )
+        from accelfn.deepspeed.home import ZeroBinding, ZeroOptimizer, ZeroRunner  # noqa: PLC0415
         from accelfn.engine.fsdp import Splitter  # noqa: PLC0415
 
         if state.definition.layout is None:
@@ -217,7 +213,7 @@ class wrap_deepspeed:
             device=state.world.device,
             cpu_offload=False,
         )
-        home = ZeroHome(state, splitter, config, ranks)
+        home = ZeroBinding(state, splitter, config, ranks)
 
         def runner(module: nn.Module, live: object) -> ZeroRunner:
             del live

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from accelfn.base import tree
 from accelfn.base.tree import is_shard, local
 from accelfn.definition.definition import Definition
-from accelfn.engine.optimizer import Shows
+from accelfn.engine.optimizer import OptStateView
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Number
 from accelfn.state.state import OptState, TrainState
@@ -24,7 +24,7 @@ from accelfn.state.state import OptState, TrainState
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
 
-class Home(Protocol):
+class ParamBinding(Protocol):
     """Lends tensors of states to a module, and takes gradients out of it."""
 
     @property
@@ -43,7 +43,7 @@ class Home(Protocol):
         ...
 
     @property
-    def shows(self) -> Shows | None:
+    def shows(self) -> OptStateView | None:
         """What knows a state's values of the optimizer's; None where they are the same."""
         ...
 
@@ -100,16 +100,16 @@ class Holder(Protocol):
         ...
 
 
-class ReplicaHome:
+class ReplicaBinding:
     """Each rank computes with all of every parameter: a module, alone or in a replica."""
 
-    shows: Shows | None = None
+    shows: OptStateView | None = None
     holder: Holder | None = None
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around the state's tensors."""
         self._definition = definition = state.definition
-        self.module = built(definition, state.params, state.buffers)
+        self.module = build_module(definition, state.params, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {n: self.params[n] for n in definition.skeleton.trainable}
         self._pairs = list(self.trained.items())
@@ -143,19 +143,21 @@ class ReplicaHome:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return what calls functions of a module around these tensors."""
-        return lent(self._definition, params, buffers)
+        return lend_module(self._definition, params, buffers)
 
 
-class LayerHome(ReplicaHome):
+class LayerBinding(ReplicaBinding):
     """Each rank computes with its part of some layers, and with all of the rest."""
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around the parts that this rank has."""
         super().__init__(state)
 
-        assert state.definition.layout is not None  # noqa: S101 - of `home_of`
+        assert state.definition.layout is not None  # noqa: S101 - of `binding_of`
         self._layout = state.definition.layout
-        self.shows = self._parts = Parts(self._layout.cuts, self.params, state.params)
+        self.shows = self._parts = ShardedParams(
+            self._layout.cuts, self.params, state.params
+        )
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Let the module's parameters have the memory of the state's parts."""
@@ -177,12 +179,16 @@ class LayerHome(ReplicaHome):
             param.grad = None if grad is None else local(grad)
 
 
-def home_of(state: TrainState) -> Home:
+def binding_of(state: TrainState) -> ParamBinding:
     """Return a home of a state of which each rank computes with what it has."""
-    return ReplicaHome(state) if state.definition.layout is None else LayerHome(state)
+    return (
+        ReplicaBinding(state)
+        if state.definition.layout is None
+        else LayerBinding(state)
+    )
 
 
-def built(
+def build_module(
     definition: Definition,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
@@ -195,18 +201,18 @@ def built(
     return module
 
 
-def lent(
+def lend_module(
     definition: Definition,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return what calls `fn(model, ...)`, on a model around these tensors."""
-    from accelfn.engine.vocabulary import whole  # noqa: PLC0415 - of split layers
+    from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - of split layers
 
-    model = built(definition, params, buffers).eval()
+    model = build_module(definition, params, buffers).eval()
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
-        return whole(fn(model, *inputs))
+        return gather_scores(fn(model, *inputs))
 
     return call
 
@@ -217,7 +223,7 @@ def lent(
 # torch's DTensors have no public way to be made of parts without an operator
 
 
-class Parts:
+class ShardedParams:
     """Knows the values of a state, which are DTensors, of the parts that are stepped."""
 
     def __init__(
@@ -250,7 +256,9 @@ class Parts:
         }
 
 
-def parameter(value: torch.Tensor, like: torch.nn.Parameter) -> torch.nn.Parameter:
+def local_parameter(
+    value: torch.Tensor, like: torch.nn.Parameter
+) -> torch.nn.Parameter:
     """Return what is stepped in the place of a state's value: the part, in its memory."""
     return torch.nn.Parameter(tree.local(value), requires_grad=like.requires_grad)
 

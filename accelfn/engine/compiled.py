@@ -210,14 +210,14 @@ class Compiled:
         )
 
 
-def opened(returned: Any) -> tuple[bool, Any]:
+def split_loss(returned: Any) -> tuple[bool, Any]:
     """Return whether this is an `af.Loss`, and it as plain data: those leave a graph."""
     if isinstance(returned, Loss):
         return True, (returned.total, returned.weight, dict(returned.aux))
     return False, returned
 
 
-def closed(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - what `opened` gave
+def join_loss(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - from `split_loss`
     """Return what a loss function returned, of its plain data."""
     if is_loss:
         total, weight, aux = returned
@@ -225,14 +225,14 @@ def closed(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - what `opened`
     return returned
 
 
-def detached(leaf: Any) -> Any:
+def detach_tree(leaf: Any) -> Any:
     """Return numbers, or totals with their weights, without their graph."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if isinstance(leaf, dict):
-        return {name: detached(each) for name, each in leaf.items()}
+        return {name: detach_tree(each) for name, each in leaf.items()}
     if isinstance(leaf, tuple):
-        return tuple([detached(each) for each in leaf])
+        return tuple([detach_tree(each) for each in leaf])
     return leaf
 
 
@@ -274,7 +274,7 @@ class OneGraphRunner:
             # what is wrong without compiling too says so itself
             loss_fn(module, value, *extras)
             raise
-        returned = closed(is_loss, plain)
+        returned = join_loss(is_loss, plain)
         if grads is None:
             return read_loss(returned, loss_fn, samples)  # which says why
         if compiler.reuses_memory:
@@ -320,7 +320,7 @@ class OneGraphRunner:
         if compiled.num_compiled != self._num_compiled:
             self._num_compiled = compiled.num_compiled
             held = [*self._module.parameters(), *self._module.buffers()]
-            self._shared |= _sharing(grads, [*held, *tree.tensor_leaves(others)])
+            self._shared |= _find_shared(grads, [*held, *tree.tensor_leaves(others)])
         if not self._shared:
             return grads
         return [
@@ -355,7 +355,7 @@ class TwoGraphsRunner(Delegating):
 
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
             try:
-                return closed(*compiled(model, value, extras))
+                return join_loss(*compiled(model, value, extras))
             except CompileError as error:
                 if not (self._whole and DOUBLE_BACKWARD in str(error)):
                     loss_fn(model, value, *extras)
@@ -375,12 +375,12 @@ class TwoGraphsRunner(Delegating):
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
             is_loss, plain, grads = compiled.differentiating(model, value, extras)
             if grads is None:
-                return closed(is_loss, plain)
+                return join_loss(is_loss, plain)
             total, *others = plain if is_loss else (plain,)
             used = [i for i, grad in enumerate(grads) if grad is not None]
             params = (trained[i] for i in used)
             total = _WithGrads.apply(total, [grads[i] for i in used], *params)
-            return closed(is_loss, (total, *others) if is_loss else total)
+            return join_loss(is_loss, (total, *others) if is_loss else total)
 
         compiled_loss.__qualname__ = name
         return compiled_loss
@@ -428,10 +428,12 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
             by_class[kind, is_wrapped] = compiler.compiled(graph, kind.__qualname__)
         if is_wrapped:  # by a transform, as af.checkpoint_activations does
             vars(region)["_uncompiled"] = region.forward
-        region.forward = partial(_called, by_class[kind, is_wrapped], region)
+        region.forward = partial(_call_region, by_class[kind, is_wrapped], region)
 
 
-def _called(compiled: Compiled, region: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _call_region(
+    compiled: Compiled, region: nn.Module, *args: Any, **kwargs: Any
+) -> Any:
     return compiled(region, args, kwargs)
 
 
@@ -457,13 +459,13 @@ def _one_graph(
     """Return the function whose graph is a loss and its gradients, for the compiler."""
 
     def loss_and_grads(module: nn.Module, value: Any, extras: Any) -> Any:
-        is_loss, plain = opened(loss_fn(module, value, *extras))
+        is_loss, plain = split_loss(loss_fn(module, value, *extras))
         total = plain[0] if is_loss else plain
         if not _has_gradient(total):
-            return is_loss, detached(plain), None
+            return is_loss, detach_tree(plain), None
         grads = torch.autograd.grad(total, trained, allow_unused=True)
         laid_out = [_as_parameter(p, g) for p, g in zip(trained, grads, strict=True)]
-        return is_loss, detached(plain), laid_out
+        return is_loss, detach_tree(plain), laid_out
 
     return loss_and_grads
 
@@ -472,7 +474,7 @@ def _forward_graph(loss_fn: LossFunction) -> Callable[..., Any]:
     """Return the function whose graph is a loss, for the compiler."""
 
     def loss(module: nn.Module, value: Any, extras: Any) -> Any:
-        return opened(loss_fn(module, value, *extras))
+        return split_loss(loss_fn(module, value, *extras))
 
     return loss
 
@@ -492,7 +494,7 @@ def _as_parameter(
     return torch.empty_like(param).copy_(grad)
 
 
-def _sharing(
+def _find_shared(
     grads: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]
 ) -> set[int]:
     """Return which gradients lie in memory that something else lies in, too."""

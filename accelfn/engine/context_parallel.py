@@ -179,7 +179,7 @@ class Heads:
         """
         ranks = self._ranks
         _check_heads(given, ranks)
-        query, key, value = exchanged(
+        query, key, value = all_to_all(
             (given.query, given.key, given.value), ranks, (HEADS, POSITIONS)
         )
         given.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
@@ -187,7 +187,7 @@ class Heads:
         options = attrs.asdict(given, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         attended = F.scaled_dot_product_attention(**options)
-        return exchanged((attended,), ranks, (POSITIONS, HEADS))[0]
+        return all_to_all((attended,), ranks, (POSITIONS, HEADS))[0]
 
 
 def _check_heads(given: Attention, ranks: World) -> None:
@@ -211,7 +211,7 @@ def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
     return mask
 
 
-def exchanged(
+def all_to_all(
     tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
     """Return tensors of which this rank has all of the second dim, and a part of the first.
@@ -245,7 +245,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         given, taken = ctx.dims
-        back = exchanged(gradients, ctx.ranks, (taken, given))
+        back = all_to_all(gradients, ctx.ranks, (taken, given))
         return None, None, *back
 
 
@@ -290,7 +290,7 @@ class Block:
             products = self._products()
             lse = products.logsumexp(-1)
             shares = (products - finite(lse)[..., None]).exp()
-            return shares @ _shared(wide(self.value), self), lse
+            return shares @ _expand_heads(wide(self.value), self), lse
         seen, lse = kernel.attended(self)
         if self.mask is None:
             return seen, lse
@@ -318,7 +318,10 @@ class Block:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of query, key and value, and of products before the mask."""
         upstream, seen, query = wide(upstream), wide(seen), wide(self.query)
-        key, value = _shared(wide(self.key), self), _shared(wide(self.value), self)
+        key, value = (
+            _expand_heads(wide(self.key), self),
+            _expand_heads(wide(self.value), self),
+        )
         shares = (self._products() - finite(lse)[..., None]).exp()
         through = upstream @ value.mT - (upstream * seen).sum(-1, keepdim=True)
         products = shares * through
@@ -330,7 +333,9 @@ class Block:
         )
 
     def _products(self) -> torch.Tensor:
-        products = wide(self.query) @ _shared(wide(self.key), self).mT * self.scale
+        products = (
+            wide(self.query) @ _expand_heads(wide(self.key), self).mT * self.scale
+        )
         if self.mask is not None:
             products = products + self.mask
         if self.is_causal:
@@ -450,13 +455,17 @@ class _OnCuda:
 
 
 def _of_each_head(block: Block) -> Three:
-    three = block.query, _shared(block.key, block), _shared(block.value, block)
+    three = (
+        block.query,
+        _expand_heads(block.key, block),
+        _expand_heads(block.value, block),
+    )
     # kernels take features to lie side by side, and do not look
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
     return query, key, value
 
 
-def _shared(each: torch.Tensor, block: Block) -> torch.Tensor:
+def _expand_heads(each: torch.Tensor, block: Block) -> torch.Tensor:
     """Return keys or values for each head of the queries, some of which share them."""
     shared_by = block.query.shape[1] // each.shape[1]
     return each if shared_by == 1 else each.repeat_interleave(shared_by, 1)

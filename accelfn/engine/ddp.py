@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import draws
 from accelfn.collectives import naming, pack, sum_, unpack_
-from accelfn.engine.doctor import refuse_unused
+from accelfn.engine.doctor import reject_unused
 from accelfn.engine.loss import (
     LossFunction,
     Ones,
@@ -503,7 +503,7 @@ class DDPRunner:
         """
         missing = self._ddp.params_missing()
         if missing:
-            refuse_unused((self._names[id(p)] for p in missing), are_held=False)
+            reject_unused((self._names[id(p)] for p in missing), are_held=False)
 
     def _sum(self, weight: Number) -> None:
         """Let all ranks know the weight of all, and so the mean, before the gradients."""

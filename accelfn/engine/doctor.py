@@ -105,14 +105,14 @@ def _rows(state: TrainState) -> dict[str, str]:
     rows = readers_told(definition.data)  # first, as ranks say it that read together
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
-        rows[f"transform {i}"] = _shown_transform(each)
+        rows[f"transform {i}"] = _format_transform(each)
     rows["optimizer"] = kind_of(definition.optimizer, names)
     for i, group in enumerate(definition.optimizer.param_groups):
         for name, value in sorted(group.items()):
             if name != "params":
                 rows[f"{name} of parameter group {i}"] = str(_plain(value))
     if definition.rates is not None:
-        rows["schedule"] = _asked(definition.rates, definition.schedule)
+        rows["schedule"] = _sample_schedule(definition.rates, definition.schedule)
     if definition.data is not None and definition.plan.num_shares > 1:
         rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
         rows |= order_told(definition.data, state.seed)
@@ -121,7 +121,7 @@ def _rows(state: TrainState) -> dict[str, str]:
     return rows
 
 
-def _shown_transform(transform: Any) -> str:
+def _format_transform(transform: Any) -> str:
     """Return a transform of ours as it is written; of another's the name alone."""
     own = type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
     return _ADDRESS.sub("", repr(transform)) if own else transform.name
@@ -134,7 +134,7 @@ def _plain(value: object) -> object:
     return value if plain else type(value).__name__
 
 
-def _asked(rates: Rates, schedule: object) -> str:
+def _sample_schedule(rates: Rates, schedule: object) -> str:
     found: list[object] = []
     try:
         for update in _ASKED:
@@ -198,7 +198,7 @@ class Counters:
             if _counts(values := [value, *(each.get((path, name)) for each in later)])
         }
         if told:
-            advise(self._said.format(_shown(told)))
+            advise(self._said.format(_format_counts(told)))
         return False
 
 
@@ -243,7 +243,7 @@ def _counts(values: list[Any]) -> bool:
     )
 
 
-def _shown(told: dict[str, list[Any]]) -> str:
+def _format_counts(told: dict[str, list[Any]]) -> str:
     return "; ".join(
         f"{name} was {', then '.join(map(repr, values))}"
         for name, values in list(told.items())[:3]
@@ -268,7 +268,7 @@ _OF_OPTIMIZERS = (
 # away.
 
 
-class Strangers:
+class UntrackedLeaves:
     """The leaves of a loss function's first graph that are none of the state's.
 
     No pass adds to their `grad`, or a step would depend on the steps before it.
@@ -336,7 +336,7 @@ def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 # Which parameters have a gradient: none before a backward pass, all after one that reduces.
 
 
-def refuse_taken() -> NoReturn:
+def reject_own_backward() -> NoReturn:
     """Refuse a loss function that has run a backward pass of its own.
 
     Raises:
@@ -349,7 +349,7 @@ def refuse_taken() -> NoReturn:
     raise LossError(msg)
 
 
-def refuse_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
+def reject_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
     """Refuse a loss function that froze parameters, once they are trained again.
 
     Args:
@@ -365,14 +365,14 @@ def refuse_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) ->
     if frozen:
         msg = (
             f"The loss function froze {len(frozen)} parameters that are trained:"
-            f" {_listed(frozen)}. Which ones are trained belongs to the state: call"
+            f" {_list_names(frozen)}. Which ones are trained belongs to the state: call"
             " requires_grad_(False) in the model's factory, or write state ="
             " state.with_trainable(lambda name, param: ...)."
         )
         raise LossError(msg)
 
 
-def refuse_apart() -> NoReturn:
+def reject_disconnected() -> NoReturn:
     """Refuse a loss of which no trained parameter has a gradient.
 
     Raises:
@@ -385,7 +385,7 @@ def refuse_apart() -> NoReturn:
     raise LossError(msg)
 
 
-def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
+def reject_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
     """Refuse parameters for whose gradients the ranks would wait.
 
     Args:
@@ -403,14 +403,14 @@ def refuse_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
         else "give af.wrap_ddp or af.wrap_fsdp find_unused_parameters=True,"
     )
     msg = (
-        f"{len(names)} parameters took no part in the loss: {_listed(names)}."
+        f"{len(names)} parameters took no part in the loss: {_list_names(names)}."
         f" Ranks wait for the gradients of all: {options} or freeze them with"
         " requires_grad_(False)."
     )
     raise UnusedParametersError(msg)
 
 
-def _listed(names: list[str]) -> str:
+def _list_names(names: list[str]) -> str:
     """Return the first names, and how many more there are."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
@@ -419,7 +419,7 @@ def _listed(names: list[str]) -> str:
 # A loss that failed because its batch is on another device than the state.
 
 
-def refuse_elsewhere(
+def reject_device_mismatch(
     samples: Samples, device: torch.device, error: BaseException
 ) -> None:
     """Say so if tensors of a loss's arguments are elsewhere; the loss could have moved them.
@@ -465,7 +465,7 @@ class Coarsest(TorchFunctionMode):
 
 
 @contextmanager
-def untouched(model: nn.Module, device: torch.device) -> Generator[Any]:
+def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
     """Let a model be evaluated, and leave it and the default generators as they are.
 
     Yields: a function that says whether random numbers were drawn.

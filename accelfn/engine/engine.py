@@ -30,13 +30,13 @@ from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.transform import check_returned
 from accelfn.engine import doctor
-from accelfn.engine.binding import Home, home_of
+from accelfn.engine.binding import ParamBinding, binding_of
 from accelfn.engine.doctor import (
     Counters,
-    Strangers,
+    UntrackedLeaves,
     check_definitions,
     check_gradients,
-    refuse_elsewhere,
+    reject_device_mismatch,
 )
 from accelfn.engine.loss import (
     LocalRunner,
@@ -44,9 +44,9 @@ from accelfn.engine.loss import (
     ReadLoss,
     Runner,
     Samples,
-    say_what_tokens_weigh,
+    advise_token_weights,
 )
-from accelfn.engine.modules import made, norm_buffers, norm_order
+from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
 from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.errors import GradsError, ModelError
 from accelfn.model.optimizer import Assignments, rebuilt
@@ -92,7 +92,7 @@ class Buffers:
             table = owner._buffers  # pyright: ignore[reportPrivateUsage]
             self._tables.append((path, table, dict(table)))
             for key, tensor in table.items():
-                name = _named(path, key)
+                name = _join_path(path, key)
                 if tensor is None or id(tensor) in found:
                     self._fixed.append((name, table, key, tensor))
                 else:
@@ -171,13 +171,13 @@ class Buffers:
     def _take(self, each: _Buffer, current: torch.Tensor | None) -> None:
         """Take the values of a buffer that was assigned, not written."""
         if current is None:
-            raise ModelError(_refused(each.name, "was set to None"))
+            raise ModelError(_buffer_error(each.name, "was set to None"))
         home = self._home[each.name]
         for what in ("dtype", "device"):
             old, new = getattr(home, what), getattr(current, what)
             if old != new:
                 changed = f"had the {what} {old}, and was given {new}"
-                raise ModelError(_refused(each.name, changed))
+                raise ModelError(_buffer_error(each.name, changed))
         each.table[each.key] = each.tensor
         self._assigned[each.name] = each
         self._place(each, current.detach().clone())
@@ -188,19 +188,21 @@ class Buffers:
             for path, table, before in self._tables:
                 for key in table.keys() ^ before.keys():
                     what = "removed" if key in before else "registered"
-                    raise ModelError(_refused(_named(path, key), f"was {what}"))
+                    raise ModelError(
+                        _buffer_error(_join_path(path, key), f"was {what}")
+                    )
         for name, table, key, tensor in self._fixed:
             if table.get(key) is not tensor:
                 shared = "is shared, and was assigned under one of its names"
                 what = "was None, and was set" if tensor is None else shared
-                raise ModelError(_refused(name, what))
+                raise ModelError(_buffer_error(name, what))
 
 
-def _named(path: str, key: str) -> str:
+def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _refused(name: str, what: str) -> str:
+def _buffer_error(name: str, what: str) -> str:
     return (
         f"The buffer {name!r} {what} in the forward pass. A state has the buffers that its"
         " model was made with, in their dtypes and on their devices: register it with a"
@@ -214,7 +216,7 @@ class Engine:
     def __init__(
         self,
         state: TrainState,
-        home: Home,
+        home: ParamBinding,
         runner: Runner,
         *,
         module: nn.Module,
@@ -252,7 +254,7 @@ class Engine:
         self._forward = (
             runner.forward if norms is None else norms.around(runner.forward)
         )
-        self._strangers: dict[Any, Strangers] = {}
+        self._strangers: dict[Any, UntrackedLeaves] = {}
         self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         collate = None if state.data is None else state.data.collate
         # a step that asks nobody is the shorter
@@ -284,13 +286,13 @@ class Engine:
         strangers = self._strangers.get(code)
         if strangers is None and self._is_whole:
             known = {id(p) for p in self._home.params.values()}
-            strangers = self._strangers[code] = Strangers(read.scalar, known)
+            strangers = self._strangers[code] = UntrackedLeaves(read.scalar, known)
         if read.is_mean and not samples.lone:
             if self._left_out is not None:
                 self._left_out.look(samples.value, samples.known, "The loss")
             if self._token_looks:
                 self._token_looks -= 1
-                say_what_tokens_weigh(samples.value)
+                advise_token_weights(samples.value)
         if self._counters is not None and not self._counters.look():
             self._counters = None
         if strangers is not None and strangers.leaves:
@@ -338,7 +340,7 @@ class Engine:
                 with span("accelfn forward") if profiled else NOTHING:
                     read = self._forward(loss_fn, samples, sync=sync)
                 if into is None and self._home.has_gradients():
-                    doctor.refuse_taken()
+                    doctor.reject_own_backward()
                 self._look(loss_fn, samples, read)
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
@@ -353,7 +355,7 @@ class Engine:
         except BaseException as error:
             self._abandon(state)
             if type(error) is RuntimeError:  # of torch, and no lack of memory
-                refuse_elsewhere(samples, self._device, error)
+                reject_device_mismatch(samples, self._device, error)
             raise
         finally:
             self._activity.samples = outer
@@ -522,12 +524,12 @@ class Engine:
         found = dict(stepped) or self._home.take_gradients()
         trained = self._home.trained
         if len(found) < len(trained):
-            doctor.refuse_frozen(trained, found)
+            doctor.reject_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
-            doctor.refuse_unused(unused, are_held=self._holder is not None)
+            doctor.reject_unused(unused, are_held=self._holder is not None)
         if not found:
-            doctor.refuse_apart()
+            doctor.reject_disconnected()
         if not self._has_compared:
             check_gradients(self._home.trained, found, self._layer_ranks)
             self._has_compared = True
@@ -618,13 +620,13 @@ def engine_of(state: TrainState) -> Engine:
         _compare(state)
         cache.is_to_compare = False
         if cache.engine is None:
-            cache.engine = _built(state)
+            cache.engine = _build_engine(state)
     return cache.engine
 
 
 def build(
     state: TrainState,
-    home: Home,
+    home: ParamBinding,
     innermost: Innermost,
     *,
     compression: "Compression | None" = None,
@@ -640,7 +642,7 @@ def build(
         optimizer = _over_params(definition, home)
         if "steps_in_backward" in definition.setup.facts:
             live = LiveUpdate(optimizer, home.trained)
-    module = made(home.module, state)
+    module = apply_module_transforms(home.module, state)
 
     def make_runner(module: nn.Module) -> Runner:
         return innermost(module, live)
@@ -712,11 +714,11 @@ def compare(state: TrainState) -> None:
     cache.is_compared = True
 
 
-def _built(state: TrainState) -> Engine:
+def _build_engine(state: TrainState) -> Engine:
     """Return the engine that a transform gives, or one in which nothing crosses ranks."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
-        return build(state, home_of(state), lambda module, _: LocalRunner(module))
+        return build(state, binding_of(state), lambda module, _: LocalRunner(module))
     engine = chosen[0].engine(state)
     is_one = isinstance(engine, Engine)
     check_returned(
@@ -725,7 +727,7 @@ def _built(state: TrainState) -> Engine:
     return engine
 
 
-def _over_params(definition: Definition, home: Home) -> LiveOptimizer:
+def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
     """Return a state's optimizer over the parameters of a home."""
     metas = definition.skeleton.module.named_parameters()
     memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
@@ -768,13 +770,13 @@ def check_first_batch(state: TrainState, batch: Any) -> None:
     definition.cache.saw_a_batch = True
     is_sharded = definition.plan.num_shares > 1
     if not isinstance(batch, Batch):
-        said = _of_value(state, batch) if is_sharded else None
+        said = _value_advice(state, batch) if is_sharded else None
     elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
         said = None
     elif is_sharded:
-        said = _uncut(state, batch)
+        said = _uncut_advice(state, batch)
     else:
-        said = _unshared(state)
+        said = _unsharded_advice(state)
     if said is not None and definition.world.is_main:
         advise(said)
 
@@ -814,7 +816,7 @@ def _has_own_stream(state: TrainState) -> bool:
     return state.data is not None and state.data.sharded
 
 
-def _of_value(state: TrainState, value: Any) -> str | None:
+def _value_advice(state: TrainState, value: Any) -> str | None:
     """Return what is wrong with a plain value where batches are to be cut."""
     size = state.world.batch.size
     if state.data is not None or not _is_alike(value, state):
@@ -845,7 +847,7 @@ def _has_words(tensor: torch.Tensor) -> bool:
     return plain and tensor.numel() > 1
 
 
-def _uncut(state: TrainState, batch: Batch) -> str:
+def _uncut_advice(state: TrainState, batch: Batch) -> str:
     size = state.world.batch.size
     return (
         f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
@@ -855,7 +857,7 @@ def _uncut(state: TrainState, batch: Batch) -> str:
     )
 
 
-def _unshared(state: TrainState) -> str | None:
+def _unsharded_advice(state: TrainState) -> str | None:
     """Return what is wrong with ranks that have the same data, and take all of it."""
     if not state.definition.cache.has_same_data:
         return None

@@ -31,8 +31,8 @@ from accelfn.base import devices, tree
 from accelfn.collectives import all_reduce_, gather_text, naming, neighbors
 from accelfn.collectives.call_order import CallOrder
 from accelfn.definition.definition import Definition
-from accelfn.engine.binding import Parts, built, parameter
-from accelfn.engine.doctor import refuse_unused
+from accelfn.engine.binding import ShardedParams, build_module, local_parameter
+from accelfn.engine.doctor import reject_unused
 from accelfn.engine.loss import (
     LossFunction,
     Ones,
@@ -42,8 +42,8 @@ from accelfn.engine.loss import (
     like,
     run_backward,
 )
-from accelfn.engine.modules import Regions, chosen, has_forward
-from accelfn.engine.vocabulary import whole
+from accelfn.engine.modules import Regions, has_forward, select_modules
+from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import LossError, ModelError
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Number
@@ -67,7 +67,7 @@ def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.
         ModelError: no module is one of `regions`; the classes that there are are named.
     """
     if regions is not None:
-        return chosen(module, regions, whose)
+        return select_modules(module, regions, whose)
     members = [
         member
         for each in _outermost_lists(module)
@@ -209,7 +209,7 @@ def reduce_scatter_by_gloo(
 # torch's FSDP has no public names for what a unit is made of
 
 
-class Ordered(DefaultAllocMixin):
+class OrderedCollective(DefaultAllocMixin):
     """A collective of a unit that waits for its turn."""
 
     def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
@@ -230,7 +230,7 @@ class UnitOrder(CallOrder):
     ) -> None:
         """Take the ranks that share units, and the units by name, in an order of all ranks."""
         self._gather: Any = gather_by_gloo if by_gloo else gather
-        self._reduce: Any = Ordered(
+        self._reduce: Any = OrderedCollective(
             tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
         )
         self._reduced: list[FSDPParamGroup] = []
@@ -240,8 +240,12 @@ class UnitOrder(CallOrder):
             first, then = f"FSDP gather {name}", f"FSDP reduce {name}"
             calls[first] = partial(self._gather_rows, unit)
             calls[then] = partial(self._reduce_zeros, unit)
-            unit._all_gather_comm = Ordered(partial(self.reach, first), self._gather)
-            unit._reduce_scatter_comm = Ordered(partial(self.reach, then), self._reduce)
+            unit._all_gather_comm = OrderedCollective(
+                partial(self.reach, first), self._gather
+            )
+            unit._reduce_scatter_comm = OrderedCollective(
+                partial(self.reach, then), self._reduce
+            )
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:
@@ -340,7 +344,7 @@ class Valueless(Unit):
         """Take them as they are."""
 
 
-class Lent(nn.Module):
+class FunctionModule(nn.Module):
     """A module whose forward is a function of the model, with all that lies in no unit."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -350,7 +354,7 @@ class Lent(nn.Module):
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
         """Return what a function of the model returns."""
-        return whole(fn(self.module, *inputs))
+        return gather_scores(fn(self.module, *inputs))
 
 
 @attrs.frozen(kw_only=True)
@@ -422,7 +426,7 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
     return tree.tree_map(cast, args), tree.tree_map(cast, kwargs)
 
 
-class ShardHome:
+class ShardBinding:
     """Each rank has a part of every parameter, and gathers a unit of them to compute with."""
 
     holder = None
@@ -443,10 +447,12 @@ class ShardHome:
             for name, meta in skeleton.module.named_parameters()
         }
         whole = {n: p for n, p in params.items() if not tree.is_shard(p)}
-        self.module = built(definition, {**metas, **whole}, buffers)
+        self.module = build_module(definition, {**metas, **whole}, buffers)
         inside = dict(self.module.named_parameters())
         self.params: dict[str, nn.Parameter] = {
-            name: inside[name] if name in whole else parameter(value, inside[name])
+            name: inside[name]
+            if name in whole
+            else local_parameter(value, inside[name])
             for name, value in params.items()
         }
         self.trained = {name: self.params[name] for name in skeleton.trainable}
@@ -462,7 +468,7 @@ class ShardHome:
         self._split: dict[str, FSDPParam] = {}
         self._came = set[FSDPParam]()
         self.order: UnitOrder
-        self.shows = Parts(self._split, self.params, params)
+        self.shows = ShardedParams(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
         """Split a module that runs this home's, and take what torch made of its parameters."""
@@ -482,7 +488,7 @@ class ShardHome:
                 name = self._places[id(info.module), info.param_name]
                 self._split[name] = param
         for name, param in self._split.items():
-            held = _held(param, tree.local(self.shows.state[name]))
+            held = _fsdp_part(param, tree.local(self.shows.state[name]))
             trained = self.params[name].requires_grad
             param.sharded_param = nn.Parameter(held, requires_grad=trained)
             param._setattr_on_modules(param.sharded_param)
@@ -502,7 +508,7 @@ class ShardHome:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return what calls functions of a module of other values, split alike."""
-        return lent_in_parts(self._definition, self._splitter, params, buffers)
+        return lend_sharded(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Point torch's parts, and the optimizer's, at the state's memory."""
@@ -610,7 +616,7 @@ class ShardHome:
                 part = grad if is_part else self._layout.cut(name, grad)
                 param.grad = tree.local(part)
             elif "dp_shard" in tree.cut_axes(grad):
-                split.sharded_param.grad = _held(split, tree.local(grad))
+                split.sharded_param.grad = _fsdp_part(split, tree.local(grad))
             else:
                 _put_whole(split, tree.local(grad))
 
@@ -626,15 +632,15 @@ class ShardHome:
                 split.unsharded_accumulated_grad = None
 
 
-def lent_in_parts(
+def lend_sharded(
     definition: Definition,
     splitter: Splitter,
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return what calls functions of a model in evaluation mode, of which ranks have parts."""
-    home = ShardHome(definition, splitter, params, buffers)
-    lent = Lent(home.module.eval())
+    home = ShardBinding(definition, splitter, params, buffers)
+    lent = FunctionModule(home.module.eval())
     home.split(lent)
 
     def call(fn: Callable[..., Any], *inputs: Any) -> Any:
@@ -646,7 +652,7 @@ def lent_in_parts(
     return call
 
 
-def _held(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
+def _fsdp_part(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
     """Return a part as torch's FSDP keeps it: over its own ranks alone."""
     return DTensor(part, split._sharding_spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
@@ -682,7 +688,7 @@ class FSDPRunner:
     def __init__(
         self,
         module: nn.Module,
-        home: ShardHome,
+        home: ShardBinding,
         ranks: World,
         *,
         in_parts: bool,
@@ -768,7 +774,7 @@ class FSDPRunner:
     def _refuse_unused(self, unused: list[str]) -> NoReturn:
         """Raise on all ranks what took no part in the loss of some."""
         texts = gather_text("\n".join(unused), self._ranks, label="unused parameters")
-        refuse_unused(
+        reject_unused(
             dict.fromkeys(filter(None, "\n".join(texts).split("\n"))), are_held=False
         )
 

@@ -106,11 +106,11 @@ class Samples:
             if self.lone:
                 return 1
             raise
-        _say_what_rows_are(self.value, rows)
+        _advise_row_count(self.value, rows)
         return rows
 
 
-def _say_what_rows_are(value: Any, rows: int) -> None:
+def _advise_row_count(value: Any, rows: int) -> None:
     """Tell of a list that is likely one of samples, and taken for features of a few."""
     if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
         advise(
@@ -121,7 +121,7 @@ def _say_what_rows_are(value: Any, rows: int) -> None:
         )
 
 
-def say_what_tokens_weigh(batch: Any) -> None:
+def advise_token_weights(batch: Any) -> None:
     """Tell of labels that are left out of a mean over tokens, which a model has taken itself."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
@@ -144,13 +144,13 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             at, because that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
-        seen = _checked(returned, loss_fn)
+        seen = _check_scalar(returned, loss_fn)
         finite = _finite(seen, loss_fn, samples)
         weight = samples.count()
         sums = {"loss": WeightedSum(seen, weight, weight)}
         return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
     if isinstance(returned, Loss):
-        seen = _checked(returned.total, loss_fn)
+        seen = _check_scalar(returned.total, loss_fn)
         finite = _finite(seen, loss_fn, samples)
         totals = {"loss": (seen, returned.weight), **returned.aux}
         if samples.known == 0:
@@ -158,14 +158,14 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             return ReadLoss(
                 returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
             )
-        weight = _detached(returned.weight)
+        weight = _detach(returned.weight)
         _check_weight(weight, loss_fn)
         for entry in returned.aux.values():
             check_whole(entry, qualname(loss_fn))
         sums = {
-            name: WeightedSum(_detached(entry[0]), _detached(entry[1]))
+            name: WeightedSum(_detach(entry[0]), _detach(entry[1]))
             if isinstance(entry, tuple)
-            else WeightedSum(_detached(entry), weight)
+            else WeightedSum(_detach(entry), weight)
             for name, entry in totals.items()
         }
         return ReadLoss(
@@ -202,7 +202,7 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
         raise LossError(msg)
 
 
-def _checked(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
+def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
     """Return the scalar's value, detached, which no update moves."""
     if type(scalar) is not torch.Tensor:
         check_whole(scalar, qualname(loss_fn))
@@ -249,7 +249,7 @@ def _has_no_rows(value: Any) -> bool:
     return bool(leaves) and all(len(each) == 0 for each in leaves)
 
 
-def _detached(value: Number) -> Number:
+def _detach(value: Number) -> Number:
     """Return a number's value, which stays when a parameter or a counter that it is moves."""
     return (
         own_number(value.detach().reshape(()))

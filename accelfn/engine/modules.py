@@ -45,7 +45,9 @@ def are_regions(call: str, value: object) -> None:
         raise ArgumentError(msg)
 
 
-def chosen(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
+def select_modules(
+    module: nn.Module, regions: Regions | None, whose: str
+) -> list[nn.Module]:
     """Return the modules that are meant, without those that lie inside another of them.
 
     None means the model's own children; of a container without a forward, its members.
@@ -115,7 +117,7 @@ def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Mod
 # The engine's own module, as transforms make it.
 
 
-def made(module: nn.Module, state: TrainState) -> nn.Module:
+def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
     """Return the engine's own module as the setup's transforms make it.
 
     It is changed in place: its parameters have their home in it.
@@ -292,7 +294,7 @@ class SyncedNorm:
     def take_part(self) -> None:
         """Let other ranks normalize, without samples of this one."""
         nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
-        _combined(nothing.to(self.ranks.device), self.ranks, self.label)
+        _combine_statistics(nothing.to(self.ranks.device), self.ranks, self.label)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
         """Normalise; ranks meet where it is by the batch's own statistics."""
@@ -352,7 +354,9 @@ class _Normed(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         wide = _wide(given)
         await_turn(label, ranks)
-        count, mean, var = _combined(_local(wide, counts=counts), ranks, label)
+        count, mean, var = _combine_statistics(
+            _local(wide, counts=counts), ranks, label
+        )
         own_mean, own_var = mean.to(wide), var.to(wide)
         own = (None if each is None else each.to(wide) for each in (weight, bias))
         normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
@@ -432,7 +436,7 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
     return packed
 
 
-def _combined(
+def _combine_statistics(
     packed: torch.Tensor, ranks: World, label: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and variances of all ranks; of no values, those of a standard."""

@@ -77,7 +77,7 @@ class FusedAdam:
                 return None
             if len({_kind(entry["step"]) for entry in entries}) != 1:
                 return None
-            counts = _joined(entries)
+            counts = _join_counts(entries)
             names = ("exp_avg", "exp_avg_sq", "step")
             state = tuple([entry[name] for entry in entries] for name in names)
             adamw = group["decoupled_weight_decay"]
@@ -102,13 +102,13 @@ class FusedAdam:
         _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
         try:
             for group, own in zip(self._groups, grads, strict=True):
-                _stepped(group, own, grad_scale, found_inf)
+                _call_kernel(group, own, grad_scale, found_inf)
         finally:
             _set_grad_enabled(before)
         return True
 
 
-def _stepped(
+def _call_kernel(
     group: Group,
     grads: list[torch.Tensor | None],
     grad_scale: torch.Tensor | None,
@@ -137,7 +137,7 @@ def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
     return count.shape, count.dtype, count.device
 
 
-def _joined(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
+def _join_counts(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
     """Return the parameters' counts as one tensor, of which each entry gets a view."""
     with torch.no_grad():
         counts = torch.stack([entry["step"] for entry in entries])
@@ -231,7 +231,7 @@ _MODE = "train_mode"
 """What schedule-free optimizers keep in their groups; a transform sets it."""
 
 
-class Shows(Protocol):
+class OptStateView(Protocol):
     """Knows a state's values of what an optimizer has of parts of its parameters."""
 
     def shown(self, opt_state: State) -> State:
@@ -254,7 +254,7 @@ class LiveOptimizer:
         self,
         optimizer: Optimizer,
         names: Mapping[Any, str],
-        shows: "Shows | None" = None,
+        shows: "OptStateView | None" = None,
     ) -> None:
         """Take an optimizer over live parameters, which is nobody else's, and their names.
 
@@ -660,8 +660,8 @@ def check_elements(
 
 def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
     """Return the parameters that come out otherwise where they are cut at a dim."""
-    whole, _ = _tried(state, optimizer, part=(dim, slice(None)))
-    parts = [_tried(state, optimizer, part=(dim, half))[0] for half in _HALVES]
+    whole, _ = _try_optimizer(state, optimizer, part=(dim, slice(None)))
+    parts = [_try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
         name
         for name, param in whole.items()
@@ -676,7 +676,7 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs() <= few * (1 + one.abs())).all())
 
 
-def tried(
+def try_optimizer(
     state: TrainState,
     *,
     alone: bool = False,
@@ -689,7 +689,7 @@ def tried(
         alone: whether parameters are updated one by one, the last one first.
         part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
     """
-    return _tried(state, state.definition.optimizer, alone=alone, part=part)[0]
+    return _try_optimizer(state, state.definition.optimizer, alone=alone, part=part)[0]
 
 
 def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
@@ -698,7 +698,7 @@ def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) ->
     It is the state's, unless a prototype of another is given.
     """
     optimizer = optimizer or state.definition.optimizer
-    _, kept = _tried(state, optimizer)
+    _, kept = _try_optimizer(state, optimizer)
     groups = optimizer.param_groups
     return any(
         not isinstance(value, torch.Tensor)
@@ -707,7 +707,7 @@ def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) ->
     )
 
 
-def _tried(
+def _try_optimizer(
     state: TrainState,
     optimizer: Optimizer,
     *,

@@ -27,7 +27,7 @@ from accelfn.world import World
 States = list[torch.Tensor]
 
 
-class Apart:
+class PerRankRng:
     """Seeds torch's default generators by rank for a stretch of a loss, and puts them back.
 
     Which stretch a generator is in, its seed tells: so activations that are computed again,
@@ -86,7 +86,7 @@ _COARSE = 0.1
 """The same, where a loss is computed in 16 bits."""
 
 
-class Looks:
+class InputComparison:
     """Compares the features that row layers are given with those of the whole."""
 
     def __init__(self, ranks: World) -> None:
@@ -157,9 +157,9 @@ class Layers:
 
     def __init__(self, ranks: World, *, sequence: bool) -> None:
         """Take the ranks."""
-        self.ranks, self.sequence, self.looks = ranks, sequence, Looks(ranks)
+        self.ranks, self.sequence, self.looks = ranks, sequence, InputComparison(ranks)
         self.is_whole, self.is_checked = False, False
-        self._apart = Apart(ranks)
+        self._apart = PerRankRng(ranks)
         self.begin()
 
     def begin(self) -> None:
@@ -179,18 +179,18 @@ class Layers:
         if kept is not None and kept[0] is given:
             return kept[1]
         if self.sequence:
-            entered = vocabulary.gathered_and_handed(given, _SEQUENCE, self.ranks)
+            entered = vocabulary.gather_and_copy(given, _SEQUENCE, self.ranks)
         else:
-            entered = vocabulary.handed(given, self.ranks)
+            entered = vocabulary.copy_to_ranks(given, self.ranks)
         self._entered = (given, entered)
         return entered
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
         """Return the sum of what ranks made, or this rank's positions of it."""
         if not self.sequence:
-            return vocabulary.summed(part, self.ranks)
+            return vocabulary.reduce_from_ranks(part, self.ranks)
         self._check_length(part, layer.place)
-        return vocabulary.summed_and_taken(part, _SEQUENCE, self.ranks)
+        return vocabulary.reduce_scatter(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, place: str, *, training: bool) -> None:
         """Let each rank draw for its own features, while it trains."""
@@ -219,7 +219,7 @@ class Layers:
     def scattered(self, whole: torch.Tensor, place: str) -> torch.Tensor:
         """Return this rank's positions of what all ranks have."""
         self._check_length(whole, place)
-        return vocabulary.taken(whole, _SEQUENCE, self.ranks)
+        return vocabulary.scatter_to_ranks(whole, _SEQUENCE, self.ranks)
 
     def _check_length(self, whole: torch.Tensor, place: str) -> None:
         if whole.ndim < 2 or whole.shape[_SEQUENCE] % self.ranks.size:
@@ -234,7 +234,7 @@ class Layers:
         """Return what all ranks have, for each to use with its positions alone."""
         if param is None or not self.sequence or self.is_whole:
             return param
-        return vocabulary.handed(param, self.ranks)
+        return vocabulary.copy_to_ranks(param, self.ranks)
 
     def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all of a parameter; a collective."""
@@ -270,7 +270,7 @@ class Parallel:
         return self.layers.whole(param, self.cuts[name])
 
 
-class SplitsItself(nn.Module):
+class SelfSplittingLayer(nn.Module):
     """A layer that knows how it is split, and is in no plan, as Megatron's.
 
     Its parameters have Megatron's attributes, which say at which dim each is cut.
@@ -335,7 +335,7 @@ class GatheredLinear(_Linear):
         if self.layers.is_whole:
             return made
         self.layers.end_sequence()
-        return vocabulary.gathered(made, -1, self.layers.ranks)
+        return vocabulary.gather_from_ranks(made, -1, self.layers.ranks)
 
 
 class VocabularyLinear(_Linear):
@@ -429,7 +429,9 @@ def share_gradients(
         kept = vars(module)["_accelfn_own"] = dict(tables)
         for name, param in kept.items():
             if param is not None and param.requires_grad:
-                tables[name] = cast("Any", vocabulary.handed(param, layers.ranks))
+                tables[name] = cast(
+                    "Any", vocabulary.copy_to_ranks(param, layers.ranks)
+                )
 
     def put_back(module: nn.Module, *_: object) -> None:
         module._parameters.update(vars(module).pop("_accelfn_own", {}))
@@ -483,7 +485,7 @@ _REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
 """Options of an embedding that need all words on one rank."""
 
 
-def checked(plan: Any) -> dict[str, str]:
+def parse_plan(plan: Any) -> dict[str, str]:
     """Return a plan in accelfn's words.
 
     Args:
@@ -579,7 +581,7 @@ def _matches(pattern: str, name: str) -> bool:
     return len(parts) == len(words) and all(map(fnmatchcase, parts, words))
 
 
-def chosen(
+def planned_modules(
     plan: Mapping[str, str], module: nn.Module
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the modules that a plan names, each with its name and its word."""
@@ -605,9 +607,9 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
     """Let the layers of a model that has parts of their parameters compute with those."""
     for name, each in module.named_modules():
-        if isinstance(each, SplitsItself):
+        if isinstance(each, SelfSplittingLayer):
             each.split(layers, name)
-    for name, each, word in list(chosen(plan, module)):
+    for name, each, word in list(planned_modules(plan, module)):
         if word == SCATTERED:
             scatter(each, name, layers)
         elif word in (REPLICATED, SEQUENCE):
@@ -628,7 +630,7 @@ def check_model(
     """Refuse a plan that does not go with a model.
 
     Args:
-        plan: as `checked` returns it.
+        plan: as `parse_plan` returns it.
         module: with meta tensors.
         size: how many ranks have a part of each layer.
         shown: who asks.
@@ -642,12 +644,12 @@ def check_model(
     for pattern in plan:
         if not any(_matches(pattern, name) for name in names):
             _refuse_name(pattern, module, shown)
-    for name, each, word in chosen(plan, module):
+    for name, each, word in planned_modules(plan, module):
         _check_layer(name, each, word, size, shown)
         _check_inside(name, each, word, plan, shown)
     split_themselves = 0
     for name, each in module.named_modules():
-        if isinstance(each, SplitsItself):
+        if isinstance(each, SelfSplittingLayer):
             each.check(size, name, shown, sequence=sequence)
             split_themselves += 1
         elif any(own_cut(p) is not None for p in each.parameters(recurse=False)):
@@ -699,7 +701,7 @@ def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
 def _check_layer(
     name: str, module: nn.Module, word: str, size: int, shown: str
 ) -> None:
-    if isinstance(module, SplitsItself):
+    if isinstance(module, SelfSplittingLayer):
         msg = (
             f"{shown}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
             " says for itself how it is split. Leave it out of the plan."
@@ -749,7 +751,7 @@ def _check_inside(
         return
     for inner, each in module.named_modules(prefix=name):
         told = word_of(plan, inner)
-        if inner == name or (told is None and not isinstance(each, SplitsItself)):
+        if inner == name or (told is None and not isinstance(each, SelfSplittingLayer)):
             continue
         what = f"is {told!r}" if told else "is split"
         msg = (

@@ -33,32 +33,32 @@ from accelfn.world import World
 _LABEL = "tensor_parallel"
 
 
-def handed(given: torch.Tensor, ranks: World) -> torch.Tensor:
+def copy_to_ranks(given: torch.Tensor, ranks: World) -> torch.Tensor:
     """Return what all ranks have, for each to compute its part with; gradients are summed."""
     return cast("Any", _Hand).apply(given, ranks)
 
 
-def summed(part: torch.Tensor, ranks: World) -> torch.Tensor:
+def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
     """Return the sum of what ranks made, of which each has the whole gradient."""
     return cast("Any", _Sum).apply(part, ranks)
 
 
-def gathered(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return the parts of all ranks along a dim; each has the gradient of its own."""
     return cast("Any", _Gather).apply(part, dim, ranks)
 
 
-def taken(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def scatter_to_ranks(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return this rank's part of what all have; the gradient is put together again."""
     return cast("Any", _Take).apply(whole, dim, ranks)
 
 
-def gathered_and_handed(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return the parts of all ranks, for each to compute with; gradients are summed."""
     return cast("Any", _GatherAndHand).apply(part, dim, ranks)
 
 
-def summed_and_taken(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def reduce_scatter(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return this rank's part of the sum of what ranks made."""
     return cast("Any", _SumAndTake).apply(whole, dim, ranks)
 
@@ -71,7 +71,7 @@ class _Hand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return summed(gradients[0], ctx.ranks), None
+        return reduce_from_ranks(gradients[0], ctx.ranks), None
 
 
 class _Sum(torch.autograd.Function):
@@ -85,7 +85,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return handed(gradients[0], ctx.ranks), None
+        return copy_to_ranks(gradients[0], ctx.ranks), None
 
 
 class _Gather(torch.autograd.Function):
@@ -96,7 +96,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return taken(gradients[0], ctx.dim, ctx.ranks), None, None
+        return scatter_to_ranks(gradients[0], ctx.dim, ctx.ranks), None, None
 
 
 class _Take(torch.autograd.Function):
@@ -107,7 +107,7 @@ class _Take(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gathered(gradients[0], ctx.dim, ctx.ranks), None, None
+        return gather_from_ranks(gradients[0], ctx.dim, ctx.ranks), None, None
 
 
 class _GatherAndHand(torch.autograd.Function):
@@ -118,7 +118,7 @@ class _GatherAndHand(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return summed_and_taken(gradients[0], ctx.dim, ctx.ranks), None, None
+        return reduce_scatter(gradients[0], ctx.dim, ctx.ranks), None, None
 
 
 class _SumAndTake(torch.autograd.Function):
@@ -138,7 +138,7 @@ class _SumAndTake(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gathered_and_handed(gradients[0], ctx.dim, ctx.ranks), None, None
+        return gather_and_copy(gradients[0], ctx.dim, ctx.ranks), None, None
 
 
 def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
@@ -182,11 +182,11 @@ def cross_entropy(
     if part.element_size() < 4:  # as torch does inside
         part = part.float()
     part = part - _largest(part, ranks).unsqueeze(-1)
-    told = [part.exp().sum(-1), _due(part, word, ranks)]
+    told = [part.exp().sum(-1), _target_scores(part, word, ranks)]
     if label_smoothing:
         own = None if weight is None else weight.chunk(ranks.size)[ranks.rank]
         told.append(part.sum(-1) if own is None else part @ own.to(part.dtype))
-    total, due, *spread = summed(torch.stack(told), ranks)
+    total, due, *spread = reduce_from_ranks(torch.stack(told), ranks)
     log, weights = total.log(), counts.to(part.dtype)
     if weight is not None:
         weights = weight[word].to(part.dtype) * weights
@@ -211,7 +211,9 @@ def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:
     return largest
 
 
-def _due(part: torch.Tensor, word: torch.Tensor, ranks: World) -> torch.Tensor:
+def _target_scores(
+    part: torch.Tensor, word: torch.Tensor, ranks: World
+) -> torch.Tensor:
     """Return the scores of the words that are due, on the rank that has them; 0 on others."""
     count = part.shape[-1]
     own = word - ranks.rank * count
@@ -250,7 +252,7 @@ class Scores(torch.Tensor):
             found = _by_parts(func, first, args[1:], kwargs)
             if found is not NotImplemented:
                 return found
-        if func in _EITHER and len(args) == 2 and isinstance(args[1], Scores):
+        if func in _COMMUTATIVE and len(args) == 2 and isinstance(args[1], Scores):
             return func(args[1], args[0])
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
             msg = (
@@ -259,7 +261,7 @@ class Scores(torch.Tensor):
                 " scores.masked_fill(...), or make the head gathered."
             )
             raise LossError(msg)
-        return func(*whole(args), **whole(kwargs))
+        return func(*gather_scores(args), **gather_scores(kwargs))
 
     def __format__(self, form: str) -> str:
         """Show the part."""
@@ -272,15 +274,15 @@ class Scores(torch.Tensor):
             return f"Scores of this rank's words: {_part(self)!r}"
 
 
-def whole(tree: Any) -> Any:
+def gather_scores(tree: Any) -> Any:
     """Return a tree in which scores are those of all words; a collective if there are any."""
-    return tree_map(_whole, tree)
+    return tree_map(_gather_leaf, tree)
 
 
-def _whole(leaf: Any) -> Any:
+def _gather_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, Scores):
         return leaf
-    return gathered(_part(leaf), leaf._dim, leaf._ranks)
+    return gather_from_ranks(_part(leaf), leaf._dim, leaf._ranks)
 
 
 def _part(scores: Scores) -> torch.Tensor:
@@ -300,18 +302,18 @@ Ways = Mapping[Any, Callable[..., Any]]
 
 def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
     """Return what a function gives, computed from parts; NotImplemented where it cannot be."""
-    if func in _TOLD:
+    if func in _PART_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(scores, *args, **options)
-    way = _WAYS.get(func)
+    way = _HANDLERS.get(func)
     if way is not None:
         return way(scores, *args, **options)
-    if func in _EACH:
-        return _each(func, scores, args, options)
+    if func in _ELEMENTWISE:
+        return _elementwise(func, scores, args, options)
     return NotImplemented
 
 
-def _each(func: Any, scores: Scores, args: Any, options: Any) -> Any:
+def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
     """Change each score alike; a number that is trained has the sum of ranks' gradients."""
     part, ranks = _part(scores), scores._ranks
     given = []
@@ -319,7 +321,7 @@ def _each(func: Any, scores: Scores, args: Any, options: Any) -> Any:
         if isinstance(each, torch.Tensor):
             if each.ndim or isinstance(each, Scores):
                 return NotImplemented
-            given.append(handed(each, ranks) if each.requires_grad else each)
+            given.append(copy_to_ranks(each, ranks) if each.requires_grad else each)
         else:
             given.append(each)
     if any(isinstance(each, torch.Tensor) for each in options.values()):
@@ -332,21 +334,21 @@ def _size(scores: Scores, dim: int | None = None) -> Any:
     return shape if dim is None else shape[dim]
 
 
-def _transposed(scores: Scores, a: int = -2, b: int = -1) -> Scores:
+def _transpose(scores: Scores, a: int = -2, b: int = -1) -> Scores:
     part = _part(scores)
     a, b, dim = a % part.ndim, b % part.ndim, scores._dim
     moved = {a: b, b: a}.get(dim, dim)
     return Scores.of(part.transpose(a, b), scores._ranks, moved)
 
 
-def _permuted(scores: Scores, *dims: Any) -> Scores:
+def _permute(scores: Scores, *dims: Any) -> Scores:
     part = _part(scores)
     order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
     order = [int(each) % part.ndim for each in order]
     return Scores.of(part.permute(order), scores._ranks, order.index(scores._dim))
 
 
-def _flattened(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
     part, dim = _part(scores), scores._dim
     start, end = start_dim % part.ndim, end_dim % part.ndim
     if not end < dim:
@@ -354,7 +356,7 @@ def _flattened(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
     return Scores.of(part.flatten(start, end), scores._ranks, dim - (end - start))
 
 
-def _viewed(scores: Scores, *sizes: Any) -> Any:
+def _view(scores: Scores, *sizes: Any) -> Any:
     part, shape = _part(scores), _shape(scores)
     given = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
     if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in given):
@@ -369,7 +371,7 @@ def _viewed(scores: Scores, *sizes: Any) -> Any:
     return Scores.of(part.reshape(*given[:-1], part.shape[-1]), scores._ranks)
 
 
-def _chosen(scores: Scores, index: Any) -> Any:
+def _index(scores: Scores, index: Any) -> Any:
     """Take from the dims before that of the words, which is the last."""
     part = _part(scores)
     index = index if isinstance(index, tuple) else (index,)
@@ -421,19 +423,19 @@ def _cross_entropy(
 
 
 _T = torch.Tensor
-_WAYS: Ways = {
+_HANDLERS: Ways = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((_T.size,), _size),
     cast("Any", _T.shape).__get__: _size,
-    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transposed),
-    cast("Any", _T.mT).__get__: _transposed,
-    **dict.fromkeys((_T.permute, torch.permute), _permuted),
-    **dict.fromkeys((_T.flatten, torch.flatten), _flattened),
-    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _viewed),
-    _T.__getitem__: _chosen,
+    **dict.fromkeys((_T.transpose, torch.transpose, _T.swapaxes), _transpose),
+    cast("Any", _T.mT).__get__: _transpose,
+    **dict.fromkeys((_T.permute, torch.permute), _permute),
+    **dict.fromkeys((_T.flatten, torch.flatten), _flatten),
+    **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
+    _T.__getitem__: _index,
 }
 """What is computed from parts in a way of its own."""
-_EACH = {
+_ELEMENTWISE = {
     *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
     *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
     *(_T.mul, torch.mul, _T.__mul__, _T.__rmul__, _T.div, torch.div, _T.__truediv__),
@@ -442,13 +444,13 @@ _EACH = {
     *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
 }
 """What goes score by score."""
-_EITHER = {_T.mul, torch.mul, _T.add, torch.add}
+_COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
 """What may be written either way."""
 _PROPERTIES = (
     *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
 )
-_TOLD = {
+_PART_PROPERTIES = {
     *(_T.dim, _T.is_floating_point, _T.is_complex, _T.element_size, _T.register_hook),
     *(_T.retain_grad, _T.get_device),
     *(getattr(_T, name).__get__ for name in _PROPERTIES),

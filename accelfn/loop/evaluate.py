@@ -32,7 +32,7 @@ from accelfn.data.consistency import LeftOut, check_alike
 from accelfn.data.plan import even_part
 from accelfn.data.reading import Reading
 from accelfn.definition.transform import check_copied
-from accelfn.engine.binding import lent
+from accelfn.engine.binding import lend_module
 from accelfn.engine.engine import engine_of
 from accelfn.engine.loss import Samples
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
@@ -180,7 +180,7 @@ class _Lent:
         definition = self._state.definition
         if definition.layout is not None:
             return engine_of(self._state).lend(params, buffers)
-        return lent(definition, params, buffers)
+        return lend_module(definition, params, buffers)
 
     def run(self, fn: Any, batch: Batch, extras: Any, *, weighed: bool) -> Any:
         """Return what a function gives of a batch, quietly."""

@@ -57,7 +57,7 @@ class Layers:
         Raises:
             ArgumentError: it gathers features and gives the bias of some on.
         """
-        return _made().Column(
+        return _import_layers().Column(
             input_size,
             output_size,
             bias=bias,
@@ -88,7 +88,7 @@ class Layers:
             skip_bias_add: gives the bias on, for others to add.
             init_method: draws the weight.
         """
-        return _made().Row(
+        return _import_layers().Row(
             input_size,
             output_size,
             bias=bias,
@@ -112,7 +112,7 @@ class Layers:
             embedding_dim: how many features each gets, (..., embedding_dim).
             init_method: draws the vectors.
         """
-        return _made().Vocabulary(
+        return _import_layers().Vocabulary(
             num_embeddings, embedding_dim, init_method=init_method, config=self.config
         )
 
@@ -154,10 +154,10 @@ def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
             " 'accelfn[megatron]'."
         )
         raise ArgumentError(msg)
-    return Layers(_made().config_of(world.along("tp").size, dtype))
+    return Layers(_import_layers().config_of(world.along("tp").size, dtype))
 
 
-def _made() -> Any:
+def _import_layers() -> Any:
     from accelfn.megatron import parallel_layers  # noqa: PLC0415 - imported in seconds
 
     return parallel_layers

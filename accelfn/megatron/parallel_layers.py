@@ -15,7 +15,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 
 from accelfn.engine import vocabulary
-from accelfn.engine.tensor_parallel import Layers, SplitsItself
+from accelfn.engine.tensor_parallel import Layers, SelfSplittingLayer
 from accelfn.errors import ArgumentError, ModelError
 
 # pyright: reportPrivateUsage=false
@@ -33,10 +33,10 @@ with warnings.catch_warnings():  # Megatron's, of what else it could have used
 
 # how a module keeps its parameters has no public name
 
-Made: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+OutputAndBias: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Megatron(SplitsItself):
+class Megatron(SelfSplittingLayer):
     """A layer of Megatron's, which knows how it was made.
 
     Attributes:
@@ -139,13 +139,13 @@ class Linear(Megatron):
         self.gives_bias = skip_bias_add
         super().__init__(input_size, output_size, **options, skip_bias_add=True)
 
-    def in_one_piece(self, given: torch.Tensor) -> Made:
+    def in_one_piece(self, given: torch.Tensor) -> OutputAndBias:
         """Return what a whole layer makes, of weights that are gathered for it."""
         weight = self.whole("weight")
         assert weight is not None  # noqa: S101 - none is made without
         return self.with_bias(F.linear(given, weight), self.whole("bias"))
 
-    def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> Made:
+    def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
         """Return an output and the bias, or both in one."""
         if self.gives_bias or bias is None:
             return made, bias
@@ -174,14 +174,14 @@ class Column(Linear, ColumnParallelLinear):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
-    ) -> Made:
+    ) -> OutputAndBias:
         """Return this rank's features, or with `gather_output` all of them; and a bias."""
         layers = self.layers
         if layers is None or layers.is_whole:
             return self.in_one_piece(input_)
         made, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
         if self.gathers:  # Megatron gathers on GPUs alone
-            return vocabulary.gathered(made, -1, layers.ranks), bias
+            return vocabulary.gather_from_ranks(made, -1, layers.ranks), bias
         layers.begin_region(self.place, training=self.training)
         return made, bias
 
@@ -206,7 +206,7 @@ class Row(Linear, RowParallelLinear):
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
-    ) -> Made:
+    ) -> OutputAndBias:
         """Return the sum over the ranks, and a bias."""
         layers = self.layers
         if layers is not None and self.takes_some:
@@ -216,7 +216,7 @@ class Row(Linear, RowParallelLinear):
         if self.takes_some:
             layers.end_region()
         else:  # Megatron gathers the gradient of it on GPUs alone
-            input_ = vocabulary.taken(input_, -1, layers.ranks)
+            input_ = vocabulary.scatter_to_ranks(input_, -1, layers.ranks)
         return self.with_bias(*RowParallelLinear.forward(self, input_))
 
 

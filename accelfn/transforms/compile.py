@@ -20,7 +20,7 @@ from accelfn.engine.compiled import (
 )
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.loss import Runner
-from accelfn.engine.modules import Regions, are_regions, chosen
+from accelfn.engine.modules import Regions, are_regions, select_modules
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 
@@ -153,7 +153,7 @@ class compile:  # noqa: A001 - what torch calls it
         def compiling(module: nn.Module) -> Runner:
             compiler = Compiler(self._told(), state.world)
             if self.regions is not None:
-                found = chosen(module, self.regions, f"{self!r}")
+                found = select_modules(module, self.regions, f"{self!r}")
                 compile_regions(found, compiler)
                 return RegionsRunner(make(module), compiler)
             runner = make(module)

@@ -14,7 +14,7 @@ from accelfn.base.devices import is_positive, on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.context_parallel import Attending, Heads, Ring
-from accelfn.engine.doctor import Coarsest, first_of, untouched
+from accelfn.engine.doctor import Coarsest, first_of, preserve_model
 from accelfn.engine.loss import LossFunction
 from accelfn.errors import BatchError, LossError
 from accelfn.state.metrics import Loss
@@ -172,7 +172,7 @@ class _Sequence:
         length = self._length(batch)
         few = min(_MANY // num * num, length)
         first = self._first(first_of(batch), few)
-        with untouched(model, self._ranks.device) as has_drawn:
+        with preserve_model(model, self._ranks.device) as has_drawn:
             with Coarsest() as coarsest:
                 try:
                     whole = loss_fn(model, first, *extras)

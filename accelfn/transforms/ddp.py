@@ -12,7 +12,7 @@ from accelfn.base.arguments import advise, integer, is_integer, is_number, optio
 from accelfn.collectives import check_values
 from accelfn.data import Plan
 from accelfn.definition.transform import transform
-from accelfn.engine.binding import home_of
+from accelfn.engine.binding import binding_of
 from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
 from accelfn.engine.engine import Engine, build
 from accelfn.engine.modules import BatchNorm, sync_norms
@@ -165,7 +165,7 @@ class wrap_ddp:
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, ranks, options, compression, live)
 
-        return build(state, home_of(state), make, compression=compression)
+        return build(state, binding_of(state), make, compression=compression)
 
 
 # Let gradients cross the ranks in fewer bytes.

@@ -51,7 +51,7 @@ Flight: TypeAlias = dict[str, Any]
 `half`, 1 or 2, and in the second `weight`, that of all ranks."""
 
 
-def moved(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
+def param_deltas(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
     """Return by how much this rank's parts moved, in float32 at least: a gradient's sign."""
     return {name: _wide(local(a)) - local(params[name]) for name, a in anchor.items()}
 
@@ -101,12 +101,12 @@ class Exchange:
             told += weight
             values = {"sums": sums, "weight": told}
             pending = start_reduce(values, self.ranks, label=self.label)
-            pending = pending.then(partial(_laid, like=like))
+            pending = pending.then(partial(_shard_sums, like=like))
             return {**flight, "values": pending}, without(error, deltas)
         pending, left = start_parts(
             _flat(owed), weight, self.ranks, self.bits, label=self.label
         )
-        kept = dict(zip(owed, _cut(left, owed), strict=True))
+        kept = dict(zip(owed, _split_flat(left, owed), strict=True))
         new = {
             name: _like(error[name], _if_seen(weight, kept[name], local(error[name])))
             for name in owed
@@ -132,7 +132,7 @@ class Exchange:
         flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
         new = {
             name: _like(error[name], each.clone())
-            for name, each in zip(names, _cut(flat, parts), strict=True)
+            for name, each in zip(names, _split_flat(flat, parts), strict=True)
         }
         flight = {**flight, "half": 2, "values": pending, "weight": total}
         return flight, {**error, **new}
@@ -155,10 +155,10 @@ class Exchange:
             return None
         parts = {name: local(like[name]) for name in names}
         flat = mean_of(found, self.bits, _dtype_of(parts))
-        return dict(zip(names, _cut(flat, parts), strict=True))
+        return dict(zip(names, _split_flat(flat, parts), strict=True))
 
 
-def met(
+def merge_flights(
     flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
 ) -> tuple[Flight, Tensors]:
     """Return the flight that all ranks would have had, and what rounding leaves out of it."""
@@ -170,7 +170,7 @@ def met(
     whole, total = torch.cat([coded for coded, _, _ in sums]), sums[0][2]
     left = torch.where(total > 0, torch.cat([each for _, each, _ in sums]), 0)
     flight = {**first, "half": 2, "values": Pending.of(whole), "weight": total}
-    return flight, dict(zip(parts, _cut(left, parts), strict=True))
+    return flight, dict(zip(parts, _split_flat(left, parts), strict=True))
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -210,7 +210,7 @@ def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([_reals(part).reshape(-1).to(dtype) for part in parts.values()])
 
 
-def _cut(
+def _split_flat(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
     """Yield the parts of a vector, shaped as the tensors that it was made of."""
@@ -223,7 +223,7 @@ def _cut(
         begin += shape.numel()
 
 
-def _laid(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def _shard_sums(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Return sums that lie over the ranks as parameters do, so that files know them."""
     sums = {name: _like(like[name], each) for name, each in found["sums"].items()}
     return {**found, "sums": sums}
@@ -272,7 +272,7 @@ class Timetable:
         return i * self.sync_every // self.fragments
 
 
-def cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
+def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Cut parameters, given by their sizes, into so many runs; some may be empty."""
     whole = max(1, sum(sizes.values()))
     ends = accumulate(sizes.values())
@@ -284,7 +284,7 @@ def cut(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     return names
 
 
-def together(
+def bucket_names(
     names: Collection[str], params: Mapping[str, torch.Tensor], most: float
 ) -> Iterator[list[str]]:
     """Yield names of parameters in order, as many at once as have so many MiB, or one.
@@ -354,11 +354,11 @@ class Outer:
 
     def shown(self, opt_state: State) -> State:
         """Return values that lie over the ranks as the anchor does."""
-        return _mapped(opt_state, self._laid)
+        return _map_tensors(opt_state, self._laid)
 
     def raw(self, opt_state: State) -> State:
         """Return what the optimizer has of them: parts."""
-        return _mapped(opt_state, _part)
+        return _map_tensors(opt_state, _part)
 
     def _laid(self, name: str, each: torch.Tensor) -> torch.Tensor:
         anchor = self.anchor.get(name)
@@ -371,7 +371,9 @@ def _part(_name: str, each: torch.Tensor) -> torch.Tensor:
     return local(each)
 
 
-def _mapped(state: State, fn: Callable[[str, torch.Tensor], torch.Tensor]) -> State:
+def _map_tensors(
+    state: State, fn: Callable[[str, torch.Tensor], torch.Tensor]
+) -> State:
     return {
         name: {
             key: fn(name, each) if isinstance(each, torch.Tensor) else each
@@ -581,7 +583,7 @@ class diloco:
         flights: dict[str, Any] = {}
         for key in first["flights"]:
             flown = [slot["flights"][key] for slot in slots]
-            flights[key], left = met(flown, self.bits, first["anchor"])
+            flights[key], left = merge_flights(flown, self.bits, first["anchor"])
             error = {**error, **{name: error[name] + left[name] for name in left}}
         mean = [sum(each) / count for each in zip(*seen, strict=True)]
         merged = {**first, "weights": mean, "error": error, "flights": flights}
@@ -663,7 +665,7 @@ class diloco:
             for name, meta in skeleton.module.named_parameters()
             if name in skeleton.once_trained
         }
-        return cut(sizes, self.fragments)
+        return cut_fragments(sizes, self.fragments)
 
     def _exchanged(
         self,
@@ -682,7 +684,7 @@ class diloco:
         if self.delay and not at_once:
             slot = self._sent(state, slot, i, names)
         else:
-            for some in together(names, state.params, self.bucket_cap_mb):
+            for some in bucket_names(names, state.params, self.bucket_cap_mb):
                 if whole or at_once:
                     slot = self._averaged(state, slot, i, some)
                 else:
@@ -753,7 +755,9 @@ class diloco:
         return {**slot, "outer": after}
 
     def _moved(self, state: TrainState, slot: Slot, names: Sequence[str]) -> Tensors:
-        return moved(state.params, {name: slot["anchor"][name] for name in names})
+        return param_deltas(
+            state.params, {name: slot["anchor"][name] for name in names}
+        )
 
     def _exchange(self, state: TrainState) -> Exchange:
         return Exchange(ranks=state.definition.copies, bits=self.bits, label=_LABEL)

@@ -186,11 +186,7 @@ class wrap_fsdp:
 
     def engine(self, state: TrainState) -> Engine:
         """Build torch's units around the state's parts."""
-        from accelfn.engine.fsdp import (  # noqa: PLC0415
-            FSDPRunner,
-            ShardHome,
-            Splitter,
-        )
+        from accelfn.engine.fsdp import FSDPRunner, ShardBinding, Splitter  # noqa: PLC0415
 
         splitter = Splitter(
             mesh=state.definition.splits.mesh,
@@ -201,7 +197,7 @@ class wrap_fsdp:
             device=state.world.device,
             cpu_offload=self.cpu_offload,
         )
-        home = ShardHome(state.definition, splitter, state.params, state.buffers)
+        home = ShardBinding(state.definition, splitter, state.params, state.buffers)
         make = partial(
             FSDPRunner,
             ranks=state.definition.copy,

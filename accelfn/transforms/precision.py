@@ -307,7 +307,7 @@ def full_precision(*values: Any) -> Generator[Any]:
         ...     with af.full_precision(model(inputs)) as outputs:
         ...         return (outputs.exp().sum(-1).log() - targets).square().mean()
     """
-    wide = tuple(tree.tree_map(_widened, value) for value in values)
+    wide = tuple(tree.tree_map(_widen, value) for value in values)
     with contextlib.ExitStack() as stack:
         for kind in {"cpu", _accelerator()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -326,7 +326,7 @@ def _accelerator() -> str:
     return "cpu" if device is None else device.type
 
 
-def _widened(leaf: Any) -> Any:
+def _widen(leaf: Any) -> Any:
     narrow = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
     return leaf.float() if narrow and leaf.dtype.itemsize < 4 else leaf
 

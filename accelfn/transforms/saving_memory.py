@@ -15,8 +15,8 @@ from torch.overrides import (
 from torch.utils.checkpoint import checkpoint
 
 from accelfn.definition.transform import transform
-from accelfn.engine.modules import Regions, are_regions, chosen
-from accelfn.engine.optimizer import tried
+from accelfn.engine.modules import Regions, are_regions, select_modules
+from accelfn.engine.optimizer import try_optimizer
 from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
 
@@ -70,38 +70,38 @@ class checkpoint_activations:
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Let the engine's own module checkpoint the calls of some of its modules."""
         del state
-        for each in chosen(module, self.regions, f"{self!r}"):
+        for each in select_modules(module, self.regions, f"{self!r}"):
             # its own attribute: the model's structure and names stay as they are
-            each.forward = partial(_checkpointed, each, each.forward)
+            each.forward = partial(_checkpoint_call, each, each.forward)
         return module
 
 
-def _checkpointed(
+def _checkpoint_call(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Call a module's forward under torch's checkpointing."""
     if any(True for _ in module.buffers()):
-        forward = partial(_guarded, module, forward, [])
+        forward = partial(_run_with_buffers, module, forward, [])
     modes = _get_current_function_mode_stack()
     if modes:  # the backward pass runs outside of them
-        kwargs["context_fn"] = partial(_again, modes)
+        kwargs["context_fn"] = partial(_rerun_contexts, modes)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
-def _again(modes: list[Any]) -> tuple[Any, Any]:
+def _rerun_contexts(modes: list[Any]) -> tuple[Any, Any]:
     """Return what is around a first run, and around a second: torch's modes of the first."""
-    return nullcontext(), _inside(modes)
+    return nullcontext(), _enter_modes(modes)
 
 
 @contextmanager
-def _inside(modes: list[Any]) -> Generator[None]:
+def _enter_modes(modes: list[Any]) -> Generator[None]:
     with ExitStack() as stack:
         for mode in modes:
             stack.enter_context(mode)
         yield
 
 
-def _guarded(
+def _run_with_buffers(
     module: nn.Module,
     forward: Callable[..., Any],
     runs: "list[_Buffers]",
@@ -239,7 +239,9 @@ class optimizer_in_backward:
         """Refuse an optimizer that couples parameters."""
         kind = type(state.definition.optimizer).__name__
         try:
-            whole, alone = (tried(state, alone=alone) for alone in (False, True))
+            whole, alone = (
+                try_optimizer(state, alone=alone) for alone in (False, True)
+            )
         except Exception as error:
             msg = (
                 f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"

@@ -13,18 +13,18 @@ from accelfn.base.arguments import qualname, truth
 from accelfn.base.devices import on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
-from accelfn.engine.doctor import Coarsest, first_of, untouched
+from accelfn.engine.doctor import Coarsest, first_of, preserve_model
 from accelfn.engine.loss import LossFunction
 from accelfn.engine.optimizer import check_elements
 from accelfn.engine.tensor_parallel import (
     Layers,
     check_model,
     check_words,
-    checked,
     cut_of,
+    parse_plan,
     split,
 )
-from accelfn.engine.vocabulary import whole
+from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import BatchError, Error, LossError
 from accelfn.state.metrics import Loss
 from accelfn.state.state import TrainState
@@ -130,7 +130,7 @@ class tensor_parallel:
         "steps_in_backward": "looks at the gradients of what all ranks have, and {other!r}"
         " frees each as soon as it is there. Leave out one of the two.",
     }
-    plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=checked)
+    plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=parse_plan)
     sequence: bool = attrs.field(default=False, kw_only=True, validator=truth())
 
     def __attrs_post_init__(self) -> None:
@@ -168,7 +168,7 @@ class tensor_parallel:
                 _check(layers, loss_fn, model, batch, *extras)
                 layers.is_checked = True
             layers.begin()
-            return whole(loss_fn(model, batch, *extras))
+            return gather_scores(loss_fn(model, batch, *extras))
 
         loss_of_layers.__qualname__ = qualname(loss_fn)
         return loss_of_layers
@@ -195,13 +195,13 @@ def _check(
     first, trouble, part = first_of(batch), None, None
     looks.begin()
     try:
-        with untouched(model, ranks.device), Coarsest() as coarsest:
+        with preserve_model(model, ranks.device), Coarsest() as coarsest:
             with layers.in_one_piece(), draws.seeded(0, ranks.device):
                 in_one = loss_fn(model, first, *extras)
             layers.begin()
             try:
                 with draws.seeded(0, ranks.device):
-                    part = whole(loss_fn(model, first, *extras))
+                    part = gather_scores(loss_fn(model, first, *extras))
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, Error):
                     raise

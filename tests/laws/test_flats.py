@@ -23,8 +23,8 @@ from accelfn.deepspeed.flats import (
     cut_of,
     evenly,
     flat_key,
-    flattened,
-    moved,
+    flatten_opt_state,
+    redistribute,
 )
 from accelfn.definition.layout import Layout
 from accelfn.testing import simulate
@@ -161,7 +161,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> N
             for name in (values if begun else ())
         }
         given["<group 0>"] = {"k": 2}
-        held = flattened(where, given)
+        held = flatten_opt_state(where, given)
         assert held.get("<group 0>") == {"k": 2}
         for i in range(len(case.shapes) if begun else 0):
             for key, moment in zip(("exp_avg", "exp_avg_sq"), moments, strict=True):
@@ -197,7 +197,7 @@ def test_parameters_of_a_group_count_alike(other: dict[str, Any], match: str) ->
         if other:
             given["0.1"] = other
         with pytest.raises(af.errors.OptimizerError, match=match) as caught:
-            flattened(where, given)
+            flatten_opt_state(where, given)
         assert "'0.1'" in str(caught.value)
 
     simulate(2, fn, axes={"dp_shard": 2})
@@ -239,7 +239,7 @@ def test_each_rank_gets_the_elements_that_it_wants(case: Any, at_once: int) -> N
             return {name: whole[name][begin:end] for name, (begin, end) in cuts.items()}
 
         named = [{str(i): r for i, r in enumerate(runs)} for runs in (have, want)]
-        found = moved(mine(have), *named, world, label="move")
+        found = redistribute(mine(have), *named, world, label="move")
         assert sorted(found) == sorted(whole)
         for name, piece in mine(want).items():
             assert torch.equal(piece, found[name])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.engine import vocabulary
-from accelfn.engine.vocabulary import Scores, whole
+from accelfn.engine.vocabulary import Scores, gather_scores
 from accelfn.testing import simulate
 from tests.strategies import differences
 
@@ -145,9 +145,9 @@ def test_the_entropy_of_parts_is_that_of_the_whole(
         scale = number.clone().requires_grad_()
         seen: Any = mine
         if ranks.size > 1:
-            part = vocabulary.taken(mine, -1, ranks)
+            part = vocabulary.scatter_to_ranks(mine, -1, ranks)
             seen = Scores.of(part, ranks)
-        lost = whole(entropy(seen, scale, *given))
+        lost = gather_scores(entropy(seen, scale, *given))
         lost.backward()
         gradients = {"scores": mine.grad, "number": scale.grad}
         kept = {name: g for name, g in gradients.items() if g is not None}
@@ -173,7 +173,7 @@ def test_no_rank_has_all_scores(each: str, way: Way) -> None:
 
     def fn(world: af.World) -> None:
         ranks = world.along("tp")
-        seen = Scores.of(vocabulary.taken(scores, -1, ranks), ranks)
+        seen = Scores.of(vocabulary.scatter_to_ranks(scores, -1, ranks), ranks)
         entropy(seen, number, due, EACH[each], way, {"label_smoothing": 0.1})
 
     run = simulate(2, fn, axes={"tp": 2})
@@ -200,12 +200,12 @@ OTHERS = {
     "length": len,
     "shape": lambda x: (tuple(x.shape), x.size(1), x.numel(), x.ndim, x.dtype),
     "unbound": list,
-    "a cast": lambda x: whole(x.to(torch.float32)),
+    "a cast": lambda x: gather_scores(x.to(torch.float32)),
     "with probabilities": lambda x: F.cross_entropy(x[0], x[0].detach().softmax(-1)),
     "a divergence": lambda x: F.kl_div(
         x.log_softmax(-1), x.softmax(-1), reduction="sum"
     ),
-    "a copy": lambda x: whole(x.clone().transpose(0, 1)),
+    "a copy": lambda x: gather_scores(x.clone().transpose(0, 1)),
 }
 
 
@@ -219,7 +219,9 @@ def test_every_other_function_sees_the_whole(name: str, size: int) -> None:
 
     def fn(world: af.World) -> Any:
         ranks = world.along("tp")
-        return OTHERS[name](Scores.of(vocabulary.taken(scores, -1, ranks), ranks))
+        return OTHERS[name](
+            Scores.of(vocabulary.scatter_to_ranks(scores, -1, ranks), ranks)
+        )
 
     for found in simulate(size, fn, axes={"tp": size}):
         same = zip(_leaves(expected), _leaves(found), strict=True)

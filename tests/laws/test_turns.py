@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.deepspeed.engine import Turns
+from accelfn.deepspeed.engine import ReduceOrder
 from accelfn.testing import simulate
 
 
@@ -35,7 +35,7 @@ def test_gradients_cross_in_one_order(case: Any) -> None:
 
     def fn(world: af.World) -> list[list[int]]:
         turns, found = (
-            Turns(count, world, want if is_given else None),
+            ReduceOrder(count, world, want if is_given else None),
             list[list[int]](),
         )
         for comes in drawn:
@@ -53,7 +53,7 @@ def test_gradients_cross_in_one_order(case: Any) -> None:
 
 def test_what_comes_twice_is_not_held_back() -> None:
     """DeepSpeed refuses a second gradient of a parameter, which would be lost if it waited."""
-    turns = Turns(2, af.World.single(device="cpu"), [0, 1])
+    turns = ReduceOrder(2, af.World.single(device="cpu"), [0, 1])
     assert [[*turns.come(0)], [*turns.come(0)], [*turns.rest()]] == [[0], [0], [1]]
 
 
@@ -62,7 +62,7 @@ def test_a_pass_that_was_broken_off_leaves_nothing(
     data: st.DataObject, order: list[int]
 ) -> None:
     """Whatever had come of it, and was sent or waits: the next one begins anew."""
-    turns = Turns(len(order), af.World.single(device="cpu"), order)
+    turns = ReduceOrder(len(order), af.World.single(device="cpu"), order)
     begun = st.lists(st.sampled_from(order), unique=True)
     for number in data.draw(begun):
         assert {*turns.come(number)} <= {*order}

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import accelfn as af
 from accelfn.collectives import neighbors
 from accelfn.deepspeed import home
-from accelfn.deepspeed.engine import Course
+from accelfn.deepspeed.engine import ModuleOrder
 from accelfn.deepspeed.flats import Flats
 from accelfn.engine.engine import engine_of
 from tests.laws.histories import Acts, Training, check_apart_on
@@ -194,7 +194,7 @@ def judged(world: af.World, each: Trained) -> None:
 def parted_again(world: af.World, each: Trained) -> list[str]:
     """Return what ranks hear that go two ways which all of them have gone before."""
     engine_of(each.state(world))  # which opens the store of places
-    course, told = Course(world), list[str]()
+    course, told = ModuleOrder(world), list[str]()
     for places in (("left", "left"), ("right", "right"), ("left", "right")):
         course.begin()
         try:

@@ -11,7 +11,7 @@ from torch import nn
 import accelfn as af
 from accelfn.base.tree import is_shard, local
 from accelfn.testing import simulate
-from accelfn.transforms.diloco import moved, together
+from accelfn.transforms.diloco import bucket_names, param_deltas
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -332,7 +332,7 @@ def test_what_is_rounded_together_is_cut_alike(most: float) -> None:
             self.last = nn.Parameter(torch.ones(4))
 
     def buckets(world: af.World) -> list[list[str]]:
-        return [*together(names, state(af.wrap_fsdp(), world, Scaled).params, most)]
+        return [*bucket_names(names, state(af.wrap_fsdp(), world, Scaled).params, most)]
 
     lone = {"before", "between", "after"}
     names = ["before", "last", "between", "layer.weight", "layer.bias", "after"]
@@ -346,6 +346,6 @@ def test_what_is_rounded_together_is_cut_alike(most: float) -> None:
 def test_moves_are_added_up_in_32_bits_at_least(dtype):
     """What crosses is a sum by weight, and of 16 bits a weight of 257 is none."""
     param, anchor = torch.ones(3, dtype=dtype), torch.zeros(3, dtype=dtype)
-    (move,) = moved({"w": param}, {"w": anchor}).values()
+    (move,) = param_deltas({"w": param}, {"w": anchor}).values()
     assert move.dtype is torch.float32
     assert move.tolist() == [-1.0] * 3

@@ -79,4 +79,4 @@ def test_whatever_group_couples_elements_is_found(
 def test_layers_that_are_alike_are_not_all_tried() -> None:
     """Two of each kind are, however deep a model is."""
     shallow, deep = (state_of([(0, 0)] * n, [0]) for n in (2, 50))
-    assert list(optimizer.tried(deep)) == list(optimizer.tried(shallow))
+    assert list(optimizer.try_optimizer(deep)) == list(optimizer.try_optimizer(shallow))
