@@ -197,7 +197,7 @@ class Flats:
         made = tree.pad_part(part, self.layout.room(name, shape))
         return self.layout.held(name, made, like)
 
-    def gathered(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def to_flats(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return flat tensors of values of a state, which all of a flat have; a collective."""
         pieces = {
             name: tree.local(v).detach().reshape(-1) for name, v in values.items()
@@ -219,9 +219,9 @@ class _Read:
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take values by name."""
         self._values = values
-        self._versions = self._written()
+        self._versions = self._count_writes()
 
-    def _written(self) -> dict[str, int]:
+    def _count_writes(self) -> dict[str, int]:
         # a DTensor's own operators count on it, and those on its part there
         return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
 
@@ -231,7 +231,7 @@ class _Read:
         Raises:
             StateError: one was.
         """
-        now = self._written()
+        now = self._count_writes()
         written = [
             name for name, version in now.items() if version != self._versions[name]
         ]
@@ -288,7 +288,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         """Return how many there are."""
         return len(self._order)
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Note that a step has changed the flat tensors."""
         self._rows, self._read = None, _Read({})
 
@@ -324,7 +324,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
             return self._others[name]
         if self._rows is None:
             with torch.no_grad():
-                self._rows = self._brought()
+                self._rows = self._read_entries()
             self._read = _Read(
                 {
                     f"{name}.{key}": value
@@ -347,7 +347,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         """Return how many there are."""
         return len(self._names) + len(self._others)
 
-    def changed(self) -> None:
+    def mark_changed(self) -> None:
         """Note that a step has changed the flat tensors."""
         self._rows, self._read = None, _Read({})
 
@@ -355,7 +355,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         """Raise where what was read has been written to."""
         self._read.check("opt_state")
 
-    def _brought(self) -> OptState:
+    def _read_entries(self) -> OptState:
         """Return the entries of parameters."""
         where, found = self.where, {name: dict[str, Any]() for name in self._names}
         by_key: dict[str, dict[int, torch.Tensor]] = {}
@@ -412,7 +412,7 @@ def flatten_opt_state(
                 own = isinstance(value, torch.Tensor)
                 held[flat_key(i)][key] = value.clone() if own else value
     for key in sorted(by_key):
-        for i, flat in where.gathered(by_key[key]).items():
+        for i, flat in where.to_flats(by_key[key]).items():
             held[flat_key(i)][key] = flat
     return held
 

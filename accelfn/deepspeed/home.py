@@ -125,7 +125,7 @@ class ZeroBinding:
                 self._bound = params
             else:
                 values = {name: params[name] for name in self.trained}
-                flats = self.where.gathered(values)
+                flats = self.where.to_flats(values)
                 self._bound = FlatParams(params, self.where, flats, kept)
             self._keep(kept)
             self.zero.point_at(self._bound.flats)
@@ -160,7 +160,7 @@ class ZeroBinding:
         return evenly(count, rows * (count // value.shape[0]), ranks)
 
     @property
-    def shows(self) -> Self:
+    def opt_state_view(self) -> Self:
         """What knows a state's values of the optimizer's."""
         return self
 
@@ -190,10 +190,10 @@ class ZeroBinding:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters of which DeepSpeed has a gradient."""
-        unused = {*self.unused()}
+        unused = {*self.unused_params()}
         return {n: param for n, param in self.trained.items() if n not in unused}
 
-    def unused(self) -> list[str]:
+    def unused_params(self) -> list[str]:
         """Return the parameters of which there is no gradient on this rank."""
         used = {*map(id, self._used)}
         if len(used) == len(self.trained):  # as in nearly every pass
@@ -227,11 +227,11 @@ class ZeroBinding:
         """Return what calls functions of a model of these values, gathered unit by unit."""
         return lend_sharded(self._definition, self._splitter, dict(params), buffers)
 
-    def shown(self, opt_state: OptState) -> Any:
+    def to_state(self, opt_state: OptState) -> Any:
         """Return what DeepSpeed's optimizer has as a state's values, which are read later."""
         return FlatOptState(self.where, {**self._at_rest, **opt_state})
 
-    def raw(self, opt_state: Any) -> OptState:
+    def from_state(self, opt_state: Any) -> OptState:
         """Return what DeepSpeed's optimizer has of a state's values."""
         where = self.where
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
@@ -331,7 +331,7 @@ class _Sums:
 
     def start(self) -> None:
         """Begin to sum, when all gradients have come."""
-        counts, ranks = [0.0, len(self._home.unused())], self._ranks
+        counts, ranks = [0.0, len(self._home.unused_params())], self._ranks
         self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         self._flat[0] = self._weight
         self._wait = start_sum_(self._flat, ranks, label="weight of the loss")
@@ -379,7 +379,7 @@ class ZeroRunner:
             self._home.note_none()
         self._sync = sync
         reduces = sync or self._in_parts
-        with self._forward, self._watched(loss_fn):
+        with self._forward, self._gather_check(loss_fn):
             self._scalar = self._zero.forward(
                 loss_fn, samples, reduces=reduces, ends=sync
             )
@@ -407,7 +407,7 @@ class ZeroRunner:
             return None
         total, num_unused = sums.wait()
         if num_unused:
-            self._check_alike(self._home.unused())
+            self._check_alike(self._home.unused_params())
         return total / self._ranks.size
 
     def _check_alike(self, unused: list[str]) -> None:
@@ -423,7 +423,7 @@ class ZeroRunner:
             told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
             raise UnusedParametersError(_UNUSED.format(told=told))
 
-    def _watched(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
+    def _gather_check(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
         """Return what looks at a loss's first pass at stage 3."""
         if self._zero.stage < 3 or self._is_known(loss_fn):
             return nullcontext()
@@ -468,7 +468,7 @@ class ZeroOptimizer:
             OptimizerError: nobody set a schedule-free optimizer's mode.
             StateError: what was read of its state was written to.
         """
-        self._here.expect(planned)
+        self._bound_optimizer.expect(planned)
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 
@@ -483,11 +483,11 @@ class ZeroOptimizer:
         skip: torch.Tensor | None = None,
     ) -> State | None:
         """Step, and return the optimizer's state by name; None where it left the update out."""
-        live, home = self._here, self._home
+        live, home = self._bound_optimizer, self._home
         live.begin(hyper)
-        home.bound.changed()
+        home.bound.mark_changed()
         if isinstance(self._shown, FlatOptState):
-            self._shown.changed()
+            self._shown.mark_changed()
         is_finite = home.zero.step(1.0 if divisor is None else float(divisor))
         state = live.finish()
         if not is_finite:
@@ -496,6 +496,6 @@ class ZeroOptimizer:
         return state
 
     @property
-    def _here(self) -> LiveOptimizer:
+    def _bound_optimizer(self) -> LiveOptimizer:
         assert self._live is not None  # noqa: S101 - a state is bound first
         return self._live

@@ -43,7 +43,7 @@ class ParamBinding(Protocol):
         ...
 
     @property
-    def shows(self) -> OptStateView | None:
+    def opt_state_view(self) -> OptStateView | None:
         """What knows a state's values of the optimizer's; None where they are the same."""
         ...
 
@@ -103,7 +103,7 @@ class Holder(Protocol):
 class ReplicaBinding:
     """Each rank computes with all of every parameter: a module, alone or in a replica."""
 
-    shows: OptStateView | None = None
+    opt_state_view: OptStateView | None = None
     holder: Holder | None = None
 
     def __init__(self, state: TrainState) -> None:
@@ -155,7 +155,7 @@ class LayerBinding(ReplicaBinding):
 
         assert state.definition.layout is not None  # noqa: S101 - of `binding_of`
         self._layout = state.definition.layout
-        self.shows = self._parts = ShardedParams(
+        self.opt_state_view = self._parts = ShardedParams(
             self._layout.cuts, self.params, state.params
         )
 
@@ -235,7 +235,7 @@ class ShardedParams:
         """Take the names of those that are split, what is stepped, and a state's values."""
         self._split, self._params, self.state = split, params, state
 
-    def shown(self, opt_state: OptState) -> OptState:
+    def to_state(self, opt_state: OptState) -> OptState:
         """Return the optimizer's state as a state's values: what is a part, as a DTensor."""
         return {n: self._entry(n, e) for n, e in opt_state.items()}
 
@@ -248,7 +248,7 @@ class ShardedParams:
             for key, part in entry.items()
         }
 
-    def raw(self, opt_state: OptState) -> OptState:
+    def from_state(self, opt_state: OptState) -> OptState:
         """Return the parts of a state's values."""
         return {
             name: {key: _local(value) for key, value in entry.items()}

@@ -85,7 +85,7 @@ class Compiler:
         """Return what was made of a loss function, compiled; made at first use."""
         known = self._losses.get(loss_fn)
         if known is None:
-            known = self.compiled(make(), qualname(loss_fn))
+            known = self.compile(make(), qualname(loss_fn))
             self._losses[loss_fn] = known
             if len(self._losses) == _MANY:
                 msg = (
@@ -96,7 +96,7 @@ class Compiler:
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
         return known
 
-    def compiled(self, fn: Callable[..., Any], name: str) -> "Compiled":
+    def compile(self, fn: Callable[..., Any], name: str) -> "Compiled":
         """Return a function under torch.compile, with caches of its own."""
         given = self._options
         options = None if given.options is None else dict(given.options)
@@ -280,7 +280,7 @@ class OneGraphRunner:
         if compiler.reuses_memory:
             returned, grads = tree.clone((returned, list(grads)))
         else:
-            grads = self._own(compiled, grads, (plain, value, extras))
+            grads = self._unshare(compiled, grads, (plain, value, extras))
         self._grads = grads
         total: torch.Tensor = returned.total if is_loss else returned
         total.requires_grad_()  # it had a gradient, as is looked at
@@ -308,7 +308,7 @@ class OneGraphRunner:
         tree.add_(sums, addends, alpha=1)
         return None
 
-    def _own(
+    def _unshare(
         self, compiled: Compiled, grads: Sequence[torch.Tensor | None], others: Any
     ) -> Sequence[torch.Tensor | None]:
         """Return gradients of which none shares memory with another, or anything else.
@@ -347,10 +347,10 @@ class TwoGraphsRunner(Delegating):
         self._compiler.num_passes += 1
         made = self._made.get(loss_fn)
         if made is None:
-            made = self._made[loss_fn] = self._compiled(loss_fn)
+            made = self._made[loss_fn] = self._compile_loss(loss_fn)
         return made
 
-    def _compiled(self, loss_fn: LossFunction) -> LossFunction:
+    def _compile_loss(self, loss_fn: LossFunction) -> LossFunction:
         compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
 
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
@@ -370,7 +370,7 @@ class TwoGraphsRunner(Delegating):
         """Return a loss that differentiates twice, compiled with all of its gradients."""
         trained = [p for p in model.parameters() if p.requires_grad]
         graph, name = _one_graph(loss_fn, trained), qualname(loss_fn)
-        compiled = self._compiler.compiled(graph, name)
+        compiled = self._compiler.compile(graph, name)
 
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
             is_loss, plain, grads = compiled.differentiating(model, value, extras)
@@ -425,7 +425,7 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
         kind, is_wrapped = type(region), "forward" in vars(region)
         if (kind, is_wrapped) not in by_class:
             graph = _wrapped_graph() if is_wrapped else _class_graph(kind)
-            by_class[kind, is_wrapped] = compiler.compiled(graph, kind.__qualname__)
+            by_class[kind, is_wrapped] = compiler.compile(graph, kind.__qualname__)
         if is_wrapped:  # by a transform, as af.checkpoint_activations does
             vars(region)["_uncompiled"] = region.forward
         region.forward = partial(_call_region, by_class[kind, is_wrapped], region)

@@ -179,7 +179,7 @@ class Heads:
         """
         ranks = self._ranks
         _check_heads(given, ranks)
-        query, key, value = all_to_all(
+        query, key, value = exchange_heads(
             (given.query, given.key, given.value), ranks, (HEADS, POSITIONS)
         )
         given.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
@@ -187,7 +187,7 @@ class Heads:
         options = attrs.asdict(given, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         attended = F.scaled_dot_product_attention(**options)
-        return all_to_all((attended,), ranks, (POSITIONS, HEADS))[0]
+        return exchange_heads((attended,), ranks, (POSITIONS, HEADS))[0]
 
 
 def _check_heads(given: Attention, ranks: World) -> None:
@@ -211,7 +211,7 @@ def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
     return mask
 
 
-def all_to_all(
+def exchange_heads(
     tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
     """Return tensors of which this rank has all of the second dim, and a part of the first.
@@ -245,7 +245,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         given, taken = ctx.dims
-        back = all_to_all(gradients, ctx.ranks, (taken, given))
+        back = exchange_heads(gradients, ctx.ranks, (taken, given))
         return None, None, *back
 
 
@@ -283,7 +283,7 @@ class Block:
     is_causal: bool
     scale: float
 
-    def attended(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what each query sees, and its `lse`."""
         kernel = self._kernel()
         if kernel is None:
@@ -291,7 +291,7 @@ class Block:
             lse = products.logsumexp(-1)
             shares = (products - finite(lse)[..., None]).exp()
             return shares @ _expand_heads(wide(self.value), self), lse
-        seen, lse = kernel.attended(self)
+        seen, lse = kernel.attend(self)
         if self.mask is None:
             return seen, lse
         sees = (self.mask != _NOTHING).any(-1)
@@ -311,7 +311,7 @@ class Block:
         if kernel is None:
             return self.gradients_with_mask(upstream, seen, lse)[:3]
         query, key, value = kernel.gradients(self, upstream, seen, finite(lse))
-        return query, self._summed(key), self._summed(value)
+        return query, self._sum_heads(key), self._sum_heads(value)
 
     def gradients_with_mask(
         self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
@@ -327,8 +327,8 @@ class Block:
         products = shares * through
         return (
             products @ key * self.scale,
-            self._summed(products.mT @ query * self.scale),
-            self._summed(shares.mT @ upstream),
+            self._sum_heads(products.mT @ query * self.scale),
+            self._sum_heads(shares.mT @ upstream),
             products,
         )
 
@@ -343,7 +343,7 @@ class Block:
             products = products.masked_fill(~seen.to(products.device), _NOTHING)
         return products
 
-    def _summed(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _sum_heads(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of keys or values from that for each head."""
         return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
 
@@ -401,7 +401,7 @@ class _OnHost:
     """torch's kernel for the CPU."""
 
     @staticmethod
-    def attended(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         return _aten._scaled_dot_product_flash_attention_for_cpu(
             *_of_each_head(block),
             is_causal=block.is_causal,
@@ -429,7 +429,7 @@ class _OnCuda:
     """torch's kernel for GPUs: 16 bits, without a mask."""
 
     @staticmethod
-    def attended(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
+    def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
         seen, lse, *_ = _aten._scaled_dot_product_flash_attention(
             *_of_each_head(block), is_causal=block.is_causal, scale=block.scale
         )
@@ -648,11 +648,9 @@ class _Attention(torch.autograd.Function):
         held = zip(owners(ranks), around((key, value), ranks, label=_RING), strict=True)
         with _plainly(query):
             owner, pair = next(held)  # its own keys, which all queries meet
-            seen, lse = map(
-                wide, meetings.block(owner, query, pair, masks[0]).attended()
-            )
+            seen, lse = map(wide, meetings.block(owner, query, pair, masks[0]).attend())
             for (owner, pair), mask in zip(held, masks[1:], strict=True):
-                found = meetings.block(owner, query, pair, mask).attended()
+                found = meetings.block(owner, query, pair, mask).attend()
                 rows, _ = meetings.places(owner, length)
                 join(seen[:, :, rows], lse[:, :, rows], *map(wide, found))
         seen = seen.to(query.dtype)

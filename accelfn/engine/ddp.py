@@ -195,10 +195,10 @@ class LowRank:
             rows = rows + self._errors[name]
         factor = self._factors.get(name)
         if factor is None:
-            factor = self._drawn(name, rows)
+            factor = self._draw_factor(name, rows)
         return _Matrix(name, gradient, rows, torch.linalg.qr(factor).Q)
 
-    def _drawn(self, name: str, rows: torch.Tensor) -> torch.Tensor:
+    def _draw_factor(self, name: str, rows: torch.Tensor) -> torch.Tensor:
         """Return a first factor, the same on all ranks."""
         key = draws.key(self._seed, self._state, self.name)
         seed = draws.key(key, name) % 2**63

@@ -251,9 +251,7 @@ class Engine:
         self._has_compared = self._layer_ranks.size == 1
         self._is_whole = definition.layout is None
         norms = norm_order(module) if self._is_whole else None
-        self._forward = (
-            runner.forward if norms is None else norms.around(runner.forward)
-        )
+        self._forward = runner.forward if norms is None else norms.wrap(runner.forward)
         self._strangers: dict[Any, UntrackedLeaves] = {}
         self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         collate = None if state.data is None else state.data.collate
@@ -274,7 +272,7 @@ class Engine:
         bound = self._bound
         if bound[0] is params and bound[1] is buffers and bound[2] is opt_state:
             return
-        self._move_out()
+        self._detach_exported_grads()
         self._home.bind(params)
         self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
@@ -298,7 +296,7 @@ class Engine:
         if strangers is not None and strangers.leaves:
             self._aside = strangers.set_aside()
 
-    def _begins(self, update: int) -> None:
+    def _report_step(self, update: int) -> None:
         """Say at which update this rank is."""
         activity = self._activity
         activity.step, activity.is_between = update, False
@@ -322,9 +320,9 @@ class Engine:
         Gradients that may be kept are their holder's own when others are taken.
         """
         self.bind(state)
-        self._begins(tried := state.num_tried)
+        self._report_step(tried := state.num_tried)
         outer = self._activity.samples
-        self._take_in(into, loss_scale)
+        self._load_partial_grads(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
         compression = self._compression if sync else None
@@ -345,8 +343,8 @@ class Engine:
                 with span("accelfn backward") if profiled else NOTHING:
                     averaged = self._backward(read, into, samples.lone, loss_scale)
             live = self.live_update
-            stepped = {} if live is None else live.done()
-            tensors = self._found(stepped, reduced=averaged is not None)
+            stepped = {} if live is None else live.stepped_params()
+            tensors = self._collect_gradients(stepped, reduced=averaged is not None)
             if live is not None:  # they are freed
                 tensors = {}
             elif self._holder is not None:
@@ -432,7 +430,7 @@ class Engine:
     def finish(self, grads: Grads) -> OptState:
         """End the update that a backward pass took; return the optimizer's state by name."""
         assert self.live_update is not None  # noqa: S101 - which was planned
-        return self._ended(grads, self.live_update.end())
+        return self._end_update(grads, self.live_update.end())
 
     def can_skip(self, grads: Grads) -> bool:
         """Whether a flag on the device can leave an update out, with what it has written."""
@@ -451,7 +449,7 @@ class Engine:
         opt_state = self._optimizer.update(hyper, divisor, skip)
         if opt_state is None:
             return None
-        return self._ended(grads, opt_state, skip)
+        return self._end_update(grads, opt_state, skip)
 
     def reports(self) -> Mapping[str, Number]:
         """Return what is told of the last update by who holds its gradients."""
@@ -463,7 +461,7 @@ class Engine:
         """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
         return self._home.lend(params, buffers)
 
-    def _ended(
+    def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
         """Leave nothing of an update but the state after it."""
@@ -517,7 +515,7 @@ class Engine:
                 leaf.grad = grad
             self._aside = []
 
-    def _found(
+    def _collect_gradients(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
         """Return the gradients that a backward pass left, or what it stepped."""
@@ -542,10 +540,12 @@ class Engine:
             self._key_of = (state.seed, draws.key(state.seed, name, "loss", loss.rank))
         return self._key_of[1]
 
-    def _take_in(self, into: Grads | None, loss_scale: torch.Tensor | None) -> None:
+    def _load_partial_grads(
+        self, into: Grads | None, loss_scale: torch.Tensor | None
+    ) -> None:
         """Put the gradients that are to be added to where a backward pass adds."""
         if into is None or into.as_taken is not self._live:
-            self._move_out()
+            self._detach_exported_grads()
         if into is None:
             return
         if (into.taken.loss_scale is None) != (loss_scale is None):
@@ -560,11 +560,11 @@ class Engine:
             if into.taken.lease.is_mean:
                 into.multiplied()
         except BaseException:
-            self._move_out()
+            self._detach_exported_grads()
             self._home.clear_gradients()
             raise
 
-    def _move_out(self) -> None:
+    def _detach_exported_grads(self) -> None:
         """Let gradients that nobody applied be their holder's own, if they can be seen."""
         handed_out, self._handed_out = self._handed_out, frozenset()
         if self._live is None:
@@ -732,7 +732,9 @@ def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
     metas = definition.skeleton.module.named_parameters()
     memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
     names = {param: name for name, param in home.params.items()}
-    return LiveOptimizer(rebuilt(definition.optimizer, memo), names, home.shows)
+    return LiveOptimizer(
+        rebuilt(definition.optimizer, memo), names, home.opt_state_view
+    )
 
 
 # Whether ranks share the work: looked at once, at the first batch of a definition.

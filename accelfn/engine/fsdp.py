@@ -233,7 +233,7 @@ class UnitOrder(CallOrder):
         self._reduce: Any = OrderedCollective(
             tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
         )
-        self._reduced: list[FSDPParamGroup] = []
+        self._reduced_units: list[FSDPParamGroup] = []
         calls: dict[str, Callable[[], object]] = {}
         unit: Any
         for name, unit in units.items():
@@ -251,9 +251,9 @@ class UnitOrder(CallOrder):
     def end(self, note: int = 0) -> list[int]:
         """End the pass on all ranks; return what each of them noted."""
         notes = super().end(note)
-        for unit in self._reduced:  # of which torch may know nothing in this pass
+        for unit in self._reduced_units:  # of which torch may know nothing in this pass
             unit.finalize_backward()
-        self._reduced.clear()
+        self._reduced_units.clear()
         return notes
 
     @torch.no_grad()
@@ -286,7 +286,7 @@ class UnitOrder(CallOrder):
         )
         device.current_stream().wait_event(event)
         context._last_post_reduce_events[stream] = event
-        self._reduced.append(unit)
+        self._reduced_units.append(unit)
 
 
 # `ShardHome`: each rank has a part of every parameter, as torch's `fully_shard` keeps it.
@@ -468,7 +468,7 @@ class ShardBinding:
         self._split: dict[str, FSDPParam] = {}
         self._came = set[FSDPParam]()
         self.order: UnitOrder
-        self.shows = ShardedParams(self._split, self.params, params)
+        self.opt_state_view = ShardedParams(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
         """Split a module that runs this home's, and take what torch made of its parameters."""
@@ -488,11 +488,11 @@ class ShardBinding:
                 name = self._places[id(info.module), info.param_name]
                 self._split[name] = param
         for name, param in self._split.items():
-            held = _fsdp_part(param, tree.local(self.shows.state[name]))
+            held = _fsdp_part(param, tree.local(self.opt_state_view.state[name]))
             trained = self.params[name].requires_grad
             param.sharded_param = nn.Parameter(held, requires_grad=trained)
             param._setattr_on_modules(param.sharded_param)
-        self.bind(self.shows.state)
+        self.bind(self.opt_state_view.state)
         mesh = self._splitter.mesh
         carries = neighbors.carries(
             mesh.get_group(mesh.ndim - 1), self._splitter.device
@@ -522,15 +522,15 @@ class ShardBinding:
             part = value._local_tensor
             has_room = tree.room(part) >= count  # not if made by somebody's operators
             if not has_room or (self._splitter.pins and not part.is_pinned()):
-                part = value._local_tensor = self._rehomed(part, count)
+                part = value._local_tensor = self._reallocate(part, count)
             split._sharded_param_data = part.as_strided(
                 (count,), (1,), part.storage_offset()
             )
             held: Any = split.sharded_param
             held._local_tensor = param.data = part
-        self.shows.state = params
+        self.opt_state_view.state = params
 
-    def _rehomed(self, part: torch.Tensor, count: int) -> torch.Tensor:
+    def _reallocate(self, part: torch.Tensor, count: int) -> torch.Tensor:
         """Return a copy of a part in memory from which torch can gather it."""
         if not self._splitter.pins:
             return tree.pad_part(part, count)
@@ -546,7 +546,7 @@ class ShardBinding:
         """Begin a backward pass, which has come by no parameter yet."""
         self._came.clear()
 
-    def used(self) -> dict[str, bool]:
+    def used_params(self) -> dict[str, bool]:
         """Return of each trained parameter whether this rank's pass came by it."""
         return {
             name: param.grad is not None
@@ -596,7 +596,7 @@ class ShardBinding:
                     param.grad = part = tree.local(grad)
                     split.sharded_param.grad = None
                     if self._is_inner:  # torch's FSDP knows of its own ranks alone
-                        grad = tree.with_local(self.shows.state[name], part)
+                        grad = tree.with_local(self.opt_state_view.state[name], part)
             if grad is not None:
                 gradients[name] = grad
         return gradients
@@ -605,7 +605,7 @@ class ShardBinding:
         """Let the optimizer have parts, and the next pass what it adds to."""
         # until they are reduced they are as they were computed
         dtypes = () if grads.reduced else self._splitter.dtypes
-        grads.check_fit(self.shows.state, dtypes, self._splitter.device)
+        grads.check_fit(self.opt_state_view.state, dtypes, self._splitter.device)
         self.clear_gradients()
         for name, param in self.trained.items():
             grad, split = grads.as_taken.get(name), self._split.get(name)
@@ -741,7 +741,7 @@ class FSDPRunner:
         with self._backward:
             with order.goes_on():
                 run_backward((scalar,), (seed,))
-                used = home.used()
+                used = home.used_params()
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused
                 unused = [name for name in used if misses and name not in self._used]
@@ -749,10 +749,10 @@ class FSDPRunner:
                     self._refuse_unused(unused)
             if not self._sync:
                 return None
-            total = self._reduced(weight, used)
+            total = self._reduce_rest(weight, used)
         return total / self._ranks.size if self._ends else None
 
-    def _reduced(self, weight: Number, used: Mapping[str, bool]) -> torch.Tensor:
+    def _reduce_rest(self, weight: Number, used: Mapping[str, bool]) -> torch.Tensor:
         """Reduce what no unit has; return the weight of all ranks."""
         home, ranks = self._home, self._ranks
         whole = home.whole_gradients()

@@ -266,7 +266,7 @@ class NormOrder(CallOrder):
     A layer normalizes the samples of all ranks at once, so each rank must run it.
     """
 
-    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a forward pass that compares which layers ranks ran.
 
         Raises:

@@ -234,11 +234,11 @@ _MODE = "train_mode"
 class OptStateView(Protocol):
     """Knows a state's values of what an optimizer has of parts of its parameters."""
 
-    def shown(self, opt_state: State) -> State:
+    def to_state(self, opt_state: State) -> State:
         """Return a state's values."""
         ...
 
-    def raw(self, opt_state: State) -> State:
+    def from_state(self, opt_state: State) -> State:
         """Return what the optimizer has of them."""
         ...
 
@@ -254,13 +254,13 @@ class LiveOptimizer:
         self,
         optimizer: Optimizer,
         names: Mapping[Any, str],
-        shows: "OptStateView | None" = None,
+        opt_state_view: "OptStateView | None" = None,
     ) -> None:
         """Take an optimizer over live parameters, which is nobody else's, and their names.
 
-        Where parameters are parts of those of a state, `shows` knows its values of parts.
+        Where parameters are parts of those of a state, `opt_state_view` knows its values of parts.
         """
-        self._shows, self._torch = shows, optimizer
+        self._opt_state_view, self._torch = opt_state_view, optimizer
         self._step = bare_step(self._torch)
         others = [each for each in parts_of(optimizer) if not is_torchs(each)]
         self._counters = Counters.of_optimizers(others) if others else None
@@ -298,7 +298,8 @@ class LiveOptimizer:
         """Take over a state's entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
-        given, state = state, state if self._shows is None else self._shows.raw(state)
+        loaded, view = state, self._opt_state_view
+        state = state if view is None else view.from_state(state)
         for param, name in self._params.items():
             if name in state:
                 live[param] = dict(state[name])
@@ -315,7 +316,7 @@ class LiveOptimizer:
         self._assigned = {}
         self._kernel = None
         self._versions = None
-        self._state = given
+        self._state = loaded
         self._num_entries = -1  # the entries are copies: name them again after the step
 
     def expect(self, planned: Assignments) -> None:
@@ -373,7 +374,7 @@ class LiveOptimizer:
         skip = skip if self._fused else None
         kernel = self._kernel if step is self._step else None
         if kernel is None or not kernel.step(scale, skip):
-            self._stepped(self._torch, step, grad_scale=scale, found_inf=skip)
+            self._step_with(self._torch, step, grad_scale=scale, found_inf=skip)
         return self.finish()
 
     def begin(self, hyper: Assignments) -> None:
@@ -397,7 +398,7 @@ class LiveOptimizer:
         groups, part.param_groups, group["params"] = part.param_groups, [group], [param]
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         try:
-            self._stepped(part, bare_step(part), grad_scale=scale)
+            self._step_with(part, bare_step(part), grad_scale=scale)
         finally:
             part.param_groups, group["params"] = groups, found["params"]
 
@@ -429,7 +430,7 @@ class LiveOptimizer:
         ):
             if entries != self._num_entries:
                 self._check_entries()
-            self._state = self._named()
+            self._state = self._name_state()
             self._num_entries = entries
             self._versions = None  # it knows not all of them
             # one that has hooks of its own is stepped by torch
@@ -458,7 +459,7 @@ class LiveOptimizer:
             self._assign(hyper)
 
     @staticmethod
-    def _stepped(
+    def _step_with(
         optimizer: Optimizer,
         step: Callable[[], object],
         **handed: torch.Tensor | None,
@@ -538,7 +539,7 @@ class LiveOptimizer:
             if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
                 raise OptimizerError(wrapper_error(type(self._torch).__name__))
 
-    def _named(self) -> State:
+    def _name_state(self) -> State:
         named = named_state(self._torch, self._names)
         for i, group in enumerate(self._torch.param_groups):
             tensors = {
@@ -549,7 +550,8 @@ class LiveOptimizer:
             entry = {**self._changed[i], **tensors}
             if entry:
                 named[group_key(i)] = entry
-        return named if self._shows is None else self._shows.shown(named)
+        view = self._opt_state_view
+        return named if view is None else view.to_state(named)
 
 
 def _value(entry: Any) -> Any:
@@ -622,7 +624,7 @@ _HALVES = slice(None, 2), slice(2, None)
 
 def check_elements(
     state: TrainState,
-    shown: str,
+    caller: str,
     *,
     dims: Iterable[int],
     optimizer: Optimizer | None = None,
@@ -631,7 +633,7 @@ def check_elements(
 
     Args:
         state: whose optimizer it is, unless another is given.
-        shown: who asks.
+        caller: the call that asks, for error texts.
         dims: at which parameters are cut.
         optimizer: a prototype of another.
 
@@ -644,13 +646,13 @@ def check_elements(
         differ = [name for dim in dims for name in _differing(state, dim, optimizer)]
     except Exception as error:
         msg = (
-            f"{shown}: {kind} cannot be tried on small parameters, to see whether it"
+            f"{caller}: {kind} cannot be tried on small parameters, to see whether it"
             f" updates each element for itself: {error!r}."
         )
         raise OptimizerError(msg) from error
     if differ:
         msg = (
-            f"{shown}: {kind} updates an element by more than its own gradient, and a"
+            f"{caller}: {kind} updates an element by more than its own gradient, and a"
             f" rank has only a part of them: {', '.join(dict.fromkeys(differ[:5]))} came out"
             " otherwise in parts. Take an optimizer that goes element by element, such as"
             " AdamW, or af.wrap_ddp."
@@ -880,7 +882,7 @@ class LiveUpdate:
         self.forget()
         return self._optimizer.end()
 
-    def done(self) -> dict[str, torch.Tensor]:
+    def stepped_params(self) -> dict[str, torch.Tensor]:
         """Return the parameters that were stepped, by name."""
         return {name: self._named[name] for name in self._done}
 

@@ -216,7 +216,7 @@ class Layers:
         if self.sequence:
             self._apart.draw_alike()
 
-    def scattered(self, whole: torch.Tensor, place: str) -> torch.Tensor:
+    def scatter(self, whole: torch.Tensor, place: str) -> torch.Tensor:
         """Return this rank's positions of what all ranks have."""
         self._check_length(whole, place)
         return vocabulary.scatter_to_ranks(whole, _SEQUENCE, self.ranks)
@@ -236,7 +236,7 @@ class Layers:
             return param
         return vocabulary.copy_to_ranks(param, self.ranks)
 
-    def whole(self, part: torch.Tensor, dim: int) -> torch.Tensor:
+    def gather_param(self, part: torch.Tensor, dim: int) -> torch.Tensor:
         """Return all of a parameter; a collective."""
         return vocabulary.all_parts(part.detach(), dim, self.ranks)
 
@@ -267,7 +267,7 @@ class Parallel:
         """Return a parameter as this rank computes now: its part, or the whole."""
         if not self.layers.is_whole or name not in self.cuts:
             return param
-        return self.layers.whole(param, self.cuts[name])
+        return self.layers.gather_param(param, self.cuts[name])
 
 
 class SelfSplittingLayer(nn.Module):
@@ -402,7 +402,7 @@ def scatter(module: nn.Module, place: str, layers: Layers) -> None:
     def give_some(module: nn.Module, _: object, made: Any) -> Any:
         if layers.is_whole:
             return made
-        made = layers.scattered(made, place)
+        made = layers.scatter(made, place)
         layers.begin_sequence(place, training=module.training)
         return made
 

@@ -117,12 +117,12 @@ class Megatron(SelfSplittingLayer):
             )
             raise ModelError(msg)
 
-    def whole(self, name: str) -> torch.Tensor | None:
+    def full_param(self, name: str) -> torch.Tensor | None:
         """Return all of a parameter; a collective."""
         param: torch.Tensor | None = getattr(self, name)
         if param is None or self.layers is None or name not in self.cuts:
             return param
-        return self.layers.whole(param, self.cuts[name])
+        return self.layers.gather_param(param, self.cuts[name])
 
 
 class Linear(Megatron):
@@ -141,9 +141,9 @@ class Linear(Megatron):
 
     def in_one_piece(self, given: torch.Tensor) -> OutputAndBias:
         """Return what a whole layer makes, of weights that are gathered for it."""
-        weight = self.whole("weight")
+        weight = self.full_param("weight")
         assert weight is not None  # noqa: S101 - none is made without
-        return self.with_bias(F.linear(given, weight), self.whole("bias"))
+        return self.with_bias(F.linear(given, weight), self.full_param("bias"))
 
     def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
         """Return an output and the bias, or both in one."""
@@ -229,7 +229,7 @@ class Vocabulary(Megatron, VocabParallelEmbedding):
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
         """Return the vectors of all words, each from the rank that has it."""
         if self.layers is None or self.layers.is_whole:
-            weight = self.whole("weight")
+            weight = self.full_param("weight")
             assert weight is not None  # noqa: S101 - as above
             return F.embedding(input_, weight)
         return VocabParallelEmbedding.forward(self, input_)

@@ -107,7 +107,7 @@ class accumulate:
 
     def _parts(self, batch: Any) -> Sequence[Any]:
         """Return the micro-batches."""
-        return batch.parts() if isinstance(batch, Batch) else self._listed(batch)
+        return batch.parts() if isinstance(batch, Batch) else self._check_list(batch)
 
     def _refuse_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
         """Refuse an extra with a row for each sample, all of which each part would get."""
@@ -122,7 +122,7 @@ class accumulate:
                 )
                 raise BatchError(msg)
 
-    def _listed(self, value: Any) -> Sequence[Any]:
+    def _check_list(self, value: Any) -> Sequence[Any]:
         wanted = self.num_micro_batches
         if isinstance(value, list) and value:
             parts = cast("list[Any]", value)

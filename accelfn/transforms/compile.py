@@ -136,7 +136,7 @@ class compile:  # noqa: A001 - what torch calls it
             " needs these to be of 1 MiB or more; {other!r} asks for smaller ones. Leave out"
             " bucket_cap_mb=.",
         }
-        if self._runs_it:
+        if self._is_eager:
             refused["recomputes"] = (
                 "would draw other random numbers in what {other!r} recomputes, for it"
                 " runs graphs as they stand. Take another backend, as 'aot_eager'."
@@ -147,11 +147,11 @@ class compile:  # noqa: A001 - what torch calls it
         """Let what runs the loss run it compiled."""
         setup = state.setup
         recomputes = "recomputes" in setup.facts
-        apart = bool(setup.owners["loss_scale"]) or recomputes or self._runs_it
+        apart = bool(setup.owners["loss_scale"]) or recomputes or self._is_eager
         whole = self.fullgraph and not apart
 
         def compiling(module: nn.Module) -> Runner:
-            compiler = Compiler(self._told(), state.world)
+            compiler = Compiler(self._compile_options(), state.world)
             if self.regions is not None:
                 found = select_modules(module, self.regions, f"{self!r}")
                 compile_regions(found, compiler)
@@ -163,7 +163,7 @@ class compile:  # noqa: A001 - what torch calls it
 
         return compiling
 
-    def _told(self) -> Options:
+    def _compile_options(self) -> Options:
         return Options(
             backend=self.backend,
             mode=self.mode,
@@ -173,6 +173,6 @@ class compile:  # noqa: A001 - what torch calls it
         )
 
     @property
-    def _runs_it(self) -> bool:
+    def _is_eager(self) -> bool:
         """Whether the backend runs a graph as it stands, and compiles nothing."""
         return isinstance(self.backend, str) and self.backend.startswith("eager")

@@ -147,7 +147,7 @@ class _Sequence:
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
     ) -> Loss:
         """Return the loss of this rank's part."""
-        part = self._cut(batch, self._length(batch))
+        part = self._slice_part(batch, self._length(batch))
         with self._attending:
             returned = loss_fn(model, part, *extras)
         if not isinstance(returned, Loss):
@@ -252,7 +252,7 @@ class _Sequence:
             raise BatchError(msg)
         return length
 
-    def _cut(self, batch: Any, length: int) -> Any:
+    def _slice_part(self, batch: Any, length: int) -> Any:
         """Return what of a batch is this rank's."""
         size = length // self._way.num_pieces
         begins = [piece * size for piece in self._way.pieces]

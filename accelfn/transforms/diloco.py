@@ -113,7 +113,7 @@ class Exchange:
         }
         return {**flight, "half": 1, "values": pending}, {**error, **new}
 
-    def go_on(
+    def start_second_half(
         self, flight: Flight, error: Mapping[str, Any]
     ) -> tuple[Flight, Mapping[str, Any]]:
         """Begin the second half of a flight in few bits; return what is remembered, too."""
@@ -137,7 +137,7 @@ class Exchange:
         flight = {**flight, "half": 2, "values": pending, "weight": total}
         return flight, {**error, **new}
 
-    def arrived(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
+    def receive_mean(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
         """Return the mean by name, of this rank's parts; None where no rank saw anything.
 
         Args:
@@ -336,7 +336,7 @@ class Outer:
     factory: Any
     anchor: OuterTensors
 
-    def stepped(self, state: State, gradients: OuterTensors) -> State:
+    def step(self, state: State, gradients: OuterTensors) -> State:
         """Step the parameters that have a gradient; return the optimizer's next state.
 
         Args:
@@ -352,15 +352,15 @@ class Outer:
         live.load(state)
         return {name: dict(entry) for name, entry in live.update({}).items()}
 
-    def shown(self, opt_state: State) -> State:
+    def to_state(self, opt_state: State) -> State:
         """Return values that lie over the ranks as the anchor does."""
-        return _map_tensors(opt_state, self._laid)
+        return _map_tensors(opt_state, self._shard_like)
 
-    def raw(self, opt_state: State) -> State:
+    def from_state(self, opt_state: State) -> State:
         """Return what the optimizer has of them: parts."""
         return _map_tensors(opt_state, _part)
 
-    def _laid(self, name: str, each: torch.Tensor) -> torch.Tensor:
+    def _shard_like(self, name: str, each: torch.Tensor) -> torch.Tensor:
         anchor = self.anchor.get(name)
         if anchor is None or not is_shard(anchor) or each.shape != local(anchor).shape:
             return each
@@ -538,36 +538,38 @@ class diloco:
         definition = state.definition
         names = owned_names(definition.optimizer, definition.skeleton)
         anchor = tree.clone({name: state.params[name] for name in names})
-        return self._begun(anchor, {}, state.step)
+        return self._new_slot(anchor, {}, state.step)
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Count what this rank has seen; send, and use, the fragments whose turn it is."""
-        slot = self._fitted(slot, state.step - 1)
+        slot = self._fit_slot(slot, state.step - 1)
         slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
         timetable = Timetable(self.fragments, self.sync_every, self.delay)
         updates = state.step - slot["since"]
         for i in timetable.leaving(updates):
-            slot = self._exchanged(state, slot, i, self._fragments(state)[i])
+            slot = self._exchange_fragment(state, slot, i, self._fragments(state)[i])
         for key, flight in list(slot["flights"].items()):
             sent = flight["sent"] - slot["since"]
             if timetable.half_way(updates, sent):
-                slot = self._gone_on(state, slot, key)
+                slot = self._continue_flight(state, slot, key)
             if timetable.due(updates, sent):
-                slot = self._landed(state, slot, key)
+                slot = self._apply_flight(state, slot, key)
         return state, slot
 
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
         """Use what is on its way, exchange what was done since, and go to the anchor."""
-        slot = self._fitted(slot, state.step)
+        slot = self._fit_slot(slot, state.step)
         for key in list(slot["flights"]):
-            slot = self._landed(state, self._gone_on(state, slot, key), key)
+            slot = self._apply_flight(
+                state, self._continue_flight(state, slot, key), key
+            )
         for i, names in enumerate(self._fragments(state)):
             if state.step > slot["sent"][i]:
-                slot = self._exchanged(state, slot, i, names, at_once=True)
+                slot = self._exchange_fragment(state, slot, i, names, at_once=True)
         for name, each in slot["anchor"].items():
             local(state.params[name]).copy_(local(each))
         return state, {**slot, "since": state.step}
@@ -595,7 +597,7 @@ class diloco:
         """Return the anchor."""
         return {**params, **slot["anchor"]}, slot
 
-    def _fitted(self, slot: Slot, step: int) -> Slot:
+    def _fit_slot(self, slot: Slot, step: int) -> Slot:
         """Return a slot for these options, of one that may have been begun with others.
 
         Raises:
@@ -611,9 +613,9 @@ class diloco:
                 " state.with_setup."
             )
             raise StateError(msg)
-        return self._begun(slot["anchor"], slot["outer"], step)
+        return self._new_slot(slot["anchor"], slot["outer"], step)
 
-    def _begun(self, anchor: Any, outer: Any, step: int) -> Slot:
+    def _new_slot(self, anchor: Any, outer: Any, step: int) -> Slot:
         """Return the slot of ranks that are at the anchor."""
         error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
         return {
@@ -667,7 +669,7 @@ class diloco:
         }
         return cut_fragments(sizes, self.fragments)
 
-    def _exchanged(
+    def _exchange_fragment(
         self,
         state: TrainState,
         slot: Slot,
@@ -682,25 +684,25 @@ class diloco:
         """
         whole = self._exchange(state).is_whole
         if self.delay and not at_once:
-            slot = self._sent(state, slot, i, names)
+            slot = self._send_fragment(state, slot, i, names)
         else:
             for some in bucket_names(names, state.params, self.bucket_cap_mb):
                 if whole or at_once:
-                    slot = self._averaged(state, slot, i, some)
+                    slot = self._average_fragment(state, slot, i, some)
                 else:
-                    slot = self._gone_on(
-                        state, self._sent(state, slot, i, some), f"{i}"
+                    slot = self._continue_flight(
+                        state, self._send_fragment(state, slot, i, some), f"{i}"
                     )
-                    slot = self._landed(state, slot, f"{i}")
+                    slot = self._apply_flight(state, slot, f"{i}")
         fresh = {"weights": 0, "sent": state.step}
         changed = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
         return {**slot, **changed}
 
-    def _averaged(
+    def _average_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Step by the mean of numbers as they are."""
-        deltas = self._moved(state, slot, names)
+        deltas = self._deltas(state, slot, names)
         for name in names if slot["error"] else ():
             deltas[name] += local(slot["error"][name])
         slot = {**slot, "error": without(slot["error"], names)}
@@ -711,39 +713,39 @@ class diloco:
             label=_LABEL,
             bucket_cap_mb=self.bucket_cap_mb,
         )
-        return self._stepped(state, slot, deltas)
+        return self._step_anchor(state, slot, deltas)
 
-    def _sent(
+    def _send_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Let parameters of a fragment fly."""
-        deltas, weight = self._moved(state, slot, names), slot["weights"][i]
+        deltas, weight = self._deltas(state, slot, names), slot["weights"][i]
         exchange, error = self._exchange(state), slot["error"]
         like = slot["anchor"]
         flight, error = exchange.send(deltas, error, weight, state.step, like=like)
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
-    def _gone_on(self, state: TrainState, slot: Slot, key: str) -> Slot:
+    def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
         """Begin the second half of a flight, if it has one."""
         flight, error = slot["flights"][key], slot["error"]
-        flight, error = self._exchange(state).go_on(flight, error)
+        flight, error = self._exchange(state).start_second_half(flight, error)
         return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}
 
-    def _landed(self, state: TrainState, slot: Slot, key: str) -> Slot:
+    def _apply_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
         """Step by what has arrived."""
         flights = dict(slot["flights"])
-        means = self._exchange(state).arrived(flights.pop(key), slot["anchor"])
+        means = self._exchange(state).receive_mean(flights.pop(key), slot["anchor"])
         slot = {**slot, "flights": flights}
-        return slot if means is None else self._stepped(state, slot, means)
+        return slot if means is None else self._step_anchor(state, slot, means)
 
-    def _stepped(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
+    def _step_anchor(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
         """Step the anchor, and let this rank go on from there.
 
         What is frozen goes to the mean of what ranks had trained before, by no momentum.
         """
         anchor, trained = slot["anchor"], state.trainable
         stepped = {name: each for name, each in means.items() if name in trained}
-        after = Outer(self.outer or NESTEROV, anchor).stepped(slot["outer"], stepped)
+        after = Outer(self.outer or NESTEROV, anchor).step(slot["outer"], stepped)
         for name in means.keys() - stepped.keys():
             local(anchor[name]).sub_(means[name])
         for name in means:
@@ -754,7 +756,7 @@ class diloco:
                 param.copy_(target)
         return {**slot, "outer": after}
 
-    def _moved(self, state: TrainState, slot: Slot, names: Sequence[str]) -> Tensors:
+    def _deltas(self, state: TrainState, slot: Slot, names: Sequence[str]) -> Tensors:
         return param_deltas(
             state.params, {name: slot["anchor"][name] for name in names}
         )

@@ -139,7 +139,7 @@ class local_sgd:
                 )
                 raise ArgumentError(msg)
             ranks.split(size=size)
-        return self._begun(state)
+        return self._new_slot(state)
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
@@ -157,7 +157,7 @@ class local_sgd:
         updates = state.step - slot["since"]
         if updates >= self.sync_every:
             return self.finalize(state, slot, update)
-        return state, self._near(state, slot, updates)
+        return state, self._average_neighbours(state, slot, updates)
 
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
@@ -165,8 +165,8 @@ class local_sgd:
         """Average now, in place, unless nothing was updated since the last time."""
         if _owes(state, slot):
             ranks = state.definition.copies
-            self._average_(self._averaged(state, ranks), slot["weight"], ranks)
-        return state, self._begun(state)
+            self._average_(self._averaged_tensors(state, ranks), slot["weight"], ranks)
+        return state, self._new_slot(state)
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Average by the weight of what each rank has seen; go on as after an average."""
@@ -192,14 +192,14 @@ class local_sgd:
         self._average_(list(means.values()), slot["weight"], ranks)
         return {**params, **means}, slot
 
-    def _begun(self, state: TrainState) -> Slot:
+    def _new_slot(self, state: TrainState) -> Slot:
         """Return the slot of ranks that agree."""
         slot: Slot = {"weight": 0, "since": state.step}
         if self.neighbours:
             slot["near"] = {f"{period}": 0 for period in self.neighbours}
         return slot
 
-    def _near(self, state: TrainState, slot: Slot, updates: int) -> Slot:
+    def _average_neighbours(self, state: TrainState, slot: Slot, updates: int) -> Slot:
         """Average the largest part that is due, and begin its period, and those within, anew."""
         due = [period for period in self.neighbours if updates % period == 0]
         if not due:
@@ -207,7 +207,7 @@ class local_sgd:
         last = max(due)
         ranks = state.definition.copies.split(size=self.neighbours[last])
         weight = slot["near"][f"{last}"]
-        self._average_(self._averaged(state, ranks), weight, ranks)
+        self._average_(self._averaged_tensors(state, ranks), weight, ranks)
         within = {f"{period}": 0 for period in self.neighbours if period <= last}
         return {**slot, "near": {**slot["near"], **within}}
 
@@ -217,7 +217,7 @@ class local_sgd:
         cap = self.bucket_cap_mb
         average_(tensors, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
 
-    def _averaged(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
+    def _averaged_tensors(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
         # the others are as they were created, and rounding would move them
         trained = state.definition.skeleton.once_trained
         tensors = [param for name, param in state.params.items() if name in trained]

@@ -140,7 +140,7 @@ class plateau:
         for i, group in enumerate(update.state.definition.optimizer.param_groups):
             floor = least[i] if isinstance(least, Sequence) else least
             rate = hyper.get((i, "lr"), group["lr"])
-            rates[i, "lr"] = self._reduced(rate, floor, slot["num_reductions"])
+            rates[i, "lr"] = self._reduce_rate(rate, floor, slot["num_reductions"])
         return rates, slot
 
     def _is_better(self, value: float, best: float) -> bool:
@@ -151,7 +151,7 @@ class plateau:
         bar = best * (size + 1.0) if self.threshold_mode == "rel" else best + size
         return value > bar
 
-    def _reduced(self, rate: Any, floor: float, times: int) -> float:
+    def _reduce_rate(self, rate: Any, floor: float, times: int) -> float:
         """Return a rate after some reductions; of a tensor's, each is rounded as that is."""
         now = float(rate)
         for _ in range(times):

@@ -114,7 +114,7 @@ def _run_with_buffers(
     is_first = not runs
     if is_first:
         runs.append(_Buffers(module))
-    with runs[0].watched() if is_first else runs[0].as_before():
+    with runs[0].record() if is_first else runs[0].replay():
         return forward(*args, **kwargs)
 
 
@@ -134,7 +134,7 @@ class _Buffers:
         self._before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @contextmanager
-    def watched(self) -> Generator[None]:
+    def record(self) -> Generator[None]:
         """Run the first time."""
         found = [
             (table, key, buffer.clone())
@@ -150,7 +150,7 @@ class _Buffers:
         ]
 
     @contextmanager
-    def as_before(self) -> Generator[None]:
+    def replay(self) -> Generator[None]:
         """Run again, on copies."""
         after = [(table, key, table[key]) for table, key, _ in self._before]
         for table, key, copy in self._before:

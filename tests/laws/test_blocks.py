@@ -105,7 +105,7 @@ def in_blocks(call: Call, *, is_causal: bool) -> list[torch.Tensor]:
             part = mask[..., begin:end]
         keys, values = key[:, :, begin:end], value[:, :, begin:end]
         blocks.append(Block(query, keys, values, part, is_causal=is_causal, scale=0.5))
-    (seen, lse), *rest = (tuple(map(wide, block.attended())) for block in blocks)
+    (seen, lse), *rest = (tuple(map(wide, block.attend())) for block in blocks)
     for more, of_more in rest:
         join(seen, lse, more, of_more)
     seen = seen.to(call.dtype)
@@ -169,7 +169,7 @@ def test_who_sees_nothing_gets_nothing(features: int | None) -> None:
         )
         for i in range(2)
     )
-    (seen, lse), (more, of_more) = one.attended(), other.attended()
+    (seen, lse), (more, of_more) = one.attend(), other.attend()
     join(seen, lse, more, of_more)
     assert not seen.any()
     for gradient in one.gradients(upstream, seen, lse):

@@ -130,7 +130,7 @@ def test_rows_and_flat_tensors_hold_the_same(case: Case) -> None:
     def fn(world: af.World) -> None:
         where = case.where(world, values)
         rows = {n: where.layout.cut(n, value) for n, value in values.items()}
-        flats = where.gathered(rows)
+        flats = where.to_flats(rows)
         for i in range(len(case.shapes)):
             assert torch.equal(case.flat(i, world.rank, values), flats[i])
         params = FlatParams(values, where, flats, {})
@@ -139,7 +139,7 @@ def test_rows_and_flat_tensors_hold_the_same(case: Case) -> None:
             assert params[name].shape == value.shape
             assert torch.equal(_local(value), _local(params[name]))
         flats[0].add_(1)  # a step changes them
-        params.changed()
+        params.mark_changed()
         assert torch.equal(_local(rows["0.0"]) + 1, _local(params["0.0"]))
 
     simulate(case.ranks, fn, axes={"dp_shard": case.ranks})

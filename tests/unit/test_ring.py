@@ -258,7 +258,7 @@ def test_the_kernel_of_gpus_is_called_as_torch_declares_it(is_causal: bool) -> N
         query = torch.empty(2, 4, 6, 16, **options)
         key, value = (torch.empty(2, 2, 6, 16, **options) for _ in range(2))
         block = Block(query, key, value, None, is_causal=is_causal, scale=0.5)
-        seen, lse = block.attended()
+        seen, lse = block.attend()
         assert (seen.shape, lse.shape) == (query.shape, query.shape[:3])
         assert (seen.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
         gradients = block.gradients(torch.empty_like(seen), seen, lse)
