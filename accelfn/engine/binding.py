@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a state's tensors live in PyTorch's machinery: the part in which layouts differ.
+"""Bind a state's tensors to a module: replicated, or split along "tp".
 
-An engine binds states to a home and steps what is there; it does not know whether a
-parameter is one tensor on each rank, or a slice of one.
+An engine binds a state to a `ParamBinding` and steps its parameters. Only the binding knows
+whether a parameter is a whole tensor on each rank, or a shard.
 """
 
 import dataclasses
@@ -25,61 +25,61 @@ from accelfn.state.state import OptState, TrainState
 
 
 class ParamBinding(Protocol):
-    """Lends tensors of states to a module, and takes gradients out of it."""
+    """Points a module at a state's tensors, and collects the module's gradients."""
 
     @property
     def module(self) -> nn.Module:
-        """What runs the loss; runners wrap it."""
+        """The module that computes the loss; runners wrap it."""
         ...
 
     @property
     def params(self) -> Mapping[str, nn.Parameter]:
-        """What the optimizer steps, by name."""
+        """The parameters that the optimizer steps, by name."""
         ...
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
-        """Those of them that are trained."""
+        """The trained parameters, by name."""
         ...
 
     @property
     def opt_state_view(self) -> OptStateView | None:
-        """What knows a state's values of the optimizer's; None where they are the same."""
+        """Converts optimizer state between shards and a state's values; None: they are the same."""
         ...
 
     @property
     def holder(self) -> "Holder | None":
-        """Who holds gradients so that nobody sees them; None where a home shows them."""
+        """The object that hides gradients until the update (DeepSpeed); None: they are visible."""
         ...
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state's parameters, by pointers."""
+        """Point the module at a state's parameters, without a copy."""
         ...
 
     def has_gradients(self) -> bool:
-        """Whether some are there, as far as a quick look tells."""
+        """Whether some parameter has a gradient, by a quick check."""
         ...
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients that a backward pass left, by name; they stay there."""
+        """Return the gradients of the last backward pass, by name, without clearing `.grad`."""
         ...
 
     def put_gradients(self, grads: Grads) -> None:
-        """Put gradients to where a backward pass adds, and the optimizer looks.
+        """Set gradients as `.grad`, for the next backward pass and the optimizer.
 
         Raises:
-            GradsError: they do not fit the parameters.
+            GradsError: the gradients do not fit the parameters.
         """
         ...
 
     def clear_gradients(self) -> None:
-        """Leave none."""
+        """Clear all gradients."""
         ...
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
+        """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
         ...
 
 
@@ -92,16 +92,16 @@ class Holder(Protocol):
         ...
 
     def hidden(self) -> Mapping[str, torch.Tensor]:
-        """Return what stands for the gradients that it holds now."""
+        """Return a placeholder for the hidden gradients."""
         ...
 
     def reports(self) -> Mapping[str, Number]:
-        """Return what is told of the last update."""
+        """Return metrics of the last update."""
         ...
 
 
 class ReplicaBinding:
-    """Each rank computes with all of every parameter: a module, alone or in a replica."""
+    """Binds whole parameters on each rank: one process, or a replica of DDP."""
 
     opt_state_view: OptStateView | None = None
     holder: Holder | None = None
@@ -115,42 +115,42 @@ class ReplicaBinding:
         self._pairs = list(self.trained.items())
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Let the module's parameters have the state's memory."""
+        """Point the module's parameters at the state's memory."""
         for name, param in self.params.items():
             param.data = params[name]
 
     def has_gradients(self) -> bool:
-        """Look at the first and the last parameter, for this is asked at every step."""
+        """Check the first and the last parameter only: every step calls this."""
         first, last = self._pairs[0][1], self._pairs[-1][1]
         return first.grad is not None or last.grad is not None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return those of the parameters that have one."""
+        """Return the existing gradients by parameter name."""
         return {n: grad for n, param in self._pairs if (grad := param.grad) is not None}
 
     def put_gradients(self, grads: Grads) -> None:
-        """Let each parameter have its gradient, or none."""
+        """Set each parameter's gradient, or None."""
         grads.check_fit(self.trained)
         for name, param in self._pairs:
             param.grad = grads.as_taken.get(name)
 
     def clear_gradients(self) -> None:
-        """Leave the parameters without one."""
+        """Clear all gradients."""
         for _, param in self._pairs:
             param.grad = None
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return what calls functions of a module around these tensors."""
+        """Return a callable that runs functions of a module on these tensors."""
         return lend_module(self._definition, params, buffers)
 
 
 class LayerBinding(ReplicaBinding):
-    """Each rank computes with its part of some layers, and with all of the rest."""
+    """Binds this rank's shards of layers split along "tp", and the rest whole."""
 
     def __init__(self, state: TrainState) -> None:
-        """Build a module around the parts that this rank has."""
+        """Build a module around this rank's shards."""
         super().__init__(state)
 
         assert state.definition.layout is not None  # noqa: S101 - of `binding_of`
@@ -160,17 +160,17 @@ class LayerBinding(ReplicaBinding):
         )
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Let the module's parameters have the memory of the state's parts."""
+        """Point the module's parameters at the memory of the state's shards."""
         super().bind({name: local(param) for name, param in params.items()})
         self._parts.state = params
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients that lie as their parameters do."""
+        """Return gradients in the layout of their parameters."""
         found = super().take_gradients()
         return {n: self._layout.laid(n, grad) for n, grad in found.items()}
 
     def put_gradients(self, grads: Grads) -> None:
-        """Let each parameter have its part of a gradient, or none."""
+        """Set each parameter's shard of its gradient, or None."""
         grads.check_fit(self._parts.state)
         for name, param in self._pairs:
             grad = grads.as_taken.get(name)
@@ -180,7 +180,7 @@ class LayerBinding(ReplicaBinding):
 
 
 def binding_of(state: TrainState) -> ParamBinding:
-    """Return a home of a state of which each rank computes with what it has."""
+    """Return the binding of a state whose ranks compute with their own tensors."""
     return (
         ReplicaBinding(state)
         if state.definition.layout is None
@@ -193,7 +193,7 @@ def build_module(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> nn.Module:
-    """Return the model around what this rank has, whose layers compute with that."""
+    """Return the model around this rank's tensors, with split layers set up."""
     params = {name: local(param) for name, param in params.items()}
     module = definition.skeleton.build(params, buffers)
     for split in definition.setup.facts.get("splits_layers", ()):
@@ -206,7 +206,7 @@ def lend_module(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Return what calls `fn(model, ...)`, on a model around these tensors."""
+    """Return a callable that runs `fn(model, ...)` on a model around these tensors."""
     from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - of split layers
 
     model = build_module(definition, params, buffers).eval()
@@ -217,14 +217,14 @@ def lend_module(
     return call
 
 
-# The optimizer's state of parameters of which a rank has parts, as a state's values.
+# Optimizer state of sharded parameters.
 
 
-# torch's DTensors have no public way to be made of parts without an operator
+# torch has no public constructor of a DTensor from local shards that runs no operator
 
 
 class ShardedParams:
-    """Knows the values of a state, which are DTensors, of the parts that are stepped."""
+    """Converts optimizer state between local shards, as stepped, and a state's DTensors."""
 
     def __init__(
         self,
@@ -232,11 +232,11 @@ class ShardedParams:
         params: Mapping[str, torch.nn.Parameter],
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take the names of those that are split, what is stepped, and a state's values."""
+        """Take the names of split parameters, the stepped parameters and the state's values."""
         self._split, self._params, self.state = split, params, state
 
     def to_state(self, opt_state: OptState) -> OptState:
-        """Return the optimizer's state as a state's values: what is a part, as a DTensor."""
+        """Return the optimizer's state with shards as DTensors."""
         return {n: self._entry(n, e) for n, e in opt_state.items()}
 
     def _entry(self, name: str, entry: dict[str, Any]) -> dict[str, Any]:
@@ -249,7 +249,7 @@ class ShardedParams:
         }
 
     def from_state(self, opt_state: OptState) -> OptState:
-        """Return the parts of a state's values."""
+        """Return the optimizer's state with local shards."""
         return {
             name: {key: _local(value) for key, value in entry.items()}
             for name, entry in opt_state.items()
@@ -259,12 +259,12 @@ class ShardedParams:
 def local_parameter(
     value: torch.Tensor, like: torch.nn.Parameter
 ) -> torch.nn.Parameter:
-    """Return what is stepped in the place of a state's value: the part, in its memory."""
+    """Return a parameter over a value's local shard, sharing its memory."""
     return torch.nn.Parameter(tree.local(value), requires_grad=like.requires_grad)
 
 
 def part_like(value: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return what has a parameter's shape as it lies; of its own dtype."""
+    """Return a DTensor of `part` in the layout of `value`, with the dtype of `part`."""
     spec = value._spec
     meta = spec.tensor_meta._replace(dtype=part.dtype)
     spec = dataclasses.replace(spec, tensor_meta=meta)

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: the one place with side effects.
+"""The engine: runs losses and optimizer steps. All side effects of training are here.
 
-It binds a state's tensors to real PyTorch machinery, a module and an optimizer, and runs
-backward passes and updates on them. It is a cache, not a state: it can be dropped and made
-again at any time, and what it does depends on the state it is given alone.
+An engine binds a state's tensors to a module and an optimizer, and runs backward passes and
+updates on them. It is a cache: it can be dropped and rebuilt at any time, and its results
+depend only on the state.
 
-In the steady loop the state is the one that the last update returned, and nothing is
-bound anew; another state is bound by swapping pointers.
+In the steady loop the state is the result of the last update, and nothing is rebound. Binding
+another state swaps pointers.
 """
 
 from collections.abc import Callable, Mapping
@@ -58,12 +58,12 @@ from accelfn.state.state import OptState, TrainState
 if TYPE_CHECKING:
     from accelfn.engine.ddp import Compression
 
-# Buffers that a forward pass writes (BatchNorm's statistics), kept pure.
+# Buffers that a forward pass writes (BatchNorm statistics): passes stay pure.
 #
-# A forward pass has copies; the state's own are written only when the update is applied.
-# Large ones (masks, tables) are copied too, twice an update: whether a pass wrote one shows
-# in its values alone, for neither BatchNorm nor a write to `.data` counts as a version, and
-# comparing two tensors takes as long as copying one (64 MiB on a CPU: 10 ms by bits, 40 by
+# A forward pass uses copies; the state's buffers are written only when the update is applied.
+# Large buffers (masks, tables) are copied too, twice per update: only their values show whether
+# a pass wrote to them, because neither BatchNorm nor a write to `.data` increments the version,
+# and comparing two tensors takes as long as copying one (64 MiB on a CPU: 10 ms by bits, 40 by
 # numbers).
 
 
@@ -72,7 +72,7 @@ Table: TypeAlias = dict[str, torch.Tensor | None]
 
 @attrs.frozen(eq=False)
 class _Buffer:
-    """Where a buffer stands in the module, and the tensor object that stays there."""
+    """A buffer's place in the module, and the tensor object that stays there."""
 
     name: str
     table: Table
@@ -84,7 +84,7 @@ class Buffers:
     """The buffers of an engine's module."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Find them; a shared buffer counts once."""
+        """Find the buffers; a shared buffer counts once."""
         self._tables: list[tuple[str, Table, Table]] = []
         found: dict[int, _Buffer] = {}
         self._fixed: list[tuple[str, Table, str, torch.Tensor | None]] = []
@@ -110,7 +110,7 @@ class Buffers:
             self._place(each, home[each.name].clone())
 
     def begin(self, written: Mapping[str, torch.Tensor]) -> None:
-        """Put values in place for a forward pass: the state's, or what was `written` since."""
+        """Set values for a forward pass: the state's, or the `written` ones of earlier passes."""
         sources = {name: written.get(name, own) for name, own in self._home.items()}
         for name, each in self._assigned.items():
             if self._scratch[name].shape != sources[name].shape:
@@ -120,10 +120,12 @@ class Buffers:
             tree.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
 
     def end(self) -> dict[str, torch.Tensor]:
-        """Return the buffers after forward passes, by name; unless left, the next reuses them.
+        """Return the buffers after forward passes, by name.
+
+        The next pass overwrites them, unless `leave` is called.
 
         Raises:
-            ModelError: a pass made or removed one, or gave one another dtype or device.
+            ModelError: a pass registered or removed a buffer, or changed a dtype or device.
         """
         self._check_places()
         for each in self._found:
@@ -133,7 +135,7 @@ class Buffers:
         return dict(self._scratch)
 
     def leave(self) -> None:
-        """Leave what the last pass wrote to who holds it; the next one writes elsewhere."""
+        """Give the last pass's buffers to their owner; the next pass writes to new memory."""
         for each in self._found:
             self._place(each, torch.empty_like(self._scratch[each.name]))
 
@@ -148,7 +150,7 @@ class Buffers:
     def commit(
         self, written: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
     ) -> None:
-        """Write the values into the state's own buffers; where `skip` is 1, nothing."""
+        """Write the values into the state's buffers, unless `skip` is 1."""
         for name, value in written.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
@@ -160,16 +162,16 @@ class Buffers:
         tree.copy_(own, new)
 
     def keep_shapes(self, written: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the values fit into the state's own buffers, so that a device can decide."""
+        """Whether no shape changed, so that a flag on the device can skip the write."""
         return all(self._home[n].shape == value.shape for n, value in written.items())
 
     def _place(self, each: _Buffer, values: torch.Tensor) -> None:
-        """Let the module's buffer have these values, as its memory."""
+        """Point the module's buffer at these values."""
         self._scratch[each.name] = values
         each.tensor.data = values
 
     def _take(self, each: _Buffer, current: torch.Tensor | None) -> None:
-        """Take the values of a buffer that was assigned, not written."""
+        """Copy the values of a buffer that the pass assigned instead of writing in place."""
         if current is None:
             raise ModelError(_buffer_error(each.name, "was set to None"))
         home = self._home[each.name]
@@ -183,7 +185,7 @@ class Buffers:
         self._place(each, current.detach().clone())
 
     def _check_places(self) -> None:
-        """Refuse buffers that the state would not have."""
+        """Reject buffers that are not the state's."""
         if [len(table) for _, table, _ in self._tables] != self._num_keys:
             for path, table, before in self._tables:
                 for key in table.keys() ^ before.keys():
@@ -224,14 +226,14 @@ class Engine:
         live_update: LiveUpdate | None = None,
         compression: "Compression | None" = None,
     ) -> None:
-        """Take where the state's tensors live, what runs losses there, and what takes updates.
+        """Take the binding, the runner of losses and the optimizer; see `build`.
 
-        `build` makes these of a state. The module is the one that the runner runs.
+        `module` is the module that the runner runs.
         """
         self._home, self._runner, self._optimizer = home, runner, optimizer
         self._holder, self._compression = home.holder, compression
         self.live_update = live_update
-        # of a state after an update, where they are not those of the state before it
+        # parameters after an update, if they are not those of the state before
         self.params: Mapping[str, torch.Tensor] | None = None
         definition = state.definition
         self._device = definition.world.device
@@ -244,7 +246,7 @@ class Engine:
         self._buffers = Buffers(module)
         self._of_all_ranks = norm_buffers(module, synced=True)
         self._of_this_rank = norm_buffers(module, synced=False)
-        # gradients that lie in the home now, not yet applied
+        # gradients in the binding that are not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._live_buffers: dict[str, torch.Tensor] = {}
         self._handed_out: frozenset[str] = frozenset()
@@ -255,15 +257,15 @@ class Engine:
         self._strangers: dict[Any, UntrackedLeaves] = {}
         self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         collate = None if state.data is None else state.data.collate
-        # a step that asks nobody is the shorter
+        # None where no collate function can leave samples out
         self._left_out = None if collate is None else LeftOut()
         self._counters: Counters | None = Counters.of_modules(module)
         kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
         self._token_looks = 4 if "PreTrainedModel" in kinds else 0
 
     def bind(self, state: TrainState) -> None:
-        """Point the machinery at the state's tensors, unless it does already."""
-        # what a holder shows is a copy
+        """Point module and optimizer at the state's tensors, unless they already do."""
+        # a holder returns copies
         if state.definition.cache.has_shown and self._holder is None:
             _reset_autograd(state)
         params = state._params  # pyright: ignore[reportPrivateUsage]
@@ -279,7 +281,7 @@ class Engine:
         self._bound = (params, buffers, opt_state)
 
     def _look(self, loss_fn: LossFunction, samples: Samples, read: ReadLoss) -> None:
-        """Look through a function's first graph, at what a mean is of, and at what counts."""
+        """Check a loss function's graph, the samples of a mean, and counters in modules."""
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         strangers = self._strangers.get(code)
         if strangers is None and self._is_whole:
@@ -297,7 +299,7 @@ class Engine:
             self._aside = strangers.set_aside()
 
     def _report_step(self, update: int) -> None:
-        """Say at which update this rank is."""
+        """Report the update number to callbacks and error messages."""
         activity = self._activity
         activity.step, activity.is_between = update, False
         if activity.on_update is not None:
@@ -317,7 +319,7 @@ class Engine:
     ) -> tuple[Metrics, Grads]:
         """Run the loss forward and backward, adding to `into`; the state stays as it was.
 
-        Gradients that may be kept are their holder's own when others are taken.
+        With `may_be_kept`, the caller may keep the gradients after the next pass.
         """
         self.bind(state)
         self._report_step(tried := state.num_tried)
@@ -345,14 +347,14 @@ class Engine:
             live = self.live_update
             stepped = {} if live is None else live.stepped_params()
             tensors = self._collect_gradients(stepped, reduced=averaged is not None)
-            if live is not None:  # they are freed
+            if live is not None:  # already stepped and freed
                 tensors = {}
             elif self._holder is not None:
                 tensors = self._holder.hidden()
             self._live, written = tensors, self._buffers.end()
         except BaseException as error:
             self._abandon(state)
-            if type(error) is RuntimeError:  # of torch, and no lack of memory
+            if type(error) is RuntimeError:  # from torch, and not out of memory
                 reject_device_mismatch(samples, self._device, error)
             raise
         finally:
@@ -364,7 +366,7 @@ class Engine:
         taken = GradInfo(
             divisor=weight if averaged is None else averaged,
             num_averaged=1 if averaged is None else self._num_losses,
-            # of all ranks' weights, which are never negative, one is enough
+            # weights are never negative, so one rank's weight is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             loss_scale=loss_scale,
             cursor=cursor,
@@ -389,17 +391,17 @@ class Engine:
     def _of_others(
         self, written: dict[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the buffers after a stand-in: those written that hold all ranks' samples."""
+        """Return buffers after an empty share's placeholder: keep statistics of all ranks."""
         names = self._of_all_ranks
-        if self._activity.has_coupled:  # as a center that a loss moves
+        if self._activity.has_coupled:  # such as a center that the loss moves
             names = written.keys() - self._of_this_rank
         return {**kept, **{n: written[n] for n in written.keys() & names}}
 
     def hand_out(self) -> None:
-        """Let the gradients that were just taken be tensors that their holder may keep.
+        """Let the caller keep the gradients that were just computed.
 
-        What DDP has in its buckets, the next pass writes. The tensors that stand for it get
-        memory of their own then, wherever they are held.
+        The next pass overwrites DDP's buckets. Gradients in buckets then get memory of their
+        own.
         """
         live = self._live if isinstance(self._live, dict) else {}
         buckets = {name: grad for name, grad in live.items() if _is_in_bucket(grad)}
@@ -409,10 +411,10 @@ class Engine:
             live[name] = with_local(grad, part) if is_shard(grad) else part
 
     def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> Grads:
-        """Put gradients before the optimizer, divided unless its kernel will do that.
+        """Set gradients for the optimizer, divided unless its kernel divides.
 
         Raises:
-            GradsError: they do not fit the parameters.
+            GradsError: the gradients do not fit the parameters.
             OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         self.bind(state)
@@ -428,12 +430,12 @@ class Engine:
         return grads
 
     def finish(self, grads: Grads) -> OptState:
-        """End the update that a backward pass took; return the optimizer's state by name."""
-        assert self.live_update is not None  # noqa: S101 - which was planned
+        """End an update taken by the backward pass; return the optimizer's state by name."""
+        assert self.live_update is not None  # noqa: S101 - the update was planned
         return self._end_update(grads, self.live_update.end())
 
     def can_skip(self, grads: Grads) -> bool:
-        """Whether a flag on the device can leave an update out, with what it has written."""
+        """Whether a flag on the device can skip the update and its buffer writes."""
         return self._optimizer.skips and self._buffers.keep_shapes(grads.buffers)
 
     def update(
@@ -441,8 +443,8 @@ class Engine:
     ) -> OptState | None:
         """Step the optimizer on the state's tensors, in place; return its state by name.
 
-        Where `skip` is 1 on the device, all is left as it is; so it is where None is returned,
-        for the optimizer has left out an update that it found not finite.
+        If `skip` is 1 on the device, nothing changes. If the optimizer itself skips an update
+        that is not finite, nothing changes and the result is None.
         """
         taken = grads.taken
         divisor = None if taken.lease.is_mean else taken.denominator
@@ -452,19 +454,19 @@ class Engine:
         return self._end_update(grads, opt_state, skip)
 
     def reports(self) -> Mapping[str, Number]:
-        """Return what is told of the last update by who holds its gradients."""
+        """Return the gradient holder's metrics of the last update."""
         return {} if self._holder is None else self._holder.reports()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return what calls `fn(model, ...)`, on a model of these in evaluation mode."""
+        """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
         return self._home.lend(params, buffers)
 
     def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
-        """Leave nothing of an update but the state after it."""
+        """Clear gradients, commit buffers and bind the state after the update."""
         self._home.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
@@ -476,14 +478,14 @@ class Engine:
         return opt_state
 
     def discard(self) -> None:
-        """Drop gradients that are not to be applied."""
+        """Drop gradients that no update will apply."""
         self._home.clear_gradients()
         self._live, self._live_buffers = None, {}
 
     def is_undone(self) -> bool:
-        """Drop an update that raised; return whether it has, for sure, changed nothing."""
+        """Drop an update that raised; return whether it certainly changed nothing."""
         self.discard()
-        self._bound = (None, None, None)  # what it left in the optimizer goes
+        self._bound = (None, None, None)  # rebind, which resets the optimizer
         return self._optimizer.is_untouched
 
     def _backward(
@@ -493,7 +495,7 @@ class Engine:
         lone: bool,  # noqa: FBT001 - of samples
         loss_scale: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run the backward pass; gradients of totals, or of a lone mean."""
+        """Run the backward pass of a total, or of a single mean."""
         weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
             whole = lone and read.weight and loss_scale is None
@@ -518,7 +520,7 @@ class Engine:
     def _collect_gradients(
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
-        """Return the gradients that a backward pass left, or what it stepped."""
+        """Return the gradients of the backward pass, or the parameters that it stepped."""
         found = dict(stepped) or self._home.take_gradients()
         trained = self._home.trained
         if len(found) < len(trained):
@@ -534,7 +536,7 @@ class Engine:
         return found
 
     def _key(self, state: TrainState) -> int:
-        """Return the key of all that this rank's losses draw."""
+        """Return the RNG key of this rank's losses."""
         if self._key_of[0] != state.seed:
             loss, name = state.definition.world.loss, state.definition.name
             self._key_of = (state.seed, draws.key(state.seed, name, "loss", loss.rank))
@@ -543,7 +545,7 @@ class Engine:
     def _load_partial_grads(
         self, into: Grads | None, loss_scale: torch.Tensor | None
     ) -> None:
-        """Put the gradients that are to be added to where a backward pass adds."""
+        """Load partial gradients, so that the backward pass adds to them."""
         if into is None or into.as_taken is not self._live:
             self._detach_exported_grads()
         if into is None:
@@ -565,7 +567,7 @@ class Engine:
             raise
 
     def _detach_exported_grads(self) -> None:
-        """Let gradients that nobody applied be their holder's own, if they can be seen."""
+        """Copy exported gradients out of DDP's buckets, then drop unapplied gradients."""
         handed_out, self._handed_out = self._handed_out, frozenset()
         if self._live is None:
             return
@@ -576,7 +578,7 @@ class Engine:
         self.discard()
 
     def _abandon(self, state: TrainState) -> None:
-        """Leave nothing of a pass that raised; after one, a DDP reducer is unusable."""
+        """Clean up after a pass that raised; a DDP reducer is then unusable."""
         self.discard()
         self._buffers.abandon()
         if self.live_update is not None:
@@ -586,7 +588,7 @@ class Engine:
 
 
 def _reset_autograd(state: TrainState) -> None:
-    """Forget what a user had autograd note of a state's tensors, which the next state has too."""
+    """Reset `requires_grad` and `grad` that a user set on a state's tensors."""
     state.definition.cache.has_shown = False
     params, buffers = state._params, state._buffers  # pyright: ignore[reportPrivateUsage]
     for each in (*params.values(), *buffers.values()):
@@ -598,12 +600,12 @@ def _is_in_bucket(grad: torch.Tensor) -> bool:
 
 
 def _buffers_of(into: Grads | None, samples: Samples) -> Mapping[str, torch.Tensor]:
-    """Return the buffers that a pass goes on from; they do not count an empty share's stand-in."""
+    """Return the buffers that a pass starts from; copies for an empty share's placeholder."""
     kept = {} if into is None else into.buffers
     return tree.clone(dict(kept)) if samples.known == 0 else kept
 
 
-# The engine of a state: it is made at first use, once ranks have compared what they hold.
+# The engine of a state, built at first use after ranks have compared their definitions.
 
 
 MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
@@ -632,10 +634,10 @@ def build(
     compression: "Compression | None" = None,
     optimizer: TakesUpdates | None = None,
 ) -> Engine:
-    """Return an engine whose losses run in a home of the state's tensors.
+    """Return an engine over a binding of the state's tensors.
 
-    What takes the updates is the state's optimizer over them, or what is given. Around the
-    innermost runner stand those of transforms, the leftmost outside.
+    `optimizer` defaults to the state's optimizer. Transforms wrap the innermost runner, the
+    leftmost outside.
     """
     definition, live = state.definition, None
     if optimizer is None:
@@ -666,31 +668,31 @@ def build(
 
 
 def _compare(state: TrainState) -> None:
-    """Raise unless ranks that train together, as the state says, hold the same.
+    """Compare the ranks' states, if the setup says that they train one model.
 
     Raises:
-        ReplicaMismatchError: their definitions or their parameters differ.
+        ReplicaMismatchError: definitions or parameters differ between ranks.
     """
     if _is_one_training(state):
         compare(state)
 
 
 def _is_one_training(state: TrainState) -> bool:
-    """Whether the setup says how gradients cross ranks; else the user's code may, or nothing."""
+    """Whether the setup reduces gradients over ranks, or splits the model."""
     owners = state.setup.owners
     reduces = owners["engine"] or owners["reduce"]
     return bool(reduces) or state.definition.layout is not None
 
 
 def compare(state: TrainState) -> None:
-    """Raise unless the ranks hold the same, and will do the same; once a definition.
+    """Raise unless ranks have the same definition and parameters; once per definition.
 
-    Ranks that may train apart can hold other parameters, but for the beginning.
+    Ranks that train independently may hold different parameters after the first update.
 
     Cost: some small all-reduces (see `check_definitions` and `check_replicas`), once.
 
     Raises:
-        ReplicaMismatchError: their definitions or their parameters differ.
+        ReplicaMismatchError: definitions or parameters differ between ranks.
     """
     definition, setup, world = state.definition, state.setup, state.world
     cache = definition.cache
@@ -715,7 +717,7 @@ def compare(state: TrainState) -> None:
 
 
 def _build_engine(state: TrainState) -> Engine:
-    """Return the engine that a transform gives, or one in which nothing crosses ranks."""
+    """Return the engine of a transform, or a local engine without collectives."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
         return build(state, binding_of(state), lambda module, _: LocalRunner(module))
@@ -728,7 +730,7 @@ def _build_engine(state: TrainState) -> Engine:
 
 
 def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
-    """Return a state's optimizer over the parameters of a home."""
+    """Return a state's optimizer over the parameters of a binding."""
     metas = definition.skeleton.module.named_parameters()
     memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
     names = {param: name for name, param in home.params.items()}
@@ -737,14 +739,14 @@ def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
     )
 
 
-# Whether ranks share the work: looked at once, at the first batch of a definition.
+# Advice about data, at the first batch of a definition.
 #
-# Replicas that all see the same samples agree, and nothing else shows that each does the
-# work of all.
+# Replicas that all train on the same samples stay equal, so only a check of the batch shows
+# that each rank does all the work.
 
 
 def check_loaded(state: TrainState) -> None:
-    """Say if a state was loaded into this one, which stayed as it was, and nobody kept it."""
+    """Warn if a state was loaded and its result was dropped."""
     loaded = state.definition.cache.loaded
     if loaded is None or not state.world.is_main:
         return
@@ -759,10 +761,10 @@ def check_loaded(state: TrainState) -> None:
 
 
 def check_first_batch(state: TrainState, batch: Any) -> None:
-    """Say if every rank is about to train on all samples; in a world of 1, nothing.
+    """Warn if every rank is about to train on all samples.
 
-    Cost: none but at the first batch of a definition. If that is a plain value under
-    `shard_data`, of a state without data, an all-gather of 8 bytes.
+    Cost: at the first batch of a definition, an all-gather of 8 bytes if the batch is a plain
+    value under `shard_data` and the state has no data; otherwise none.
     """
     definition = state.definition
     if definition.world.batch.size == 1 or definition.cache.saw_a_batch:
@@ -784,10 +786,10 @@ def check_first_batch(state: TrainState, batch: Any) -> None:
 
 
 def warn_of_values(state: TrainState, value: Any) -> None:
-    """Warn of a second update of plain values: a loop that does not move the state's data.
+    """Warn at the second update on plain values: the loop does not advance the state's data.
 
-    Values between batches are let be, as a replay of samples, and so is one value that is
-    learned by heart.
+    Values between batches (a replay of samples) and one repeated value (overfitting) do not
+    warn.
     """
     cache, cursor = state.definition.cache, state.cursor
     if cache.saw_values or cursor.epoch or cursor.samples:
@@ -808,18 +810,18 @@ def warn_of_values(state: TrainState, value: Any) -> None:
 
 
 def _is_whole(batch: Batch) -> bool:
-    """Whether this rank has all samples of an update, of which others could have had some."""
+    """Whether this rank has all samples of an update that ranks could share."""
     counted = sum(weight or 0 for weight in batch.weights)
     return counted == batch.num_samples > 1
 
 
 def _has_own_stream(state: TrainState) -> bool:
-    """Whether each rank reads a stream of its own, of which some may have ended."""
+    """Whether each rank reads a data stream of its own."""
     return state.data is not None and state.data.sharded
 
 
 def _value_advice(state: TrainState, value: Any) -> str | None:
-    """Return what is wrong with a plain value where batches are to be cut."""
+    """Return advice about a plain value under `shard_data`, or None."""
     size = state.world.batch.size
     if state.data is not None or not _is_alike(value, state):
         return None  # `warn_of_values` warns of a value where the state has data
@@ -834,17 +836,17 @@ def _value_advice(state: TrainState, value: Any) -> str | None:
 
 
 def _is_alike(value: Any, state: TrainState) -> bool:
-    """Whether all ranks have a value of the same tensors."""
+    """Whether the value's tensors are equal on all ranks."""
     batch = state.world.batch
     sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
-    # without any there is nothing to tell by: a number that no other rank has
+    # without tensors to compare, use the rank, so that ranks differ
     mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
     told = all_gather(mine.to(batch.device), batch, label="first batch")
     return len({int(each) for each in told}) == 1
 
 
 def _has_words(tensor: torch.Tensor) -> bool:
-    """Whether ranks can be told apart by it: sparse and nested ones are several tensors."""
+    """Whether a tensor's checksum can be compared: not sparse, nested or a scalar."""
     plain = tensor.layout is torch.strided and not tensor.is_nested
     return plain and tensor.numel() > 1
 
@@ -860,7 +862,7 @@ def _uncut_advice(state: TrainState, batch: Batch) -> str:
 
 
 def _unsharded_advice(state: TrainState) -> str | None:
-    """Return what is wrong with ranks that have the same data, and take all of it."""
+    """Return advice if ranks have the same data and nothing shards it, or None."""
     if not state.definition.cache.has_same_data:
         return None
     size = state.world.batch.size
