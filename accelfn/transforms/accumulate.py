@@ -27,26 +27,28 @@ def _count() -> Any:
 
 @transform
 class accumulate:
-    """Compute one step's gradients from several micro-batches, one after the other.
+    """Compute one step's gradients from several micro-batches (gradient accumulation).
 
-    A rank's share is cut into parts that differ by at most one sample, before collation.
-    Gradients of loss totals are added and divided once by the weight of all, so parts
-    need not be equal. Only the last one communicates. A plain value is a list of
-    micro-batches; `af.micro_batches(value, k)` makes one of a value with rows.
+    A rank's share is cut into micro-batches before collation; their sizes differ by at most one
+    sample. Gradients of loss totals are added and divided once by the total weight, so
+    micro-batches need not have equal sizes. Only the last micro-batch communicates. Without
+    `af.Data`, pass a list of micro-batches; `af.micro_batches(value, k)` splits a value into
+    such a list.
 
     Acts on: data, value_and_grad.
 
     Args:
-        num_micro_batches: how many parts, or
-        micro_batch_size: how many samples a part has at most.
+        num_micro_batches: the number of micro-batches; or
+        micro_batch_size: the maximum number of samples in a micro-batch.
 
     Law:
-        The step's result is that of the whole batch, up to rounding, for any number of
-        parts. Excepted are batch normalisation, dropout, `spectral_norm`, which takes a power
-        iteration a part, and losses that couple samples, which see those of a part alone.
+        The step's result equals the result on the whole batch, up to rounding, for any number
+        of micro-batches. Exceptions: batch normalization, dropout, `spectral_norm` (one power
+        iteration per micro-batch), and losses that couple samples, which only see one
+        micro-batch.
 
     Cost:
-        Activations of one micro-batch instead of the share. No communication.
+        Activations of one micro-batch instead of the whole share. No communication.
 
     Raises:
         ArgumentError: neither or both are given, or a count is not positive.
@@ -61,7 +63,7 @@ class accumulate:
     micro_batch_size: int | None = _count()
 
     def __attrs_post_init__(self) -> None:
-        """Take one of the two."""
+        """Reject neither or both of the two counts."""
         if (self.num_micro_batches is None) == (self.micro_batch_size is None):
             msg = (
                 f"{self!r}: give either num_micro_batches= (how many) or"
@@ -71,7 +73,7 @@ class accumulate:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Of what a batch is the sum."""
+        """How a batch is split into micro-batches."""
         return {"micro_batches": self._parts}
 
     def data(self, plan: Plan) -> Plan:
@@ -83,7 +85,7 @@ class accumulate:
         )
 
     def value_and_grad(self, inner: ValueAndGrad) -> ValueAndGrad:
-        """Run the inner function once a micro-batch, adding up."""
+        """Run the inner function once per micro-batch and add up the results."""
 
         def accumulate_step(
             state: TrainState,
@@ -110,7 +112,7 @@ class accumulate:
         return batch.parts() if isinstance(batch, Batch) else self._check_list(batch)
 
     def _refuse_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
-        """Refuse an extra with a row for each sample, all of which each part would get."""
+        """Reject an extra with one row per sample: each micro-batch would get all rows."""
         for extra in extras:
             leaves = () if isinstance(extra, Mapping) else tree.tensor_leaves(extra)
             if {leaf.shape[:1] for leaf in leaves} == {torch.Size([num_samples])}:
@@ -142,7 +144,7 @@ class accumulate:
         raise BatchError(msg)
 
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
-        """Refuse a list that is one batch, inputs and targets, as a torch DataLoader gives it."""
+        """Reject a list that is one (inputs, targets) batch of a torch DataLoader."""
         kinds = {
             (each.dtype, each.ndim) if isinstance(each, torch.Tensor) else None
             for each in parts
@@ -161,14 +163,13 @@ class accumulate:
 def micro_batches(value: Any, num: int) -> list[Any]:
     """Split the rows of every tensor in a value into `num` micro-batches.
 
-    Sizes differ by at most one; there are fewer parts than `num` only by raising. All
-    tensors must have the same number of rows, for a tensor that has another meaning
-    (class weights, a table) must not be cut.
+    Sizes differ by at most one. All tensors must have the same number of rows, because a tensor
+    with another meaning (class weights, a table) must not be cut.
 
     Args:
-        value: a tree whose tensor leaves have shape `(rows, ...)`; other leaves are
-            handed to every part.
-        num: how many parts.
+        value: a tree of tensors with shape `(rows, ...)`; every micro-batch gets all other
+            leaves.
+        num: the number of micro-batches.
 
     Raises:
         BatchError: tensors differ in their number of rows, or there are fewer than `num`.

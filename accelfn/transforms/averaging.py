@@ -28,13 +28,13 @@ def _is_decay(_owner: object, _field: object, value: Any) -> None:
 
 @transform
 class ema:
-    """Average the parameters over updates, and evaluate and export the average.
+    """Average the parameters over updates (EMA), and evaluate and export the average.
 
-    After update t: `average = decay * average + (1 - decay) * params`, from the
-    parameters at the start. Training itself is unchanged.
+    After update t: `average = decay * average + (1 - decay) * params`, starting at the initial
+    parameters. Training itself is unchanged.
 
-    Where ranks train apart, as under `local_sgd`, each has an average of its own, and their
-    average is evaluated, as `local_sgd` takes it; whichever stands first.
+    Under `local_sgd` ranks train independently, so each rank has its own average. Evaluation
+    uses the mean of these averages, in any order of the two transforms.
 
     Acts on: init, after_update, eval_params.
 
@@ -42,12 +42,12 @@ class ema:
         decay: the weight of the past, 0 (no memory) to 1 (never moves).
 
     Law:
-        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; bitwise
-        the parameter where that does not move; equal on all ranks where the parameters are.
+        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; bitwise equal
+        to a parameter that does not change; equal on all ranks if the parameters are.
 
     Cost:
-        One copy of the parameters, of those in 16 bits in float32, in which small moves are
-        not lost; one pass over them an update.
+        One copy of the parameters (16-bit parameters in float32, so that small changes are not
+        lost), and one pass over the copy per update.
 
     References:
         Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
@@ -92,25 +92,25 @@ def _averages(param: torch.Tensor) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
-# Train at one point and evaluate at another, as schedule-free optimizers do.
+# Schedule-free optimizers: train at one point, evaluate at another.
 
 
 @transform
 class schedule_free:
-    """Evaluate and export the averages of a schedule-free optimizer, and train where it does.
+    """Evaluate and export the averages of a schedule-free optimizer.
 
     For the optimizers of the package `schedulefree`, and others with its `train()`,
     `eval()` and `train_mode`: they take gradients at one point (y), which `state.params`
-    holds and `save` writes, and are evaluated at another (x), a running average. Their
-    modes need not be switched: steps are in the training mode, and `eval_params`,
-    `evaluate`, `frozen` and exports see what the optimizer's own `eval()` makes of a copy.
-    In a `partition` it is about the parts that are schedule-free.
+    holds and `save` writes, and are evaluated at another (x), a running average. You do not
+    switch modes: steps run in training mode, and `eval_params`, `evaluate`, `frozen` and
+    exports use the optimizer's own `eval()` on a copy. In a `partition` the transform applies
+    to the schedule-free parts.
 
-    Acts on: init, which looks at the optimizer; hyper, eval_params.
+    Acts on: init (checks the optimizer), hyper, eval_params.
 
     Law:
-        The evaluated parameters are bitwise those of the optimizer's `eval()`, and looking
-        at them changes nothing.
+        The evaluated parameters are bitwise those of the optimizer's `eval()`, and evaluating
+        them changes nothing.
 
     Cost:
         Nothing in a step; a copy of the parameters at each evaluation. Batch statistics are
@@ -118,10 +118,10 @@ class schedule_free:
         training mode.
 
     Raises:
-        CompositionError: beside another transform that says what is evaluated, as `ema`.
-        OptimizerError: when applied to a state whose optimizer is not schedule-free, or was
-            given away in its evaluation mode after some steps. Without this transform, such
-            an optimizer is refused at the first update.
+        CompositionError: with another transform that sets the evaluated parameters, such as `ema`.
+        OptimizerError: when applied to a state whose optimizer is not schedule-free, or was in
+        evaluation mode after some steps when the state was created. Without this transform, a
+        schedule-free optimizer raises at the first update.
 
     References:
         Defazio et al. 2024, "The Road Less Scheduled".
@@ -137,7 +137,7 @@ class schedule_free:
     }
 
     def hyper(self, hyper: Hyper, slot: None, update: Update) -> tuple[Hyper, None]:
-        """Let every update be in the training mode."""
+        """Set training mode for every update."""
         groups = update.state.definition.optimizer.param_groups
         found = (i for i, group in enumerate(groups) if "train_mode" in group)
         return {(i, "train_mode"): True for i in found}, slot
@@ -145,7 +145,7 @@ class schedule_free:
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: None, update: Update
     ) -> tuple[Mapping[str, torch.Tensor], None]:
-        """Return what the optimizer's own `eval()` makes of a copy of the parameters."""
+        """Return a copy of the parameters, moved by the optimizer's own `eval()`."""
         state = update.state
         prototype = state.definition.optimizer
         metas = dict(state.definition.skeleton.module.named_parameters())
@@ -162,7 +162,7 @@ class schedule_free:
         return {name: param.detach() for name, param in copies.items()}, slot
 
     def init(self, state: TrainState) -> None:
-        """Refuse a state without a schedule-free optimizer in its training mode."""
+        """Reject a state without a schedule-free optimizer in training mode."""
         optimizer = state.definition.optimizer
         parts = [each for each in parts_of(optimizer) if _is_schedule_free(each)]
         if not parts:
@@ -184,7 +184,7 @@ class schedule_free:
 
 
 def _is_away(optimizer: Optimizer, state: TrainState) -> bool:
-    """Whether it has taken steps, and is in its evaluation mode now."""
+    """Whether an optimizer has taken steps and is in evaluation mode."""
     metas = state.definition.skeleton.module.named_parameters()
     moved = {id(meta) for name, meta in metas if state.opt_state.get(name)}
     return any(

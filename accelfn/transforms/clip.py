@@ -20,7 +20,7 @@ from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
 _FEW = 256
-"""Tensors whose norms are there together."""
+"""Number of tensors whose norms are computed together."""
 
 
 def _is_positive(owner: object, field: Any, value: Any) -> None:
@@ -36,29 +36,30 @@ def _is_positive(owner: object, field: Any, value: Any) -> None:
 class clip_grad_norm:
     """Scale the gradients down so that their global norm is at most `max_norm`.
 
-    It sees true gradients: of the mean over the whole update, reduced over ranks. The norm
-    before clipping is `metrics["grad_norm"]`. Gradients within the bound are left
-    bitwise as they are, and so are those whose norm is not finite: scaling them would
-    make all of them NaN or 0. Of sharded gradients (DTensors) the norm is over all shards.
+    It clips the gradients of the mean over the whole update, reduced over ranks.
+    `metrics["grad_norm"]` is the norm before clipping. Gradients within the bound stay bitwise
+    unchanged, and so do gradients with a norm that is not finite: scaling would make all of
+    them NaN or 0. The norm of sharded gradients (DTensors) is over all shards.
 
-    Acts on: grads; by group also init, which looks at their names.
+    Acts on: grads; with `per_group` also init (checks the groups' names).
 
     Args:
-        max_norm: the bound, above 0; may be infinite, to report the norm alone.
+        max_norm: the bound, above 0; infinite to report the norm without clipping.
         norm_type: p of the p-norm over all elements of all gradients; may be infinite.
-        per_group: bound the norm of each of the optimizer's parameter groups by itself. Their
-            norms are `metrics["grad_norm.0"]` and so on, by name where groups have names.
+        per_group: clip each parameter group of the optimizer independently. The norms are
+        `metrics["grad_norm.0"]` and so on, by the group's "name" if it has one.
 
     Law:
         The result's norm is at most `max_norm` up to rounding, its direction is kept, and
         clipping twice is clipping once.
 
     Cost:
-        One pass over the gradients, and one more to scale them; nothing waits for the device.
-        For shards one number crosses the ranks.
+        One pass over the gradients, and one more to scale them, without waiting for the device.
+        Shards need an all-reduce of one number.
 
     Raises:
-        OptimizerError: by group, where two have one name, or one's is the other's number.
+        OptimizerError: with `per_group`, if two groups have the same name, or a name equals
+        another group's number.
 
     References:
         Pascanu et al. 2013, "On the difficulty of training recurrent neural networks".
@@ -74,17 +75,17 @@ class clip_grad_norm:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What an engine that holds gradients itself can clip them by."""
+        """The bound for an engine that clips hidden gradients itself (DeepSpeed)."""
         is_plain = self.norm_type == 2 and not self.per_group
         return {"draws_nothing": True, "clips": self.max_norm if is_plain else None}
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Groups are looked at where each has a norm of its own."""
+        """Skip `init` unless groups are clipped independently."""
         return () if self.per_group else ("init",)
 
     def init(self, state: TrainState) -> None:
-        """Refuse groups that would be clipped as one: of one name, or one's the other's number."""
+        """Reject groups whose norms would have the same metric name."""
         groups = state.definition.optimizer.param_groups
         found: dict[str, int] = {}
         for i, group in enumerate(groups):
@@ -114,7 +115,7 @@ class clip_grad_norm:
         return grads.with_metrics(grad_norm=total, **norms), slot
 
     def _clip_(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Scale tensors down to the bound, and return the norm that they had."""
+        """Scale tensors down to the bound, and return their norm before that."""
         norm = _total_norm(tensors, self.norm_type)
         if not math.isinf(self.max_norm):
             scale = self.max_norm / norm
@@ -160,12 +161,12 @@ def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:
-    """Return what a parameter group's norm is called by."""
+    """Return a parameter group's name in metrics."""
     return str(group.get("name", index))
 
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all elements, those of other ranks' shards too."""
+    """Return the norm of all elements, including other ranks' shards."""
     shards = [t for t in tensors if type(t) is not torch.Tensor and is_shard(t)]
     if shards:
         whole = [each for each in tensors if not is_shard(each)]
@@ -175,10 +176,10 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all elements of tensors that a rank has."""
+    """Return the norm of all elements of this rank's tensors."""
     first, tensors = tensors[0], [each for each in tensors if each.numel()]
-    if not tensors:  # of which torch knows no maximum
-        nothing = first.abs().sum()  # as wide as the norms of ranks that have some
+    if not tensors:  # torch has no maximum of nothing
+        nothing = first.abs().sum()  # in the dtype of other ranks' norms
         return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
     tensors = _norms_of_16_bits(tensors, norm_type)
     if len(tensors) <= _FEW or len({(t.device, t.dtype) for t in tensors}) > 1:
@@ -187,11 +188,10 @@ def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return what torch's `get_total_norm` does, of tensors of one device and dtype.
+    """Return torch's `get_total_norm` of tensors of one device and dtype, bitwise.
 
-    It is theirs, bitwise: a norm a tensor, and one of these. Norms of a few tensors at a time
-    are let go of before Python looks whether anything refers to itself, which it does after
-    700 new ones, and which takes as long as the norms.
+    Norms of a few tensors at a time are freed before Python's garbage collector runs: it runs
+    after 700 new objects, and takes as long as computing the norms.
     """
     with torch.no_grad():
         norms = [
@@ -204,7 +204,7 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 def _norms_of_16_bits(
     tensors: list[torch.Tensor], norm_type: float
 ) -> list[torch.Tensor]:
-    """Return tensors of the same norm, those in 16 bits, which could not hold it, as norms."""
+    """Replace 16-bit tensors by their float32 norms; 16 bits could not hold the total."""
     narrow = [each for each in tensors if each.dtype.itemsize < 4]
     if not narrow:
         return tensors
@@ -213,7 +213,7 @@ def _norms_of_16_bits(
 
 
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
-    """Return shards, those together that lie over the same ranks."""
+    """Group shards by the ranks that share them."""
     alike: dict[Any, list[Any]] = {}
     for each in shards:
         cut = tuple(not placement.is_replicate() for placement in each.placements)
@@ -222,13 +222,13 @@ def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
 
 
 def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
-    """Return the norm of DTensors over the ranks among which they are cut.
+    """Return the norm of DTensors over all of their shards.
 
-    One number crosses the ranks, in 64 bits: in 32 the power of a large norm is infinite.
-    Nor is it in a dtype of this rank's parts, of which another may have none of some dtype.
+    One float64 number is all-reduced: in float32 the power of a large norm overflows, and ranks
+    may lack shards of some dtype.
     """
     norm = _norm_here([local(each) for each in shards], norm_type).double()
-    norm = norm.to(computes_on(shards[0]))  # from the host, if the shards lie there
+    norm = norm.to(computes_on(shards[0]))  # off the host, if the shards are there
     finite = not math.isinf(norm_type)
     # gloo's maximum of a number and NaN may be either
     crossing = norm**norm_type if finite else norm.nan_to_num(math.inf, math.inf)
@@ -248,7 +248,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
 class clip_grad_value:
     """Clamp every element of the gradients to `-max_value .. max_value`.
 
-    It sees true gradients: of the mean over the whole update, reduced over ranks.
+    It clamps the gradients of the mean over the whole update, reduced over ranks.
 
     Acts on: grads.
 
@@ -262,7 +262,7 @@ class clip_grad_value:
         One pass over the gradients.
 
     Raises:
-        GradsError: gradients are sparse, or complex, of which torch clamps none.
+        GradsError: gradients are sparse or complex; torch cannot clamp them.
 
     Example:
         >>> clip_grad_value(0.5)

@@ -50,38 +50,38 @@ def _modes() -> Mapping[str, Any]:
 
 @transform
 class compile:  # noqa: A001 - what torch calls it
-    """Compile the loss and its gradients by torch.compile.
+    """Compile the loss and its gradients with torch.compile.
 
-    The whole loss is compiled, as all transforms of the chain wrap it, wherever this one
-    stands. On one process it becomes a single graph with its backward pass. Under
-    `wrap_ddp`, which reduces gradients while the backward pass runs, under fp16 and beside
-    `checkpoint_activations`, forward and backward are compiled apart. Evaluation and
-    prediction are not compiled, and neither is the optimizer: a fused one is one kernel
-    already. A loss that calls torch.autograd.grad, as a gradient penalty does, is a single graph
-    under `wrap_ddp` too, and gradients are reduced after it.
+    The whole loss is compiled, as wrapped by all transforms of the chain, in any order of the
+    chain. In one process the loss and its backward pass become a single graph. Under `wrap_ddp`
+    (which reduces gradients during the backward pass), with fp16, and with
+    `checkpoint_activations`, the forward and backward passes are two graphs. Evaluation,
+    prediction and the optimizer are not compiled: a fused optimizer is already one kernel. A
+    loss that calls torch.autograd.grad (a gradient penalty) is a single graph under `wrap_ddp`
+    too, and its gradients are reduced afterwards.
 
     Acts on: runner.
 
     Args:
-        backend: torch.compile's: "inductor", another that `torch.compiler.list_backends`
-            names, or a function.
+        backend: torch.compile's backend: "inductor", another name in
+        `torch.compiler.list_backends`, or a function.
         mode: inductor's: "default", "reduce-overhead", "max-autotune" and so on.
-        options: inductor's by name, in place of a mode.
-        dynamic: True makes sizes symbols from the start, False never; None those that were
-            seen to change.
+        options: inductor's options by name, instead of a mode.
+        dynamic: True makes sizes symbolic from the start, False never; None only sizes that
+        change.
         fullgraph: whether code that cannot be traced is an error. False lets torch run it
-            between graphs; forward and backward are then compiled apart.
-        regions: compile only these modules, once for all that are alike, and run the rest of
-            the loss as it is: a module class, several, or a function `(name, module) ->
-            bool`. A deep model of equal blocks then compiles in the time of one.
+        between graphs; forward and backward are then two graphs.
+        regions: compile only these modules, once per class, and run the rest of the loss
+        eagerly: a module class, a tuple of classes, or a function `(name, module) -> bool`. A
+        deep model of equal blocks then compiles in the time of one block.
 
     Law:
-        The results are those of the plain step, up to rounding. Random draws are
-        reproducible, but inductor's own; `options={"fallback_random": True}` takes torch's.
+        The results equal those of the eager step, up to rounding. Random numbers are
+        reproducible, but inductor's own; `options={"fallback_random": True}` uses torch's.
 
     Cost:
-        Seconds to minutes at the first step, and at each that has other shapes, of which a
-        RecompilationWarning tells. Then less than the plain step: docs/benchmarks.md.
+        Seconds to minutes at the first step and at each step with new shapes, which warns with
+        RecompilationWarning. Other steps are faster than eager ones: docs/benchmarks.md.
 
     Raises:
         ArgumentError: an option that torch does not have.
@@ -105,7 +105,7 @@ class compile:  # noqa: A001 - what torch calls it
     regions: Regions | None = option(None, _are_regions)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse options that no compiler would read, or of which torch takes one."""
+        """Reject options that the backend would not read, and a mode with options."""
         if self.mode is not None and self.options is not None:
             msg = f"{self!r}: torch takes a mode or options. Give one of the two."
             raise ArgumentError(msg)
@@ -123,13 +123,13 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What becomes of the loss."""
+        """That the loss is compiled, and whether as one graph."""
         whole = self.fullgraph and self.regions is None
         return {"compiles": True, "one_graph": whole}
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """What is compiled already, and what torch compiles wrongly."""
+        """A second compiler, and setups that torch compiles wrongly."""
         refused = {
             "compiles": "and {other!r} would both compile the loss. Leave out one.",
             "small_buckets": "splits its graphs at DistributedDataParallel's buckets, and torch"
@@ -144,7 +144,7 @@ class compile:  # noqa: A001 - what torch calls it
         return refused
 
     def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
-        """Let what runs the loss run it compiled."""
+        """Compile the loss that the runner runs."""
         setup = state.setup
         recomputes = "recomputes" in setup.facts
         apart = bool(setup.owners["loss_scale"]) or recomputes or self._is_eager
@@ -174,5 +174,5 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def _is_eager(self) -> bool:
-        """Whether the backend runs a graph as it stands, and compiles nothing."""
+        """Whether the backend runs a traced graph eagerly, without compiling."""
         return isinstance(self.backend, str) and self.backend.startswith("eager")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower the learning rates when what an evaluation gives is better no longer."""
+"""Lower the learning rates when an observed value stops improving."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,33 +55,33 @@ def _frozen(value: Any) -> Any:
 class plateau:
     """Multiply the learning rates by `factor` when an observed value stops improving.
 
-    torch's ReduceLROnPlateau as a transform: give it what an evaluation measures by
-    `state = af.observe(state, value)`. Its rates are those of the schedule, or of the
-    optimizer, reduced as often as it stalled; so a warm-up goes on below it. What it has
-    seen is in the slot, saved with the state.
+    torch's ReduceLROnPlateau as a transform: pass it an evaluation's result by `state =
+    af.observe(state, value)`. Its rates are the rates of the schedule, or of the optimizer,
+    reduced once per stall; a warm-up continues below it. Its memory is in the slot and is saved
+    with the state.
 
     Acts on: init, hyper, observe.
 
     Args:
-        factor: by what rates are multiplied; 0.1.
-        mode: "min" where a lower value is better, "max" where a higher one is.
-        patience: how many observed values that are no better in a row are let pass.
-        threshold: how much better than the best a value must be to count.
+        factor: the factor of each reduction; 0.1.
+        mode: "min" if lower values are better, "max" if higher values are.
+        patience: the number of values in a row that may be no better before a reduction.
+        threshold: the improvement over the best value that counts.
         threshold_mode: "rel", a part of the best, or "abs", a difference.
-        cooldown: how many observed values after a reduction do not count as bad.
-        min_lr: below which no rate is reduced; a list has one for each parameter group.
-        eps: reductions that are no larger are left out.
+        cooldown: the number of values after a reduction that do not count as bad.
+        min_lr: the lower bound of the rates; a list has one bound per parameter group.
+        eps: the smallest reduction that is applied.
 
     Law:
-        Bitwise the rates of ReduceLROnPlateau on the same values; before the first
-        reduction it changes nothing.
+        The rates are bitwise those of ReduceLROnPlateau on the same values. Before the first
+        reduction nothing changes.
 
     Cost:
-        A multiplication a group, update and reduction. Values observed cost nothing else.
+        One multiplication per group, update and reduction.
 
     Raises:
-        ArgumentError: when applied to a state whose parameter groups are not as many as
-            the rates of `min_lr`.
+        ArgumentError: when applied to a state with another number of parameter groups than
+        `min_lr` has rates.
 
     Example:
         >>> plateau(0.5, patience=3)
@@ -115,7 +115,7 @@ class plateau:
         return {"best": worst, "num_bad": 0, "cooling": 0, "num_reductions": 0}
 
     def observe(self, value: float, slot: Slot, update: Update) -> tuple[float, Slot]:
-        """Let the slot know a value too; torch's ReduceLROnPlateau.step."""
+        """Record a value, as torch's ReduceLROnPlateau.step does."""
         best, num_bad, cooling = slot["best"], slot["num_bad"] + 1, slot["cooling"]
         num_reductions = slot["num_reductions"]
         if self._is_better(value, best):
@@ -132,7 +132,7 @@ class plateau:
         }
 
     def hyper(self, hyper: Hyper, slot: Slot, update: Update) -> tuple[Hyper, Slot]:
-        """Set the reduced rates, once there are any."""
+        """Set the reduced rates after the first reduction."""
         if not slot["num_reductions"]:
             return {}, slot
         least = self.min_lr
@@ -152,18 +152,18 @@ class plateau:
         return value > bar
 
     def _reduce_rate(self, rate: Any, floor: float, times: int) -> float:
-        """Return a rate after some reductions; of a tensor's, each is rounded as that is."""
+        """Return a rate after `times` reductions, each rounded to a tensor rate's dtype."""
         now = float(rate)
         for _ in range(times):
             lower = max(now * self.factor, floor)
-            if not now - lower > self.eps:  # nor is it for another time
+            if not now - lower > self.eps:  # nor will the next one be larger
                 break
             held = isinstance(rate, torch.Tensor)
             now = torch.tensor(lower, dtype=rate.dtype).item() if held else lower
         return now
 
     def _check_number_of_rates(self, state: TrainState) -> None:
-        """Refuse a number of least rates that is not the groups'."""
+        """Reject a `min_lr` with another number of rates than parameter groups."""
         groups = state.definition.optimizer.param_groups
         if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):
             msg = (
