@@ -24,7 +24,7 @@ from accelfn.world import World
 from accelfn.world.axes import BATCH
 
 _FIRST_BUCKET_MB = 1
-"""What torch makes of it: torch.compile splits graphs at buckets that are no smaller."""
+"""torch's default. torch.compile splits graphs at buckets of at least this size."""
 
 
 def _is_positive(_owner: object, field: Any, value: Any) -> None:
@@ -44,47 +44,47 @@ def _is_axis(_owner: object, _field: object, value: object) -> None:
 
 @transform
 class wrap_ddp:
-    """Hold one replica a rank, and average gradients in torch's DistributedDataParallel.
+    """Train a replica on each rank with torch's DistributedDataParallel.
 
-    DDP wraps a module whose forward is the loss, in the world's own process group.
-    The weights of the ranks' losses travel in its buckets, so the result is the mean
-    over all samples (or tokens) of the update, however uneven the shares. In a world of
-    1 it changes nothing.
+    DDP wraps a module that computes the loss, in the world's process group. The weights of the
+    ranks' losses are reduced with the gradients, so the result is the mean over all samples (or
+    tokens) of the update, even if the ranks' shares differ in size. In a world of 1 nothing
+    changes.
 
-    With `within`, beside `local_sgd`, the ranks along an axis are one worker: they average
-    gradients among them and hold the same, and workers train apart.
+    With `within` and `local_sgd`, the ranks along an axis form one worker: they average
+    gradients and stay equal, and the workers train independently.
 
     Acts on: engine.
 
     Args:
         bucket_cap_mb: size of DDP's buckets in MiB; None is torch's own choice, 25 after a
             first one of 1.
-        gradient_as_bucket_view: gradients are views into the buckets: half the memory, and
-            a copy less. On by default here, where torch's own default is off.
+        gradient_as_bucket_view: let gradients be views into the buckets, which halves their
+        memory and saves a copy. On by default here; off in torch.
         find_unused_parameters: allow parameters that take no part in the loss.
-        static_graph: the same graph at every step, which DDP then learns once.
-        forward_sync_buffers: give all ranks rank 0's buffers before each forward (what
-            torch called `broadcast_buffers`).
-        within: the axis of the world along which gradients are averaged, "dp_shard" say, whose
-            ranks are neighbours; None is all ranks. What crosses the other axis is said by
-            `local_sgd`, or another transform under which gradients stay (`reduce = None`).
+        static_graph: promise the same graph at every step, so that DDP learns it once.
+        forward_sync_buffers: broadcast rank 0's buffers before each forward pass (torch's
+        `broadcast_buffers`).
+        within: the axis of the world along which gradients are averaged, such as "dp_shard";
+        None means all ranks. `local_sgd`, or another transform with `reduce = None`, then
+        synchronizes the workers along the other axis.
 
     Law:
-        All ranks hold the same parameters, bitwise, after every update; and they are
-        those of one process on the whole batch, up to rounding. With `within` the ranks of a
-        worker do, and workers of n ranks are as many ranks that have the samples of n each.
+        After every update all ranks hold bitwise the same parameters, and they equal those of
+        one process on the whole batch, up to rounding. With `within` this holds within a
+        worker, and a worker of n ranks acts as one rank with the samples of n.
 
     Cost:
-        One all-reduce of the gradients an update, overlapped with the backward pass; with
-        `within`, among the ranks of a worker.
+        One all-reduce of the gradients per update, overlapped with the backward pass; with
+        `within`, only within a worker.
 
     Raises:
-        CompositionError: a transform that has `reduce`, such as `local_sgd` without `within`;
-            `static_graph` with one that runs several backward passes; when applied, `within`
-            and nothing that says what crosses workers.
+        CompositionError: with a transform that defines `reduce`, such as `local_sgd` without
+        `within`; `static_graph` with a transform that runs several backward passes; when
+        applied, `within` without a transform that synchronizes the workers.
         WorldError: when applied, `within` names an axis that the world does not have.
         ReplicaMismatchError: when built, the ranks hold different models.
-        UnusedParametersError: at a step, as its name says.
+        UnusedParametersError: at a step, a parameter took no part in the loss.
 
     References:
         Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel
@@ -103,7 +103,7 @@ class wrap_ddp:
     within: str | None = option(None, _is_axis)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse two ways of finding unused parameters, of which torch drops one."""
+        """Reject two ways of finding unused parameters: torch drops one of them."""
         if self.static_graph and self.find_unused_parameters:
             msg = (
                 "af.wrap_ddp(static_graph=True, find_unused_parameters=True): a static graph"
@@ -113,7 +113,7 @@ class wrap_ddp:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What is known of its buckets, and whether it waits for all parameters."""
+        """Facts about the buckets, and whether unused parameters are allowed."""
         cap, unused = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
         return {
             "buckets": True,
@@ -126,7 +126,7 @@ class wrap_ddp:
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """What torch's DDP breaks on, and what would leave it without work."""
+        """Transforms that break torch's DDP or leave it without work."""
         refused = {
             "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
             " Leave out one of the two.",
@@ -146,7 +146,7 @@ class wrap_ddp:
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """What brings workers together, where there are several."""
+        """With `within`: a transform that synchronizes the workers."""
         if self.within is None:
             return {}
         return {
@@ -168,7 +168,7 @@ class wrap_ddp:
         return build(state, binding_of(state), make, compression=compression)
 
 
-# Let gradients cross the ranks in fewer bytes.
+# `compress`: reduce gradients in fewer bytes.
 
 
 Slot: TypeAlias = dict[str, Any]
@@ -216,40 +216,40 @@ def _of_powersgd(least: float) -> Any:
 
 @transform
 class compress:
-    """Let `wrap_ddp` send gradients in fewer bytes, by a communication hook of torch's DDP.
+    """Let `wrap_ddp` reduce gradients in fewer bytes, by a communication hook of DDP.
 
-    "fp16" and "bf16" sum them in 16 bits; parameters and the optimizer keep their dtype.
-    Gradients are divided by the update's weight first, or the next power of 2, so a total
-    over many samples overflows no sooner than their mean; under a loss scale, as that of
-    `autocast("fp16")`, they cross as it has scaled them. "powersgd" sends matrices as products
-    of two thin ones; what that leaves out on a rank is added to the rank's next gradient.
-    Its memory is in the slot: it is saved, and a skipped update leaves it. The weight of the
-    losses itself is summed exactly. `af.sync_grads` sends gradients whole.
+    "fp16" and "bf16" sum gradients in 16 bits; parameters and the optimizer keep their dtype.
+    Gradients are first divided by the update's weight, or the next power of 2, so a total over
+    many samples does not overflow before the mean would; under a loss scale
+    (`autocast("fp16")`) they keep that scale. "powersgd" sends a matrix as the product of two
+    thin ones; each rank adds its approximation error to its next gradient. The errors are in
+    the slot: they are saved, and a skipped update does not change them. The weight of the
+    losses is summed exactly. `af.sync_grads` does not compress.
 
-    Acts on: how `wrap_ddp` reduces; with "powersgd" also init, merge.
+    Acts on: the reduction of `wrap_ddp`; with "powersgd" also init, merge.
 
     Args:
         method: "fp16", "bf16" or "powersgd".
-        matrix_approximation_rank: how many columns the thin matrices have; 1.
-        start_powerSGD_iter: updates that are sent whole before; 1000.
-        min_compression_rate: compress what becomes smaller by more than this factor; 2.
-            Vectors are sent whole.
+        matrix_approximation_rank: the number of columns of the thin matrices; 1.
+        start_powerSGD_iter: the number of first updates without compression; 1000.
+        min_compression_rate: compress only matrices that become smaller by more than this
+        factor; 2. Vectors are not compressed.
 
     Law:
         Ranks agree bitwise, and in a world of 1 nothing changes. In 16 bits the result is the
-        plain one, up to rounding in these. With PowerSGD the sum of the gradients applied
-        and of what is left out in the end is that of the true ones; at full rank nothing is.
+        uncompressed one, up to 16-bit rounding. With PowerSGD the applied gradients plus the
+        remaining errors sum to the true gradients; at full rank there is no error.
 
     Cost:
-        Half the bytes, and a pass over the gradients. PowerSGD: (n + m) r numbers for a
-        matrix of n by m, two matrix products and two decompositions, memory of one more
-        gradient; and it does not overlap with the backward pass. For each, one number more
-        crosses the ranks before the backward pass.
+        Half the bytes, and a pass over the gradients. PowerSGD sends (n + m) r numbers for an n
+        by m matrix, computes two matrix products and two decompositions, needs the memory of
+        one more gradient, and does not overlap with the backward pass. Every method all-reduces
+        one more number before the backward pass.
 
     Raises:
-        ArgumentError: an unknown method, or an option that it has not.
-        CompositionError: nothing to compress, because `wrap_ddp` is not there; or PowerSGD and
-            parameters that may be unused, whose rest would be lost.
+        ArgumentError: an unknown method, or an option of another method.
+        CompositionError: without `wrap_ddp`; or PowerSGD with parameters that may be unused,
+        because their errors would be lost.
 
     References:
         Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
@@ -271,7 +271,7 @@ class compress:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """How buckets cross the ranks, and what of its slot is each rank's own."""
+        """How buckets are reduced, and which slot entries differ by rank."""
         return {
             "draws_nothing": True,
             "compression": self._compression,
@@ -280,7 +280,7 @@ class compress:
 
     @property
     def gives_up(self) -> Mapping[str, str]:
-        """PowerSGD sends less than a gradient, and the rest later."""
+        """PowerSGD applies a part of each gradient later."""
         late = {
             "splits_alike": "what is left out of a gradient is added to a later one"
         }
@@ -288,7 +288,7 @@ class compress:
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """What PowerSGD would lose."""
+        """Setups in which PowerSGD would lose errors."""
         if self.method != _POWERSGD:
             return {}
         return {
@@ -299,7 +299,7 @@ class compress:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Sums in 16 bits have no memory."""
+        """Skip `init` and `merge` for sums in 16 bits: they have no slot."""
         return () if self.method == _POWERSGD else ("init", "merge")
 
     def _option(self, name: str) -> Any:
@@ -307,12 +307,12 @@ class compress:
         return _DEFAULTS[name] if given is None else given
 
     def init(self, state: TrainState) -> Slot:
-        """Begin with nothing left out."""
+        """Begin without errors."""
         del state
         return {"iter": 0, "error": {}, "q": {}}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Give every rank the mean of what was left out, so the mean stays what it was."""
+        """Give every rank the mean of the errors, which keeps their mean."""
         first, count = slots[0], len(slots)
         errors = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
@@ -321,7 +321,7 @@ class compress:
         return [1.0] * count, {**first, "error": errors}
 
     def _compression(self, state: TrainState) -> Compression:
-        """Return what works on one engine's gradients."""
+        """Return the compression of one engine's gradients."""
         name: str = cast("Any", self).name
         ranks = state.definition.copy
         if self.method != _POWERSGD:
@@ -336,35 +336,35 @@ class compress:
         )
 
 
-# Let batch normalisation see the samples of all ranks.
+# `sync_batchnorm`: batch normalization over all ranks.
 
 
 @transform
 class sync_batchnorm:
-    """Normalise batches by the mean and variance over the samples of all ranks.
+    """Normalize batches by mean and variance over the samples of all ranks.
 
     The BatchNorm layers of the model see the global batch, or under `accumulate` the
     global micro-batch, and so do their running statistics, which are equal on all ranks.
-    What an empty share stands in for counts nowhere. It works on CPUs and in simulated
-    worlds too, where torch's SyncBatchNorm does not; layers of that class are taken for
-    BatchNorm, and a model that has neither is warned of. Modules other than the state's
-    own, such as `af.frozen` teachers, are left alone. In a world of 1 it changes nothing.
+    The placeholder sample of an empty share does not count. It also works on CPUs and in
+    simulated worlds, where torch's SyncBatchNorm does not; SyncBatchNorm layers are treated as
+    BatchNorm, and a model with neither gets a warning. Modules other than the state's own, such
+    as `af.frozen` teachers, do not change. In a world of 1 nothing changes.
 
     Acts on: module.
 
     Law:
-        However the batch is shared out, parameters and running statistics are those of one
-        rank on the whole batch, up to rounding.
+        For any split of the batch, parameters and running statistics are those of one rank on
+        the whole batch, up to rounding.
 
     Cost:
-        Two small collectives a layer, one forward and one backward, which wait for the
-        slowest rank; and an all-gather of 24 bytes a forward pass, to compare which layers
-        ranks ran. Under wrap_fsdp each small collective has one of these.
+        Two small collectives per layer, one forward and one backward, which wait for the
+        slowest rank; and an all-gather of 24 bytes per forward pass, to compare which layers
+        ranks ran (under wrap_fsdp, one per small collective).
 
     Raises:
         CollectiveMismatchError: at a step, ranks ran different layers, or in another order.
-        CompositionError: beside `local_sgd`, whose ranks train apart; or a compiler
-            that is to trace the loss as one graph.
+        CompositionError: with `local_sgd`, because its ranks train independently; or with a
+        compiler that traces the loss as one graph.
         ModelError: when built, a BatchNorm layer has a forward or a process group of its own.
 
     References:
@@ -385,7 +385,7 @@ class sync_batchnorm:
     }
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
-        """Let the layers of the engine's own module ask the other ranks."""
+        """Synchronize the BatchNorm layers of the engine's module over ranks."""
         ranks = state.world.loss
         has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
         if not has_layers and state.world.is_main:
@@ -399,25 +399,25 @@ class sync_batchnorm:
         return module
 
 
-# Split every batch over the ranks.
+# `shard_data`: split every batch over the ranks.
 
 
 @transform
 class shard_data:
     """Give each rank its share of every batch.
 
-    The global batch is cut into contiguous shares that differ by at most one sample,
-    before anything is read; a short last batch is cut like any other. A share may be
-    empty: its rank takes part with one sample of weight 0.
+    The global batch is cut into contiguous shares before any sample is read; their sizes differ
+    by at most one. A short last batch is cut the same way. A rank with an empty share takes
+    part with one sample of weight 0.
 
     Acts on: data.
 
     Law:
-        The global order of samples, and with `wrap_ddp` the result of a step, do not depend on
-        the number of ranks (up to rounding; batch statistics excepted).
+        The order of samples, and with `wrap_ddp` the result of a step, do not depend on the
+        number of ranks (up to rounding, and except for batch statistics).
 
     Cost:
-        Arithmetic on two integers a batch.
+        Arithmetic on two integers per batch.
 
     Example:
         >>> shard_data()
@@ -425,11 +425,11 @@ class shard_data:
     """
 
     def data(self, plan: Plan) -> Plan:
-        """Cut a batch into one share a rank."""
+        """Cut a batch into one share per rank."""
         return plan.sharded()
 
 
-# Look, every few updates, whether all ranks still hold the same parameters.
+# `check_replicas`: compare the ranks' parameters every few updates.
 
 
 _ADVICE = (
@@ -441,28 +441,28 @@ _ADVICE = (
 
 @transform
 class check_replicas:
-    """Raise, on all ranks, at the first check that finds different parameters on them.
+    """Raise on all ranks when their parameters differ, checked every few updates.
 
-    It looks after each update whose number is a multiple of `every`, before anything is made
-    of the new state. Buffers are not compared: batch statistics differ by rank. Of a model
-    that is split, copies are compared; one copy has nothing to be compared with. Where ranks
-    differ on purpose, as under `local_sgd`, it is refused.
+    It checks after each update number that is a multiple of `every`, before the new state is
+    returned. Buffers are not compared: batch statistics differ by rank. For a split model, it
+    compares the copies of the model, if there are several. If ranks differ on purpose, as under
+    `local_sgd`, it raises.
 
     Acts on: after_update.
 
     Args:
-        every: updates between checks.
+        every: the number of updates between checks.
 
     Law:
-        If one element of one parameter differs on one rank, all raise at the next check; ranks
-        that agree train, bitwise, as without it.
+        If one element of one parameter differs on one rank, all ranks raise at the next check.
+        Otherwise training is bitwise unchanged.
 
     Cost:
-        A sum over every parameter and a small all-reduce, every `every` updates; the host waits
-        for it.
+        A sum over every parameter and a small all-reduce every `every` updates; the host waits
+        for the result.
 
     Raises:
-        ReplicaMismatchError: the first parameter that differs is named, a row a rank.
+        ReplicaMismatchError: names the first parameter that differs, with one row per rank.
 
     Example:
         >>> check_replicas(every=100)
@@ -479,7 +479,7 @@ class check_replicas:
     def after_update(
         self, state: TrainState, slot: None, update: Update
     ) -> tuple[TrainState, None]:
-        """Compare, if it is time."""
+        """Compare parameters, if a check is due."""
         if state.step % self.every == 0:
             label = f"check_replicas at update {state.step}"
             check_values(state.params, state.world, label=label, advice=_ADVICE)

@@ -49,86 +49,84 @@ def _is_way(_owner: object, field: Any, value: object) -> None:
 
 @transform
 class wrap_fsdp:
-    """Hold a part of the model on each rank, and gather a unit of it to compute with.
+    """Shard the model over the ranks with torch's `fully_shard` (FSDP2).
 
-    Each rank has some rows of every parameter, and the same rows of its gradient, of the
-    optimizer's state and of slots in its shape. torch's `fully_shard` runs a module whose
-    forward is the loss: a unit is gathered before its forward pass, given up after it, and
-    gathered again for its backward pass, after which its gradients are reduced, each rank
-    keeping its rows. The root, which is what lies in no unit, is gathered once for the whole
-    loss. The weights of the ranks' losses are summed beside the gradients, so the result is
-    the mean over all samples (or tokens) of the update, however uneven the shares. In a world
-    of 1 it changes nothing.
+    Each rank holds some rows of every parameter, and the same rows of its gradient, its
+    optimizer state and slots in its shape. torch's `fully_shard` runs a module that computes
+    the loss: a unit is gathered before its forward pass, resharded after it, and gathered again
+    for its backward pass; then its gradients are reduce-scattered. The root (all parameters
+    outside units) is gathered once for the whole loss. The weights of the ranks' losses are
+    summed with the gradients, so the result is the mean over all samples (or tokens) of the
+    update, even if the ranks' shares differ in size. In a world of 1 nothing changes.
 
-    Without axes, all ranks hold one copy of the model together. With {"dp_replicate": m,
-    "dp_shard": n} there are m copies, each over n neighbouring ranks (HSDP); beside
-    `local_sgd` these train apart, and gradients are summed within a copy alone.
+    Without axes, all ranks together hold one copy of the model. With {"dp_replicate": m,
+    "dp_shard": n} there are m copies, each over n neighboring ranks (HSDP). With `local_sgd`
+    the copies train independently, and gradients are summed only within a copy.
 
-    Acts on: layout, engine; init, which refuses.
+    Acts on: layout, engine; init (checks the model).
 
     Args:
-        units: the modules that are gathered together: a class, a tuple of classes, or a
-            function (name, module) -> bool. Default: the members of each outermost
-            nn.ModuleList, which is how transformers keep their blocks. A unit has a forward
-            that the model calls, which containers such as nn.ModuleList lack.
-        reshard_after_forward: whether units are given up between their forward and backward
-            passes. Without, an update gathers each once, and all of the model is whole at the
-            end of the forward pass.
-        gather_dtype: in which parameters are gathered and computed with, and to which the
-            model's inputs are cast, such as torch.bfloat16; None is the parameters' own. What
-            ranks hold, and the optimizer steps, keeps its dtype.
-        reduce_dtype: in which gradients are summed over the ranks; None is the parameters'
-            own, whatever they are gathered in.
-        accumulate: under several micro-batches, "whole" keeps whole gradients on each rank
-            until the last one, which alone reduces; "sharded" reduces with each and keeps
-            rows: 1/n of the memory, and a reduce-scatter a unit and micro-batch.
+        units: the modules that are gathered as one: a class, a tuple of classes, or a function
+        (name, module) -> bool. Default: the members of each outermost nn.ModuleList, such as
+        the blocks of a transformer. The model must call a unit's forward; containers such as
+        nn.ModuleList have none.
+        reshard_after_forward: whether units are resharded between their forward and backward
+        passes. If False, an update gathers each unit once, and the whole model is gathered at
+        the end of the forward pass.
+        gather_dtype: the dtype in which parameters are gathered and used, and to which the
+        model's inputs are cast, such as torch.bfloat16; None means the parameters' own. The
+        shards that the optimizer steps keep their dtype.
+        reduce_dtype: the dtype in which gradients are summed over ranks; None means the
+        parameters' own, independent of gather_dtype.
+        accumulate: with several micro-batches, "whole" keeps full gradients on each rank and
+        reduces only with the last one; "sharded" reduces with each and keeps shards: 1/n of the
+        memory, and one reduce-scatter per unit and micro-batch.
         find_unused_parameters: allow parameters that take no part in the loss.
-        cpu_offload: whether a rank's rows of parameters, gradients and optimizer state, and
-            slots of their shape, lie in the host's memory. They come to the device to be
-            gathered, gradients go back once they are reduced, and the optimizer steps on the
-            host. A lone number stays on the device.
+        cpu_offload: whether a rank's shards of parameters, gradients, optimizer state and slots
+        are in host memory. They are copied to the device to be gathered, gradients are copied
+        back after reduction, and the optimizer steps on the host. Scalars stay on the device.
 
     Law:
         Parameters and optimizer state are those of one process on the whole batch, up to
         rounding, for any units, axes and number of ranks; gather_dtype and reduce_dtype round
-        to their own precision. What was saved in one layout is loaded into any other bitwise.
+        to their own precision. A checkpoint of one layout loads into any other bitwise.
 
     Cost:
-        Of n ranks of a copy each has 1/n of parameters, gradients, optimizer state and slots
-        of their shape (rounded up to whole rows), and beside them the root, the unit at work
-        and the next one. An update makes two all-gathers and one reduce-scatter a unit, one
-        of each for the root, an all-reduce of 8 bytes, and a pass an all-gather of 24 bytes, in
+        With n ranks per copy, each rank holds 1/n of parameters, gradients, optimizer state and
+        slots (rounded up to whole rows), plus the gathered root, the current unit and the next
+        one. An update makes two all-gathers and one reduce-scatter per unit, one of each for
+        the root, and an all-reduce of 8 bytes. Each pass adds an all-gather of 24 bytes, in
         which ranks agree on the order of units (one more for each unit that ranks run in
-        another order than in their last pass): at most 3 (n - 1) / n of the
-        parameters' bytes a rank, where DistributedDataParallel sends 2 (n - 1) / n. Each
-        further micro-batch gathers again. m copies add an all-reduce of a rank's rows.
-        Buffers are broadcast from rank 0 before an update's first forward pass.
-        With cpu_offload a device has of all this what is gathered and its gradients, and
-        activations. Over its bus go a rank's rows for each all-gather, and back once for each
-        reduce-scatter; the rows are in pinned memory. The update waits for the device, and
-        takes as long as the host's processor needs for it.
-        `TrainState.create(setup=...)` makes the whole model in the host's memory, on each
-        rank, before it is cut; with init="shard", a module of it at a time.
+        another order than in their last pass). In total a rank sends at most 3 (n - 1) / n of
+        the parameters' bytes; DistributedDataParallel sends 2 (n - 1) / n. Each further
+        micro-batch gathers again. m copies add an all-reduce of a rank's shards. Buffers are
+        broadcast from rank 0 before an update's first forward pass.
+
+        With cpu_offload the device only holds gathered units, their gradients and activations.
+        Each all-gather copies a rank's shards to the device, and each reduce-scatter copies
+        them back, from and to pinned memory. The update waits for the device and runs on the
+        CPU.
+
+        `TrainState.create(setup=...)` creates the whole model in each rank's host memory before
+        sharding; with init="shard", one module at a time.
 
     Raises:
-        ArgumentError: an option is none.
-        CompositionError: when composed, beside `wrap_ddp`, a transform that has a `reduce`,
-            `optimizer_in_backward`, or `compile` as one graph; when the state is made, beside
-            another transform than `local_sgd` that lets ranks differ.
-        WorldError: when the state is made, the world has axes, and neither "dp_shard" nor "cp"
-            among them; or has none, and copies are to train apart. With cpu_offload: the ranks
-            compute on the CPU; one rank computes on a device; or they have no backend for what
-            lies on the CPU.
-        ModelError: when the state is made, `units` match nothing, or a container without a
-            forward; a parameter is tied over two units, or a unit has parameters of two
-            dtypes, or complex ones.
-        OptimizerError: when the state is made, the optimizer does not go element by element;
-            it is tried on small parameters, whole and in parts.
-        ReplicaMismatchError: when the state is made, the ranks have drawn or read different
-            models.
+        ArgumentError: an invalid option.
+        CompositionError: when composed with `wrap_ddp`, a transform that defines `reduce`,
+        `optimizer_in_backward`, or `compile` as one graph; when the state is created with a
+        transform other than `local_sgd` that lets ranks differ.
+        WorldError: when the state is created in a world with axes but without "dp_shard" or
+        "cp", or in a world without axes under `local_sgd`. With cpu_offload: the ranks compute
+        on the CPU; the world has one rank; or no backend joins the ranks' CPUs.
+        ModelError: when the state is created, `units` match no module or a container without a
+        forward; a parameter is tied over two units; or a unit has parameters of two dtypes or
+        complex parameters.
+        OptimizerError: when the state is created, the optimizer is not elementwise; accelfn
+        tries it on small parameters, whole and sharded.
+        ReplicaMismatchError: when the state is created, the ranks have different models.
         LossError: at a step, the loss used a unit's parameters without calling the unit.
-        CollectiveMismatchError: at a step, ranks make different collectives inside the loss.
-        UnusedParametersError: at a step, as its name says.
+        CollectiveMismatchError: at a step, ranks run different collectives inside the loss.
+        UnusedParametersError: at a step, a parameter took no part in the loss.
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -158,7 +156,7 @@ class wrap_fsdp:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Whether it waits for all parameters, what gradients are, and where they lie."""
+        """Facts about unused parameters, offloading and partial gradients."""
         unused = "find_unused_parameters=True" if self.find_unused_parameters else None
         return {
             "draws_nothing": True,
@@ -170,12 +168,12 @@ class wrap_fsdp:
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Cut rows along dp_shard; lone numbers, and what has no elements, stay whole."""
+        """Shard rows along dp_shard; scalars and empty parameters stay whole."""
         del name, axes
         return by_rows(meta)
 
     def init(self, state: TrainState) -> None:
-        """Refuse what cannot be split without changing the numbers."""
+        """Reject models and optimizers that sharding would change."""
         module = state.definition.skeleton.module
         self._check_axes(state.world)
         if self.cpu_offload:
@@ -185,7 +183,7 @@ class wrap_fsdp:
         check_elements(state, f"{self!r}", dims=(0,))
 
     def engine(self, state: TrainState) -> Engine:
-        """Build torch's units around the state's parts."""
+        """Build torch's units around the state's shards."""
         from accelfn.engine.fsdp import FSDPRunner, ShardBinding, Splitter  # noqa: PLC0415
 
         splitter = Splitter(
@@ -215,11 +213,11 @@ class wrap_fsdp:
         return units_of(module, self.units, f"{self!r}")
 
     def _check_apart(self, state: TrainState) -> None:
-        """Refuse what would let ranks of one copy differ, and one copy that others train beside.
+        """Reject transforms that let ranks of one copy differ, and a missing copy axis.
 
         Raises:
-            CompositionError: a transform has ranks differ whose gradients are summed.
-            WorldError: copies are to be trained apart, and no axis says how many there are.
+            CompositionError: a transform lets ranks differ although their gradients are summed.
+            WorldError: copies train independently, and no axis gives their number.
         """
         for each in state.setup:
             told = facts_of(each)
@@ -238,12 +236,12 @@ class wrap_fsdp:
                 raise CompositionError(msg)
 
     def _check_offload(self, world: World) -> None:
-        """Refuse a world in which nothing would leave a device, or whose ranks could not sum it.
+        """Reject worlds in which cpu_offload cannot work or has no effect.
 
-        One rank on the CPU is taken: there a script is tried that runs on devices.
+        One rank on the CPU is allowed, to try out a script for devices.
 
         Raises:
-            WorldError: there is no device, or no parts of anything, or no way to talk of them.
+            WorldError: there is no device, only one rank, or no CPU backend.
         """
         kind, several = world.device.type, world.loss.size > 1
         why = ""
@@ -271,7 +269,7 @@ class wrap_fsdp:
             raise WorldError(msg)
 
     def _check_axes(self, world: World) -> None:
-        """Refuse a world in which there is nothing to split over."""
+        """Reject a world with axes but no dp_shard axis of several ranks."""
         if not world.axes or world.loss.size == 1:
             return
         if folded(world.axes).get("dp_shard", 1) == 1:
