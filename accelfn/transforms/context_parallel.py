@@ -22,67 +22,67 @@ from accelfn.state.state import TrainState
 from accelfn.world import World
 
 _KEPT = "_accelfn_sequence"
-"""Under which name the engine's own module keeps how sequences are split."""
+"""The attribute of the engine's module with its `_Sequence`."""
 _MANY = 2048
-"""Positions that are compared at most."""
+"""The maximum number of positions to compare."""
 _FEW = 64
-"""Roundings that the order of a sum may cost."""
+"""The tolerance of a comparison, in rounding errors."""
 _COARSE = 0.02
 
 
 @transform
 class context_parallel:
-    """Split each sample's sequence over the ranks along "cp", which attend to all of it.
+    """Split each sample's sequence over the ranks along "cp" (context parallelism).
 
-    The ranks along "cp" take the same samples. Of each tensor of a batch that has the dim
-    `seq_dim`, a rank's loss is given its own part; tensors of fewer dims are whole.
-    In `F.scaled_dot_product_attention` ranks exchange heads for positions, by an all-to-all
-    before and one after it, so each attends to all positions with its share of the heads; or,
-    with `ring`, each keeps its queries, and keys and values go round from rank to rank.
-    Whatever else the model does must go position by position, and what depends on a position,
-    as embeddings and rotations, must come with the batch: positions that the model counts for
-    itself would begin at 0 on every rank. The first loss is compared with the same loss in
-    one piece, on one sample, so that none of this goes wrong in silence.
+    The ranks along "cp" take the same samples. If a tensor of a batch has the dim `seq_dim`,
+    each rank's loss gets its own part of it; tensors with fewer dims stay whole.
+    `F.scaled_dot_product_attention` attends to all positions: ranks exchange heads for
+    positions by an all-to-all before and after it, so each rank computes a share of the heads;
+    or, with `ring`, each rank keeps its queries, and keys and values go around a ring.
 
-    A loss returns `af.Loss(total, weight)`: a mean over a part cannot tell of how many tokens
-    it is. Evaluation and prediction see whole sequences on each rank.
+    All other operations of the model must work position by position. Position-dependent inputs,
+    such as position ids, must come with the batch: positions counted inside the model would
+    begin at 0 on every rank. To find such mistakes, accelfn compares the first loss with the
+    unsplit loss, on one sample.
 
-    A part is contiguous, and with `ring` two pieces: of 2n pieces rank r has the r-th and the
-    r-th from the end, so that a causal mask leaves all ranks as much to do.
+    The loss must return `af.Loss(total, weight)`, because a mean over a part does not say its
+    number of tokens. Evaluation and prediction use whole sequences on each rank.
 
-    Without a world with "cp" it changes nothing.
+    A part is contiguous. With `ring` a part is two of 2n pieces: rank r has the r-th and the
+    r-th from the end, so that under a causal mask all ranks have the same work.
+
+    In a world without "cp" nothing changes.
 
     Acts on: loss, module.
 
     Args:
-        seq_dim: the dim of a batch's tensors that is the sequence; dim 0 is the samples.
-        ring: whether keys and values go round, which shares no heads out: "cp" may be larger
-            than their number. Nothing can be dropped in attention then.
+        seq_dim: the sequence dim of a batch's tensors; dim 0 is the samples.
+        ring: whether keys and values go around a ring, instead of exchanging heads; "cp" may
+        then be larger than the number of heads. A ring does not support attention dropout.
 
     Law:
         Parameters, weights and metrics are those of one process on the whole sequences, up to
-        rounding; each token counts once. Dropout draws otherwise on each rank.
+        rounding; each token counts once. Dropout masks differ by rank.
 
     Cost:
-        With n ranks along "cp", 1/n of the activations a rank, and two all-to-alls each in the
-        forward and the backward pass of every attention: 2 (n - 1) / n² of the bytes of query,
-        key, value and result together. Gradients cross as under `wrap_ddp` or `wrap_fsdp`,
-        which count "cp" to their ranks. With `ring`, in place of the all-to-alls, n - 1 times
-        a rank's keys and values each in the forward and in the backward pass, and n times
-        their gradients (in float32 at least), most of it while a block is computed; attention
-        over blocks is torch's own kernel on CPUs, and on GPUs in 16 bits without a mask, and
-        elsewhere has one block's products in memory. Once for each engine, two forward passes
-        on one sample, of at most 2,048 positions if the model takes so few. A mask is kept
-        for the backward pass, of a rank's queries and all keys.
+        With n ranks along "cp", each rank holds 1/n of the activations. Every attention makes
+        two all-to-alls in the forward and two in the backward pass: 2 (n - 1) / n² of the bytes
+        of query, key, value and result together. `wrap_ddp` or `wrap_fsdp` reduce gradients
+        over "cp" too. With `ring`, instead of the all-to-alls, a rank sends n - 1 times its
+        keys and values in the forward and in the backward pass, and n times their gradients (in
+        float32 or wider), mostly overlapped with computing. Attention over blocks uses torch's
+        kernel on CPUs, and on GPUs in 16 bits without a mask; otherwise one block's products
+        are in memory. Once per engine, two forward passes run on one sample of at most 2,048
+        positions, if the model supports that length. The backward pass keeps a mask of a rank's
+        queries and all keys.
 
     Raises:
-        CompositionError: when composed, beside `local_sgd`, `compile`, or another of its kind.
-        BatchError: at a step, tensors with the dim differ in its length, or "cp" does not
-            divide it (with `ring`, twice as many); or the ranks along "cp" were given
-            different batches.
-        LossError: at a step, the loss is no `af.Loss`, or not the same in parts; heads do not
-            divide by "cp", a mask is for other positions, something is dropped in a ring's
-            attention, or the model calls nn.MultiheadAttention.
+        CompositionError: when composed with `local_sgd`, `compile`, or another context_parallel.
+        BatchError: at a step, sequence lengths differ, or "cp" (with `ring`, twice "cp") does
+        not divide the length; or the ranks along "cp" got different batches.
+        LossError: at a step, the loss is not an `af.Loss`, or differs from the unsplit loss;
+        "cp" does not divide the number of heads; a mask has a wrong shape; a ring's attention
+        has dropout; or the model calls nn.MultiheadAttention.
 
     References:
         Jacobs et al. 2023, "DeepSpeed Ulysses: System Optimizations for Enabling Training of
@@ -113,7 +113,7 @@ class context_parallel:
     ring: bool = option(default=False, validator=truth())
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
-        """Let the engine's own module know which part of a sequence it sees."""
+        """Tell the engine's module which part of a sequence it computes."""
         if state.world.along("cp").size > 1:
             ranks = state.world.along("cp")
             way = Ring(ranks) if self.ring else Heads(ranks)
@@ -162,11 +162,11 @@ class _Sequence:
     def check(
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
     ) -> None:
-        """Compare the loss in parts with that in one piece, on the first sample that counts.
+        """Compare the split loss with the unsplit one, on the first sample with weight.
 
         Raises:
             BatchError: the ranks have different batches.
-            LossError: the two differ.
+            LossError: the two losses differ.
         """
         num = self._way.num_pieces
         length = self._length(batch)
@@ -179,11 +179,14 @@ class _Sequence:
                 except RuntimeError:
                     if few == length:
                         raise
-                    few, first = length, first_of(batch)  # a mask may be for all of it
+                    few, first = (
+                        length,
+                        first_of(batch),
+                    )  # a mask may have the full length
                     whole = loss_fn(model, first, *extras)
             drawn = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
-        # all ranks look as often: beside others' samples, units of a model are gathered
+        # all ranks run as many passes: other ranks may gather units with them
         mine = _numbers(whole, part, drawn=drawn, device=self._ranks.device)
         rows = all_gather(mine, self._loss_ranks, label="context_parallel")
         told, drawn = self._of_group(rows)
@@ -195,7 +198,7 @@ class _Sequence:
                 " attention goes position by position."
             )
             return
-        if not told.isfinite().all():  # which a step says by itself
+        if not told.isfinite().all():  # the step raises for this
             return
         if not torch.equal(told[:, :2], told[:1, :2].expand_as(told[:, :2])):
             msg = (
@@ -219,17 +222,17 @@ class _Sequence:
             raise LossError(msg)
 
     def _of_group(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """Return the rows of those who share a sample, and whether anybody has drawn."""
+        """Return the rows of ranks that share a sample, and whether any drew numbers."""
         size, rank = self._ranks.size, self._loss_ranks.rank
         begin = rank - rank % size  # "cp" is the innermost of these axes
         told = on_host(torch.stack(rows))
         return told[begin : begin + size], bool(told[:, 4].any())
 
     def _length(self, batch: Any) -> int:
-        """Return the length of the sequences, which the ranks can share.
+        """Return the sequence length of a batch.
 
         Raises:
-            BatchError: there is none, there are several, or they cannot.
+            BatchError: there is no length or several, or the ranks cannot share it.
         """
         leaves = tree.tensor_leaves(batch)
         shapes = [tuple(t.shape) for t in leaves if t.ndim > self._dim]
@@ -253,7 +256,7 @@ class _Sequence:
         return length
 
     def _slice_part(self, batch: Any, length: int) -> Any:
-        """Return what of a batch is this rank's."""
+        """Return this rank's part of a batch."""
         size = length // self._way.num_pieces
         begins = [piece * size for piece in self._way.pieces]
 
@@ -264,7 +267,7 @@ class _Sequence:
         return self._of_sequences(cut, batch)
 
     def _first(self, batch: Any, length: int) -> Any:
-        """Return a batch whose sequences are only so long."""
+        """Return a batch with sequences cut to `length`."""
         return self._of_sequences(lambda t: t.narrow(self._dim, 0, length), batch)
 
     def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
@@ -278,7 +281,7 @@ class _Sequence:
 def _numbers(
     whole: Any, part: Loss, *, drawn: bool, device: torch.device
 ) -> torch.Tensor:
-    """Return total and weight in one piece, and of this rank's part; and what was drawn."""
+    """Return total and weight of both losses, and whether random numbers were drawn."""
     if not isinstance(whole, Loss):
         whole = Loss(whole, 0)
     numbers = (whole.total, whole.weight, part.total, part.weight, float(drawn))

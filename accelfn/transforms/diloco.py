@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train ranks apart, and let an outer optimizer step by how far they moved."""
+"""DiLoCo: train ranks independently, and step an outer optimizer by how far they moved."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -39,31 +39,32 @@ from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
 
-# What ranks send each other of a fragment: by how much they moved away from the anchor.
+# Exchanging a fragment: ranks average how far they moved away from the anchor.
 #
-# Whole numbers cross in one sum. In few bits they cross in two halves, of which the second
-# begins half-way to when the mean is used; what rounding left out is remembered.
+# # Uncompressed values need one all-reduce. Quantized values need two halves; the second starts
+# half-way through the delay. Each rank keeps the rounding errors for its next exchange.
 
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Flight: TypeAlias = dict[str, Any]
-"""A fragment on its way: `sent`, the update; `names`; `values`, pending; in few bits also
-`half`, 1 or 2, and in the second `weight`, that of all ranks."""
+"""A fragment in flight: `sent` (the update), `names` and pending `values`; if quantized also
+`half` (1 or 2), and in the second half the total `weight` of all ranks.
+"""
 
 
 def param_deltas(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
-    """Return by how much this rank's parts moved, in float32 at least: a gradient's sign."""
+    """Return anchor minus parameters of this rank's shards, in float32 or wider."""
     return {name: _wide(local(a)) - local(params[name]) for name, a in anchor.items()}
 
 
 @attrs.frozen(kw_only=True)
 class Exchange:
-    """How fragments cross the ranks.
+    """Exchanges fragments between ranks.
 
     Attributes:
-        ranks: which.
-        bits: of a number; 32 stands for all that it has.
-        label: what the ranks are doing.
+        ranks: the ranks.
+        bits: bits per number; 32 means no quantization.
+        label: the name of the collective in error messages.
     """
 
     ranks: World
@@ -72,7 +73,7 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether numbers cross as they are: to itself a rank sends nothing."""
+        """Whether values are sent without quantization; one rank sends nothing."""
         return self.bits == 32 or self.ranks.size == 1
 
     def send(
@@ -84,14 +85,14 @@ class Exchange:
         *,
         like: Mapping[str, Any],
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Begin to send a fragment; return its flight, and what this rank remembers of it.
+        """Start to send a fragment; return its flight and this rank's new errors.
 
         Args:
-            deltas: by how much each parameter of it moved.
-            error: what this rank remembers, laid over the ranks as parameters are.
-            weight: what this rank saw.
-            sent: the update after which it is sent.
-            like: what lies over the ranks as parameters do, by name.
+            deltas: how far each parameter of the fragment moved.
+            error: this rank's rounding errors, sharded as the parameters.
+            weight: the weight of this rank's samples.
+            sent: the number of the update after which the fragment is sent.
+            like: tensors sharded as the parameters, by name.
         """
         flight: Flight = {"sent": sent, "names": list(deltas)}
         owed = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
@@ -116,7 +117,7 @@ class Exchange:
     def start_second_half(
         self, flight: Flight, error: Mapping[str, Any]
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Begin the second half of a flight in few bits; return what is remembered, too."""
+        """Start the second half of a quantized flight; return flight and errors."""
         if flight.get("half") != 1:
             return flight, error
         names: Sequence[str] = flight["names"]
@@ -125,7 +126,7 @@ class Exchange:
         pending, left, total = start_mean(
             flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
         )
-        # to a mean over all ranks it is one rank's share that this rank gives
+        # this rank contributes its share of the mean over all ranks
         size = left.numel()
         begin = self.ranks.rank * size
         rest = left[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
@@ -138,11 +139,11 @@ class Exchange:
         return flight, {**error, **new}
 
     def receive_mean(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
-        """Return the mean by name, of this rank's parts; None where no rank saw anything.
+        """Return the mean of this rank's shards, by name; None if no rank saw a sample.
 
         Args:
-            flight: in few bits, in its second half.
-            like: tensors of this rank's parts, by name.
+            flight: the flight; if quantized, in its second half.
+            like: tensors with this rank's shards, by name.
         """
         names: Sequence[str] = flight["names"]
         found = flight["values"].wait()
@@ -161,7 +162,7 @@ class Exchange:
 def merge_flights(
     flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
 ) -> tuple[Flight, Tensors]:
-    """Return the flight that all ranks would have had, and what rounding leaves out of it."""
+    """Merge flights of several ranks; return the flight and the rounding errors."""
     first = flights[0]
     if first.get("half") != 1:
         return first, {}
@@ -174,14 +175,14 @@ def merge_flights(
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """Return what is remembered, once that of some parameters has been sent."""
+    """Return the errors with zeros for parameters that were sent."""
     if not error:
         return error
     return {**error, **{name: torch.zeros_like(error[name]) for name in names}}
 
 
 def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return what is remembered: nothing new by a rank of whose numbers none was taken."""
+    """Return the new errors, or the old ones if this rank's weight is 0."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, new, old)
     return new.clone() if weight else old
@@ -192,7 +193,7 @@ def _wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dtype_of(parts: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Return in what dtype numbers are added up that cross in few bits."""
+    """Return the dtype in which quantized values are added up."""
     wide = any(part.dtype in _DOUBLE for part in parts.values())
     return torch.float64 if wide else torch.float32
 
@@ -205,7 +206,7 @@ def _reals(part: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the numbers of tensors, in order, as one vector."""
+    """Flatten tensors into one vector, in order."""
     dtype = _dtype_of(parts)
     return torch.cat([_reals(part).reshape(-1).to(dtype) for part in parts.values()])
 
@@ -213,7 +214,7 @@ def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _split_flat(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Yield the parts of a vector, shaped as the tensors that it was made of."""
+    """Split a vector into tensors of the shapes in `like`."""
     begin = 0
     for part in like.values():
         shape = _reals(part).shape
@@ -224,17 +225,17 @@ def _split_flat(
 
 
 def _shard_sums(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sums that lie over the ranks as parameters do, so that files know them."""
+    """Return sums sharded as the parameters, so that checkpoints can store them."""
     sums = {name: _like(like[name], each) for name, each in found["sums"].items()}
     return {**found, "sums": sums}
 
 
 def _like(laid: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a part as a tensor that lies over the ranks as another."""
+    """Return a shard as a tensor in the layout of `laid`."""
     return with_local(laid, part) if is_shard(laid) else part
 
 
-# Fragments of a model: runs of parameters of about one size, each exchanged in its turn.
+# Fragments of a model: runs of parameters of about equal size, exchanged in turn.
 
 
 _MIB = 1 << 20
@@ -242,10 +243,10 @@ _MIB = 1 << 20
 
 @attrs.frozen
 class Timetable:
-    """When each of some fragments is sent, and when what comes of it is used.
+    """When fragments are sent, and when their means are used.
 
     Attributes:
-        fragments: how many there are.
+        fragments: the number of fragments.
         sync_every: updates between two exchanges of a fragment.
         delay: updates between an exchange and its use.
     """
@@ -255,17 +256,17 @@ class Timetable:
     delay: int
 
     def leaving(self, updates: int) -> Iterator[int]:
-        """Yield the fragments that are sent after so many updates."""
+        """Yield the fragments to send after this number of updates."""
         for i in range(self.fragments):
             if updates and (updates - self._first(i)) % self.sync_every == 0:
                 yield i
 
     def due(self, updates: int, sent: int) -> bool:
-        """Whether what was sent after so many updates is used now."""
+        """Whether a fragment sent after `sent` updates is used now."""
         return updates - sent == self.delay
 
     def half_way(self, updates: int, sent: int) -> bool:
-        """Whether it has come so far that its second half begins."""
+        """Whether the second half of a fragment's exchange starts now."""
         return updates - sent == -(-self.delay // 2)
 
     def _first(self, i: int) -> int:
@@ -273,10 +274,10 @@ class Timetable:
 
 
 def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Cut parameters, given by their sizes, into so many runs; some may be empty."""
+    """Cut parameters, given by their sizes, into `count` runs; some may be empty."""
     whole = max(1, sum(sizes.values()))
     ends = accumulate(sizes.values())
-    # by its middle, so that one large parameter does not take its neighbours with it
+    # by the middle, so that one large parameter does not drag its neighbors along
     middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
     names: list[list[str]] = [[] for _ in range(count)]
     for name, middle in zip(sizes, middles, strict=True):
@@ -287,10 +288,10 @@ def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 def bucket_names(
     names: Collection[str], params: Mapping[str, torch.Tensor], most: float
 ) -> Iterator[list[str]]:
-    """Yield names of parameters in order, as many at once as have so many MiB, or one.
+    """Yield buckets of parameter names, each of at most `most` MiB or one parameter.
 
-    Those at once are cut along the same axes: numbers that several ranks of a copy hold must
-    not be rounded beside others, or they would drift.
+    Parameters of one bucket are sharded along the same axes: values that several ranks of a
+    copy hold must not be rounded with others, or ranks would drift.
     """
     bucket: list[str] = []
     size, axes = 0, None
@@ -306,18 +307,17 @@ def bucket_names(
         yield bucket
 
 
-# A step of an outer optimizer: a torch optimizer over the anchor, with its state as a
-# value.
+# The outer optimizer: a torch optimizer over the anchor, with its state as a value.
 
 
 OuterTensors = Mapping[str, torch.Tensor]
 
 NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
-"""What DiLoCo has for an outer optimizer."""
+"""The outer optimizer of the DiLoCo paper."""
 
 
 def as_value(factory: Any) -> Any:
-    """Return what two factories are compared by: of partials, function and arguments."""
+    """Return a comparable value of a factory; of a partial, function and arguments."""
     if not isinstance(factory, partial):
         return factory
     made: partial[Any] = factory
@@ -326,11 +326,11 @@ def as_value(factory: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class Outer:
-    """An outer optimizer, and the anchor that it steps.
+    """An outer optimizer and its anchor.
 
     Attributes:
-        factory: makes it of a list of (name, parameter).
-        anchor: what it steps in place, by name; parts, where the model is split.
+        factory: makes the optimizer from a list of (name, parameter).
+        anchor: the tensors to step in place, by name; shards if the model is split.
     """
 
     factory: Any
@@ -340,8 +340,8 @@ class Outer:
         """Step the parameters that have a gradient; return the optimizer's next state.
 
         Args:
-            state: of the optimizer, by name; its tensors are written.
-            gradients: of this rank's parts, of any floating-point dtype.
+            state: the optimizer's state by name; its tensors are overwritten.
+            gradients: gradients of this rank's shards, of any floating-point dtype.
         """
         params = {name: nn.Parameter(local(each)) for name, each in self.anchor.items()}
         for name, gradient in gradients.items():
@@ -353,11 +353,11 @@ class Outer:
         return {name: dict(entry) for name, entry in live.update({}).items()}
 
     def to_state(self, opt_state: State) -> State:
-        """Return values that lie over the ranks as the anchor does."""
+        """Return the state in the layout of the anchor."""
         return _map_tensors(opt_state, self._shard_like)
 
     def from_state(self, opt_state: State) -> State:
-        """Return what the optimizer has of them: parts."""
+        """Return the state with local shards."""
         return _map_tensors(opt_state, _part)
 
     def _shard_like(self, name: str, each: torch.Tensor) -> torch.Tensor:
@@ -415,66 +415,65 @@ def _are_bits(_owner: object, _field: object, value: object) -> None:
 
 @transform
 class diloco:
-    """Let ranks train apart for `sync_every` updates, then step an outer optimizer.
+    """Train ranks independently for `sync_every` updates, then step an outer optimizer.
 
-    All ranks hold an anchor. Each trains from there on its own shares, with its own optimizer
-    state, and no gradient is communicated. Every `sync_every` updates ranks average by how
-    much they moved away from the anchor, by the weight of the samples that each has seen, and
-    the outer optimizer steps the anchor by that mean, as if it were a gradient; all go on from
-    there. Evaluation and export see the anchor, and communicate nothing. `af.finalize` makes
-    a last exchange of what was done since, in numbers as they are.
+    All ranks hold the same anchor. Each rank trains from the anchor on its own shares, with its
+    own optimizer state and without communicating gradients. Every `sync_every` updates the
+    ranks average how far they moved away from the anchor, weighted by the samples that each has
+    seen. The outer optimizer steps the anchor by that mean, as if it were a gradient, and all
+    ranks continue from there. Evaluation and export use the anchor, without communication.
+    `af.finalize` makes a last exchange, without quantization.
 
-    Three ways to talk less, or later. `fragments` cuts the model into runs of parameters that
-    are exchanged in turn: as many bytes, of which less crosses at once. `delay` lets an
-    exchange go on while ranks take updates; what was found is then mixed with what a rank did
-    meanwhile: `mix` of its own, the rest of the anchor. `bits` sends 16, 8 or 4 bits a number;
-    each rank remembers what rounding left out, and sends it the next time.
+    Three options reduce or hide communication. `fragments` cuts the model into runs of
+    parameters that are exchanged in turn: as many bytes, but fewer at once. `delay` overlaps an
+    exchange with updates; its result is then mixed with the rank's own progress: a share `mix`
+    of the rank's parameters, the rest of the anchor. `bits` sends 16, 8 or 4 bits per number;
+    each rank keeps its rounding errors and sends them with the next exchange.
 
-    Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
-    train apart, and each rank exchanges the part that it has with the same part of the others.
+    With `wrap_fsdp`, in a world with "dp_replicate", the copies of the model train
+    independently, and each rank exchanges its shard with the same shard of the other copies.
 
     Acts on: init, reduce, after_update, eval_params, finalize, merge.
 
     Args:
         sync_every: updates between exchanges, at least 1.
-        outer: makes the outer optimizer of a list of (name, parameter); None is SGD with a
-            rate of 0.7 and Nesterov's momentum of 0.9, as DiLoCo has it.
-        fragments: how many parts the model is exchanged in, at most `sync_every`.
-        delay: updates between the beginning of an exchange and its use, less than
-            `sync_every`.
-        mix: the share of a rank's own parameters where an exchange arrives; 0 drops what a
-            rank did in the time of `delay`, of that fragment.
-        bits: of a number that crosses the ranks.
-        bucket_cap_mb: the size of what is exchanged at once in MiB, or one parameter; with
-            `delay` it is a fragment.
+        outer: makes the outer optimizer from a list of (name, parameter); None is SGD with a
+        rate of 0.7 and Nesterov momentum of 0.9, as in the DiLoCo paper.
+        fragments: the number of parts in which the model is exchanged, at most `sync_every`.
+        delay: updates between the start of an exchange and the use of its result, less than
+        `sync_every`.
+        mix: the share of a rank's own parameters when an exchange arrives; 0 drops the rank's
+        progress on that fragment during `delay`.
+        bits: the bits per number that ranks send.
+        bucket_cap_mb: the size of one exchange in MiB, at least one parameter; with `delay` an
+        exchange is a fragment.
 
     Law:
-        With an outer optimizer `SGD(lr=1.0)` it is `local_sgd`, up to rounding. A delay
-        changes when a mean is used, never its value. What was used and what is remembered are
-        together all that ranks moved by, bit by bit, where their weights are equal. It gives
-        up that replicas agree between exchanges.
+        With an outer optimizer `SGD(lr=1.0)` it equals `local_sgd`, up to rounding. A delay
+        changes when a mean is used, never its value. If ranks have equal weights, applied means
+        plus kept errors equal the ranks' moves, bit by bit. Replicas differ between exchanges.
 
     Cost:
-        Memory for the anchor and the outer optimizer's state; with `bits` for what is
-        remembered. Every `sync_every` updates one all-reduce of the parameters that are
-        trained; in `bits`, an all-to-all and an all-gather of `bits / 32` as many bytes
-        each, of the (N-1)/N that a rank of N sends of both. An exchange for which no rank saw
-        a sample is left out where there is a delay, or few bits; otherwise ranks count alike.
+        Memory for the anchor and the outer optimizer's state; with `bits` also for the errors.
+        Every `sync_every` updates one all-reduce of the trained parameters. With `bits` instead
+        an all-to-all and an all-gather, each of `bits / 32` of the bytes; a rank of N sends
+        (N-1)/N of both. If no rank saw a sample, an exchange with `delay` or `bits` is skipped;
+        otherwise ranks have equal weights.
 
     Raises:
-        ArgumentError: an option is none, or there are fewer parameters than fragments.
-        CompositionError: beside what evaluates other parameters, as `ema` does; when the state
-            is made, a split model beside both `delay` and `bits`.
-        StateError: at an update, other `fragments` or `bits` than those with which what is not
-            exchanged yet was begun.
-        OptimizerError: when the state is made, the outer optimizer is none that can be kept in
-            a state; or of a split model, it does not go element by element.
+        ArgumentError: an invalid option, or fewer parameters than fragments.
+        CompositionError: with a transform that evaluates other parameters, such as `ema`; when
+        the state is created, a split model with both `delay` and `bits`.
+        StateError: at an update, `fragments` or `bits` changed while updates since the last
+        exchange are not exchanged yet.
+        OptimizerError: when the state is created, the outer optimizer cannot be kept in a
+        state; or the model is split and the outer optimizer is not elementwise.
 
     References:
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
         Models"; Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
         (fragments, delay, mix, 4 bits); Karimireddy et al. 2019, "Error Feedback Fixes
-        SignSGD" (what is remembered).
+        SignSGD" (the kept errors).
 
     Example:
         >>> diloco(sync_every=500)
@@ -507,7 +506,7 @@ class diloco:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise where options contradict each other."""
+        """Raise if options contradict each other."""
         if self.fragments > self.sync_every:
             msg = (
                 f"{self!r}: {self.fragments} fragments in {self.sync_every} updates; at most one"
@@ -523,17 +522,17 @@ class diloco:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What of its slot is each rank's own."""
+        """Which slot entries differ by rank."""
         own = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
         return {"draws_nothing": True, "by_rank": own, "owes": self._owes}
 
     def _owes(self, state: TrainState, slot: Slot) -> bool:
-        """Return whether ranks are elsewhere than the anchor."""
+        """Return whether ranks have moved away from the anchor."""
         mixed = self.mix > 0 and state.step > slot["since"]
         return mixed or bool(slot["flights"]) or state.step > min(slot["sent"])
 
     def init(self, state: TrainState) -> Slot:
-        """Let the anchor be where all ranks begin."""
+        """Set the anchor to the initial parameters."""
         self._check(state)
         definition = state.definition
         names = owned_names(definition.optimizer, definition.skeleton)
@@ -543,7 +542,7 @@ class diloco:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Count what this rank has seen; send, and use, the fragments whose turn it is."""
+        """Add up this rank's weight; send and apply the fragments that are due."""
         slot = self._fit_slot(slot, state.step - 1)
         slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
         timetable = Timetable(self.fragments, self.sync_every, self.delay)
@@ -561,7 +560,7 @@ class diloco:
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Use what is on its way, exchange what was done since, and go to the anchor."""
+        """Apply fragments in flight, exchange the rest, and move to the anchor."""
         slot = self._fit_slot(slot, state.step)
         for key in list(slot["flights"]):
             slot = self._apply_flight(
@@ -575,7 +574,7 @@ class diloco:
         return state, {**slot, "since": state.step}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Begin at the mean of ranks, with the mean of what they saw and what they remember."""
+        """Average the ranks' parameters, weights and errors."""
         first, count = slots[0], len(slots)
         seen = [[float(each) for each in slot["weights"]] for slot in slots]
         error = {
@@ -598,10 +597,10 @@ class diloco:
         return {**params, **slot["anchor"]}, slot
 
     def _fit_slot(self, slot: Slot, step: int) -> Slot:
-        """Return a slot for these options, of one that may have been begun with others.
+        """Return a slot that fits these options.
 
         Raises:
-            StateError: it has them in use.
+            StateError: the slot was started with other options that are in use.
         """
         same, kept = len(slot["sent"]) == self.fragments, bool(slot["error"])
         if same and kept is (self.bits != 32):
@@ -616,7 +615,7 @@ class diloco:
         return self._new_slot(slot["anchor"], slot["outer"], step)
 
     def _new_slot(self, anchor: Any, outer: Any, step: int) -> Slot:
-        """Return the slot of ranks that are at the anchor."""
+        """Return the slot of ranks at the anchor."""
         error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
         return {
             "since": step,
@@ -678,9 +677,9 @@ class diloco:
         *,
         at_once: bool = False,
     ) -> Slot:
-        """Send a fragment, and use what comes of it, unless there is a delay.
+        """Send a fragment, and apply its mean unless there is a delay.
 
-        At once means numbers as they are, what is remembered included.
+        `at_once` sends without quantization, including the kept errors.
         """
         whole = self._exchange(state).is_whole
         if self.delay and not at_once:
@@ -701,7 +700,7 @@ class diloco:
     def _average_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
-        """Step by the mean of numbers as they are."""
+        """Average parameters without quantization, and step the anchor."""
         deltas = self._deltas(state, slot, names)
         for name in names if slot["error"] else ():
             deltas[name] += local(slot["error"][name])
@@ -718,7 +717,7 @@ class diloco:
     def _send_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
-        """Let parameters of a fragment fly."""
+        """Start to send parameters of a fragment."""
         deltas, weight = self._deltas(state, slot, names), slot["weights"][i]
         exchange, error = self._exchange(state), slot["error"]
         like = slot["anchor"]
@@ -726,22 +725,22 @@ class diloco:
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Begin the second half of a flight, if it has one."""
+        """Start the second half of a flight, if it has one."""
         flight, error = slot["flights"][key], slot["error"]
         flight, error = self._exchange(state).start_second_half(flight, error)
         return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}
 
     def _apply_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Step by what has arrived."""
+        """Step the anchor by a fragment's mean."""
         flights = dict(slot["flights"])
         means = self._exchange(state).receive_mean(flights.pop(key), slot["anchor"])
         slot = {**slot, "flights": flights}
         return slot if means is None else self._step_anchor(state, slot, means)
 
     def _step_anchor(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
-        """Step the anchor, and let this rank go on from there.
+        """Step the anchor, and move this rank's parameters there.
 
-        What is frozen goes to the mean of what ranks had trained before, by no momentum.
+        Parameters that were frozen meanwhile move to the mean, without momentum.
         """
         anchor, trained = slot["anchor"], state.trainable
         stepped = {name: each for name, each in means.items() if name in trained}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train ranks apart, and average their parameters every few updates."""
+"""Local SGD: train ranks independently, and average parameters every few updates."""
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,51 +47,51 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
 
 @transform
 class local_sgd:
-    """Let each rank train on its own shares, and average parameters every `sync_every` updates.
+    """Train ranks independently, and average parameters every `sync_every` updates.
 
-    No gradient is communicated. Batch size, learning rate and schedule stay as they are.
-    Ranks are averaged by the weight of the samples they have seen since the last
-    average, so short and empty shares count for what they are. `af.finalize` averages
-    once more at the end; evaluation and export see the average at any time. What another
-    transform evaluates instead, as `ema` does, is averaged so, too; just after an average,
-    when no rank has seen a sample since, ranks count alike.
+    No gradient is communicated. Batch size, learning rate and schedule do not change. Ranks are
+    averaged by the weight of the samples that they have seen since the last average, so short
+    and empty shares count correctly. `af.finalize` averages once more at the end; evaluation
+    and export use the average at any time. If another transform such as `ema` sets the
+    evaluated parameters, these are averaged too. If no rank has seen a sample since the last
+    average, ranks have equal weights.
 
-    With `neighbours`, parts of the world are averaged more often, as the ranks of a machine or
-    of a site, between which the network is fast.
+    With `neighbours`, groups of ranks with a fast network between them, such as the ranks of a
+    machine, are averaged more often.
 
-    Beside `wrap_fsdp`, in a world with "dp_replicate", it is the copies of the model that
-    train apart, and each rank averages the part that it has with the same part of the others.
+    With `wrap_fsdp`, in a world with "dp_replicate", the copies of the model train
+    independently, and each rank averages its shard with the same shard of the other copies.
 
     Acts on: init, reduce, after_update, eval_params, finalize, merge.
 
     Args:
         sync_every: updates between averages, at least 1.
         buffers: average floating-point buffers (running statistics) too.
-        opt_state: average the tensors too that the optimizer keeps of parameters, but for
-            counts of steps. Those of a parameter that has had no gradient on some rank yet,
-            which has none of them, stay each rank's own until it has.
-        bucket_cap_mb: the size of the buffer in which they cross, in MiB.
-        neighbours: by a period, of how many neighbouring ranks each part is averaged: {4: 8}
-            every 4 updates, parts of 8. Each period divides the next, and the last divides
-            `sync_every`; so does each number of ranks, and the last divides that of all. Where
-            several are due, it is the largest part that is averaged.
+        opt_state: average the optimizer's state tensors too, except for step counts. If a rank
+        has no state of a parameter yet, because it had no gradient, that parameter's state is
+        not averaged.
+        bucket_cap_mb: the size of the all-reduced buffer, in MiB.
+        neighbours: the size of groups of neighboring ranks by period: {4: 8} averages groups of
+        8 ranks every 4 updates. Each period must divide the next, and the last must divide
+        `sync_every`; each group size must divide the next, and the last must divide the number
+        of ranks. If several are due, only the largest group is averaged.
 
     Law:
-        With `sync_every=1` and plain SGD it is `wrap_ddp`; copies that are split are as many
-        ranks that have a whole model each, up to rounding. In a world of 1 it changes nothing,
-        bitwise. It gives up that replicas agree between averages.
+        With `sync_every=1` and plain SGD it equals `wrap_ddp`; a split copy equals one rank
+        with a whole model, up to rounding. In a world of 1 nothing changes, bitwise. Replicas
+        differ between averages.
 
     Cost:
-        Flattened all-reduces every `sync_every` updates, one for each `bucket_cap_mb`, of the
-        parameters (or the parts that the rank has) that are trained, or were before
-        `with_trainable` froze them; memory for one buffer. As many again if no rank has seen a
-        sample since the last; with `opt_state`, a gather of 8 bytes a parameter. With
-        `neighbours`, the same within parts at their periods.
+        Every `sync_every` updates, flattened all-reduces (one per `bucket_cap_mb`) of the
+        parameters, or this rank's shards, that are trained now or were before `with_trainable`
+        froze them; memory for one buffer. Twice as many if no rank has seen a sample since the
+        last average; with `opt_state`, a gather of 8 bytes per parameter. With `neighbours`,
+        the same within groups at their periods.
 
     Raises:
-        ArgumentError: periods or numbers of ranks do not divide each other; when the state is
-            made, nor the number of all.
-        WorldError: when the state is made, neighbours of what is a part of a world.
+        ArgumentError: periods or group sizes do not divide each other; when the state is
+        created, a group size does not divide the number of ranks.
+        WorldError: when the state is created, `neighbours` in a world that is a part of another.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't
@@ -127,7 +127,7 @@ class local_sgd:
         return {"draws_nothing": True, "by_rank": own, "owes": _owes}
 
     def init(self, state: TrainState) -> Slot:
-        """Start with ranks that agree, and with the groups of neighbours."""
+        """Start with equal ranks, and create the groups of neighbors."""
         ranks = state.definition.copies
         for period, size in self.neighbours.items():
             if ranks.size % size:
@@ -144,10 +144,10 @@ class local_sgd:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Count what this rank has seen; average when the period is over."""
+        """Add up this rank's weight; average when the period is over."""
         slot = {**slot, "weight": slot["weight"] + update.weight}
         if self.neighbours:
-            # of parts that were not there yet, the period begins with that of all
+            # a new group's period begins with the period of all ranks
             seen = {f"{p}": slot["weight"] for p in self.neighbours}
             before = slot.get("near", {})
             slot["near"] = {
@@ -162,14 +162,14 @@ class local_sgd:
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Average now, in place, unless nothing was updated since the last time."""
+        """Average in place, unless there was no update since the last average."""
         if _owes(state, slot):
             ranks = state.definition.copies
             self._average_(self._averaged_tensors(state, ranks), slot["weight"], ranks)
         return state, self._new_slot(state)
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Average by the weight of what each rank has seen; go on as after an average."""
+        """Average ranks by the weights of their samples."""
         weights = [float(slot["weight"]) for slot in slots]
         merged = {**slots[0], "weight": 0}
         if self.neighbours:
@@ -179,7 +179,7 @@ class local_sgd:
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
     ) -> tuple[Mapping[str, torch.Tensor], Slot]:
-        """Return the average over ranks; a collective unless they were just averaged."""
+        """Return the average over ranks; a collective unless ranks were just averaged."""
         state = update.state
         trained = state.definition.skeleton.once_trained
         agree = state.step == slot["since"] and all(
@@ -193,14 +193,14 @@ class local_sgd:
         return {**params, **means}, slot
 
     def _new_slot(self, state: TrainState) -> Slot:
-        """Return the slot of ranks that agree."""
+        """Return the slot of equal ranks."""
         slot: Slot = {"weight": 0, "since": state.step}
         if self.neighbours:
             slot["near"] = {f"{period}": 0 for period in self.neighbours}
         return slot
 
     def _average_neighbours(self, state: TrainState, slot: Slot, updates: int) -> Slot:
-        """Average the largest part that is due, and begin its period, and those within, anew."""
+        """Average the largest group that is due, and restart its period and shorter ones."""
         due = [period for period in self.neighbours if updates % period == 0]
         if not due:
             return slot
@@ -218,7 +218,7 @@ class local_sgd:
         average_(tensors, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
 
     def _averaged_tensors(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
-        # the others are as they were created, and rounding would move them
+        # never trained parameters are equal on all ranks, and rounding would change them
         trained = state.definition.skeleton.once_trained
         tensors = [param for name, param in state.params.items() if name in trained]
         if self.buffers:
@@ -230,12 +230,12 @@ class local_sgd:
 
 
 def _owes(state: TrainState, slot: Slot) -> bool:
-    """Return whether ranks were updated since they were averaged."""
+    """Return whether there was an update since the last average."""
     return state.step > slot["since"]
 
 
 def _moving(entry: Mapping[str, Any]) -> Tensors:
-    """Return what is averaged of an optimizer's entry, in an order that ranks share."""
+    """Return the averaged tensors of an optimizer entry, in the same order on all ranks."""
     return {
         name: value
         for name, value in sorted(entry.items())
@@ -244,7 +244,7 @@ def _moving(entry: Mapping[str, Any]) -> Tensors:
 
 
 def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]:
-    """Return the tensors of those entries that are alike on all ranks; a collective."""
+    """Return the tensors of entries that match on all ranks; a collective."""
     found = list(entries)
     told = [
         [(name, tuple(t.shape), str(t.dtype)) for name, t in entry.items()]
