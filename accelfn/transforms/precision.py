@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the loss in a lower precision."""
+"""Mixed precision, and updates that are not finite: `autocast`, `skip_nonfinite`, `identity`."""
 
 import contextlib
 from collections.abc import Generator, Mapping
@@ -62,7 +62,7 @@ def _is_choice(owner: Any, _field: object, value: object) -> None:
 
 
 def _between(low: float, high: float) -> Any:
-    """Return an option of fp16, a number between two others."""
+    """Return an option of fp16: a number between two bounds."""
 
     def check(owner: Any, field: Any, value: Any) -> None:
         if value is None:
@@ -86,49 +86,49 @@ def _between(low: float, high: float) -> Any:
 
 @transform
 class autocast:
-    """Run the loss under torch's autocast: matrix products in 16 bits, the rest as torch says.
+    """Run the loss under torch's autocast, with matrix products in 16 bits.
 
-    Parameters, gradients and the optimizer stay in their own dtype. Evaluation and
-    prediction run under it too.
+    Parameters, gradients and the optimizer keep their dtype. Evaluation and prediction also run
+    under autocast.
 
-    With "fp8" linear layers multiply in float8 by torchao, which scales each tensor, and all
+    With "fp8", linear layers multiply in float8 with torchao's scaling per tensor; everything
     else is as with "bf16".
 
-    Gradients below 6e-8 are 0 in "fp16", so there losses are multiplied by a scale, and
-    gradients divided by it before anything looks at them. If any gradient on any rank is
-    infinite or NaN, all ranks skip the update and the scale is lowered; after
-    `growth_interval` updates without that it grows. `metrics["skipped"]` is 1 for an update
-    that was skipped, else 0, and `metrics["loss_scale"]` the scale. It is that of the mean:
-    losses that are totals are first divided by a power of 2 near the last update's weight.
+    In "fp16", gradients below 6e-8 become 0. Losses are therefore multiplied by a scale, and
+    gradients divided by it before other transforms see them. If any gradient on any rank is
+    infinite or NaN, all ranks skip the update and lower the scale; after `growth_interval`
+    updates without a skip the scale grows. `metrics["skipped"]` is 1 for a skipped update, else
+    0, and `metrics["loss_scale"]` is the scale of the mean: losses that are totals are first
+    divided by a power of 2 near the last update's weight.
 
     Acts on: loss; with "fp16" also init, loss_scale, grads, after_update; with "fp8" module.
 
     Args:
         precision: "bf16", "fp16" or "fp8".
         init_scale: the first scale of fp16; by default 65536.
-        growth_factor: by what it grows; 2.
-        backoff_factor: by what it shrinks; 0.5.
-        growth_interval: after how many good updates; 2000.
-        layers: a function `(name, layer) -> bool` of fp8, which linear layers; default all.
+        growth_factor: the factor by which the scale grows; 2.
+        backoff_factor: the factor by which the scale shrinks; 0.5.
+        growth_interval: the number of good updates before the scale grows; 2000.
+        layers: for fp8, a function `(name, layer) -> bool` that chooses linear layers; default all.
 
     Law:
-        It changes neither the dtype of a parameter nor that of a gradient. Where nothing
-        overflows or vanishes, a scale that is a power of 2 changes no bit of a gradient. A
-        skipped update leaves parameters, buffers, optimizer and step bitwise as they were.
+        Dtypes of parameters and gradients do not change. If nothing overflows or underflows, a
+        power of 2 as the scale changes no bit of a gradient. A skipped update leaves
+        parameters, buffers, optimizer and step bitwise unchanged.
 
     Cost:
-        A copy of each weight in 16 bits during a pass; products at its speed. With fp16 one
-        pass over the gradients. On an accelerator a fused optimizer skips by itself, and the host
-        waits only for the schedule, which needs to know how many updates were taken; with another
-        optimizer or a transform that acts after updates it waits for the flag.
+        A 16-bit copy of each weight during a pass. With fp16 one pass over the gradients. On an
+        accelerator a fused optimizer skips on the device, and the host waits only for a
+        schedule, which needs the number of updates taken. With another optimizer, or a
+        transform that acts after updates, the host waits for the flag.
 
     Raises:
-        ArgumentError: an unknown precision, or an option that it has no use for; fp8 without
-            torchao (`pip install 'accelfn[fp8]'`) or, when built, on a GPU that cannot.
-        ModelError: fp16, and parameters that are float16 themselves; fp8, and, when built,
-            a layer whose sizes are no multiples of 16.
-        NonFiniteGradsError: at a step, the scale fell to nothing and gradients still are
-            not finite.
+        ArgumentError: an unknown precision, or an option of another precision; fp8 without
+        torchao (`pip install 'accelfn[fp8]'`) or, when built, on a GPU without float8.
+        ModelError: fp16 with float16 parameters; fp8, when built, with a layer size that is not
+        a multiple of 16.
+        NonFiniteGradsError: at a step, the scale fell below its minimum and gradients still are
+        not finite.
 
     References:
         Micikevicius et al. 2018, "Mixed Precision Training"; Micikevicius et al. 2022, "FP8
@@ -150,7 +150,7 @@ class autocast:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What fp16 does about gradients that are not finite."""
+        """Facts about the compute dtype and skipped updates."""
         scales = self.precision == "fp16"
         return {
             "computes_in": _DTYPES[self.precision],
@@ -163,7 +163,7 @@ class autocast:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """What another precision has a say in."""
+        """Skip the fields of other precisions."""
         without = () if self.precision == "fp16" else _SCALING_FIELDS
         return without if self.precision == "fp8" else (*without, "module")
 
@@ -179,10 +179,10 @@ class autocast:
             param = next(model.parameters())
             is_plain = type(param) is torch.nn.Parameter
             kind = param.device.type if is_plain else computes_on(param)
-            # torch keeps cast weights until the outermost region ends, which may be one of
-            # the caller's around many updates: these would see the first one's weights
+            # torch caches cast weights until the outermost autocast region ends; in a caller's
+            # region around many updates, later updates would use stale weights
             torch.clear_autocast_cache()
-            if self.precision == "fp8":  # that of an evaluation was not built
+            if self.precision == "fp8":  # an evaluation's model was not converted
                 to_float8(model, self.layers, repr(self))
             try:
                 with _casting(kind, dtype):
@@ -194,13 +194,13 @@ class autocast:
         return autocast_loss
 
     def module(self, module: torch.nn.Module, state: TrainState) -> torch.nn.Module:
-        """Let the engine's own module multiply in float8."""
+        """Convert the engine's module to float8 products."""
         del state
         to_float8(module, self.layers, repr(self))
         return module
 
     def init(self, state: TrainState) -> ScaleSlot:
-        """Begin with the first scale."""
+        """Start with the initial scale."""
         half = [n for n, p in state.params.items() if p.dtype is torch.float16]
         if half:
             msg = (
@@ -222,13 +222,13 @@ class autocast:
     def loss_scale(
         self, scale: torch.Tensor, slot: ScaleSlot, update: Update
     ) -> tuple[torch.Tensor, ScaleSlot]:
-        """Multiply by the scale of a total."""
+        """Multiply the loss scale by the scale of a total."""
         return scale * (slot["scale"] / slot["unit"]), slot
 
     def grads(
         self, grads: Grads, slot: ScaleSlot, update: Update
     ) -> tuple[Grads, ScaleSlot]:
-        """Look for what is not finite, on all ranks, and move the scale."""
+        """Find gradients that are not finite, on all ranks, and adjust the scale."""
         found = tree.non_finite(grads.as_taken.values()).to(slot["scale"].device)
         if not update.replicated:
             all_reduce_([found], update.world, label="autocast: overflow?")
@@ -244,7 +244,7 @@ class autocast:
         weight = grads.weight
         if not isinstance(
             weight, torch.Tensor
-        ):  # filled, for a copy would be waited for
+        ):  # `full` does not wait for the device; a copy would
             weight = torch.full((), weight, dtype=torch.float32, device=found.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not update.num_tried % LOOK_EVERY:
@@ -256,7 +256,7 @@ class autocast:
     def after_update(
         self, state: TrainState, slot: ScaleSlot, update: Update
     ) -> tuple[TrainState, ScaleSlot]:
-        """Keep the scale that was moved, after a skipped update too."""
+        """Keep the adjusted scale, also after a skipped update."""
         if update.skipped and slot["scale"].is_cpu:
             self._check_scale(update, slot)
         return state, slot
@@ -273,7 +273,7 @@ class autocast:
 
 
 def _rows(state: TrainState) -> float:
-    """Return how many samples an update has, about, before one has said its weight."""
+    """Estimate the samples per update, before the first weight is known."""
     data = state.data
     if data is None:
         return 1.0
@@ -284,21 +284,20 @@ def _rows(state: TrainState) -> float:
 
 def _power_of_2(number: torch.Tensor) -> torch.Tensor:
     """Return the largest power of 2 that is at most a number above 0."""
-    exponent = torch.frexp(number).exponent.to(number.dtype)  # else it is the default's
+    exponent = torch.frexp(number).exponent.to(number.dtype)  # keep the dtype
     return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
 @explain_call_errors
 @contextlib.contextmanager
 def full_precision(*values: Any) -> Generator[Any]:
-    """Leave a region of a loss in its own precision, under `autocast`.
+    """Run a region of a loss without autocast.
 
     Args:
-        values: trees of tensors that the region uses; those in 16 bits are given back as
-            float32.
+        values: trees of tensors for the region; 16-bit tensors are cast to float32.
 
     Yields:
-        the values: none, the one, or a tuple of them.
+        The values: None, the single value, or a tuple of all values.
 
     Example:
         >>> import accelfn as af
@@ -315,7 +314,7 @@ def full_precision(*values: Any) -> Generator[Any]:
 
 
 def _casting(kind: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's autocast; it has none on meta, whose values no precision has a say in."""
+    """Return torch's autocast, or a null context on meta tensors."""
     if kind == "meta":
         return contextlib.nullcontext()
     return torch.autocast(kind, dtype=dtype)
@@ -331,7 +330,7 @@ def _widen(leaf: Any) -> Any:
     return leaf.float() if narrow and leaf.dtype.itemsize < 4 else leaf
 
 
-# Leave out updates whose gradients are not finite.
+# `skip_nonfinite`: skip updates with gradients that are not finite.
 
 
 Slot: TypeAlias = dict[str, Any]
@@ -339,32 +338,32 @@ Slot: TypeAlias = dict[str, Any]
 
 @transform
 class skip_nonfinite:
-    """Skip updates whose gradients are infinite or not a number, on all ranks alike.
+    """Skip updates with infinite or NaN gradients, on all ranks together.
 
-    A skipped update leaves parameters, buffers, optimizer, `state.step` and the schedule
-    as they are; its batch counts as seen. A loss that is not finite no longer raises.
-    `metrics["skipped"]` is 1 for such an update, else 0. Beside `wrap_deepspeed` it is DeepSpeed
-    that finds them.
+    A skipped update does not change parameters, buffers, optimizer, `state.step` or the
+    schedule; its batch counts as seen. A loss that is not finite no longer raises.
+    `metrics["skipped"]` is 1 for a skipped update, else 0. Under `wrap_deepspeed`, DeepSpeed
+    finds such gradients.
 
     Acts on: init, grads, after_update.
 
     Args:
-        max_consecutive: how many updates may be skipped in a row; the next one raises.
+        max_consecutive: the number of updates in a row that may be skipped; the next skip raises.
 
     Law:
-        One element that is not finite, on one rank, skips exactly that update on every
-        rank, and leaves all else bitwise as it was; without one, it changes nothing.
+        One element that is not finite, on one rank, skips exactly that update on every rank,
+        and everything else stays bitwise unchanged. Otherwise nothing changes.
 
     Cost:
-        One pass over the gradients, and the host waits for it, to learn whether to skip. On an
-        accelerator a fused optimizer skips by itself and the count stays there: nobody waits,
-        unless a transform acts after updates. Where gradients are not reduced, as under
-        `local_sgd`, also one number crosses the ranks.
+        One pass over the gradients; the host waits for the result. On an accelerator a fused
+        optimizer skips on the device and the count stays there, so the host does not wait,
+        unless a transform acts after updates. If gradients are not reduced, as under
+        `local_sgd`, one number is all-reduced.
 
     Raises:
-        NonFiniteGradsError: one more than `max_consecutive` in a row; parameters and the
-            ranks whose loss was not finite are named, and the state is as it was. Where the
-            count stays on an accelerator, it is looked at every 100 updates.
+        NonFiniteGradsError: more than `max_consecutive` skips in a row. The error names the
+        parameters, and the ranks with a loss that was not finite; the state is unchanged. A
+        count on an accelerator is checked every 100 updates.
 
     Example:
         >>> skip_nonfinite(max_consecutive=3)
@@ -383,11 +382,11 @@ class skip_nonfinite:
     )
 
     def init(self, state: TrainState) -> Slot:
-        """Begin without a skip."""
+        """Start with no skipped updates."""
         return {"consecutive": _none(state.world.device)}
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
-        """Look for what is not finite."""
+        """Find gradients that are not finite."""
         if not update.num_tried % LOOK_EVERY:
             self._check(int(slot["consecutive"]), grads, update)
         found = tree.non_finite(grads.as_taken.values())
@@ -396,11 +395,11 @@ class skip_nonfinite:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Count updates that are skipped in a row, and give up after too many."""
+        """Count consecutive skips, and raise after too many."""
         count, flag = slot["consecutive"], update.grads.metrics["skipped"]
         if isinstance(
             flag, torch.Tensor
-        ):  # which nobody has read; too many stay too many
+        ):  # not read by the host; a count above the limit stays above it
             more = torch.where(flag != 0, count + 1, 0)
             kept = torch.where(count > self.max_consecutive, count, more)
             return state, {"consecutive": kept.to(count.dtype)}
@@ -410,7 +409,7 @@ class skip_nonfinite:
         return state, {"consecutive": count + 1}
 
     def _check(self, count: int, grads: Grads, update: Update) -> None:
-        """Give up, with what is known; a collective, for all ranks come here."""
+        """Raise after too many skips, with details of all ranks; a collective."""
         if count <= self.max_consecutive:
             return
         if grads.taken.is_held:
@@ -435,12 +434,12 @@ def _none(device: torch.device) -> torch.Tensor:
     return torch.zeros((), dtype=torch.int32, device=device)
 
 
-# Change nothing.
+# `identity`: change nothing.
 
 
 @transform
 class identity:
-    """Leave a step as it is: the transform that a law compares others with.
+    """Change nothing; laws compare other transforms with it.
 
     Acts on: nothing.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compute activations again in the backward pass, instead of keeping them."""
+"""Save memory: recompute activations, and step the optimizer in the backward pass."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,30 +27,30 @@ def _are_regions(_owner: object, _field: object, value: object) -> None:
 
 @transform
 class checkpoint_activations:
-    """Keep of some modules only what they are given, and run them again when gradients are due.
+    """Recompute activations of some modules in the backward pass (activation checkpointing).
 
-    It is torch's checkpointing without re-entrance. The second run draws the same random
-    numbers under the same autocast, and leaves running statistics alone. Modules inside
-    one that is meant are part of it. Evaluation and prediction keep nothing anyway.
+    It uses torch's non-reentrant checkpointing. The second run uses the same random numbers and
+    the same autocast, and does not update running statistics. Modules inside a chosen module
+    belong to it. Evaluation and prediction do not change.
 
     Acts on: module.
 
     Args:
-        regions: a class of modules, such as `nn.TransformerEncoderLayer`, several, or a
-            function `(name, module) -> bool` of a module's name in the model. None: the
-            model's own children, such as the layers of an `nn.Sequential`.
+        regions: a class of modules, such as `nn.TransformerEncoderLayer`, a tuple of classes,
+        or a function `(name, module) -> bool`. None: the model's direct children, such as the
+        layers of an `nn.Sequential`.
 
     Law:
-        Gradients, buffers and results are bitwise those without it.
+        Gradients, buffers and results are bitwise those without checkpointing.
 
     Cost:
-        One more forward pass of these modules, for the memory of all that they kept but their
-        inputs.
+        One more forward pass of these modules; they keep only their inputs in memory.
 
     Raises:
-        ArgumentError: it is no class of modules, and no function.
+        ArgumentError: `regions` is neither a class of modules, nor a tuple of classes, nor a
+        function.
         ModelError: when built, the model has no such module.
-        CompositionError: another one in the chain.
+        CompositionError: another checkpoint_activations in the chain.
 
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -68,10 +68,10 @@ class checkpoint_activations:
     regions: Regions | None = attrs.field(default=None, validator=_are_regions)
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
-        """Let the engine's own module checkpoint the calls of some of its modules."""
+        """Checkpoint the calls of some modules of the engine's module."""
         del state
         for each in select_modules(module, self.regions, f"{self!r}"):
-            # its own attribute: the model's structure and names stay as they are
+            # an instance attribute: the model's structure and names do not change
             each.forward = partial(_checkpoint_call, each, each.forward)
         return module
 
@@ -83,13 +83,13 @@ def _checkpoint_call(
     if any(True for _ in module.buffers()):
         forward = partial(_run_with_buffers, module, forward, [])
     modes = _get_current_function_mode_stack()
-    if modes:  # the backward pass runs outside of them
+    if modes:  # the backward pass runs outside these modes
         kwargs["context_fn"] = partial(_rerun_contexts, modes)
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _rerun_contexts(modes: list[Any]) -> tuple[Any, Any]:
-    """Return what is around a first run, and around a second: torch's modes of the first."""
+    """Return contexts of both runs; the second restores the first run's modes."""
     return nullcontext(), _enter_modes(modes)
 
 
@@ -108,7 +108,7 @@ def _run_with_buffers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a forward for the first time, or again; a compiler's graph writes buffers once."""
+    """Run a forward the first or second time, and keep buffers of the first run."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     is_first = not runs
@@ -118,15 +118,15 @@ def _run_with_buffers(
         return forward(*args, **kwargs)
 
 
-_LARGE = 65_536  # elements; below that a copy costs less than a look at the values
+_LARGE = 65_536  # elements; below that a copy costs less than a comparison of values
 
 
 class _Buffers:
-    """The buffers of a module, which a second run finds, and leaves, as the first did.
+    """The buffers of a module: the second run sees the values of the first, and changes none.
 
-    Large ones that the first run does not write are not kept, as a look at their values
-    says: batch normalisation writes its own without counting it as a version. Of small ones
-    that is not asked.
+    Large buffers that the first run does not change are not copied. Values are compared,
+    because batch normalization writes without incrementing the version. Small buffers are
+    always copied.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -135,7 +135,7 @@ class _Buffers:
 
     @contextmanager
     def record(self) -> Generator[None]:
-        """Run the first time."""
+        """Record the buffers' values of the first run."""
         found = [
             (table, key, buffer.clone())
             for table in self._tables
@@ -151,7 +151,7 @@ class _Buffers:
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Run again, on copies."""
+        """Run again on copies of the recorded values."""
         after = [(table, key, table[key]) for table, key, _ in self._before]
         for table, key, copy in self._before:
             table[key] = copy.clone()
@@ -166,7 +166,7 @@ def _differ(one: torch.Tensor, two: torch.Tensor | None) -> bool:
     return two is None or one.dtype != two.dtype or not torch.equal(one, two)
 
 
-# Update parameters while gradients are computed, so that these are never all there.
+# `optimizer_in_backward`: update parameters during the backward pass.
 
 
 _NEEDS_ALL = {
@@ -180,34 +180,33 @@ _NEEDS_ALL = {
 
 @transform
 class optimizer_in_backward:
-    """Step the optimizer on each parameter as soon as its gradient is complete, and free that.
+    """Step each parameter as soon as its gradient is complete, and free the gradient.
 
-    Gradients are never all alive: the peak is that of a layer. The state is given to the step
-    when the first gradient is there, so a backward pass that raises after it leaves a state
-    that can be used no more. The LOMO of the paper is this with `torch.optim.SGD`; any
-    optimizer will do that updates each parameter by its own gradient.
+    Only the gradients of about one layer are in memory at a time. The step takes ownership of
+    the state when the first gradient is complete, so if the backward pass raises after that,
+    the state can no longer be used. With `torch.optim.SGD` this is LOMO; any optimizer works
+    that updates each parameter from its own gradient only.
 
-    Under `wrap_ddp` a parameter is stepped when its bucket has crossed the ranks. DDP's
-    buckets hold all gradients as long as it lives, so what is saved there is nothing but
-    gradients beside them.
+    Under `wrap_ddp` a parameter is stepped when its bucket is reduced. DDP's buckets keep
+    memory for all gradients, so only gradients outside the buckets are saved.
 
-    Acts on: init, which tries the optimizer; when the optimizer steps.
+    Acts on: init (tries the optimizer); the optimizer step.
 
     Law:
-        The result is bitwise that of the plain step; over more than 2 ranks, whose numbers a
-        backend adds up in an order of its own, up to rounding.
+        The result is bitwise that of the plain step; with more than 2 ranks up to rounding,
+        because backends choose the order of sums.
 
     Cost:
-        A call of the optimizer for each parameter, in place of one for all. Over ranks one
-        number crosses them before the backward pass.
+        One call of the optimizer per parameter, instead of one for all. With several ranks, an
+        all-reduce of one number before the backward pass.
 
     Raises:
-        CompositionError: beside what needs all gradients: `clip_grad_norm`, fp16,
-            `skip_nonfinite`, `accumulate`, `local_sgd`, `compile`; or where DDP looks for
-            unused parameters.
-        OptimizerError: when the state is created, of an optimizer whose parameters are not
-            updated each for itself; it is tried on small ones.
-        GradsError: at `value_and_grad`, which has no gradients to return.
+        CompositionError: with a transform that needs all gradients (`clip_grad_norm`, fp16,
+        `skip_nonfinite`, `accumulate`, `local_sgd`, `compile`), or when DDP finds unused
+        parameters.
+        OptimizerError: when the state is created, the optimizer does not update parameters
+        independently; accelfn tries it on small parameters.
+        GradsError: at `value_and_grad`, because there are no gradients to return.
 
     References:
         Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
@@ -236,7 +235,7 @@ class optimizer_in_backward:
     }
 
     def init(self, state: TrainState) -> None:
-        """Refuse an optimizer that couples parameters."""
+        """Reject an optimizer that couples parameters."""
         kind = type(state.definition.optimizer).__name__
         try:
             whole, alone = (

@@ -31,13 +31,13 @@ from accelfn.state.state import TrainState
 from accelfn.world import World
 
 _NO_PLAN: Mapping[str, str] = {}
-"""Layers that say for themselves how they are split need none."""
+"""The default; layers of `af.megatron.layers` need no plan."""
 _KEPT = "_accelfn_layers"
-"""Under which name the engine's own module keeps what its layers share."""
+"""The attribute of the engine's module with its `Layers`."""
 _FAR, _COARSE = 1e-3, 0.1
-"""How far a loss may be from that in one piece, as a part of it; in 16 bits."""
+"""Relative tolerances of the split loss in 32 bits and in 16 bits."""
 _NOTHING = 1e-6
-"""What two losses may differ by that are nearly 0."""
+"""The absolute tolerance, for losses near 0."""
 _WAY = (
     "Between a column and a row layer a rank has some of the features: let the model take"
     " their number from what it is given, as view(..., -1, head_dim) does, and name all the"
@@ -47,65 +47,64 @@ _WAY = (
 
 @transform
 class tensor_parallel:
-    """Split layers over the ranks along "tp", each of which computes a part of them.
+    """Split layers over the ranks along "tp" (tensor parallelism, as in Megatron-LM).
 
-    The ranks along "tp" take the same samples. A "column" layer has some of its output
-    features on each rank, and a "row" layer the same of its input features: attention and
-    feed-forward blocks begin with one and end with the other, and between them a rank
-    computes for its own heads and features alone. Sums over the ranks end such a part. A
-    "vocabulary" is an embedding of which each rank has some words, or a head of whose scores
-    each rank has those of some words; cross entropy is computed of these parts, and every
-    other function is given the scores of all words, which are gathered. A "gathered" layer
-    is a column layer whose features all ranks get. Modules between a column and a row layer
-    that all ranks have, as a norm of each head, are "replicated": their gradients are summed.
-    Everything that the plan does not name is the same on all ranks.
+    The ranks along "tp" take the same samples. The plan gives layers one of these words. A
+    "column" layer is split by output features, a "row" layer by input features: attention and
+    feed-forward blocks begin with a column and end with a row layer, and between them each rank
+    computes only its own heads and features. A row layer ends with a sum over the ranks. A
+    "vocabulary" layer is an embedding or an output head split by words; cross entropy is
+    computed on split scores, and every other function gets the gathered scores of all words. A
+    "gathered" layer is a column layer that gathers its features on all ranks. A "replicated"
+    module between a column and a row layer, such as a norm of each head, exists on all ranks,
+    and its gradients are summed. Modules that the plan does not name are the same on all ranks.
 
-    With sequence=True each rank has its own positions of activations between such parts: from
-    a "vocabulary" embedding, or what is "scattered", until a head. Modules with parameters
-    there, as norms, are "sequence": their gradients are summed.
+    With sequence=True (sequence parallelism) each rank has its own positions of activations
+    between such blocks: from a "vocabulary" embedding, or a "scattered" module, to the head.
+    Modules with parameters there, such as norms, are "sequence": their gradients are summed.
 
-    The model is that of one process; what it computes between the layers must take the number
-    of features from what it is given, as `view(..., -1, head_dim)` does. The first loss is
-    compared on one sample with the same loss of whole layers, and the first gradients of what
-    all ranks have with one another, so that none of this goes wrong in silence.
+    You write the model for one process. Code between the layers must take the number of
+    features from its inputs, as `view(..., -1, head_dim)` does. To find mistakes, accelfn
+    compares the first loss with the loss of whole layers, on one sample, and the first
+    gradients of unsplit parameters between ranks.
 
-    Without a world with "tp" it changes nothing.
+    In a world without "tp" nothing changes.
 
-    Acts on: layout, loss; init, which refuses.
+    Acts on: layout, loss; init (checks the plan).
 
     Args:
-        plan: words by the names of modules, in which `*` stands for anything between two dots:
-            "column", "row", "vocabulary", "gathered", "replicated". The words of Transformers'
-            plans and torch's ColwiseParallel and RowwiseParallel are taken, too. Layers of
-            `af.megatron.layers(world)` say for themselves how they are split, and are in no
-            plan.
+        plan: words by module name: "column", "row", "vocabulary", "gathered", "replicated". In
+        a name, `*` matches anything between two dots. The words of Transformers' plans and
+        torch's ColwiseParallel and RowwiseParallel also work. Layers of
+        `af.megatron.layers(world)` split themselves, and must not be in the plan.
 
     Law:
         Parameters, optimizer state, weights and metrics are those of one process, up to
-        rounding; what is not split stays the same on all ranks, bit by bit where torch is
-        deterministic. Between a column and a row layer each rank draws for itself (dropout),
-        and where it has its own positions; elsewhere all draw alike. Checkpoints go from any
-        layout into any other, bitwise.
+        rounding. Unsplit parameters stay equal on all ranks, bitwise if torch is deterministic.
+        Dropout masks differ by rank between a column and a row layer, and on a rank's own
+        positions; elsewhere they are equal on all ranks. A checkpoint of one layout loads into
+        any other, bitwise.
 
     Cost:
-        With n ranks along "tp", 1/n of what is split, of its optimizer state and of the
-        activations between layers. A pair of column and row sends its output over the ranks
-        once in the forward and its input once in the backward pass, whole: 2 (n - 1) / n of
-        their bytes each; with sequence=True as many bytes, and 1/n of all other activations.
-        Cross entropy of a "vocabulary" head sends three numbers a token. Once for each engine,
-        two forward passes on one sample, and a sum of the gradients of what is not split.
+        With n ranks along "tp", each rank holds 1/n of the split parameters, of their optimizer
+        state and of the activations between layers. A pair of column and row layers all-reduces
+        its output in the forward pass and its input's gradient in the backward pass: 2 (n - 1)
+        / n of their bytes each; with sequence=True as many bytes, and 1/n of all other
+        activations. Cross entropy of a "vocabulary" head sends three numbers per token. Once
+        per engine, two forward passes on one sample, and a sum of the gradients of unsplit
+        parameters.
 
     Raises:
-        ArgumentError: the plan is none, or has a word that is none.
-        CompositionError: when composed, beside `local_sgd`, `compile`, `compress`,
-            `optimizer_in_backward`, fp8, or another of its kind.
-        ModelError: when the state is made: a name matches no module, a layer is no plain
-            nn.Linear or nn.Embedding, its features do not divide by "tp", or a tied parameter
-            is split in one of its places alone.
-        OptimizerError: when the state is made, the optimizer does not go element by element.
-        LossError: at a step, the loss is not that of whole layers, or ranks have other
-            gradients of what they share.
-        BatchError: at a step, the ranks along "tp" were given different batches.
+        ArgumentError: the plan is not a mapping, or has an unknown word.
+        CompositionError: when composed with `local_sgd`, `compile`, `compress`,
+        `optimizer_in_backward`, fp8, or another tensor_parallel.
+        ModelError: when the state is created, a name matches no module; a layer is not a plain
+        nn.Linear or nn.Embedding; "tp" does not divide its features; or a tied parameter is
+        split in only one of its places.
+        OptimizerError: when the state is created, the optimizer is not elementwise.
+        LossError: at a step, the loss differs from the loss of whole layers, or ranks have
+        different gradients of a shared parameter.
+        BatchError: at a step, the ranks along "tp" got different batches.
 
     References:
         Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models
@@ -134,31 +133,31 @@ class tensor_parallel:
     sequence: bool = attrs.field(default=False, kw_only=True, validator=truth())
 
     def __attrs_post_init__(self) -> None:
-        """Refuse words that mean nothing without the other."""
+        """Reject words that need sequence=True."""
         check_words(self.plan, sequence=self.sequence)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """How layers are split."""
+        """The function that splits layers."""
         return {"draws_nothing": True, "splits_layers": self._split}
 
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Cut the parameters of layers along tp."""
+        """Shard the parameters of planned layers along tp."""
         del axes
         dim = cut_of(self.plan, name, meta)
         return None if dim is None else {"tp": dim}
 
     def init(self, state: TrainState) -> None:
-        """Refuse what cannot be split without changing the numbers."""
+        """Reject models and optimizers that splitting would change."""
         size = state.world.along("tp").size
         module = state.definition.skeleton.module
         check_model(self.plan, module, size, f"{self!r}", sequence=self.sequence)
         check_elements(state, f"{self!r}", dims=(0, 1))
 
     def loss(self, loss_fn: LossFunction) -> LossFunction:
-        """Compare the first loss with that of whole layers."""
+        """Compare the first loss with the loss of whole layers."""
 
         def loss_of_layers(model: nn.Module, batch: Any, *extras: Any) -> Any:
             layers: Layers | None = vars(model).get(_KEPT)
@@ -183,13 +182,13 @@ class tensor_parallel:
 def _check(
     layers: Layers, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
 ) -> None:
-    """Compare a loss with that of whole layers, on the first sample.
+    """Compare a loss with the loss of whole layers, on the first sample.
 
-    All ranks look as often: beside others' samples, units of a model are gathered.
+    All ranks run as many passes: other ranks may gather units with them.
 
     Raises:
         BatchError: the ranks have different batches.
-        LossError: the two differ.
+        LossError: the two losses differ.
     """
     ranks, looks, name = layers.ranks, layers.looks, qualname(loss_fn)
     first, trouble, part = first_of(batch), None, None
@@ -267,7 +266,7 @@ def _total(returned: Any) -> Any:
 
 
 def _number(value: Any) -> torch.Tensor:
-    """Return a number to compare; what is none is compared with nothing."""
+    """Return a number to compare; 0 for values that are not numbers."""
     is_number = isinstance(value, (int, float)) or (
         isinstance(value, torch.Tensor) and value.numel() == 1
     )
