@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The save protocol: files, then a manifest, then the name, and all ranks agree.
+"""The save protocol: all ranks write their files, then rank 0 commits them by one rename.
 
-In turn, each when all ranks are through with the one before:
+A step begins when all ranks have finished the step before it:
 
-1. rank 0 makes a directory `.tmp-NAME`;
-2. ranks say by digests what they hold: what is equal on all is divided among them;
-3. each writes its file, and flushes it;
-4. rank 0 writes the manifest with all digests, flushes the directory, and gives it its
-   name by one rename, which it flushes too.
+1. Rank 0 makes a directory `.tmp-NAME`.
+2. Ranks exchange digests of their tensors. Equal tensors are divided among the ranks.
+3. Each rank writes and flushes its file.
+4. Rank 0 writes the manifest with all digests, flushes the directory, renames it to its
+   final name, and flushes the rename.
 
-Until the rename there is no checkpoint; behind it there is a whole one.
+Before the rename there is no checkpoint; after the rename the checkpoint is complete.
 """
 
 import errno
@@ -41,24 +41,24 @@ from accelfn.errors import (
 )
 
 Exchange: TypeAlias = Callable[[str, str], list[str]]
-"""What is done, and a rank's text: the texts of all ranks, in rank order."""
+"""Gather texts: takes a label and this rank's text, returns all ranks' in rank order."""
 
 READ_BACK = "read it back"
-"""What is done behind the rename: what is not what was written loses its name again."""
+"""Label of the check after the rename; a checkpoint that fails it loses its name."""
 
 _SPEECHLESS = "failed OSError it had no room to say why"
 
 
 @attrs.frozen(kw_only=True)
 class Contents:
-    """What one rank saves.
+    """The data that one rank saves.
 
     Attributes:
         units: plain data by unit.
-        tensors: those that it refers to.
-        slices: which slice of a sharded tensor this rank holds, by name.
-        copy: of which copy of the model, where those are trained apart; else None.
-        facts: what the manifest says beside: optimizer, transforms, data, kept.
+        tensors: the tensors that the plain data refer to, by name.
+        slices: this rank's slice of each sharded tensor, by name.
+        copy: this rank's copy of the model if copies train independently; else None.
+        facts: further manifest entries: optimizer, transforms, data, kept.
     """
 
     units: Mapping[str, Any]
@@ -70,14 +70,14 @@ class Contents:
 
 @attrs.frozen(kw_only=True)
 class Division:
-    """Who writes what, once all ranks have said what they hold.
+    """Which rank writes which tensors.
 
     Attributes:
         mine: the tensors that this rank writes.
-        per_rank: as a manifest's, and those below.
-        trees_by_rank: of every rank.
-        sharded: which slices there are.
-        copies: of the model.
+        per_rank: as in `Manifest`, like the attributes below.
+        trees_by_rank: the trees of every rank.
+        sharded: the slices of each sharded tensor.
+        copies: the copy of the model that each rank has.
     """
 
     mine: Mapping[str, torch.Tensor]
@@ -89,7 +89,7 @@ class Division:
     def manifest(
         self, contents: Contents, written: Sequence[files.File], *, step: int
     ) -> Manifest:
-        """Return what is there when every rank has written its file."""
+        """Return the manifest of the files that all ranks have written."""
         return Manifest(
             **contents.facts,
             step=step,
@@ -105,13 +105,13 @@ class Division:
 
 @attrs.frozen(kw_only=True)
 class Save:
-    """Where a checkpoint is written, and by whom.
+    """The destination of a checkpoint, and this rank's place in the world.
 
     Attributes:
-        final: the directory to be.
-        step: of the state.
-        rank: of the world.
-        size: of the world.
+        final: the directory of the finished checkpoint.
+        step: the state's step.
+        rank: this rank.
+        size: the number of ranks.
     """
 
     final: Path
@@ -121,17 +121,17 @@ class Save:
 
     @property
     def partial(self) -> Path:
-        """Where it is written until it is whole."""
+        """The directory of the unfinished checkpoint."""
         return partial_of(self.final)
 
     @property
     def not_saved(self) -> str:
-        """How an error begins."""
+        """The beginning of an error about a state that was not saved."""
         return f"The state of step {self.step} was not saved"
 
     @property
     def not_verified(self) -> str:
-        """How an error begins of a checkpoint that is there, and may not be whole."""
+        """The beginning of an error about a saved checkpoint that may be damaged."""
         return f"The state of step {self.step} was saved, but not verified"
 
     def run_on_all(
@@ -144,17 +144,17 @@ class Save:
     ) -> list[str]:
         """Act on every rank and return all results, or raise on every rank.
 
-        If it commits, rank 0 alone has acted, and where it had no room to say so, the name is
-        there or not.
+        With `commits`, rank 0 alone acts. If its disk was too full to report the result, the
+        existence of the final directory decides.
 
         Raises:
-            CheckpointWriteError: a rank could not; it and its reason are named.
+            CheckpointWriteError: a rank failed; the error names the rank and the reason.
             DirectoryInUseError: another job holds the directory.
         """
         failure: Exception | None = None
         try:
             outcome = f"ok {act() or ''}"
-        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+        except Exception as error:  # noqa: BLE001 - reported to all ranks, whatever it is
             failure, outcome = (
                 error,
                 f"failed {type(error).__name__} {format_error(error)}",
@@ -167,7 +167,7 @@ class Save:
             outcomes = ["ok "] if done else outcomes[:1]
         for rank, text in enumerate(outcomes):
             if not text.startswith("ok "):
-                # before "begin" went well on rank 0, what is there is not of this save
+                # if "begin" failed on rank 0, the directory belongs to another save
                 if self.rank == 0 and (what != "begin" or failure is None):
                     with suppress(OSError):
                         disk.remove(self.partial)
@@ -182,7 +182,7 @@ class Save:
 
 
 def format_error(error: BaseException) -> str:
-    """Return an error's text, which begins with its kind where it is none that is known."""
+    """Return an error's text, prefixed with its type unless accelfn or the system raised it."""
     text = str(error)
     if not (isinstance(error, Error) or (isinstance(error, OSError) and error.errno)):
         text = f"{type(error).__name__}: {error}".removesuffix(": ")
@@ -190,12 +190,12 @@ def format_error(error: BaseException) -> str:
 
 
 def partial_of(final: Path) -> Path:
-    """Return the name of a checkpoint until it is whole."""
+    """Return the directory of an unfinished checkpoint."""
     return final.parent / f".tmp-{final.name}"
 
 
 def begin(save: Save) -> None:
-    """Make the directory; remove what an interrupted save of this name has left."""
+    """Make the directory; remove leftovers of an interrupted save of this name."""
     if save.rank:
         return
     if arguments.exists(save.final):
@@ -209,10 +209,10 @@ def begin(save: Save) -> None:
 
 
 def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:
-    """Write a checkpoint whose directory was begun, and give it its name.
+    """Write a checkpoint into its unfinished directory, then rename the directory.
 
     Raises:
-        CheckpointWriteError: on every rank, if any rank could not.
+        CheckpointWriteError: on every rank, if any rank failed.
     """
     said = save.run_on_all(
         exchange, "say what it holds", lambda: _describe_states(save, contents)
@@ -256,7 +256,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
 
 
 def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
-    """Return what tells this rank's values from another's, and which slices it holds.
+    """Return digests of this rank's values and the slices it holds, by state, as JSON.
 
     Raises:
         CheckpointError: this rank does not see the directory that rank 0 has made.
@@ -271,10 +271,10 @@ def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
 
 
 def check_seen(save: Save) -> None:
-    """Raise where this rank does not see the directory that rank 0 has made.
+    """Check that this rank sees the directory that rank 0 has made.
 
     Raises:
-        CheckpointError: it does not.
+        CheckpointError: the directory is not visible.
     """
     if not arguments.is_directory(save.partial):
         msg = (
@@ -285,7 +285,7 @@ def check_seen(save: Save) -> None:
 
 
 def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
-    """Return what tells this rank's values from another's, and which slices it holds."""
+    """Return digests of this rank's values, and the slices it holds."""
     whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
     of_parts = files.digests(parts) if contents.copy is not None else {}
@@ -307,7 +307,7 @@ def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str
 def divide_writes(
     contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
 ) -> Division:
-    """Return who writes what, of what all ranks have said."""
+    """Divide the writing among ranks by the descriptions that all ranks have sent."""
     copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
     sharded = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
     per_rank, trees_by_rank = _differing(ranks, sharded)
@@ -332,7 +332,7 @@ def divide_writes(
 def _slices_by_tensor(
     ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return where the slices of sharded tensors are; each copy's own, where they differ."""
+    """Return the file of each slice of sharded tensors, per copy where copies differ."""
     held: dict[str, dict[int, Any]] = {}
     for rank, each in enumerate(ranks):
         for name, place in each["slices"].items():
@@ -348,7 +348,7 @@ def _slices_by_tensor(
 def _slices_by_file(
     by_rank: Mapping[int, Any], copies: Sequence[int]
 ) -> dict[str, Any]:
-    """Return where a tensor's slices are: of equal ones in a copy, the first rank's."""
+    """Return the file of each slice of a tensor: the first rank's among equal slices."""
     slices: dict[tuple[int, str], tuple[str, Any]] = {}
     for rank, place in by_rank.items():
         box = {"offset": place["offset"], "size": place["size"]}
@@ -360,7 +360,7 @@ def _slices_by_file(
 
 
 def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
-    """Whether copies have other values of a slice."""
+    """Return whether copies have different values of a slice."""
     digests: dict[str, set[str]] = {}
     for place in by_rank.values():
         box = str((place["offset"], place["size"]))
@@ -371,7 +371,7 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
 def _differing(
     ranks: Sequence[Mapping[str, Any]], sharded: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
-    """Return the tensors, and the trees of units, that are not the same on all ranks."""
+    """Return the tensors and the units' trees that differ between ranks."""
     names = dict.fromkeys(name for each in ranks for name in each["tensors"])
     own = [n for n in names if len({each["tensors"].get(n) for each in ranks}) > 1]
     units = dict.fromkeys(name for each in ranks for name in each["units"])
@@ -396,7 +396,7 @@ def _tensors_to_write(
     *,
     place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that this rank writes: its own, and its part of what all have."""
+    """Return the tensors that this rank writes: its own, and its share of common ones."""
     rank, size = place
     common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
     sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in common]
@@ -413,7 +413,7 @@ def _tensors_to_write(
 def explain(
     error: OSError, path: Path, tensors: Mapping[str, torch.Tensor]
 ) -> NoReturn:
-    """Raise the error, where a disk is full with how much room there was."""
+    """Raise the error again; if the disk is full, add the free and the needed bytes."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise error
     needed = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
@@ -425,22 +425,22 @@ def explain(
     raise OSError(error.errno, reason, str(path)) from error
 
 
-# One job writes to a directory of checkpoints: the lock that says which.
+# The lock: one job at a time writes to a directory of checkpoints.
 
 
 LOCK = ".lock"
 _LONGEST = 10_000
-"""Bytes; some 200 are what a lock has."""
+"""Bytes of a lock file that are read; a lock has about 200."""
 
 
 @attrs.frozen
 class Lock:
-    """What this process says in a lock's file when it holds it.
+    """A lock file and the text by which this process claims it.
 
     Attributes:
-        path: of the file.
-        pid: of this process; one forked from it holds nothing.
-        text: what is in the file.
+        path: the lock file.
+        pid: this process; a process forked from it does not hold the lock.
+        text: the text of the file while this process holds the lock.
     """
 
     path: Path
@@ -449,7 +449,7 @@ class Lock:
 
     @classmethod
     def of(cls, directory: Path) -> Self:
-        """Return a lock of a directory, not taken yet."""
+        """Return the lock of a directory, not yet taken."""
         pid = os.getpid()
         mine = {
             "host": socket.gethostname(),
@@ -461,10 +461,10 @@ class Lock:
         return cls(directory / LOCK, pid, json.dumps(mine))
 
     def take(self) -> None:
-        """Take it, if it is not taken; a dead process's of this host is taken over.
+        """Take the lock, also from a dead process of this host.
 
         Raises:
-            DirectoryInUseError: another process holds it, or one on another host did.
+            DirectoryInUseError: a living process, or a process of another host, holds the lock.
         """
         while (found := _text_of(self.path)) != self.text:
             if found is None:
@@ -477,14 +477,14 @@ class Lock:
                 )
 
     def release(self) -> None:
-        """Let others take it, if it is this process's."""
+        """Release the lock if this process took it."""
         if self.pid == os.getpid():
             with suppress(OSError):
                 disk.withdraw(self.path, self.text)
 
 
 def _text_of(path: Path) -> str | None:
-    """Return what is in a lock's file, or nothing of what no lock says."""
+    """Return a lock file's text: None without a file, "" if no lock wrote the file."""
     try:
         with disk.open_plain(path) as file:
             text = file.read(_LONGEST + 1).decode()
@@ -496,10 +496,10 @@ def _text_of(path: Path) -> str | None:
 
 
 def _refuse_living(path: Path, text: str) -> str:
-    """Return which process held a lock, which was one of this host and is dead.
+    """Return a description of the dead process of this host that held a lock.
 
     Raises:
-        DirectoryInUseError: that is not so, or nobody can tell, for the text is cut off.
+        DirectoryInUseError: the process may be alive, or the text is damaged.
     """
     try:
         holder = cast("dict[str, Any]", json.loads(text))
@@ -517,9 +517,9 @@ def _refuse_living(path: Path, text: str) -> str:
 
 
 def _process_start(pid: int) -> str | None:
-    """Return when a process of this host began, in a unit of the system's; None: it is dead.
+    """Return the start time of a process of this host, in the system's unit; None if dead.
 
-    A process number is given again in time; number and beginning together are not.
+    The system reuses process numbers, but not a number together with a start time.
     """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()

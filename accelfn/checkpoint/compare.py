@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a checkpoint fits a state, and in which words it does not."""
+"""Compare a checkpoint with the state to load into, and describe the differences."""
 
 import difflib
 import itertools
@@ -22,9 +22,9 @@ from accelfn.state.state import TrainState
 
 _SHOWN = 10
 _LONG = 200
-"""Characters of a name that are shown: a file may have names of any length."""
+"""Characters shown of a name; names in a file can have any length."""
 _MEANT = ("trainable", "options", "opt_state", "slots")
-"""What `allow` takes besides the facts of the data."""
+"""Words that `allow` takes in addition to the facts of the data."""
 _CHANGES = {
     "params.": (
         "trainable",
@@ -37,20 +37,20 @@ _CHANGES = {
         "give the transforms the options that were saved",
     ),
 }
-"""By prefix in a manifest's definition: the word of `allow`, the default, and what to write."""
+"""By prefix in a manifest's definition: the word of `allow`, the default, and the advice."""
 
 
 @attrs.frozen
 class Differences:
-    """How tensors differ from those that are expected.
+    """The differences between some tensors and the expected tensors.
 
     Attributes:
-        missing: expected, and not there.
-        unexpected: there, and not expected.
-        shapes: of another shape: how.
-        dtypes: of another dtype alone: how.
-        uncastable: those of them that cannot be converted: floats to integers, complex to
-            real.
+        missing: names that are expected and absent.
+        unexpected: names that are present and not expected.
+        shapes: by name, a text for each tensor with another shape.
+        dtypes: by name, a text for each tensor that differs in its dtype only.
+        uncastable: names of tensors that cannot be converted, such as floats to integers
+            or complex to real.
     """
 
     missing: tuple[str, ...]
@@ -60,7 +60,7 @@ class Differences:
     uncastable: tuple[str, ...]
 
     def describe(self, where: str, whose: str = "the state's") -> str:
-        """Return the differences as text, with the nearest name beside each."""
+        """Return the differences as text, with the nearest expected name for each."""
         rows = [f"{where} differ from {whose}:"]
         for what, names, others in (
             ("missing", self.missing, self.unexpected),
@@ -81,7 +81,7 @@ class Differences:
         return "\n".join(rows)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any differences."""
         return bool(self.missing or self.unexpected or self.shapes or self.dtypes)
 
 
@@ -91,12 +91,12 @@ def differences(
     *,
     is_laid: bool = False,
 ) -> Differences:
-    """Return how saved tensors differ from those of a state.
+    """Compare saved tensors with a state's tensors.
 
     Args:
-        saved: by name.
-        current: those of the state.
-        is_laid: whether a DTensor of the state is one among the saved tensors too.
+        saved: the saved tensors, by name.
+        current: the state's tensors, by name.
+        is_laid: whether the saved tensors are DTensors wherever the state's are.
     """
     both = [name for name in current if name in saved]
     return Differences(
@@ -121,7 +121,7 @@ def differences(
 
 
 def some(names: Sequence[str]) -> str:
-    """Return the first of some names."""
+    """Return the first names as text, with the number of further names."""
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(name[:_LONG] for name in names[:_SHOWN]) + more
 
@@ -133,7 +133,7 @@ def _nearest_hint(name: str, others: Iterable[str]) -> str:
 
 
 def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
-    """Refuse the state of another optimizer."""
+    """Reject a checkpoint of another optimizer."""
     if manifest.optimizer != optimizer_name(state):
         msg = (
             f"{folder} holds the state of {manifest.optimizer[:_LONG]}, but this state's"
@@ -145,7 +145,7 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
 
 
 def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
-    """Refuse slots of transforms that are gone, and transforms whose slot is missing."""
+    """Reject slots without a transform, and transforms without a slot."""
     mine = {each.name for each in state.setup}
     saved = manifest.slots
     gone = [n for n in manifest.transforms if n in saved and n not in mine]
@@ -161,7 +161,7 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) 
 
 
 def check_allowed(state: TrainState, manifest: Manifest, allow: Sequence[str]) -> None:
-    """Refuse a word that names nothing that may differ."""
+    """Reject unknown words in `allow`."""
     facts = {} if state.data is None else state.data.facts
     known = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
     if not {*allow} <= {*known}:
@@ -172,7 +172,7 @@ def check_allowed(state: TrainState, manifest: Manifest, allow: Sequence[str]) -
 def check_data(
     state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
 ) -> None:
-    """Refuse to go on with other data."""
+    """Reject a checkpoint that was saved with other data."""
     saved = manifest.data
     if saved is None or state.data is None:
         return
@@ -198,20 +198,20 @@ def check_values(
     where: Path | str,
     allow: Sequence[str],
 ) -> None:
-    """Refuse tensors and numbers of another kind or shape than the state's.
+    """Reject saved tensors and numbers that differ in kind or shape from the state's.
 
     Args:
-        state: that is loaded into.
-        saved: its fields, with tensors that need no values.
-        manifest: of the checkpoint.
-        where: what errors call it.
-        allow: as `load`'s.
+        state: the state to load into.
+        saved: the saved fields; their tensors need no values.
+        manifest: the manifest of the checkpoint.
+        where: the name of the checkpoint in errors.
+        allow: as in `load`.
 
     Raises:
-        CheckpointError: there are some.
+        CheckpointError: kinds or shapes differ; the error lists them.
     """
     if manifest.kept.keys() - state.params.keys():
-        return  # `kept_of` names these
+        return  # `kept_of` raises and names these parameters
     params = {n: p for n, p in state.params.items() if n not in manifest.kept}
     for field, current in (("params", params), ("buffers", state.buffers)):
         found = differences(saved[field], current, is_laid=True)
@@ -245,7 +245,7 @@ def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[s
 
 
 def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Yield how entries differ from the state's, or from those that torch would make."""
+    """Yield how optimizer entries differ from the state's, or from new ones of torch."""
     definition = state.definition
     made = entries_of(definition.optimizer, definition.skeleton) if saved else {}
     groups = definition.optimizer.param_groups
@@ -268,7 +268,7 @@ def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator
 
 
 def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
-    """Return a value like a parameter as the parameter lies; None may be anything."""
+    """Return the parameter for a value of its shape and dtype; None accepts any value."""
     if not isinstance(value, torch.Tensor) or not value.dim():
         return value
     param = state.params[name]
@@ -281,9 +281,10 @@ def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
 def _misfits(
     saved: Any, current: Any, path: str, *, may_change: bool = False
 ) -> Iterator[str]:
-    """Yield where kinds or shapes differ; a value may begin as None and get another kind.
+    """Yield a line for each difference in kind or shape; a current None accepts any value.
 
-    A slot may also gain and lose entries, and a number may become a tensor, or the reverse.
+    With `may_change` (slots), entries may come and go, and numbers and tensors may replace
+    one another.
     """
     if isinstance(current, Mapping) and isinstance(saved, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
@@ -306,7 +307,7 @@ def _misfits(
 
 def _kind(value: Any) -> str:
     if isinstance(value, torch.Tensor) and not value.dim():
-        # torch counts updates in float64 or float32, as its default dtype and kernel say
+        # torch counts updates in float64 or float32, depending on default dtype and kernel
         return "a lone float" if value.is_floating_point() else "a lone integer"
     if isinstance(value, torch.Tensor):
         split = " in parts" if is_shard(value) else ""
@@ -320,7 +321,7 @@ def _kind(value: Any) -> str:
 def warn_of_changes(
     state: TrainState, manifest: Manifest, where: Path | str, allow: Sequence[str]
 ) -> None:
-    """Warn if other parameters are trained, or transforms have other options."""
+    """Warn if trainable parameters or options of transforms differ from the saved ones."""
     saved, now = manifest.definition, definition_of(state)
     if saved is None:
         return

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All that is done to a disk: few acts, each of which is done or is not, in order.
+"""Disk operations of checkpoints: write, rename, remove, lock. Each is durable on return.
 
-Nothing counts as written before it was flushed, and nothing as named before its directory
-was: what a file system keeps of the rest after a crash is any part of it (Pillai et al.
-2014, "All File Systems Are Not Created Equal").
+Contents count as written after a flush of the file, and names after a flush of the directory.
+After a crash, a file system may have kept any part of unflushed changes (Pillai et al. 2014,
+"All File Systems Are Not Created Equal").
 """
 
 import ctypes
@@ -23,20 +23,20 @@ from accelfn.base import arguments
 
 Chunk: TypeAlias = bytes | memoryview
 _PIECE = 1 << 23
-"""Bytes of a file that go to the disk together."""
+"""Bytes after which the disk starts to flush a file."""
 _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
-"""Linux has it."""
+"""Available on Linux."""
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (
         *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
         ctypes.c_uint,
     )
 _WRITE = 2
-"""SYNC_FILE_RANGE_WRITE: begin, and do not wait."""
+"""SYNC_FILE_RANGE_WRITE: start to flush without waiting."""
 
 
 def make(directory: Path) -> None:
-    """Make a directory and its parents where they are not there, and let them last."""
+    """Make a directory and its missing parents, and flush them."""
     if not arguments.is_directory(directory):
         if directory.is_symlink():
             what = f"a link to {directory.readlink()}, which is not a directory"
@@ -47,16 +47,16 @@ def make(directory: Path) -> None:
 
 
 def create(directory: Path) -> None:
-    """Make a directory, and its parents; it must not exist."""
+    """Make a new directory and its missing parents."""
     make(directory.parent)
     directory.mkdir()
 
 
 def write(path: Path, chunks: Iterable[Chunk]) -> None:
-    """Write a new file and flush it; a piece goes to the disk while the next is written.
+    """Write and flush a new file; the disk flushes a piece while the next is written.
 
-    A flush that failed is not tried again: its pages count as clean, and are lost
-    (Rebello et al. 2020, "Can Applications Recover from fsync Failures?").
+    A failed flush is not repeated: its pages count as clean and are lost (Rebello et al.
+    2020, "Can Applications Recover from fsync Failures?").
     """
     try:
         with path.open("xb") as file:
@@ -73,13 +73,13 @@ def write(path: Path, chunks: Iterable[Chunk]) -> None:
 
 
 def _begin_flush(handle: int, begin: int, end: int) -> None:
-    """Let the disk begin with a part of a file; what fails, the flush of the whole says."""
+    """Start to flush a part of a file; the final flush reports errors."""
     if _sync_file_range is not None:
         _sync_file_range(handle, begin, end - begin, _WRITE)
 
 
 def flush(directory: Path) -> None:
-    """Make the names in a directory last."""
+    """Flush the names in a directory to the disk."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -90,7 +90,7 @@ def flush(directory: Path) -> None:
 
 
 def rename(path: Path, new: Path) -> None:
-    """Give a directory a name that nothing has, and make it last, or leave the old one."""
+    """Rename a directory to an unused name and flush, or leave the old name."""
     if arguments.exists(new):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
     path.rename(new)
@@ -102,8 +102,8 @@ def rename(path: Path, new: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, or a directory and all in it, if it is there."""
-    with suppress(FileNotFoundError):  # another process removes it too
+    """Remove a file or a directory tree, if it exists."""
+    with suppress(FileNotFoundError):  # another process may remove it at the same time
         if arguments.is_directory(path) and not path.is_symlink():
             shutil.rmtree(path)
         else:
@@ -111,7 +111,7 @@ def remove(path: Path) -> None:
 
 
 def claim(path: Path, text: str) -> bool:
-    """Write a small file that is whole once it is there; return False if there is one."""
+    """Write a small file atomically; return False if the file exists already."""
     draft = path.with_name(f".tmp-{uuid.uuid4().hex}")
     try:
         write(draft, [text.encode()])
@@ -128,7 +128,7 @@ def claim(path: Path, text: str) -> bool:
 
 
 def _claim_unlinked(path: Path, text: str) -> bool:
-    """Do it on a file system without links: a crash may leave a part of the text."""
+    """Write the file on a file system without links; a crash may truncate the text."""
     try:
         write(path, [text.encode()])
     except FileExistsError:
@@ -140,10 +140,10 @@ def _claim_unlinked(path: Path, text: str) -> bool:
 
 
 def withdraw(path: Path, text: str) -> bool:
-    """Remove a file if it says this; of the processes that try it at once, one does."""
+    """Remove a file that has this text; return True in exactly one process."""
     try:
         with path.open("rb+") as file:
-            with suppress(OSError):  # not every file system has these locks
+            with suppress(OSError):  # some file systems have no such locks
                 fcntl.flock(file, fcntl.LOCK_EX)
             is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if not is_same or file.read() != text.encode():
@@ -155,7 +155,7 @@ def withdraw(path: Path, text: str) -> bool:
 
 
 def tell(path: Path, text: str) -> None:
-    """Let the other ranks read a text, whole or, where there is no room, none of it."""
+    """Publish a text to other ranks atomically; an empty file if the disk is full."""
     unfinished = path.with_name(f".{path.name}")
     try:
         unfinished.write_text(text, encoding="utf-8")
@@ -165,9 +165,9 @@ def tell(path: Path, text: str) -> None:
 
 
 def hold(path: Path) -> BinaryIO | None:
-    """Make a file that is held until it is closed, or this process ends, however it does.
+    """Make a file and lock it until it is closed or this process ends in any way.
 
-    None where the file system has no such locks.
+    Returns: the file; None if the file system has no such locks.
     """
     unfinished = path.with_name(f".{path.name}")
     with suppress(OSError):
@@ -184,7 +184,7 @@ def hold(path: Path) -> BinaryIO | None:
 
 
 def is_let_go(path: Path) -> bool:
-    """Return whether a file that a process of this machine held is held no more."""
+    """Return whether a process of this machine has released its lock of a file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read() == _mount(file.fileno()):
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -193,7 +193,7 @@ def is_let_go(path: Path) -> bool:
 
 
 def _mount(handle: int) -> bytes:
-    """Return what tells machines apart, and their mounts: locks are sure within one alone."""
+    """Return an identity of this machine and mount: locks are reliable only within one."""
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_text()
     except OSError:
@@ -202,17 +202,17 @@ def _mount(handle: int) -> bytes:
 
 
 def is_there(path: Path) -> bool:
-    """Return whether something has a path, as far as the disk says."""
+    """Return whether a path exists; False if the disk cannot tell."""
     with suppress(OSError):
         return arguments.exists(path)
     return False
 
 
 def open_plain(path: Path) -> BinaryIO:
-    """Open a file to be read.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: it is not there, or is a link, a directory or a device.
+        OSError: the path is missing, or is a link, a directory or a device.
     """
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
@@ -226,7 +226,7 @@ def open_plain(path: Path) -> BinaryIO:
 
 
 def _raise_named(error: OSError, path: Path) -> NoReturn:
-    """Raise the error with the path in it, which a failed write or flush does not say."""
+    """Raise the error with the path, which a failed write or flush leaves out."""
     if error.filename is not None or error.errno is None:
         raise error
     raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
