@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which files a rank reads: those of as many ranks, or of any other number."""
+"""Read a checkpoint on any number of ranks: select files, reshard, merge what differed."""
 
 import contextlib
 from collections.abc import (
@@ -43,18 +43,18 @@ class Source:
     """A checkpoint as one rank reads it.
 
     Attributes:
-        folder: where it is; of one in memory, what errors call it.
-        manifest: what it holds.
-        rank: as which rank it is read.
-        device: on which tensors are to be.
+        folder: the checkpoint's directory; for tensors in memory, their name in errors.
+        manifest: the checkpoint's manifest.
+        rank: the saved rank to read as.
+        device: the device of the tensors to return.
         verify: whether to compare digests.
-        weights: of the ranks, or copies, in the mean of what was theirs; None: as this rank
-            had it.
+        weights: the weight of each rank (or copy) in the mean of values that differed;
+            None: read the values that `rank` had.
         sharded: the state's DTensors, by name.
-        slots: those that take the place of the ranks' own, where there is a mean.
-        on_read: called with how many bytes have been read since it was last called.
-        held: the tensors of each file, where they are in memory and not in a folder.
-        means: those over ranks, where they were taken as the ranks' own arrived.
+        slots: merged slots that replace the ranks' slots.
+        on_read: called with the number of bytes read since the last call.
+        held: the tensors of each file if they are in memory; None: read the folder.
+        means: precomputed means over ranks, if values were averaged as they arrived.
     """
 
     folder: Path | str
@@ -76,9 +76,9 @@ class Source:
         return {**fields, "slots": {**fields["slots"], **self.slots}}
 
     def outline(self) -> dict[str, Any]:
-        """Return all fields with tensors that show how the saved ones will lie; it reads nothing.
+        """Return all fields with placeholder tensors of the final shape, dtype and layout.
 
-        Their values are missing, or those of the state's DTensors.
+        Reads no file. A placeholder is on meta, or is the state's DTensor.
         """
         trees = self._trees
         return decode_fields(trees, {n: self._outline(n) for n in _names_in(trees)})
@@ -96,7 +96,7 @@ class Source:
 
     @property
     def names(self) -> set[str]:
-        """The tensors in all fields but the slots that take the place of the ranks' own."""
+        """The names of the tensors in all fields except merged slots."""
         return _names_in(self._trees)
 
     @property
@@ -106,7 +106,7 @@ class Source:
         return {unit: tree for unit, tree in trees.items() if unit not in merged}
 
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors by name; where the state has a DTensor, its slice as one."""
+        """Return tensors by name, as DTensors where the state has DTensors."""
         moving: AbstractSet[str] = frozenset()
         means: Mapping[str, torch.Tensor] = {}
         if self.weights is not None:
@@ -117,12 +117,12 @@ class Source:
         return found | {n: dtensor_like(found[n], each) for n, each in wanted.items()}
 
     def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors as a rank had them; where the state has a DTensor, its slice."""
+        """Return tensors as a rank had them; a slice where the state has a DTensor."""
         apart = {n for n in names if self._is_apart(n)}
         return self._reslice(rank, apart) | self._read_full(rank, names - apart)
 
     def places(self, rank: int, names: AbstractSet[str]) -> set[tuple[str, str]]:
-        """Return the files, each with a name, of which `of_rank` reads something."""
+        """Return the (file, tensor name) pairs that `of_rank` reads."""
         return {
             (file, name)
             for name in names
@@ -150,7 +150,7 @@ class Source:
         *,
         is_copied: bool = False,
     ) -> dict[tuple[str, str], torch.Tensor]:
-        """Return tensors by file and name, on a device, each file read once."""
+        """Return tensors by file and name, on a device; reads each file once."""
         found: dict[tuple[str, str], torch.Tensor] = {}
         for file in sorted({file for file, _ in places}):
             here = {name for each, name in places if each == file}
@@ -161,7 +161,7 @@ class Source:
     def _read_file(
         self, file: str, names: AbstractSet[str], device: str, *, is_copied: bool
     ) -> dict[str, torch.Tensor]:
-        """Return tensors of a file in memory of their own, unless the caller copies them."""
+        """Return tensors of a file, in new memory unless the caller copies them."""
         if self.held is not None:
             held = self.held[file]
             return {n: held[n].to(device, copy=not is_copied) for n in names}
@@ -175,7 +175,7 @@ class Source:
         )
 
     def _reslice(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors of which slices were saved, or are wanted."""
+        """Return tensors that were saved in slices, or are needed in slices."""
         plans = {name: self._plan(rank, name) for name in names}
         read = self._read_files(
             {(f, name) for name, plan in plans.items() for f in plan.overlapping},
@@ -222,10 +222,10 @@ class Source:
     def mean(
         self, parts: Callable[[int], Iterable[Mapping[str, torch.Tensor]]]
     ) -> dict[str, torch.Tensor]:
-        """Return the means over ranks, or over copies, taking one's at a time.
+        """Return the means over ranks or copies, reading one rank at a time.
 
         Args:
-            parts: gives the tensors that a rank had, some at a time.
+            parts: yields a rank's tensors in batches.
         """
         weights = self.weights or ()
         total = sum(weights)
@@ -243,7 +243,7 @@ class Source:
 
 @attrs.frozen
 class _Plan:
-    """How a slice is made of those that were saved."""
+    """A plan to assemble a slice from saved slices."""
 
     target: Slice
     dtype: torch.dtype
@@ -251,17 +251,17 @@ class _Plan:
 
     @property
     def overlapping(self) -> list[str]:
-        """The files of which something is needed."""
+        """The files that hold a part of the slice."""
         return [f for f, part in self.parts.items() if self.target.within(part)]
 
 
 def source_of(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return how this rank reads a checkpoint.
+    """Return the source from which this rank reads a checkpoint.
 
     Raises:
-        CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
+        CheckpointError: the number of ranks changed, and values that differed have no mean.
     """
     return with_merged_slots(
         state, unmerged_source(state, manifest, folder, verify=verify)
@@ -271,7 +271,7 @@ def source_of(
 def unmerged_source(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return how this rank reads a checkpoint, before slots are merged; it reads nothing."""
+    """Return this rank's source before slots are merged; reads nothing."""
     world = state.world
     source = Source(
         folder=folder,
@@ -285,9 +285,9 @@ def unmerged_source(
 
 
 def is_compatible(state: TrainState, source: Source) -> bool:
-    """Whether each rank goes on with what one rank had."""
+    """Return whether each rank can resume from exactly one saved rank."""
     manifest, world = source.manifest, state.world
-    # ranks that have copies together are none that have one each
+    # ranks that share a copy cannot resume from ranks with a copy each, or the reverse
     alike = manifest.copies == state.definition.copy_of_each
     if not manifest.copies:
         alike = alike and not source.sharded.keys() & set(manifest.per_rank)
@@ -296,10 +296,10 @@ def is_compatible(state: TrainState, source: Source) -> bool:
 
 
 def with_merged_slots(state: TrainState, source: Source) -> Source:
-    """Return the source with slots for more or fewer ranks, where there are.
+    """Return the source with slots merged if the number of ranks changed.
 
     Raises:
-        CheckpointError: ranks differed in what has no mean, and there are more or fewer now.
+        CheckpointError: the number of ranks changed, and values that differed have no mean.
     """
     if is_compatible(state, source):
         return source
@@ -309,7 +309,7 @@ def with_merged_slots(state: TrainState, source: Source) -> Source:
 
 
 def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
-    """Return the tensors in slots, as a rank had them, of which one slot is made."""
+    """Return the names of a rank's tensors in slots that are merged."""
     trees = manifest.trees_of(rank)
     slots = {f"slots.{each.name}" for each in _merging(state, manifest)}
     return _names_in({unit: trees[unit] for unit in slots & trees.keys()})
@@ -322,15 +322,15 @@ def _names_in(trees: Mapping[str, Any]) -> set[str]:
 def _sharded_tensors(
     state: TrainState, manifest: Manifest
 ) -> Mapping[str, torch.Tensor]:
-    """Return how what is split is to lie, by the names under which it is saved.
+    """Return the DTensors that show how to shard saved tensors, by saved name.
 
-    As the state has it; what the state does not have yet, as its parameter.
+    A tensor that the state does not have yet is sharded like its parameter.
     """
     fields = fields_of(state)
     if not any(map(is_sharded, tree.tree_leaves(fields))):
         return _params_by_saved_name(state, manifest)
     there = encode_fields(fields)[1]
-    # a name that is a number may be another's
+    # a numbered name (<1>) may mean another tensor in the checkpoint
     known = {name for name in there if not name.startswith("<")}
     to_come = _params_by_saved_name(state, manifest)
     return {n: t for n, t in to_come.items() if n not in known} | there.sharded
@@ -339,9 +339,9 @@ def _sharded_tensors(
 def _params_by_saved_name(
     state: TrainState, manifest: Manifest
 ) -> Mapping[str, torch.Tensor]:
-    """Return how what belongs to parameters is to lie, by the names under which it is saved.
+    """Return the parameter for each saved tensor that is sharded like its parameter.
 
-    A state that was not stepped has nothing of its optimizer yet that would tell.
+    Before its first step, a state has no optimizer entries that would show the sharding.
     """
     layout = state.definition.layout
     if layout is None:
@@ -357,7 +357,7 @@ def _params_by_saved_name(
 def _params_of(
     coded: Any, params: Collection[str], within: str | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Yield the tensors of an encoded tree that stand under a parameter's name, and it."""
+    """Yield (tensor, parameter) names for tensors under a parameter in an encoded tree."""
     if isinstance(coded, list):
         for each in cast("list[Any]", coded):
             yield from _params_of(each, params, within)
@@ -370,13 +370,13 @@ def _params_of(
 
 
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
-    """Return the transforms that make one slot of those that were saved."""
+    """Return the transforms that merge the saved slots of ranks."""
     saved = manifest.slots & set(manifest.transforms)
     return [e for e in state.setup.owners["merge"] if e.name in saved]
 
 
 def _merge_equal_slots(state: TrainState, source: Source) -> Source:
-    """Return the source with one slot for more or fewer ranks, of what was alike on all."""
+    """Return the source with merged slots, for ranks whose values were equal."""
     slots: dict[str, Any] = {}
     for each in _merging(state, source.manifest):
         slot = _slot(source, each.name, 0)
@@ -406,7 +406,7 @@ def _call_merge(
 
 
 def _merge_by_average(state: TrainState, source: Source) -> Source:
-    """Return the source with the ranks' weights in a mean."""
+    """Return the source with a merged slot and the weights for the mean over ranks."""
     manifest = source.manifest
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
@@ -444,31 +444,31 @@ def _slot(source: Source, name: str, rank: int) -> Any:
     return decode(tree, of_rank.tensors(set(tensors_in(tree))))
 
 
-# What ranks hand over to one another, of which each keeps what it goes on with.
+# Moving a state without a disk: ranks broadcast their tensors, and each keeps its share.
 #
-# It arrives in stages, in an order that the manifest says, so all ranks know it: first what
-# all had alike, what has no mean, and the slots that are merged; then what else was each
-# one's own, one rank's (or copy's) after the other. A rank that fails lets the rest pass:
-# then nobody waits for it, and it says so in what ranks do next.
+# The manifest fixes the order, so all ranks know it. The first stage sends equal tensors,
+# tensors without a mean, and slots to merge. Each further stage sends the remaining tensors
+# of one rank (or copy). A rank that fails takes part in the remaining broadcasts, so that
+# nobody waits for it, and reports its error in the next exchange.
 
 
 Arrival = tuple[str, Mapping[str, torch.Tensor]]
-"""A file of a save, and some of its tensors."""
+"""The name of a save's file, and some of its tensors."""
 Held = dict[str, dict[str, torch.Tensor]]
-"""The tensors of each file that this rank keeps, on the host."""
+"""The tensors that this rank keeps on the host, by file."""
 
 _AT_ONCE = 25_000_000
-"""Bytes that are sent together, at least where tensors are small."""
+"""Bytes of a broadcast; small tensors are sent together."""
 
 
 @attrs.frozen(kw_only=True)
 class Sending:
-    """What one rank sends to all at once.
+    """Tensors that one rank broadcasts together.
 
     Attributes:
-        file: of a save, in which they would be.
-        entries: the tensors.
-        root: the rank.
+        file: the file of a save that would hold the tensors.
+        entries: the tensors' entries in the file, by name.
+        root: the rank that sends.
     """
 
     file: str
@@ -477,10 +477,10 @@ class Sending:
 
 
 class Arrivals:
-    """What a save would have written, as it arrives on all ranks: each step is a collective.
+    """The tensors of a save as they arrive on all ranks; each arrival is a collective.
 
-    A rank whose part of one fails has taken part in it, and in the next ones if they are asked
-    for; not where the collective itself has failed.
+    A rank whose own part fails still completes the collective, and can continue with the next
+    one. After a failed collective it cannot.
     """
 
     def __init__(
@@ -489,18 +489,18 @@ class Arrivals:
         mine: Mapping[str, torch.Tensor],
         world: World,
     ) -> None:
-        """Take what is sent, None behind each stage, and what this rank would have written."""
+        """Take the sendings, with None after each stage, and this rank's tensors."""
         self._sendings, self._mine, self._world = sendings, mine, world
         self.is_broken = False
 
     def stage(self) -> Iterator[Arrival]:
-        """Yield what arrives until the end of a stage."""
+        """Yield arriving tensors until the end of a stage."""
         while (sending := next(self._sendings, None)) is not None:
             yield sending.file, self._broadcast(sending)
 
     @contextlib.contextmanager
     def to_the_end(self) -> Generator[None]:
-        """Take part in what is left if the block fails: others wait in it."""
+        """Complete the remaining broadcasts if the block fails: other ranks wait there."""
         try:
             yield
         except Exception:
@@ -511,12 +511,12 @@ class Arrivals:
             raise
 
     def _broadcast(self, sending: Sending) -> dict[str, torch.Tensor]:
-        """Return tensors that one rank has, on all."""
+        """Return tensors of one rank on all ranks."""
         error: Exception | None = None
-        self.is_broken = True  # until the others have what they wait for
+        self.is_broken = True  # until the broadcast is complete
         try:
             tensors = self._tensors_to_send(sending)
-        except Exception as raised:  # noqa: BLE001 - the others wait for this one
+        except Exception as raised:  # noqa: BLE001 - other ranks wait in the broadcast
             error, tensors = raised, self._empty(sending)
         broadcast_(
             tensors, self._world, root=sending.root, label="with_world: hand over"
@@ -540,12 +540,12 @@ class Arrivals:
 def sendings(
     manifest: Manifest, merging: AbstractSet[str], givers: Sequence[int]
 ) -> Iterator[Sending | None]:
-    """Yield what is sent, None behind each stage.
+    """Yield all sendings in order, and None after each stage.
 
     Args:
-        manifest: of what a save would have written.
+        manifest: the manifest that a save would have written.
         merging: the tensors in slots that are merged.
-        givers: the ranks that would have written, in the order of their files.
+        givers: the ranks that would have written files, in the order of the files.
     """
     own = manifest.with_mean - merging
     copies = manifest.copies or range(manifest.world_size)
@@ -565,13 +565,13 @@ def sendings(
 def receive(
     state: TrainState, manifest: Manifest, where: str, arrivals: Arrivals
 ) -> Source:
-    """Return what this rank goes on with, once all has arrived.
+    """Receive all tensors, and return the source from which this rank continues.
 
     Args:
-        state: that is to go on, in its new world.
-        manifest: of what arrives.
-        where: what errors call it.
-        arrivals: what arrives.
+        state: the state to load into, in its new world.
+        manifest: the manifest of the arriving tensors.
+        where: the name of the source in errors.
+        arrivals: the arriving tensors.
 
     Raises:
         CheckpointError: as `source_of`.
@@ -614,13 +614,13 @@ def _keep_some(
 def _completed_tensors(
     source: Source, rank: int, held: Held, arrived: Iterator[Arrival]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """Yield what a rank had, each tensor when all of its slices are there, and keep none.
+    """Yield a rank's tensors as soon as all slices of a tensor are there, and drop them.
 
     Args:
-        source: what this rank goes on with.
-        rank: whose tensors arrive.
-        held: where slices wait for the others of their tensor.
-        arrived: one stage.
+        source: the source from which this rank continues.
+        rank: the rank that sends its tensors.
+        held: slices that wait for the other slices of their tensor.
+        arrived: the arrivals of one stage.
     """
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Safetensors files, digested as they are written and as they are read.
+"""Safetensors files with BLAKE3 digests, which are computed while writing and reading.
 
-The format is safetensors' own, and its readers read these files. They are written here
-because its writer gives no digest and no flush, and holds a second copy of all tensors.
+Any safetensors reader can read these files. accelfn has its own writer because the library's
+computes no digest, does not flush, and holds a second copy of all tensors.
 
-A digest is that of a file up to the end of each tensor, so the first that differs names the
-tensor that has changed, and the last is what `b3sum` says of the file.
+The digest of a tensor covers the file up to the end of the tensor. So the first digest that
+differs names the changed tensor, and the last digest is the output of `b3sum`.
 """
 
 import json
@@ -27,17 +27,17 @@ from accelfn.base import devices
 from accelfn.checkpoint import disk
 from accelfn.errors import CheckpointCorruptError
 
-# Hashing what is read of a file, while more of it is read.
+# Hashing in a thread, while the file is read.
 
 
 _TOGETHER = 1 << 20
-"""Bytes that are handed over to be hashed, at least: a small tensor's hash takes less time."""
+"""Minimum bytes of a task for the hashing thread: a small tensor alone costs more to submit."""
 _AHEAD = 2
-"""As often; what waits to be hashed."""
+"""Number of tasks that may wait to be hashed."""
 
 
 class Hashing:
-    """Hashes what was read of a file in another thread, many small tensors at once."""
+    """Hashes the bytes of a file in another thread, many small tensors at once."""
 
     def __init__(self, pool: ThreadPoolExecutor, path: Path) -> None:
         """Take the thread and the file's path."""
@@ -47,7 +47,7 @@ class Hashing:
         self._pending: deque[Future[str | None]] = deque()
 
     def add(self, values: memoryview, what: str, expected: str | None) -> None:
-        """Take the next bytes, and the digest up to their end if it is known."""
+        """Add the next bytes, and the expected digest up to their end if it is known."""
         self._read.append((values, what, expected))
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
@@ -56,10 +56,10 @@ class Hashing:
                 self._compare()
 
     def finish(self) -> None:
-        """Return once all is known to be what was saved.
+        """Wait until all bytes are verified.
 
         Raises:
-            CheckpointCorruptError: it is not; what differs first is named.
+            CheckpointCorruptError: a digest differs; the error names the first difference.
         """
         self._hand_over()
         while self._pending:
@@ -87,11 +87,11 @@ class Hashing:
 
 
 _BLOCK = 1 << 23
-"""Bytes that are written at once, and that a thread reads at least. The system keeps a file in
-pieces as large as its writes, and who maps it pays for each piece: 8 MiB take a sixth of the page
+"""Bytes per write, and the minimum per reading thread. The system caches a file in pieces as
+large as its writes, and mapping costs a page fault per piece: writes of 8 MiB take a sixth of the
 faults of 256 KiB."""
 ALIGNED = 64
-"""Bytes at a multiple of which torch begins a tensor; kernels may round otherwise elsewhere."""
+"""Alignment of tensors in bytes, as in torch; kernels may round differently without it."""
 _LARGEST_HEADER = 1 << 28
 _MOST_DIMS = 64
 _NONE = "0" * 64
@@ -119,14 +119,14 @@ _NAMES_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 @attrs.frozen
 class Entry:
-    """A tensor in a file.
+    """A tensor's entry in a file.
 
     Attributes:
-        dtype: by its name in safetensors.
-        shape: of the tensor.
-        begin: the byte of the file at which its values begin.
-        end: the byte behind them.
-        digest: of the file up to there.
+        dtype: the dtype's name in safetensors.
+        shape: the tensor's shape.
+        begin: the offset of the first byte in the file.
+        end: the offset after the last byte.
+        digest: the digest of the file up to `end`.
     """
 
     dtype: str
@@ -136,7 +136,7 @@ class Entry:
     digest: str
 
     def empty(self) -> torch.Tensor:
-        """Return a tensor into which it can be read."""
+        """Return an uninitialized tensor of this dtype and shape."""
         return devices.empty(self.shape, DTYPES[self.dtype])
 
 
@@ -145,10 +145,10 @@ class File:
     """A file of tensors.
 
     Attributes:
-        size: in bytes.
-        digest: of the whole file.
-        header_digest: of what stands before the first tensor.
-        tensors: by name, in the order in which they lie in the file.
+        size: the file's size in bytes.
+        digest: the digest of the whole file.
+        header_digest: the digest of the bytes before the first tensor.
+        tensors: entries by name, in the file's order.
     """
 
     size: int
@@ -157,7 +157,7 @@ class File:
     tensors: Mapping[str, Entry]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return it as plain data, with digests under the name of their algorithm."""
+        """Return plain data, with digests under the name of their algorithm."""
         return {
             "size": self.size,
             "blake3": self.digest,
@@ -176,10 +176,10 @@ class File:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return what `to_plain` was called on.
+        """Return the file that `to_plain` described.
 
         Raises:
-            ValueError: its tensors are none, or do not fill the file.
+            ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
         """
         tensors = {
             name: Entry(
@@ -194,13 +194,11 @@ class File:
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((each.begin for each in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
-            msg = f"its header is said to have {at} bytes"
+            msg = f"its header has {at} bytes according to the entries"
             raise ValueError(msg)
         for name, each in tensors.items():
             if each.begin != at or each.end != at + bytes_in(each.dtype, each.shape):
-                msg = (
-                    f"{name[:80]!r} is said to lie at bytes {each.begin} to {each.end}"
-                )
+                msg = f"{name[:80]!r} has a wrong range of bytes, {each.begin} to {each.end}"
                 raise ValueError(msg)
             at = each.end
         if at != file.size:
@@ -210,10 +208,10 @@ class File:
 
 
 def bytes_in(dtype: str, shape: Sequence[int]) -> int:
-    """Return how many bytes a tensor has.
+    """Return the number of bytes of a tensor.
 
     Raises:
-        ValueError: no tensor has this dtype and shape.
+        ValueError: no tensor can have this dtype and shape.
     """
     if (
         dtype not in DTYPES
@@ -230,10 +228,10 @@ def bytes_in(dtype: str, shape: Sequence[int]) -> int:
 def write(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> File:
-    """Write tensors to a new file, flush it, and return what it is.
+    """Write tensors to a new file, flush it, and return its description.
 
-    It is hashed in a thread beside. Of tensors that are elsewhere or not in one piece, each
-    of the two copies one at a time.
+    A second thread hashes the file. Both threads copy tensors that are on a device or not
+    contiguous, one tensor at a time.
     """
     order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, metadata)
@@ -251,7 +249,7 @@ def write(
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
-    """Return what a file of tensors would be; its digests are none, for it is not written."""
+    """Return the description of a file that is not written; its digests are zeros."""
     order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, {})
     entries = {name: Entry(*places[name], digest=_NONE) for name in order}
@@ -260,7 +258,7 @@ def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
 
 
 def ignore_progress(_count: int) -> None:
-    """Tell nobody."""
+    """Ignore the number of bytes that were read."""
 
 
 def read(
@@ -272,19 +270,19 @@ def read(
     verify: bool = True,
     on_read: OnRead = ignore_progress,
 ) -> dict[str, torch.Tensor]:
-    """Return the wanted tensors of a file that is what it was.
+    """Return the wanted tensors of a file after comparing the file with its description.
 
     Args:
-        path: of the file.
-        file: what was written.
-        wanted: the names of those to be returned.
-        device: on which.
-        verify: whether to read all of it and compare its digests.
-        on_read: called with how many bytes have been read since it was last called.
+        path: the path of the file.
+        file: the description of the file.
+        wanted: the names of the tensors to return.
+        device: the device of the returned tensors.
+        verify: whether to read the whole file and compare its digests.
+        on_read: called with the number of bytes read since the last call.
 
     Raises:
-        CheckpointCorruptError: it is not there, or not what was written; the first tensor
-            that has changed is named.
+        CheckpointCorruptError: the file is missing or has changed; the error names the first
+            changed tensor.
     """
     try:
         with disk.open_plain(path) as stream:
@@ -317,9 +315,9 @@ def _read_some(
 def _read_verified(
     stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
-    """Read all of a file, hashing what was read while more is.
+    """Read a whole file, and hash it in another thread.
 
-    A tensor that nobody wants may have any size, so it is read in pieces.
+    Tensors that are not wanted can have any size, so they are read in pieces.
     """
     most = _BLOCK * torch.get_num_threads()
     found: dict[str, torch.Tensor] = {}
@@ -370,12 +368,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return a tensor's values as bytes: its own memory, if they lie there in one piece."""
+    """Return a tensor's values as bytes, in its own memory if it is contiguous."""
     dense = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     if dense.is_complex():
         dense = torch.view_as_real(dense)
     flat = dense.reshape(-1)
-    if flat.stride() != (1,):  # of one element or none, any stride is in one piece
+    if flat.stride() != (1,):  # any stride is contiguous for at most one element
         flat = torch.empty_strided(flat.shape, (1,), dtype=flat.dtype).copy_(flat)
     return memoryview(cast("Any", flat.view(torch.uint8).numpy()))
 
@@ -391,10 +389,10 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
 
 
 def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return names in the order in which tensors lie in a file.
+    """Return names in the order of their tensors in a file.
 
-    First those that fill whole lines, which then all begin at one; then the largest items, so
-    that each tensor lies at a multiple of its item's size.
+    Tensors that fill whole lines of 64 bytes come first, so that all of them are aligned. The
+    rest is sorted by item size, largest first, so that offsets are multiples of the item size.
     """
 
     def place(name: str) -> tuple[bool, int, str]:
@@ -408,7 +406,7 @@ def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 def _header(
     tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
-    """Return a file's first bytes, and each tensor's dtype, shape, begin and end."""
+    """Return a file's header, and each tensor's dtype, shape, begin and end."""
     at, table = 0, {}
     for name, tensor in tensors.items():
         end = at + tensor.numel() * tensor.dtype.itemsize
@@ -428,10 +426,10 @@ def _header(
 
 
 def read_into(stream: BinaryIO, buffer: memoryview) -> None:
-    """Read what comes next into all of a buffer, by as many threads as torch computes with.
+    """Fill a buffer from a stream's position, with as many threads as torch computes with.
 
-    One thread copies what the system has of a file at a part of the memory's speed, and asks a
-    disk for one piece at a time. Each takes a block at least.
+    One thread copies cached data below the memory's bandwidth, and requests one piece at a time
+    from a disk. Each thread reads at least one block.
     """
     handle, begin = stream.fileno(), stream.tell()
     threads = min(torch.get_num_threads(), len(buffer) // _BLOCK)

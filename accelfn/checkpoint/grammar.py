@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The grammar of a manifest: what may stand at each place of its JSON.
+"""The grammar of a manifest: the values that are valid at each place of its JSON.
 
-Anyone can write a manifest whose digest is right. So nothing in it is taken for what it
-should be before it was looked at, and nothing in it can ask for much time or memory.
+Anyone can write a manifest with a correct digest. So accelfn checks every value before using
+it, and no value can cost much time or memory.
 """
 
 import re
@@ -15,10 +15,10 @@ from accelfn.checkpoint.files import DTYPES, File, bytes_in
 from accelfn.checkpoint.slices import Slice, cover, of_copies
 
 Rule: TypeAlias = Callable[[Any], None]
-"""Raises `_UnexpectedError` of what may not stand there."""
+"""Raises `_UnexpectedError` for an invalid value."""
 
 MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
-"""The name of one of several states that are saved together; its directory has it."""
+"""The name of a state that is saved together with others, and of its directory."""
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 2**63
 _SHORT = reprlib.Repr()
@@ -28,7 +28,7 @@ _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 20
 
 
 class _UnexpectedError(ValueError):
-    """What was expected, and at which place, said from the inside out."""
+    """An invalid value, the expected kind, and the place, from the innermost key outwards."""
 
     def __init__(self, expected: str, found: object) -> None:
         self.text = f"{quote(found)} where {expected} is expected"
@@ -37,7 +37,7 @@ class _UnexpectedError(ValueError):
 
 
 def quote(value: object) -> str:
-    """Return a value's `repr`, shortened: a value from a file may have any size."""
+    """Return a value's shortened `repr`: a value from a file can have any size."""
     return _SHORT.repr(value)[:200]
 
 
@@ -46,10 +46,10 @@ def _refuse(expected: str, found: object) -> NoReturn:
 
 
 def check(plain: Any) -> None:
-    """Refuse what no save has written.
+    """Reject JSON that no save has written.
 
     Raises:
-        ValueError: it says where what was found, and what is expected there.
+        ValueError: names the place, the value and the expected kind.
     """
     try:
         _manifest(plain)
@@ -60,10 +60,10 @@ def check(plain: Any) -> None:
 
 
 def check_files(world_size: int, files: dict[str, File]) -> None:
-    """Refuse other files than one of each rank.
+    """Reject a list of files that is not one file per rank.
 
     Raises:
-        ValueError: it names one.
+        ValueError: names the unexpected files.
     """
     expected = {f"rank-{rank:05d}.safetensors" for rank in range(len(files))}
     if len(files) != world_size or files.keys() != expected:
@@ -73,10 +73,10 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
 
 
 def check_copies(copies: list[int], world_size: int) -> None:
-    """Refuse copies of the model that do not have each of the ranks.
+    """Reject copies of the model that do not cover all ranks.
 
     Raises:
-        ValueError: it says how many ranks there were.
+        ValueError: states the number of ranks.
     """
     numbers = {*copies}
     # compare with their count: a range up to the largest number could fill all memory
@@ -88,12 +88,12 @@ def check_copies(copies: list[int], world_size: int) -> None:
 def check_sharded(
     sharded: dict[str, Any], files: dict[str, File], copies: list[int]
 ) -> None:
-    """Refuse slices that are not, taken together, a tensor; or are not in their files.
+    """Reject slices that do not cover their tensor, or that are missing in their files.
 
-    Where each copy of a model has its own, they are looked at copy by copy.
+    If the copies of a model have different slices, each copy is checked separately.
 
     Raises:
-        ValueError: it names the tensor.
+        ValueError: names the tensor.
     """
     for name, whole in sharded.items():
         shape, boxes = tuple(whole["shape"]), dict[str, Slice]()
@@ -188,7 +188,7 @@ def _record(**rules: Rule) -> Rule:
 
 
 def _tree(value: Any, depth: int = MAX_DEPTH, kinds: tuple[str, ...] = ()) -> None:
-    """Look at an encoded tree, as `accelfn.base.codec` makes them; `kinds`: of its root."""
+    """Check a tree encoded by `accelfn.base.codec`; `kinds` are those allowed at the root."""
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
     kinds = kinds or tuple(_KINDS)
@@ -323,10 +323,10 @@ _manifest = _record(
 
 
 def check_joint(plain: Any) -> None:
-    """Refuse what names no states that were saved together.
+    """Reject JSON that does not name states that were saved together.
 
     Raises:
-        ValueError: it says what was found.
+        ValueError: quotes the invalid value.
     """
     _record(blake3=_digest, format=_count, states=_table(_digest))(plain)
     for name in plain["states"] or [""]:
