@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`load`: the state that was saved; `load_part`: what of it is asked for."""
+"""Load a checkpoint: `load` restores the whole state, `load_part` selected fields."""
 
 import json
 import os
@@ -37,19 +37,19 @@ from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointErro
 from accelfn.state.beginning import reset_slots
 from accelfn.state.state import TrainState, check_state
 
-# Loading a part of a checkpoint, and saying aloud which.
+# Loading a part of a checkpoint, with a report.
 
 
 @attrs.frozen(kw_only=True)
 class Loaded:
-    """What a partial load did.
+    """The report of a partial load.
 
     Attributes:
-        state: the given state with what was loaded.
-        loaded: the names that were loaded, as `params.head.weight`.
-        missing: what was asked for and the checkpoint lacks; it is as it was in the state.
-        unexpected: the checkpoint's names that the state has no place for.
-        cast: what was converted, from which dtype to which.
+        state: the given state with the loaded values.
+        loaded: the loaded names, such as `params.head.weight`.
+        missing: requested names that the checkpoint lacks; the state keeps its values.
+        unexpected: names of the checkpoint that the state has no place for.
+        cast: the old and the new dtype of each converted tensor, by name.
     """
 
     state: TrainState = attrs.field(repr=False)
@@ -92,7 +92,7 @@ def _word(*words: str) -> Any:
 
 @attrs.frozen
 class Wanted:
-    """Which fields to load, and what may be amiss with them."""
+    """The fields to load, and the differences that are allowed."""
 
     only: tuple[str, ...] = attrs.field(validator=_are_fields)
     missing: str = _word("error", "init")
@@ -100,13 +100,13 @@ class Wanted:
     cast: bool = attrs.field(kw_only=True)
 
     def of(self, field: str, names: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the entries of a field that are asked for."""
+        """Return the requested entries of a field."""
         if field in self.only:
             return dict(names)
         return {n: value for n, value in names.items() if f"{field}.{n}" in self.only}
 
     def refuses(self, found: compare.Differences) -> bool:
-        """Whether something is amiss that may not be."""
+        """Return whether there is a difference that is not allowed."""
         return bool(
             found.shapes
             or (found.dtypes and not self.cast)
@@ -119,7 +119,7 @@ class Wanted:
 def load_fields(
     state: TrainState, source: Source, wanted: Wanted, saved: dict[str, Any]
 ) -> Loaded:
-    """Return the state with what was asked for of the saved fields, and what that was."""
+    """Return the state with the requested saved fields, and the report."""
     folder, fields = source.folder, fields_of(state.copy())
     if "params" in wanted.only:
         saved["params"] = {**saved["params"], **kept_of(source, state)}
@@ -165,9 +165,10 @@ def load_fields(
 def _restart_slots(
     before: TrainState, after: TrainState, loaded: list[str]
 ) -> TrainState:
-    """Return a state that goes on with parameters of a file: ranks are to compare them.
+    """Return the state after a load of parameters, with dependent slots started again.
 
-    Slots that were not loaded begin with them, if they have not come further.
+    Slots that were not loaded restart from the new parameters if no step has changed them. The
+    next update compares the parameters across ranks.
     """
     kept = {each.split(".")[1] for each in loaded if each.startswith("slots.")}
     slots, going_on = reset_slots(before, after, kept=kept)
@@ -177,18 +178,18 @@ def _restart_slots(
             ' they were without them. Load these, too, only=["params", "slots"], or begin them'
             " anew, by state.with_setup(...) without these transforms, and with them."
         )
-    after.definition.cache.is_to_compare = True  # what each rank was given
+    after.definition.cache.is_to_compare = True  # ranks may have loaded different files
     return attrs.evolve(after, slots=slots)
 
 
 def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch.Tensor:
-    """Return a tensor as another dtype, in which every finite value is one.
+    """Convert a tensor to another dtype, keeping finite values finite.
 
     Raises:
-        CheckpointError: some is not.
+        CheckpointError: a finite value overflows in the new dtype.
     """
     new = tensor.to(dtype)
-    # not all dtypes are asked what is finite; float64 is, and has their values
+    # some dtypes do not support isfinite; float64 does, and has all of their values
     wide = (
         t.to(torch.complex128 if t.is_complex() else torch.float64)
         for t in (tensor, new)
@@ -205,14 +206,14 @@ def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch
 def _places(
     field: str, fields: Mapping[str, Any], saved: Mapping[str, Any], wanted: Wanted
 ) -> dict[str, Any]:
-    """Return what is asked for and a state has a place for, by name."""
+    """Return the requested entries that a state has a place for, by name."""
     places = wanted.of(field, fields[field])
-    if field == "slots":  # a slot that neither has is missing
+    if field == "slots":  # a requested slot in neither counts as missing
         asked = (
             n.removeprefix("slots.") for n in wanted.only if n.startswith("slots.")
         )
         places |= dict.fromkeys(name for name in asked if name not in saved)
-    if field == "opt_state":  # an optimizer that has not begun has entries to come
+    if field == "opt_state":  # before its first step, an optimizer has no entries yet
         named = {*fields["params"], *(n for n in saved if n.startswith("<group "))}
         places |= dict.fromkeys(named & saved.keys())
     return places
@@ -233,12 +234,12 @@ def _compare_field(
 
 
 def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
-    """Return copies of the frozen parameters of which hashes alone were saved.
+    """Return copies of the frozen parameters that were saved as hashes only.
 
-    Where each rank has a part of them, a collective.
+    A collective if these parameters are sharded.
 
     Raises:
-        CheckpointError: the state has others.
+        CheckpointError: the state has other frozen parameters.
     """
     kept = source.manifest.kept
     here = {n: p for n, p in state.params.items() if n in kept}
@@ -257,36 +258,32 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in here.items()}
 
 
-# `together`: ranks that have parts of one model read a checkpoint all, or none of them
-# does.
-
-
 T = TypeVar("T")
 
 
 def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
-    """Return what this rank reads; of a split model, once all ranks have read theirs.
+    """Read on this rank; for a split model, return only after all ranks have succeeded.
 
-    What comes next gathers parts, and a rank that could not read its file would let the others
-    wait for it.
+    The next calls gather parts of the model, and ranks would wait there for a rank that failed
+    to read its file.
 
     Args:
-        state: says whether the model is split.
-        read: talks to no other rank.
+        state: its layout says whether the model is split.
+        read: reads without communication.
 
-    Cost: two small gathers where the model is split, else none.
+    Cost: two small gathers if the model is split.
 
     Raises:
         CheckpointCorruptError: another rank's file is missing, or has changed.
-        CheckpointError: another rank could not read for another reason.
-        Exception: what `read` raised on this rank.
+        CheckpointError: another rank failed for another reason.
+        Exception: the error of `read` on this rank.
     """
     if state.definition.layout is None:
         return read()
     outcome: T | Exception
     try:
         outcome, text = read(), ""
-    except Exception as error:  # noqa: BLE001 - whatever it is, all ranks are told
+    except Exception as error:  # noqa: BLE001 - reported to all ranks, whatever it is
         is_corrupt = isinstance(error, CheckpointCorruptError)
         outcome, text = error, json.dumps([is_corrupt, format_error(error)])
     texts = gather_text(text, state.world, label="load: read files")
@@ -309,41 +306,41 @@ def load(
     allow: Sequence[str] = (),
     verify: bool = True,
 ) -> States:
-    """Return the saved state, with the definition of the given one; call it on all ranks.
+    """Load a saved state into the definition of a given state; call it on all ranks.
 
-    Any number of ranks goes on at the very same sample. What was a rank's own, as between
-    two averages of `local_sgd`, each rank gets back on as many ranks; on another number all
-    get the average. Other data are refused: their length, batch size, order and fingerprint
-    (a hash of some samples) must be those of the save. If other parameters are trained, or
+    Training resumes at the next sample on any number of ranks. Values that differed between
+    ranks, as between two averages of `local_sgd`, return to each rank if the number of ranks is
+    the same; otherwise all ranks get the average. The data must have the saved length, batch
+    size, order and fingerprint (a hash of some samples). If other parameters are trainable, or
     transforms have other options, an `af.Warning` lists the differences.
 
     Args:
-        state: says model, optimizer, setup, data and world; it is not changed. Of states that
-            were saved together, all of them by name; then a dict of states is returned.
-        directory: that `save` wrote.
-        allow: what may differ: in the data "samples", "batch_size", "remainder", "order"
+        state: provides model, optimizer, setup, data and world; it is not changed. For states
+            that were saved together, pass all of them by name; `load` then returns a dict.
+        directory: a directory that `save` wrote.
+        allow: differences to accept: in the data "samples", "batch_size", "remainder", "order"
             and "fingerprint"; also "trainable", "options" (of transforms), and the kinds and
             shapes of "opt_state" and "slots".
         verify: whether to compare every byte with its digest.
 
-    Where each rank has a part of the model, all ranks load or none does: a file that one
-    cannot read is an error on all, which names it.
+    If the model is split among ranks, all ranks load or none does: a file that one rank cannot
+    read is an error on all ranks, and the error names the file.
 
-    Cost: one reading of the files that this rank needs, and BLAKE3 of them; of a model in
-    parts two small gathers, and one of its frozen parameters that were saved by hash.
+    Cost: reads the files that this rank needs once, with BLAKE3. A split model adds two small
+    gathers, and a gather of frozen parameters that were saved as hashes.
 
     Raises:
-        CheckpointCorruptError: a file is missing, or has changed; it and the first tensor in
-            it that differs are named.
-        CheckpointError: model, transforms, optimizer, data or world differ from what was
-            saved; the differences are listed, with the nearest names.
-        ArgumentError: an option is none of these words.
+        CheckpointCorruptError: a file is missing or has changed; the error names the file and
+            its first changed tensor.
+        CheckpointError: model, transforms, optimizer, data or world differ from the saved
+            ones; the error lists the differences with the nearest names.
+        ArgumentError: an option is not one of these words.
     """
     _, states = states_of("af.load(state, directory)", state)
     check_path("af.load", directory, "state, ")
     folder = Path(directory)
 
-    def opened(name: str) -> Source:
+    def open_source(name: str) -> Source:
         check_no_store(folder)
         check_not_joint(folder)
         manifest = read_manifest(folder, name, names=states)
@@ -352,7 +349,7 @@ def load(
     words = _several(allow)
     with explain_removal(folder):
         made = {
-            name: restore_from(each, folder / name, partial(opened, name), words)
+            name: restore_from(each, folder / name, partial(open_source, name), words)
             for name, each in states.items()
         }
     return cast("States", made.get("", made))
@@ -361,20 +358,20 @@ def load(
 def restore_from(
     state: TrainState,
     where: Path | str,
-    opened: Callable[[], Source],
+    open_source: Callable[[], Source],
     allow: Sequence[str] = (),
 ) -> TrainState:
-    """Return the state that a source has, with the definition of the given one.
+    """Load a source into the definition of a given state.
 
     Args:
-        state: says model, optimizer, setup, data and world.
-        where: what errors call the source.
-        opened: gives it.
-        allow: as `load`'s.
+        state: provides model, optimizer, setup, data and world.
+        where: the name of the source in errors.
+        open_source: returns the source.
+        allow: as in `load`.
     """
 
     def read() -> tuple[Source, dict[str, Any]]:
-        source = opened()
+        source = open_source()
         compare.check_transforms(state, source.manifest, where)
         compare.check_optimizer(state, source.manifest, where)
         compare.check_allowed(state, source.manifest, allow)
@@ -402,32 +399,32 @@ def load_part(
     allow: Sequence[str] = (),
     verify: bool = True,
 ) -> Loaded:
-    """Return what of a saved state is asked for, in the given one; call it on all ranks.
+    """Load selected fields of a saved state into a given state; call it on all ranks.
 
-    Where parameters are, slots that are not, and that are as they began, begin with these
-    parameters, as an average does; of others, which go on, an `af.Warning` says so. Ranks
-    compare what they hold at the next update.
+    If you load parameters without a slot that depends on them, such as an average, the slot
+    restarts from the loaded parameters if no step has changed it. Otherwise the slot continues
+    and an `af.Warning` names it. The next update compares the values across ranks.
 
     Args:
-        state: all else stays as it has it; it is not changed.
-        directory: that `save` wrote; of states that were saved together, that of one of them,
-            `directory/generator`.
+        state: keeps its values in all other fields; it is not changed.
+        directory: a directory that `save` wrote. For states that were saved together, the
+            directory of one state, such as `directory/generator`.
         only: fields, of "params", "buffers", "opt_state", "step", "cursor", "seed",
             "num_skipped" and "slots", or a slot by name ("slots.ema").
-        missing: "init" leaves what the checkpoint lacks as the given state has it.
-        extra: "ignore" leaves out what the state has no place for.
+        missing: "init" keeps the state's values for names that the checkpoint lacks.
+        extra: "ignore" skips names that the state has no place for.
         cast: convert parameters and buffers to the state's dtypes; not floats to integers,
-            complex to real, or what is finite to what is not.
-        allow: as `load`'s, where the cursor is asked for.
-        verify: as `load`'s.
+            complex to real, or finite values to infinite ones.
+        allow: as in `load`, if you load the cursor.
+        verify: as in `load`.
 
-    Returns: a report, whose `state` it is.
+    Returns: a report; its `state` is the new state.
 
-    Law: values, names and what is refused are those of dicts.
+    Law: values, names and rejected cases are those of dicts.
 
     Cost: as `load`.
 
-    Raises: as `load`, for what is asked for.
+    Raises: as `load`, for the selected fields.
     """
     check_state("af.load_part(state, directory, only)", state)
     state.lease.check()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`save`: a state as a directory that anyone can read."""
+"""`save`: write a state to a directory of safetensors and JSON files."""
 
 import copy
 import json
@@ -41,7 +41,7 @@ from accelfn.model.optimizer import beside, kind_of
 from accelfn.state.grads import Lease
 from accelfn.state.state import TrainState, check_state
 
-# What of a state is saved, and a state with what was saved.
+# The saved fields of a state.
 
 
 FIELDS = (
@@ -57,7 +57,7 @@ FIELDS = (
 
 
 def fields_of(state: TrainState) -> dict[str, Any]:
-    """Return what is saved of a state, as a tree of tensors and plain data."""
+    """Return the saved fields of a state, as a tree of tensors and plain data."""
     return {
         "params": dict(state.params),
         "buffers": dict(state.buffers),
@@ -71,10 +71,10 @@ def fields_of(state: TrainState) -> dict[str, Any]:
 
 
 def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
-    """Return the state that was saved, with the definition of this one.
+    """Return a state with saved fields and this state's definition.
 
     Raises:
-        CheckpointError: an object in a slot was saved, and there is none in this state.
+        CheckpointError: a saved slot has an object that this state lacks.
     """
     slots = {
         name: _with_objects(value, state.slots.get(name), f"slots.{name}")
@@ -97,7 +97,7 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
 
 
 def _with_objects(saved: Any, current: Any, path: str) -> Any:
-    """Return a slot with objects of the current one's kinds in place of what they said."""
+    """Return a slot with its objects rebuilt from their saved `state_dict()`."""
     if isinstance(saved, ObjectState):
         if not has_state(current):
             msg = (
@@ -124,27 +124,27 @@ def _with_objects(saved: Any, current: Any, path: str) -> Any:
             _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
         )
     if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor):
-        return saved.to(current.device)  # the caller's may be on the host
+        return saved.to(current.device)  # a slot of the caller may be on the host
     return saved
 
 
 class Tensors(Table):
-    """A state's tensors by name; of a DTensor this rank's slice.
+    """A state's tensors by name; for a DTensor, this rank's slice.
 
     Attributes:
-        slices: which slice that is, by name.
-        sharded: the DTensor itself, by name.
+        slices: the slice of each DTensor, by name.
+        sharded: the DTensors, by name.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start empty."""
         super().__init__(objects=True)
         self.slices: dict[str, Slice] = {}
         self.sharded: dict[str, torch.Tensor] = {}
         self._locals: dict[int, torch.Tensor] = {}
 
     def put(self, tensor: torch.Tensor, path: str) -> str:
-        """Return a tensor's name; one that stands in two places has one."""
+        """Return a tensor's name; a tensor in two places has one name."""
         place = slice_of(tensor, path)
         if place is None:
             return super().put(tensor, path)
@@ -155,7 +155,7 @@ class Tensors(Table):
 
 
 def encode_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
-    """Return fields by unit, each slot one of its own, as plain data beside their tensors."""
+    """Encode fields as plain data by unit, and their tensors; each slot is a unit."""
     tensors = Tensors()
     units = {name: value for name, value in fields.items() if name != "slots"}
     units |= {f"slots.{name}": value for name, value in fields["slots"].items()}
@@ -165,7 +165,7 @@ def encode_fields(fields: Mapping[str, Any]) -> tuple[dict[str, Any], Tensors]:
 def decode_fields(
     units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """Return the fields that were encoded."""
+    """Return the fields that `encode_fields` encoded."""
     values = {name: decode(coded, tensors) for name, coded in units.items()}
     slots = {
         name.removeprefix("slots."): value
@@ -176,7 +176,7 @@ def decode_fields(
     return {**fields, "slots": slots}
 
 
-# What saves and stores may be asked, looked at before anything is done.
+# Checks of the arguments of saves and stores, before anything is written.
 
 
 Period: TypeAlias = int | timedelta
@@ -186,12 +186,12 @@ States = TypeVar("States", TrainState, dict[str, TrainState])
 
 
 def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainState]]:
-    """Return the first state that a call was given, and all by name; "" is a lone one's.
+    """Return the first state of an argument, and all states by name; a lone state has "".
 
     Raises:
-        ArgumentError: it was given something else, or a name with other characters.
-        StateDonatedError: a step has taken one of them.
-        WorldError: they are in different worlds.
+        ArgumentError: the argument has other values, or a name with other characters.
+        StateDonatedError: a step has taken ownership of a state.
+        WorldError: the states are in different worlds.
     """
     states: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
     for name in states or [None]:
@@ -217,7 +217,7 @@ def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainStat
 
 
 def check_path(call: str, directory: object, before: str = "") -> None:
-    """Refuse what is no path, or one that no disk can have."""
+    """Reject values that are not paths, and paths that no disk can have."""
     if isinstance(directory, (str, os.PathLike)):
         name: object = os.fspath(directory)
         if isinstance(name, str):
@@ -232,7 +232,7 @@ def check_path(call: str, directory: object, before: str = "") -> None:
 
 
 def check_frozen(frozen: str) -> None:
-    """Refuse any other word."""
+    """Reject other values of `frozen`."""
     if frozen not in ("write", "hash"):
         msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
         raise ArgumentError(msg)
@@ -241,7 +241,7 @@ def check_frozen(frozen: str) -> None:
 def check_options(
     keep: object, keep_best: object, best_is: object, every: object
 ) -> None:
-    """Refuse what a store could not follow."""
+    """Reject invalid options of a store."""
     if keep is not None and not is_integer(keep, 1):
         msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
     elif not (keep_best is None or isinstance(keep_best, str)):
@@ -250,8 +250,8 @@ def check_options(
         msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
     elif keep_best is None and best_is != "min":
         msg = (
-            f"CheckpointStore(best_is={best_is!r}): of which metric? Say keep_best= too, the"
-            " name of one that is given to save, or leave it out."
+            f"CheckpointStore(best_is={best_is!r}): needs a metric. Pass keep_best= also, the"
+            " name of a metric that you give to save, or leave out best_is=."
         )
     elif not (
         every is None
@@ -268,10 +268,10 @@ def check_options(
 
 
 def check_writable(directory: Path) -> None:
-    """Make the directory, and a file in it, before anything is trained."""
+    """Make the directory and a probe in it, so that errors appear before training."""
     try:
         disk.make(directory)
-        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # other ranks make theirs
+        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # unique among ranks
         disk.create(probe)
         disk.remove(probe)
     except OSError as error:
@@ -283,7 +283,7 @@ def check_writable(directory: Path) -> None:
 
 
 def _mode_near(directory: Path) -> str:
-    """Return what may be done where a directory is, or would be, as far as the disk says."""
+    """Return a text with the mode of the directory or its nearest existing parent."""
     for each in (directory, *directory.parents):
         if disk.is_there(each):
             with suppress(OSError):
@@ -298,7 +298,7 @@ def _text(name: object) -> str:
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, (str, bool)):  # which float takes, too
+    if isinstance(value, (str, bool)):  # float() accepts these also
         raise TypeError
     return float(value)
 
@@ -316,21 +316,21 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def check_numbers(said: Sequence[str]) -> None:
-    """Say so where ranks gave other metrics than rank 0, whose are kept."""
+    """Warn if a rank gave other metrics than rank 0, which are kept."""
     first = json.loads(said[0])
     for rank, text in enumerate(said):
         if text != said[0]:
             advise(
                 f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
-                f" {json.loads(text)}. Those of rank 0 are kept, and are what keep_best= goes"
-                " by. Give what all ranks have in common: metrics=af.mean(metrics, world)."
+                f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
+                " Pass values that are equal on all ranks: metrics=af.mean(metrics, world)."
             )
             return
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _SHOWN = 1000
-"""Characters of a transform's options that a manifest has."""
+"""Characters of a transform's options that a manifest keeps."""
 
 
 @explain_call_errors
@@ -339,32 +339,30 @@ def save(
 ) -> None:
     """Write every field of a state to a new directory; call it on all ranks.
 
-    The directory has `manifest.json` and a safetensors file for each rank, and appears by one
-    rename when all of it is on the disk. What all ranks hold alike is divided among them and
-    can be loaded on any number of ranks; what is a rank's own, as under `local_sgd`, each
-    writes for itself.
+    The directory has `manifest.json` and a safetensors file for each rank. It appears by one
+    rename when all files are on the disk. Ranks divide the writing of equal values, which load
+    on any number of ranks. Values that differ, as under `local_sgd`, are written by each rank.
 
     Args:
-        state: not donated; it stays as it is. Its slots may hold objects with `state_dict()`
-            and `load_state_dict()`. Or several states of one world by name, as
-            `{"generator": g, "critic": c}`: they are saved as one checkpoint, or none of them
-            is, and are loaded together.
-        directory: does not exist yet.
-        frozen: "write" parameters that are not trained like all others, or keep their "hash"
-            only: then the state that this is loaded into must have them. Those that
-            `with_trainable` froze were trained before, and are written.
+        state: not donated and not changed. Its slots may hold objects with `state_dict()` and
+            `load_state_dict()`. Or several states of one world by name, as
+            `{"generator": g, "critic": c}`: `save` writes all of them as one checkpoint or
+            none, and you load them together.
+        directory: a path that does not exist yet.
+        frozen: "write" saves parameters that are not trained like all others. "hash" saves
+            their hashes only; then you must load into a state that has these parameters.
+            Parameters that `with_trainable` froze were trained before, so they are written.
 
     Law: `load(save(s))` is `s`, bitwise, and a step from either is the same. Saving twice
     writes the same bytes.
 
-    Cost: one reading of all tensors, to the disk and through BLAKE3; nothing is copied but
-    from a GPU, a tensor at a time. On several ranks each hashes all that it has, and writes
-    its part. With "hash", frozen parameters of which each rank has a part are gathered, 32 MiB
-    at a time.
+    Cost: reads all tensors once, for the disk and BLAKE3. Tensors on a GPU are copied to the
+    host one at a time. On several ranks, each rank hashes all of its tensors and writes its
+    part. With "hash", sharded frozen parameters are gathered, 32 MiB at a time.
 
     Raises:
-        CheckpointWriteError: on every rank, if any rank could not write; the reason is named
-            and nothing is left under the directory's name.
+        CheckpointWriteError: on every rank, if any rank failed to write; the error gives the
+            reason, and no directory of this name is left.
     """
     first, states = states_of("af.save(state, directory)", state)
     check_frozen(frozen)
@@ -382,7 +380,7 @@ def save(
 
 
 def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
-    """Return how ranks tell one another what came of each part of a save; a collective."""
+    """Return a function that gathers each rank's outcome of a part of a save."""
 
     def exchange(what: str, text: str) -> list[str]:
         return gather_text(text, state.world, label=f"{doing}: {what}")
@@ -391,7 +389,7 @@ def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
 
 
 def save_of(state: TrainState, directory: Path) -> Save:
-    """Return where a state is to be saved, with those that are saved with it."""
+    """Return the destination of a state's checkpoint."""
     world = state.world
     return Save(
         final=directory.absolute(), step=state.step, rank=world.rank, size=world.size
@@ -401,8 +399,8 @@ def save_of(state: TrainState, directory: Path) -> Save:
 def contents_of(
     state: TrainState, frozen: str, *, metrics: Mapping[str, float] | None = None
 ) -> Contents:
-    """Return what is saved of a state; its tensors are the state's own."""
-    # a run that ends here continues from what was saved, and owes nothing
+    """Return the contents of a state's checkpoint; they share the state's tensors."""
+    # after this save a run can end without losing work: drop its warning on close
     state.world.connection.activity.on_close.pop(state.name, None)
     fields, kept = fields_of(state), dict[str, str]()
     if frozen == "hash":
@@ -432,7 +430,7 @@ def contents_of(
 
 
 def definition_of(state: TrainState) -> dict[str, str]:
-    """Return the facts of a definition that change what the next update computes."""
+    """Return the facts of a definition that affect the next update."""
     frozen = state.params.keys() - {*state.trainable}
     acting = ("grads", "hyper", "after_update", "merge")
     options = {
@@ -445,7 +443,7 @@ def definition_of(state: TrainState) -> dict[str, str]:
 
 
 def optimizer_name(state: TrainState) -> str:
-    """Return the class of a state's optimizer; of a partition, those of its parts."""
+    """Return the class of a state's optimizer; for a partition, the classes of its parts."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(param): name for name, param in metas}
     return kind_of(state.definition.optimizer, names)

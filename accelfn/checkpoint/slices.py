@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slices of tensors, and one slice made of others: how sharded tensors change worlds."""
+"""Slices of tensors, and resharding: assemble a slice from other slices."""
 
 import itertools
 import math
@@ -23,9 +23,9 @@ class Slice:
     """A box in a tensor.
 
     Attributes:
-        shape: of the whole tensor.
-        offset: where the box begins, in each dim.
-        size: of the box, in each dim.
+        shape: the shape of the full tensor.
+        offset: the first index of the box in each dim.
+        size: the length of the box in each dim.
     """
 
     shape: tuple[int, ...]
@@ -34,13 +34,13 @@ class Slice:
 
     @classmethod
     def whole(cls, shape: Iterable[int]) -> Self:
-        """Return the box that is the tensor."""
+        """Return the box of the full tensor."""
         shape = tuple(shape)
         return cls(shape, (0,) * len(shape), shape)
 
     @classmethod
     def even(cls, shape: Iterable[int], dim: int, index: int, count: int) -> Self:
-        """Return part `index` of `count` along a dim, as `torch.chunk` cuts, or nothing."""
+        """Return chunk `index` of `count` along a dim, as `torch.chunk`; it can be empty."""
         whole = cls.whole(shape)
         length = whole.shape[dim]
         step = -(-length // count)
@@ -52,13 +52,13 @@ class Slice:
         )
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the box of a whole tensor, as a view."""
+        """Return the box of a full tensor, as a view."""
         for dim, (start, length) in enumerate(zip(self.offset, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, length)
         return tensor
 
     def within(self, other: "Slice") -> "Slice | None":
-        """Return the part that this box shares with another, seen from this one's corner."""
+        """Return the intersection with another box, relative to this box; None if empty."""
         begins = [max(a, b) for a, b in zip(self.offset, other.offset, strict=True)]
         ends = [
             min(a + n, b + m)
@@ -75,12 +75,12 @@ class Slice:
         )
 
     def inside(self, other: "Slice") -> "Slice":
-        """Return this part of another box as a box of the tensor that the other is of."""
+        """Return this box, which is relative to another box, as a box of the full tensor."""
         corner = (a + b for a, b in zip(self.offset, other.offset, strict=True))
         return Slice(other.shape, tuple(corner), self.size)
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        """Whether it lies in a tensor of this shape."""
+        """Return whether the box is inside a tensor of this shape."""
         if not len(shape) == len(self.offset) == len(self.size):
             return False
         ends = (at + n for at, n in zip(self.offset, self.size, strict=True))
@@ -88,18 +88,18 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return torch.Size(self.size).numel()
 
 
 def of_copies(
     by_file: Mapping[str, T], copies: Sequence[int]
 ) -> dict[int, dict[str, T]]:
-    """Return by copy of a model what is said of ranks' files; () is one copy.
+    """Group values of ranks' files by copy of the model.
 
     Args:
-        by_file: what is said, by names that end in ranks' numbers.
-        copies: which copy each rank has a part of.
+        by_file: a value for each file; file names contain the rank, as in `rank-00001`.
+        copies: the copy that each rank has a part of; () if there is one copy.
     """
     found: dict[int, dict[str, T]] = {}
     for file, said in by_file.items():
@@ -109,12 +109,12 @@ def of_copies(
 
 
 def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
-    """Whether boxes lie in a tensor, do not overlap, and leave nothing open.
+    """Return whether boxes cover each element of a tensor exactly once.
 
-    They are told by their corners, with signs as in inclusion and exclusion: only boxes that
-    cover every element once have, added up, those of the whole.
+    Adds up the corners of the boxes, with signs as in inclusion-exclusion. The sum equals the
+    corners of the full tensor only if the boxes cover every element once.
 
-    Cost: 2**n corners a box, where n dims are cut; more than 8 are refused.
+    Cost: 2**n corners per box if n dims are cut; returns False for more than 8 cut dims.
     """
     boxes = list(boxes)
     if not all(each.fits(shape) for each in boxes):
@@ -142,17 +142,17 @@ def assemble(
     dtype: torch.dtype,
     parts: Iterable[tuple[Slice, torch.Tensor]],
 ) -> torch.Tensor:
-    """Return a slice of a tensor of which other slices are held.
+    """Assemble a slice of a tensor from other slices.
 
     Args:
         target: the slice to return.
-        dtype: of the tensor.
-        parts: slices that do not overlap, and the values of each.
+        dtype: the dtype of the tensor.
+        parts: slices that do not overlap, with their values.
 
-    Law: resharding to any slices and back is nothing, bitwise.
+    Law: resharding to any slices and back gives the same bits.
 
     Raises:
-        CheckpointCorruptError: the parts leave some of it open.
+        CheckpointCorruptError: the parts do not cover the target.
     """
     result = devices.empty(target.size, dtype)
     open_ = target.count
@@ -169,10 +169,10 @@ def assemble(
 
 
 def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
-    """Return which slice of a DTensor this rank holds; None for any other tensor.
+    """Return this rank's slice of a DTensor; None for any other tensor.
 
     Raises:
-        PlainDataError: what ranks hold are no slices, but summands or strided parts.
+        PlainDataError: the ranks hold summands or strided parts instead of slices.
     """
     if not is_sharded(tensor):
         return None
@@ -198,18 +198,18 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
 
 
 def _is_slice(sharded: Any, axis: int) -> bool:
-    """Whether what a rank holds by one axis of the mesh is one piece."""
+    """Return whether a rank's part along an axis of the mesh is contiguous."""
     placement = sharded.placements[axis]
     if type(placement).__name__ != "_StridedShard":
         return type(placement).__name__ in ("Shard", "Replicate")
-    # a piece of every part: one piece, where a further axis gives each rank one part
+    # a strided shard is contiguous if the inner axes give each rank exactly one part
     inner = list(enumerate(sharded.placements))[axis + 1 :]
     parts = [sharded.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
     return math.prod(parts) == placement.split_factor
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor; they are known by name, for their module is heavy."""
+    """Return whether a tensor is a DTensor; compares names, as the import is slow."""
     kind = type(tensor)
     return kind.__name__ == "DTensor" and kind.__module__.startswith(
         "torch.distributed"
@@ -217,9 +217,9 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
-    """Return a DTensor that lies as another does, of this rank's slice.
+    """Return a DTensor of this rank's slice, sharded like another DTensor.
 
-    torch's own `from_local` would bring it to the device of the mesh.
+    torch's `from_local` would move the slice to the device of the mesh.
     """
     return tree.with_local(sharded, local.to(tree.local(sharded).device))
 

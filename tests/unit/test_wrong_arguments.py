@@ -153,7 +153,7 @@ def test_a_state_is_made_by_create():
 
 def test_the_best_is_best_by_a_metric(tmp_path):
     """Without one nothing is kept for being best, whatever is said to be."""
-    with pytest.raises(af.ArgumentError, match="of which metric.*keep_best="):
+    with pytest.raises(af.ArgumentError, match="needs a metric.*keep_best="):
         af.CheckpointStore(tmp_path, best_is="max")
 
 
