@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what a checkpoint holds, and where, as JSON that carries its own digest.
+"""The manifest: the contents of a checkpoint and their files, as JSON with its own digest.
 
-The digest is on the second line, and that of all lines behind it.
+The digest is on the second line, and covers all lines after it.
 """
 
 import json
@@ -23,7 +23,7 @@ from accelfn.checkpoint.files import DTYPES, File
 from accelfn.checkpoint.slices import of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
-# What lies at a path that is not what was asked for, and which function reads it.
+# Hints for wrong paths: the format of the files there, and the function that reads them.
 
 
 _SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
@@ -61,7 +61,7 @@ _ENDINGS = {
 
 
 def reader_of(path: Path) -> str:
-    """Return sentences that say what reads a file or folder, behind a space; or nothing."""
+    """Return sentences about functions that read a path, each after a space; or ""."""
     found: list[str] = []
     if arguments.is_directory(path):
         found = [
@@ -74,11 +74,11 @@ def reader_of(path: Path) -> str:
 
 
 def checkpoints_near(path: Path, name: str) -> str:
-    """Return a sentence that names checkpoints in a folder, or beside it, behind a space.
+    """Return a sentence, after a space, that names checkpoints in or next to a path.
 
     Args:
-        path: where there is none.
-        name: of the file that a checkpoint has.
+        path: a path without a checkpoint.
+        name: the name of a file that every checkpoint has.
     """
     inside = arguments.is_directory(path)
     folder = path if inside else path.parent
@@ -86,7 +86,7 @@ def checkpoints_near(path: Path, name: str) -> str:
         found = sorted(
             each.name for each in folder.iterdir() if arguments.is_file(each / name)
         )
-    except OSError:  # it is not there, or not ours to read
+    except OSError:  # missing, or not readable
         found = []
     if not found:
         return " af.save(state, directory) writes one."
@@ -96,44 +96,44 @@ def checkpoints_near(path: Path, name: str) -> str:
 
 NAME = "manifest.json"
 _LARGEST = 1 << 28
-"""Bytes of a manifest that are read; a million tensors have fewer."""
+"""Maximum bytes of a manifest; a million tensors need fewer."""
 _MOST, _SPARSE = 1 << 18, 16
 """A manifest has at most `_MOST` lists and tables, or one per `_SPARSE` bytes.
 
-A tensor takes 30 bytes or more for each. Parsing them takes most of the time and memory.
+A real list or table of a tensor takes at least 30 bytes. Parsing lists and tables takes most of
+the time and memory.
 """
 _DEPTH = 4
-"""Tables in tables that are broken into lines."""
+"""Depth of nested tables that are written one entry per line."""
 _JOINT = re.compile(rb'\{\n "[a-z0-9]+": "[^"\n]*",\n "format": 3,\n')
-"""How the file begins that names states that were saved together."""
+"""The beginning of a file that names states that were saved together."""
 _SEAL = re.compile(rb'\{\n "blake3": "([0-9a-f]{64})",\n')
 FORMAT = 2
 
 
 @attrs.frozen(kw_only=True)
 class Manifest:
-    """What a checkpoint holds, and where.
+    """The contents of a checkpoint, and their files.
 
     Attributes:
-        step: of the state.
-        world_size: on how many ranks it was saved.
-        optimizer: its class.
-        transforms: the names of the setup's.
-        data: what must be the same to go on; None without data.
-        trees: by unit (`params`, `slots.ema`): its tree as plain data, of rank 0.
-        trees_by_rank: the same of every rank, of the units whose trees differ.
-        per_rank: the tensors that differ; every rank's file has its own, but where it is that
-            of the first rank of its copy.
-        sharded: by name: dtype and shape of the whole, and which slice each file has.
-        copies: of which copy of the model each rank was, where copies of several ranks each
-            were trained apart; of what differed every copy's own is there. Empty where there
-            were none.
-        metrics: numbers that were given with it.
-        kept: digests of the frozen parameters that were not written.
+        step: the state's step.
+        world_size: the number of ranks that saved.
+        optimizer: the optimizer's class.
+        transforms: the names of the setup's transforms.
+        data: facts of the data that must match on load; None without data.
+        trees: rank 0's tree of each unit (`params`, `slots.ema`), as plain data.
+        trees_by_rank: every rank's trees of the units that differ between ranks.
+        per_rank: tensors that differ between ranks. Every rank's file has its value, unless
+            the value equals that of the first rank of its copy.
+        sharded: dtype and full shape of each sharded tensor, and the slice in each file.
+        copies: the copy of the model that each rank had a part of, if copies of several ranks
+            trained independently; values that differed are saved for every copy. Else empty.
+        metrics: metrics that were saved with the state.
+        kept: digests of frozen parameters that were not written.
         persistent: the buffers that belong in an exported model.
-        files: by name.
+        files: the files, by name.
         definition: the parameters that are "frozen", and options of transforms as code; None
-            if an earlier version wrote it.
+            if an earlier version wrote the manifest.
     """
 
     step: int
@@ -153,10 +153,10 @@ class Manifest:
     definition: Mapping[str, str] | None = None
 
     def to_bytes(self) -> bytes:
-        """Return it as JSON, with a digest of it on its second line.
+        """Return the manifest as JSON, with its digest on the second line.
 
         Raises:
-            CheckpointError: it would be longer than what is read.
+            CheckpointError: the JSON would be too long to read.
         """
         fields = attrs.asdict(self, recurse=False)
         for name in ("copies", "definition"):
@@ -181,11 +181,11 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return what `to_bytes` was called on.
+        """Return the manifest that `to_bytes` wrote.
 
         Raises:
-            CheckpointCorruptError: it is something else.
-            CheckpointError: it is of another format.
+            CheckpointCorruptError: the data are not a valid manifest.
+            CheckpointError: the manifest has another format version.
         """
         try:
             _check_density(data)
@@ -197,7 +197,7 @@ class Manifest:
                 _compare(data)
                 return cls._of(plain)
         except (ValueError, RecursionError) as error:
-            msg = f"it is no manifest of a checkpoint: {error}"
+            msg = f"it is not a manifest of a checkpoint: {error}"
             raise CheckpointCorruptError(msg) from error
         msg = (
             f"it has format {version}; this version of accelfn reads {FORMAT}. Load it with"
@@ -223,11 +223,11 @@ class Manifest:
         return manifest
 
     def _check_tensors(self) -> None:
-        """Refuse trees of tensors that no file has.
+        """Reject trees with tensors that are in no file.
 
         Raises:
-            ValueError: another number of ranks has trees.
-            CheckpointCorruptError: no file has a tensor.
+            ValueError: the number of trees is not the number of ranks, or steps differ.
+            CheckpointCorruptError: a tensor is in no file.
         """
         if len(self.trees_by_rank) not in (0, self.world_size):
             msg = f"{self.world_size} ranks have {len(self.trees_by_rank)} trees"
@@ -252,10 +252,10 @@ class Manifest:
                 self.file_of(name, rank)
 
     def file_of(self, tensor: str, rank: int) -> str:
-        """Return which file has a tensor, for what was this rank.
+        """Return the file of a tensor as a rank saved it.
 
         Raises:
-            CheckpointCorruptError: none has.
+            CheckpointCorruptError: no file has the tensor.
         """
         own = rank_file(rank)
         if own in self.files and tensor in self.files[own].tensors:
@@ -270,13 +270,13 @@ class Manifest:
 
     @cached_property
     def firsts(self) -> tuple[int, ...]:
-        """The first rank of each copy; each rank, where it was alone with its own."""
+        """The first rank of each copy; all ranks if there are no copies of several ranks."""
         copies = self.copies or tuple(range(self.world_size))
         first = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
         return tuple(first[copy] for copy in sorted(first))
 
     def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, of a sharded one the whole's."""
+        """Return the full shape of a tensor."""
         if tensor in self.sharded:
             return tuple(self.sharded[tensor]["shape"])
         return next(
@@ -287,8 +287,8 @@ class Manifest:
 
     @cached_property
     def with_mean(self) -> frozenset[str]:
-        """The tensors of which ranks had other values, that have a mean."""
-        # reversed: the first file that has a tensor says its dtype, as in all else
+        """The tensors that differ between ranks and have a mean."""
+        # reversed: the first file that has a tensor decides its dtype
         dtypes = {
             name: entry.dtype
             for file in reversed(list(self.files.values()))
@@ -302,14 +302,14 @@ class Manifest:
         )
 
     def slices_of(self, tensor: str, rank: int) -> Mapping[str, Any]:
-        """Return which slice of a sharded tensor each file has, for what was this rank."""
+        """Return the slice of a sharded tensor in each file, for the copy of a rank."""
         slices: Mapping[str, Any] = self.sharded[tensor]["slices"]
         own = of_copies(slices, self.copies)
         return own[self.copies[rank]] if len(own) > 1 else slices
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
-        """Which file has each tensor that all ranks had alike."""
+        """The file of each tensor that is equal on all ranks."""
         own = set(self.per_rank)
         return {
             tensor: name
@@ -319,20 +319,20 @@ class Manifest:
         }
 
     def trees_of(self, rank: int) -> dict[str, Any]:
-        """Return the trees by unit, as plain data, of what was this rank."""
+        """Return a rank's trees by unit, as plain data."""
         apart = set[str]().union(*self.trees_by_rank)
         common = {unit: tree for unit, tree in self.trees.items() if unit not in apart}
         return common | dict(self.trees_by_rank[rank] if apart else {})
 
     @property
     def slots(self) -> frozenset[str]:
-        """The names of the slots, of transforms and of the user's own."""
+        """The names of all slots, those of transforms and those of the user."""
         slots = (unit for unit in self.trees if unit.startswith("slots."))
         return frozenset(unit.removeprefix("slots.") for unit in slots)
 
     @property
     def differs(self) -> tuple[str, ...]:
-        """The units in which ranks differed."""
+        """The units that differ between ranks."""
         trees = {unit for trees in self.trees_by_rank for unit in trees}
         own = self.differing
         of_tensors = {
@@ -342,7 +342,7 @@ class Manifest:
 
     @cached_property
     def differing(self) -> frozenset[str]:
-        """The tensors of which ranks had other values."""
+        """The tensors that differ between ranks."""
         by_copy = {
             name
             for name, whole in self.sharded.items()
@@ -359,21 +359,23 @@ def rank_file(rank: int) -> str:
 def read_manifest(
     folder: Path, name: str = "", *, names: Collection[str] = ("",)
 ) -> Manifest:
-    """Return the manifest of a checkpoint, and see that its files are there.
+    """Read the manifest of a checkpoint, and check that its files exist.
 
     Args:
-        folder: of the checkpoint.
-        name: of one of the states that were saved together; "" is that of a lone one.
-        names: of all that are expected in it.
+        folder: the checkpoint's directory.
+        name: the state to read, if several were saved together; "" for a lone state.
+        names: the names of all expected states.
 
     Raises:
-        CheckpointError: the folder has no checkpoint, or one with another format or other states.
-        CheckpointCorruptError: it has changed, or files are missing or too many.
+        CheckpointError: the folder has no checkpoint, or has another format or other states.
+        CheckpointCorruptError: the manifest has changed, or files are missing or unknown.
     """
     digests = digests_in(folder)
     if digests.keys() != {*names}:
         if "" in digests:
-            read_manifest(folder)  # one that has changed may be of several states
+            read_manifest(
+                folder
+            )  # raises if a damaged file only looks like a lone state
         raise _of_others(folder, digests, names)
     folder /= name
     missing_error = CheckpointCorruptError if name else CheckpointError
@@ -399,7 +401,7 @@ def read_manifest(
 
 
 def read_manifests(folder: Path) -> dict[str, Manifest]:
-    """Return the manifests of all states in a checkpoint, by name.
+    """Read the manifests of all states in a checkpoint, by name.
 
     Raises: as `read_manifest`.
     """
@@ -408,13 +410,13 @@ def read_manifests(folder: Path) -> dict[str, Manifest]:
 
 
 def digests_in(folder: Path) -> dict[str, str | None]:
-    """Return the digests of the manifests of states that were saved together, by name.
+    """Read the digests of the manifests of states that were saved together, by name.
 
-    A lone state has the name "" and no digest here.
+    A lone state has the name "" and the digest None.
 
     Raises:
         CheckpointError: the folder has no checkpoint.
-        CheckpointCorruptError: it has changed.
+        CheckpointCorruptError: the file has changed.
     """
     data = _read_bytes(folder)
     if not _JOINT.match(data):
@@ -431,16 +433,16 @@ def digests_in(folder: Path) -> dict[str, str | None]:
 
 
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
-    """Return what says that states were saved together, given their manifests' digests."""
+    """Return the manifest of states that are saved together, from their digests."""
     plain = {"format": 3, "states": dict(digests)}
     return _with_digest(_lines(plain).encode().removeprefix(b"{\n"))
 
 
 def check_not_joint(folder: Path) -> None:
-    """Refuse the directory of one of several states that were saved together.
+    """Reject the directory of a state that was saved together with other states.
 
     Raises:
-        CheckpointError: it is one; the error says how all are loaded.
+        CheckpointError: the directory is such a state's; the error shows how to load all.
     """
     parent, name = folder.absolute().parent, folder.absolute().name
     digests = dict[str, str | None]()
@@ -453,7 +455,7 @@ def check_not_joint(folder: Path) -> None:
 def _of_others(
     folder: Path, there: Collection[str], asked: Collection[str]
 ) -> CheckpointError:
-    """Return the error of a checkpoint that has other states than those asked for."""
+    """Return the error for a checkpoint that has other states than expected."""
     has, wants = (", ".join(sorted(n)) or "one state" for n in (there, asked))
     msg = f"{folder}: expected {wants}, and it has {has}. Load it with"
     if "" in there:
@@ -468,7 +470,7 @@ def _of_others(
 def _read_bytes(
     folder: Path, missing_error: type[CheckpointError] = CheckpointError
 ) -> bytes:
-    """Return what is in the manifest's file of a directory.
+    """Return the bytes of a directory's manifest.
 
     Raises: as `read_manifest`; `missing_error` if the file is missing.
     """
@@ -491,7 +493,9 @@ def _read_bytes(
         msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
         raise missing_error(msg) from error
     except NotADirectoryError as error:
-        msg = f"{folder} is a file, and no checkpoint's directory.{reader_of(folder)}"
+        msg = (
+            f"{folder} is a file, not the directory of a checkpoint.{reader_of(folder)}"
+        )
         raise CheckpointCorruptError(msg) from error
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
@@ -499,12 +503,12 @@ def _read_bytes(
 
 
 def _with_digest(said: bytes) -> bytes:
-    """Return lines of JSON with their digest before them."""
+    """Return lines of JSON with their digest inserted first."""
     return f'{{\n "blake3": "{blake3(said).hexdigest()}",\n'.encode() + said
 
 
 def _lines(value: Any, depth: int = 0) -> str:
-    """Return JSON with a tensor a line."""
+    """Return JSON with one tensor per line."""
     if depth == _DEPTH or not isinstance(value, dict) or not value:
         return json.dumps(value)
     items = cast("dict[str, Any]", value).items()
@@ -514,7 +518,7 @@ def _lines(value: Any, depth: int = 0) -> str:
 
 
 def _table(plain: Any) -> dict[str, Any]:
-    """Return JSON that is an object with a format, as a manifest is."""
+    """Check that JSON is an object with a format, as a manifest is."""
     if not isinstance(plain, dict) or "format" not in plain:
         is_object = isinstance(plain, dict)
         lacks = "an object without one" if is_object else grammar.quote(plain)
@@ -536,10 +540,10 @@ def _check_density(data: bytes) -> None:
 
 
 def _compare(data: bytes) -> None:
-    """Refuse a manifest that is not what its digest says.
+    """Compare a manifest with its digest.
 
     Raises:
-        CheckpointCorruptError: it is not.
+        CheckpointCorruptError: the digest differs.
     """
     seal = _SEAL.match(data)
     if seal is None or seal[1].decode() != blake3(data[seal.end() :]).hexdigest():
@@ -555,21 +559,21 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-# Which checkpoints a directory has, and which of them are kept.
+# The checkpoints in the directory of a store.
 
 
 _STEP = re.compile(r"step-([0-9]{8,})")
 
 
 def name_of(step: int) -> str:
-    """Return the name of a step's checkpoint; names sort as steps do."""
+    """Return the name of a step's checkpoint; names sort like steps."""
     return f"step-{step:08d}"
 
 
 def steps_in(directory: Path) -> tuple[int, ...]:
-    """Return the steps of which a directory has checkpoints, in rising order.
+    """Return the steps of a directory's checkpoints, in rising order.
 
-    What has another name than a store gives is not of a store: `step-34`, say.
+    Ignores names that a store does not give, such as `step-34`.
     """
     if not arguments.is_directory(directory):
         return ()
@@ -584,7 +588,7 @@ def steps_in(directory: Path) -> tuple[int, ...]:
 
 
 def broken_after(directory: Path, step: int) -> Path | None:
-    """Return the newest broken link with the name of a later step's checkpoint."""
+    """Return the newest broken link named like a checkpoint after a step."""
     found = [
         (int(match[1]), path)
         for path in directory.iterdir()
@@ -597,9 +601,9 @@ def broken_after(directory: Path, step: int) -> Path | None:
 
 
 def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
-    """Return the newest of some steps whose checkpoint is as it was written.
+    """Return the newest of some steps with an undamaged checkpoint.
 
-    Cost: one reading of it, and of those that are not.
+    Cost: reads this checkpoint and all newer, damaged ones.
     """
     for step in sorted(steps, reverse=True):
         with suppress(CheckpointError):
@@ -610,10 +614,10 @@ def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
 
 @contextmanager
 def explain_removal(folder: Path) -> Generator[None]:
-    """Let an error of a checkpoint that was removed while it was read say so.
+    """Explain errors of a checkpoint that was removed while being read.
 
     Raises:
-        CheckpointError: it was removed.
+        CheckpointError: the checkpoint was removed.
     """
     try:
         yield
@@ -629,10 +633,10 @@ def explain_removal(folder: Path) -> Generator[None]:
 
 
 def verify(folder: Path) -> None:
-    """Read all of a checkpoint again.
+    """Read a whole checkpoint and compare its digests.
 
     Raises:
-        CheckpointCorruptError: something in it is not what was written.
+        CheckpointCorruptError: a file has changed.
     """
     for state, manifest in read_manifests(folder).items():
         for name, file in manifest.files.items():
@@ -640,17 +644,17 @@ def verify(folder: Path) -> None:
 
 
 def metrics_of(folder: Path) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint; states that were saved together have the same."""
+    """Return the metrics of a checkpoint; states saved together share them."""
     return next(iter(read_manifests(folder).values())).metrics
 
 
 def best_of(directory: Path, metric: str, mode: str) -> list[int]:
-    """Return the steps whose checkpoints have a metric, the best first."""
+    """Return the steps of checkpoints that have a metric, the best first."""
     found: list[tuple[float, int]] = []
     for step in steps_in(directory):
         try:
             value = metrics_of(directory / name_of(step)).get(metric)
-        except CheckpointError:  # it is none of the best; loading it says why
+        except CheckpointError:  # damaged: loading it raises the error
             continue
         if value is not None and not math.isnan(value):
             found.append((-value if mode == "max" else value, step))
@@ -658,7 +662,7 @@ def best_of(directory: Path, metric: str, mode: str) -> list[int]:
 
 
 def metrics_in(directory: Path) -> set[str]:
-    """Return the names of all metrics that a directory's checkpoints have."""
+    """Return the names of all metrics in a directory's checkpoints."""
     names = set[str]()
     for step in steps_in(directory):
         with suppress(CheckpointError):  # as above
@@ -667,10 +671,10 @@ def metrics_in(directory: Path) -> set[str]:
 
 
 def check_no_store(directory: Path) -> None:
-    """Refuse a directory of checkpoints where one of them is asked for.
+    """Reject the directory of a store where a single checkpoint is expected.
 
     Raises:
-        CheckpointError: it names the newest.
+        CheckpointError: the directory is a store; the error names the newest checkpoint.
     """
     steps = () if arguments.exists(directory / NAME) else steps_in(directory)
     if steps:
@@ -683,13 +687,13 @@ def check_no_store(directory: Path) -> None:
 
 
 def discard(directory: Path, step: int) -> None:
-    """Remove a checkpoint: first its name, then what it was.
+    """Remove a checkpoint: rename it first, then delete its files.
 
-    So a crash between leaves a directory that is no checkpoint, not half of one.
+    A crash in between leaves a temporary directory, not a damaged checkpoint.
     """
     gone = directory / f".tmp-{name_of(step)}.gone"
     disk.remove(gone)
     disk.rename(directory / name_of(step), gone)
-    # it is no checkpoint any more, and the next save removes it
+    # it is not a checkpoint any more, and the next save removes it
     with suppress(OSError):
         disk.remove(gone)

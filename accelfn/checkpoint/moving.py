@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`with_world`: a state moved to another world, as by a checkpoint, and without a disk.
+"""`with_world` and `regroup`: move a state to another world like a checkpoint, without a disk.
 
-What each rank would write it sends, and what it would read it has been sent. So all that
-decides who writes what, and what another number of ranks makes of it, is that of checkpoints.
+Each rank broadcasts the tensors that a save would write, and keeps those that a load would read.
+So the rules for dividing, resharding and merging are those of checkpoints.
 """
 
 import json
@@ -53,33 +53,34 @@ def with_world(
     among: World | None = None,
     newcomer: bool = False,
 ) -> TrainState:
-    """Return the state as it goes on in another world; call it on all ranks of that world.
+    """Move the state to another world; call it on all ranks of that world.
 
-    The ranks that have a state hand it over, and newcomers take it. What was a rank's own,
-    as between two averages of `local_sgd`, each rank gets back where as many ranks go on as
-    handed over; else all get the mean, as `load` gives it. What is in flight arrives first.
+    Ranks that have a state send it, and newcomers receive it. Values that differed between
+    ranks, as between two averages of `local_sgd`, return to each rank if the number of ranks is
+    the same; otherwise all ranks get the mean, as with `load`. Pending communication completes
+    first.
 
     Args:
-        state: not donated; it stays as it is. A newcomer's is a fresh one, of the same model,
-            optimizer, setup and data: it says what the state is a state of, and no number of
-            it is taken.
-        world: in which the state is to go on; it may have more ranks than the state's, fewer
-            or as many, and other axes.
-        among: whose ranks call it, where these are more than those of `world`: so those that
-            will not go on in it hand over what is theirs. `world` is a part of it.
-        newcomer: whether this rank has nothing to hand over.
+        state: not donated and not changed. A newcomer passes a fresh state of the same model,
+            optimizer, setup and data; only its definition is used.
+        world: the world to continue in. It can have more, fewer or as many ranks, and other
+            axes.
+        among: the world of all ranks that call this, if these are more than the ranks of
+            `world`. Ranks that will not continue still send their values. `world` must be a
+            part of it.
+        newcomer: whether this rank has no state to send.
 
-    Law: bitwise what `load` gives on the ranks of `world` of what those that hand over have
-    saved. There and back, to a world of as many ranks, is nothing.
+    Law: the result is bitwise the result of `load` on the ranks of `world`, from a checkpoint
+    that the sending ranks saved. Moving to a world of as many ranks and back gives the same
+    bits.
 
-    Cost: BLAKE3 of what a rank has, as a save; then what that save would write is sent to
-    all ranks: what all have alike once, and what is each rank's own for each. A rank keeps in
-    the host's memory what it goes on with, until it has it; where there is a mean, that is
-    summed as it arrives. So its peak is what it had, what it gets, once more as much, and some
-    times the 25 MB that arrive at once, or a tensor if that is larger. Of a split model there
-    is room for its parameters too, and the parts as they were where they are cut otherwise.
-    On more or fewer ranks slots that a transform merges (PowerSGD's, DiLoCo's) are kept of
-    every rank, for its `merge` is given them all.
+    Cost: BLAKE3 of a rank's tensors, as in a save. Then all tensors that a save would write are
+    sent to all ranks: equal values once, differing values for each rank. A rank keeps its share
+    in host memory until it is complete; means are summed on arrival. So the peak is the old
+    state, the new state, the new state once more, and a few times 25 MB, or one tensor if that
+    is larger. A split model also needs room for its parameters, and for the old parts if they
+    are cut differently. If the number of ranks changes, slots that a transform merges
+    (PowerSGD's, DiLoCo's) are kept for every rank, because `merge` takes all of them.
 
     Raises:
         StateError: nobody hands over a state, those that do have not all parts of a model
@@ -104,15 +105,15 @@ def move(
     newcomer: bool,
     restore: Restore | None = None,
 ) -> TrainState:
-    """Return the state as it goes on in another world, as `with_world`.
+    """Move the state to another world, as `with_world`.
 
     Args:
         state: not donated.
-        world: in which it goes on.
-        meeting: of all ranks that call it.
-        newcomer: whether this rank has nothing to hand over.
-        restore: gives the state that all go on with where the ranks have not all parts of a
-            model that is split, of one that says what it is a state of.
+        world: the world to continue in.
+        meeting: the world of all ranks that call this.
+        newcomer: whether this rank has no state to send.
+        restore: loads the state to continue with if parts of a split model are lost; takes a
+            state of the definition to load into.
     """
 
     def say() -> commit.Contents | None:
@@ -145,10 +146,10 @@ def move(
 
 
 def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
-    """Return a state to be loaded into, on all ranks, or raise on all.
+    """Return a state to load into, on all ranks, or raise on all ranks.
 
-    By itself, for the parts of a split model are read in calls that a rank which could not
-    begin would not make.
+    A separate step, because loading a split model calls collectives, which a rank that failed
+    here would not join.
     """
     fresh, _ = _run_on_all(
         "begin anew", meeting, lambda: _fresh_state(state, world), lambda _: ""
@@ -157,10 +158,11 @@ def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
 
 
 def _restore_lost(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
-    """Return what the caller goes on with where parts of a model are lost.
+    """Return the state that `restore` loads if parts of a model are lost.
 
     Raises:
-        StateError: there is nothing, and what was lost is lost.
+        StateError: `restore` has no state to load.
+        ArgumentError: `restore` returned something else.
     """
     found = restore(fresh)
     if not isinstance(found, TrainState):
@@ -171,13 +173,15 @@ def _restore_lost(fresh: TrainState, restore: Restore, lost: StateError) -> Trai
         raise ArgumentError(msg)
     if found is fresh or found.world is not fresh.world:
         what = "in another world" if found is not fresh else "that it was given"
-        msg = f"{lost} restore={restore!r} gave the state {what}: there is none to go on with."
+        msg = (
+            f"{lost} restore={restore!r} gave the state {what}: it has loaded nothing."
+        )
         raise StateError(msg) from lost
     return found
 
 
 def _check_worlds(world: World, among: World) -> World:
-    """Return the world whose ranks meet, once both are worlds, one a part of the other."""
+    """Return the world of all calling ranks; check that `world` is a part of it."""
     for each in (world, among):
         if not isinstance(each, World):
             msg = (
@@ -187,7 +191,7 @@ def _check_worlds(world: World, among: World) -> World:
             raise ArgumentError(msg)
     if among is not world and among.whole is not world.whole:
         msg = (
-            f"{_CALL}: the world of {world.size} ranks is no part of the world of"
+            f"{_CALL}: the world of {world.size} ranks is not a part of the world of"
             f" {among.size} ranks that was given as among=."
         )
         raise ArgumentError(msg)
@@ -202,13 +206,13 @@ def _run_on_all(
     *,
     can_tell: Callable[[], bool] = lambda: True,
 ) -> tuple[T, list[str]]:
-    """Act on every rank; return what this one made, and what all say of theirs, or raise.
+    """Act on every rank; return this rank's outcome and all ranks' descriptions, or raise.
 
-    Where the act may leave a collective half done, `can_tell` says whether it has not.
+    `can_tell` returns whether this rank can still communicate after an error of the act.
 
     Raises:
-        StateError: another rank could not.
-        Exception: what was raised on this rank.
+        StateError: another rank failed.
+        Exception: the error of this rank.
     """
     outcome: T | Exception
     try:
@@ -239,9 +243,9 @@ def _hand_over(
     world: World,
     state: TrainState,
 ) -> tuple[Manifest, Arrivals] | StateError:
-    """Return what a save of the ranks that have a state would have written, as it arrives.
+    """Return the manifest that a save would write, and the arrivals of its tensors.
 
-    Or the error, on all ranks, that they have not all of a model that is split.
+    Or return, on all ranks, the error that parts of a split model are lost.
 
     Raises:
         StateError: no rank has a state.
@@ -275,7 +279,7 @@ def _hand_over(
     except CheckpointCorruptError as error:
         lost = StateError(
             f"{_CALL}: the {len(givers)} ranks that have a state have not all of it:"
-            f" {error}. Go on from the last checkpoint."
+            f" {error}. Continue from the last checkpoint."
         )
         lost.__cause__ = error
         return lost
@@ -283,7 +287,7 @@ def _hand_over(
 
 
 def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what ranks said with copies numbered anew: some may be gone."""
+    """Return ranks' descriptions with copies renumbered: some copies may be gone."""
     copies = sorted({each["copy"] for each in ranks if each["copy"] is not None})
     return [
         {**each, "copy": None if each["copy"] is None else copies.index(each["copy"])}
@@ -292,9 +296,9 @@ def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]
 
 
 def _fresh_state(state: TrainState, world: World) -> TrainState:
-    """Return a state of the same definition in a world, to be loaded into.
+    """Return a state of the same definition in a world, to load into.
 
-    Where the setup says how the model lies, everything lies as it does in that world.
+    If the setup shards the model, the state is sharded for that world.
     """
     definition = attrs.evolve(state.definition, world=world)
     owners = state.setup.owners["layout"]
@@ -327,7 +331,7 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
 
 
 def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Return slots on a device, but for what is in parts."""
+    """Return slots on a device, except for sharded tensors."""
 
     def put(leaf: Any) -> Any:
         is_whole = isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
@@ -336,7 +340,7 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
     return {name: tree.tree_map(put, slot) for name, slot in slots.items()}
 
 
-# `regroup`: a state goes on in the world of all ranks that are there.
+# Regrouping: continue in the world of all present ranks.
 
 
 _REGROUP = "af.regroup(state)"
@@ -344,43 +348,43 @@ _REGROUP = "af.regroup(state)"
 
 @explain_call_errors
 def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
-    """Return the state as it goes on in the world of all ranks that are there.
+    """Continue in the world of all present ranks, after ranks have left or joined.
 
-    For runs whose ranks come and go, under `accelfn launch --elastic` or simulated with
-    `elastic=`. All ranks of a world call it, at three moments:
+    For elastic runs, under `accelfn launch --elastic` or simulated with `elastic=`. Call it on
+    all ranks, at three moments:
 
-    - As the training begins: a rank that was started in the place of one that is gone waits
-      here until the others let it in, and takes their state over. The others go on at once.
-    - Where ranks have just averaged: what is in flight arrives, and who waits comes in. If
-      nobody does the state comes back as it is.
-    - After a `PeerFailedError`, with the state that it gave the last time, of which a copy was
-      trained since: those that are left go on from there. What any rank did since counts for
-      nothing, and its samples are read again: each epoch is covered once.
+    - At the start of training. A rank that replaces a failed rank waits here until the other
+      ranks admit it, and receives their state. The other ranks continue at once.
+    - Right after ranks have averaged. Pending communication completes, and waiting ranks join.
+      If no rank waits, `regroup` returns the state unchanged.
+    - After a `PeerFailedError`. Pass the state that the last `regroup` returned (train a copy
+      of it); the remaining ranks continue from it. Later updates are discarded and their
+      samples are read again, so each epoch is covered once.
 
-    Ranks are numbered anew, in their old order; batches, learning rate and order of samples
-    stay as they are. The old world is closed: `state.world` has the new one.
+    Ranks are renumbered in their old order. Batches, learning rate and the order of samples do
+    not change. The old world is closed; `state.world` is the new one.
 
     Args:
-        state: not donated. Where ranks give states of different updates, as when one had its
-            average before another failed in it, all take over the newest.
-        restore: where the model is split, those that are left have not all parts of it: then
-            all go on with what this gives for a state that says what it is a state of, as
-            `store.restore` of an `af.CheckpointStore`. It is called on all ranks, newcomers
-            too, and what was done since that checkpoint is done again.
+        state: not donated. If ranks pass states of different updates, as when a rank failed
+            while others completed an average, all ranks take over the newest.
+        restore: loads a checkpoint if the model is split and parts of it are lost, such as
+            `store.restore` of an `af.CheckpointStore`. It takes a state to load into, and is
+            called on all ranks, newcomers too. Updates since that checkpoint are repeated.
 
-    Law: those that are left go on, bitwise, as from a checkpoint that they had saved of what
-    they give, loaded on as many ranks as go on; a newcomer loads it, too. With `restore`, as
-    from the checkpoint that it loads.
+    Law: the remaining ranks continue bitwise as if they had saved their states as a checkpoint
+    and loaded it in the new world; newcomers load it as well. With `restore`, all ranks
+    continue from the checkpoint that it loads.
 
-    Cost: a broadcast of some bytes where nobody waits. Else ranks meet anew, and then that of
-    `af.with_world`. A state that is kept is memory for one more.
+    Cost: a broadcast of a few bytes if no rank waits. Otherwise ranks connect again, and then
+    the cost of `af.with_world`. Keeping a state takes the memory of a second state.
 
     Raises:
-        PeerFailedError: what is in flight does not arrive, a rank that is alive did not come
-            within the world's timeout, or fewer are left than may go on.
-        StateError: those that are left have not all parts of a model that is split, and
-            there is no `restore`, or it has none to give.
-        WorldError: the run is not elastic, or the state's world has axes, or is a part of one.
+        PeerFailedError: pending communication failed, a live rank did not arrive within the
+            world's timeout, or fewer ranks remain than the minimum.
+        StateError: parts of a split model are lost, and there is no `restore`, or it has
+            nothing to load.
+        WorldError: the run is not elastic, or the state's world has axes, or is a part of
+            another world.
 
     Example:
         >>> import accelfn as af
@@ -396,7 +400,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     check_state(_REGROUP, state)
     state.lease.check()
     _check(restore, state)
-    tree.tree_leaves(state.slots)  # what is in flight arrives, or fails here
+    tree.tree_leaves(state.slots)  # waits for pending communication, or raises
     world = state.world
     newcomer = _regrouping_of(world).is_newcomer
     while True:
@@ -409,30 +413,30 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
             newest = max((int(each) for each in steps if each), default=0)
             behind = newcomer or state.step < newest
             return move(state, met, met, newcomer=behind, restore=restore)
-        except PeerFailedError:  # another is gone; the rest of these meet again
+        except PeerFailedError:  # another rank failed: the remaining ranks meet again
             if not met.connection.is_broken:
-                raise  # of another world, as `restore` may know one
+                raise  # an error of another world, which `restore` may use
             world = met
 
 
 def _check(restore: object, state: TrainState) -> None:
     if restore is None:
         return
-    why = call_mismatch(restore, state) if callable(restore) else "it is none"
+    why = call_mismatch(restore, state) if callable(restore) else "it is not callable"
     if why is not None:
         shown = restore if callable(restore) else type(restore).__name__
         msg = (
-            f"af.regroup(state, restore={shown}): expected a function of a state that gives"
-            f" the one to go on with, as store.restore of an af.CheckpointStore: {why}."
+            f"af.regroup(state, restore={shown}): expected a function that takes a state and"
+            f" loads into it, as store.restore of an af.CheckpointStore: {why}."
         )
         raise ArgumentError(msg)
 
 
 def _regrouping_of(world: World) -> Any:
-    """Return how the ranks of a world meet anew.
+    """Return the object by which the ranks of a world meet again.
 
     Raises:
-        WorldError: they cannot.
+        WorldError: the world cannot regroup.
     """
     if world.whole is not world:
         msg = (
@@ -443,7 +447,7 @@ def _regrouping_of(world: World) -> Any:
     if world.axes:
         msg = (
             f"{_REGROUP}: the world has axes, {dict(world.axes)}, and without a rank they are not"
-            " whole. Leave them out, or go on from the last checkpoint."
+            " whole. Leave them out, or continue from the last checkpoint."
         )
         raise WorldError(msg)
     regrouping = world.connection.regrouping
@@ -457,7 +461,7 @@ def _regrouping_of(world: World) -> Any:
 
 
 def _next_world(world: World) -> World:
-    """Return the next world; this one where all of it are there, and nobody waits."""
+    """Return the world after regrouping: this one if no rank left and none waits to join."""
     regrouping = _regrouping_of(world)
     if not regrouping.is_newcomer and not world.connection.is_broken:
         try:

@@ -90,7 +90,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost() -> None:
         def fn(world: af.World) -> None:
             elastic(world, training, restore=af.CheckpointStore(folder).restore)
 
-        with pytest.raises(af.StateError, match="there is none to go on with"):
+        with pytest.raises(af.StateError, match="it has loaded nothing"):
             simulate(3, fn, faults=[Crash(1, step=3)], elastic=1)
 
 
@@ -98,7 +98,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost() -> None:
     ("restore", "said"),
     [
         (lambda: None, "too many positional arguments"),
-        ("checkpoints", "restore=str.: expected a function of a state .*: it is none"),
+        ("checkpoints", "restore=str.: expected a function that takes a state and .*: it is not callable"),
         (lambda state: state.step, "gave int; expected the state that it loaded"),
     ],
 )

@@ -73,7 +73,7 @@ def test_what_cannot_be_regrouped_is_refused() -> None:
 def test_a_part_of_a_model_that_is_gone_is_missed() -> None:
     """Of a model that is split no checkpoint in memory is left; those on a disk are."""
     training = Training(setup=af.wrap_fsdp(), every=1, updates=6)
-    with pytest.raises(af.StateError, match="Go on from the last checkpoint"):
+    with pytest.raises(af.StateError, match="Continue from the last checkpoint"):
         simulate(
             3,
             lambda world: elastic(world, training),

@@ -304,7 +304,7 @@ def test_what_a_rank_lacks_is_refused() -> None:
         not_a_world: Any = 2
         with pytest.raises(af.ArgumentError, match=r"expected an af\.World, got 2"):
             af.with_world(state, not_a_world)
-        with pytest.raises(af.ArgumentError, match="is no part of the world"):
+        with pytest.raises(af.ArgumentError, match="is not a part of the world"):
             af.with_world(state, af.World(), among=world)
         with pytest.raises(af.StateError, match="all 2 ranks are newcomers"):
             af.with_world(state, world, newcomer=True)
