@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointStore`: a run's checkpoints, one after the other, in one directory."""
+"""`CheckpointStore`: the checkpoints of a run in one directory, saved in the background."""
 
 import json
 import os
@@ -54,27 +54,27 @@ from accelfn.state.state import TrainState
 if TYPE_CHECKING:
     from accelfn.world import World
 
-# Saving behind the training's back: a copy in host memory, and a thread that writes it.
+# Background saves: a copy of the tensors in host memory, and a thread that writes it.
 #
-# Collectives belong to the training's thread. So ranks agree by small files in a directory
-# beside the checkpoint, which they all see, for they write the checkpoint itself to it.
+# Only the training thread may call collectives. So the writing threads communicate by small
+# files in a directory next to the checkpoint, on the disk that all ranks share.
 
 
 _PATIENCE = 600.0
-"""Seconds; of a world that has no timeout of its own."""
+"""Seconds to wait for a rank in a world without a timeout."""
 _GRACE = 5.0
-"""Seconds for ranks that still write their part, when another is known to be gone."""
+"""Seconds to wait for writing ranks after another rank has failed."""
 
 
 class Buffers:
-    """Host memory into which tensors are copied, the same at each save."""
+    """Host memory for copies of tensors, reused by each save."""
 
     def __init__(self) -> None:
-        """Begin without any."""
+        """Start without memory."""
         self._held: dict[str, torch.Tensor] = {}
 
     def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return the tensors' values in host memory, which the next call overwrites."""
+        """Return copies in host memory, which the next call overwrites."""
         copies: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
@@ -94,13 +94,13 @@ class Buffers:
 
 @attrs.define(kw_only=True)
 class Talk:
-    """How ranks agree by files in a directory that all see.
+    """Exchanges texts between ranks by files in a shared directory.
 
     Attributes:
-        save: about which.
-        patience: seconds after which a rank that has not said its part is given up.
-        turn: how many times they have agreed.
-        hurried_at: when a rank was known to be gone, if one is.
+        save: the save that ranks work on.
+        patience: seconds to wait for a rank's text.
+        turn: the number of exchanges so far.
+        hurried_at: the time at which a rank was known to have failed; None if no rank has.
     """
 
     save: Save
@@ -109,18 +109,18 @@ class Talk:
     hurried_at: float | None = None
 
     def __call__(self, what: str, text: str) -> list[str]:
-        """Say this rank's text, and return that of all ranks, when all have said theirs.
+        """Publish this rank's text, wait for all ranks, and return their texts.
 
         Raises:
             CheckpointWriteError: a rank's writer has ended with an error.
-            PeerFailedError: a rank's process has ended, or it said nothing in time.
+            PeerFailedError: a rank's process has ended, or its text did not arrive in time.
         """
         self.turn += 1
         disk.tell(self._file(self.turn, self.save.rank), text)
         pause, begun = 0.001, time.monotonic()
         while absent := self._absent():
             gone = [r for r in absent if disk.is_let_go(self._file(_HELD, r))]
-            absent = self._absent()  # one that was gone may have spoken before
+            absent = self._absent()  # a rank may have published before it ended
             self._check_ended(absent)
             gone = [rank for rank in gone if rank in absent]
             if absent and (gone or self._is_over(begun)):
@@ -130,12 +130,12 @@ class Talk:
         return [_read_text(self._file(self.turn, rank)) for rank in self._ranks()]
 
     def begin(self) -> BinaryIO | None:
-        """Let the others see whether this process lives, until what is returned is closed."""
+        """Return an open lock file that shows other ranks that this process lives."""
         mine = self._file(_HELD, self.save.rank)
         return disk.hold(mine) if self.save.size > 1 else None
 
     def end(self, text: str) -> None:
-        """Let the others know that this rank will say nothing more, and why."""
+        """Tell other ranks that this rank has stopped, and why."""
         if self.save.size > 1:
             disk.tell(self._file(_ENDED, self.save.rank), text)
 
@@ -188,12 +188,12 @@ def _read_text(path: Path) -> str:
 
 
 def talk_directory(final: Path) -> Path:
-    """Return where ranks agree about a checkpoint."""
+    """Return the directory in which ranks exchange texts about a checkpoint."""
     return final.parent / f".tmp-{final.name}.talk"
 
 
 def open_talk(save: Save) -> None:
-    """Make the place where ranks agree about a checkpoint, or leave nothing of it."""
+    """Make the directory for exchanges; if that fails, remove the unfinished checkpoint."""
     try:
         disk.create(talk_directory(save.final))
     except OSError:
@@ -202,13 +202,13 @@ def open_talk(save: Save) -> None:
 
 
 def close_talk(save: Save) -> None:
-    """Remove the place where ranks have agreed, if the disk lets it be removed."""
+    """Remove the directory for exchanges, if possible."""
     with suppress(OSError):  # the next save removes it
         disk.remove(talk_directory(save.final))
 
 
 class _Mine(threading.local):
-    """The saves that a thread has begun."""
+    """The saves that the current thread has started."""
 
     def __init__(self) -> None:
         self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
@@ -218,9 +218,9 @@ _mine = _Mine()
 
 
 def give_up() -> bool:
-    """End the saves that this thread has begun, as the end of its process would.
+    """Stop the saves that this thread has started, as the end of its process would.
 
-    Returns: whether there were any.
+    Returns: whether there were any saves.
     """
     begun = list(_mine.writings)
     for writing in begun:
@@ -229,7 +229,7 @@ def give_up() -> bool:
 
 
 class Writing:
-    """A save that a thread writes, once it is started."""
+    """A save that a background thread writes."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Writing:
         *,
         patience: float | None,
     ) -> None:
-        """Take what to write; the contents' tensors must not change before `join`."""
+        """Take the contents to write; their tensors must not change before `join`."""
         self.save = save
         self._contents, self._then = contents, then
         self._talk = Talk(save=save, patience=patience or _PATIENCE)
@@ -248,7 +248,7 @@ class Writing:
         _mine.writings.add(self)
 
     def start(self) -> None:
-        """Begin to write; without a thread, `join` returns the error."""
+        """Start the writing thread; if that fails, `join` returns the error."""
         try:
             threading.Thread(target=self._run, name="accelfn-save").start()
         except RuntimeError as error:
@@ -264,9 +264,9 @@ class Writing:
             self._done.set()
 
     def join(self) -> BaseException | None:
-        """Wait for the end, and return the error with which it ended.
+        """Wait for the end of the save, and return its error.
 
-        One whose start was interrupted is started here: other ranks count on it.
+        Starts the save if an interrupt prevented its start: other ranks wait for it.
         """
         if not self._begun.locked():
             self.start()
@@ -274,28 +274,28 @@ class Writing:
         return self._error
 
     def hurry(self) -> None:
-        """Wait for other ranks no longer than a moment: one of them is gone."""
+        """Shorten the wait for other ranks, because one of them has failed."""
         self._talk.hurried_at = time.monotonic()
 
     def give_up(self) -> None:
-        """Wait for no other rank any more, and then for the end."""
+        """Stop waiting for other ranks, and wait for the end of the save."""
         self._talk.patience = 0.0
         if self._begun.locked():
             self._done.wait()
 
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):
-            return  # another thread was started, and that was not known
+            return  # an interrupted `start` had started a thread already
         held: BinaryIO | None = None
         try:
             held = self._talk.begin()
             commit.write(self.save, self._contents, self._talk)
-            # there it is: what is said now is said by rank 0, and asks for no other's file
+            # the checkpoint exists: rank 0 verifies it without an exchange of files
             self.save.run_on_all(lambda _, text: [text], commit.READ_BACK, self._then)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
         except PeerFailedError as error:
-            self._error = error  # the others see it, too
+            self._error = error  # the other ranks have this error too
         except BaseException as error:  # noqa: BLE001 - raised in the training's thread
             self._error = self._alone(error)
             with suppress(BaseException):  # this disk may be what has failed
@@ -306,7 +306,7 @@ class Writing:
             self._done.set()
 
     def _alone(self, error: BaseException) -> CheckpointWriteError:
-        """Return what ends this rank's part, and no other's, as an error of the save."""
+        """Return this rank's own error as an error of the save."""
         rank = self.save.rank
         is_there = disk.is_there(self.save.final)
         begins = self.save.not_verified if is_there else self.save.not_saved
@@ -317,19 +317,19 @@ class Writing:
         return known
 
 
-# Retention: what is removed from a store, and never before a newer one was read back.
+# Retention: remove old checkpoints, only after a newer checkpoint was verified.
 
 
 @attrs.define(kw_only=True)
 class Retention:
-    """What a store keeps.
+    """The rule that decides which checkpoints a store keeps.
 
     Attributes:
-        directory: of the store.
-        keep: how many of the newest; None: all.
-        best: keep that one too which is best by this metric, if any.
+        directory: the store's directory.
+        keep: the number of newest checkpoints to keep; None: all.
+        best: the metric whose best checkpoint is kept in addition, if any.
         best_is: "min" or "max".
-        has_said_no_best: whether it was said that none has that metric.
+        has_said_no_best: whether a line on stderr has reported that the metric is missing.
     """
 
     directory: Path
@@ -339,10 +339,10 @@ class Retention:
     has_said_no_best: bool = False
 
     def after(self, step: int) -> None:
-        """Verify a new checkpoint, and then remove what is not kept.
+        """Verify a new checkpoint, and then remove old ones.
 
         Raises:
-            CheckpointError: it is not what was written; it has its name no longer.
+            CheckpointError: the new checkpoint is damaged; it was removed.
         """
         if self.keep is None:
             return
@@ -354,9 +354,9 @@ class Retention:
         self._remove({step, *self._steps_to_keep()})
 
     def before(self) -> None:
-        """Remove what runs that ended behind a save, and before this, have left.
+        """Remove old checkpoints of runs that ended between a save and the removal.
 
-        Cost: where they have, the newest is read.
+        Cost: reads the newest checkpoint if there are any to remove.
         """
         kept = self._steps_to_keep()
         if not self._steps_to_remove(kept):
@@ -372,7 +372,7 @@ class Retention:
             self._remove(kept)
 
     def _steps_to_keep(self) -> set[int]:
-        """Return the steps that are kept, of those that are there."""
+        """Return the steps to keep."""
         steps = manifest.steps_in(self.directory)
         kept = set(steps if self.keep is None else steps[-self.keep :])
         if self.best is not None:
@@ -389,14 +389,14 @@ class Retention:
         for step in others:
             try:
                 manifest.discard(self.directory, step)
-            except OSError as error:  # the next save tries it again
+            except OSError as error:  # the next save tries again
                 sys.stderr.write(
                     f"accelfn: {self.directory / manifest.name_of(step)} is to be removed,"
                     f" and is still there: {error}\n"
                 )
 
     def _say_no_best(self) -> None:
-        """Say, once, that some are removed though none has the metric that is best."""
+        """Report once that no checkpoint has the metric of `keep_best`."""
         if self.best is None or self.has_said_no_best:
             return
         names = manifest.metrics_in(self.directory)
@@ -409,35 +409,35 @@ class Retention:
             )
 
 
-# The save that a store's thread writes, and how all ranks hear of its end.
+# The pending save of a store, and the exchange of its outcome.
 
 
 class PendingSave:
-    """A save that was begun and not waited for, if there is one.
+    """The save that was started and not yet joined, if any.
 
     Attributes:
-        writing: what its thread does.
-        world: of the state that was saved last.
+        writing: the save's writing thread; None if no save is pending.
+        world: the world of the state that was saved last.
     """
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without a save."""
         self.writing: Writing | None = None
         self.world: World | None = None
 
     def is_of_others(self, now: "World | None") -> bool:
-        """Return whether ranks have met anew since, in the world of the state at hand."""
+        """Return whether ranks have regrouped since the save, into the given world."""
         if now is None or now.connection.regrouping is None:
             return False
         return self.world is None or self.world.connection is not now.connection
 
     def finish(self) -> CheckpointWriteError | None:
-        """Wait for its end, and return its error, the same on all ranks.
+        """Wait for the end of the save, and return its error, the same on all ranks.
 
-        Of one that failed nothing is left.
+        A failed save leaves no files.
 
         Raises:
-            PeerFailedError: a rank is gone.
+            PeerFailedError: a rank has failed.
         """
         writing, world = self.writing, self.world
         if world is not None and world.connection.successor is not None:
@@ -445,7 +445,7 @@ class PendingSave:
         if writing is None or world is None:
             return None
         step = writing.save.step
-        # all have begun theirs: in a simulated world ranks take turns
+        # wait until all ranks have started: in a simulated world ranks take turns
         gather_text("", world, label=f"store: wait for step {step}")
         error = writing.join()
         if isinstance(error, PeerFailedError):
@@ -457,7 +457,7 @@ class PendingSave:
         self.writing = None  # not before: an interrupt may have ended the waiting
         if world.is_main:
             close_talk(writing.save)
-            if told is not None:  # by now nobody writes to it
+            if told is not None:  # no rank writes to the directory any more
                 with suppress(OSError):  # the next save removes it
                     disk.remove(writing.save.partial)
         if told is not None:
@@ -465,9 +465,9 @@ class PendingSave:
         return told
 
     def abandon(self) -> CheckpointWriteError | None:
-        """End a save of ranks of which one is gone, and return another error than that.
+        """Finish a save after a rank has failed; return an error other than that failure.
 
-        It is there as a whole, or nothing of it: then a line on stderr says so.
+        The checkpoint is complete, or it does not exist and a line on stderr says so.
         """
         writing, self.writing = self.writing, None
         if writing is None:
@@ -483,7 +483,7 @@ class PendingSave:
     def rejoin(
         self, world: "World", error: CheckpointWriteError | None
     ) -> CheckpointWriteError | None:
-        """Begin in another world, and return the error that a rank of it brings along."""
+        """Continue in a new world, and return the first error that any of its ranks has."""
         text = "" if error is None else str(error)
         told = _first(gather_text(text, world, label="store: ranks have met anew"))
         self.world = world
@@ -491,7 +491,7 @@ class PendingSave:
 
 
 def _first(texts: list[str]) -> CheckpointWriteError | None:
-    """Return the first error of what ranks have said, if there is one."""
+    """Return the first nonempty text as an error, if any."""
     failed = [CheckpointWriteError(text) for text in texts if text]
     return failed[0] if failed else None
 
@@ -501,33 +501,34 @@ def _first(texts: list[str]) -> CheckpointWriteError | None:
 class CheckpointStore:
     """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
 
-    Call `save`, `restore`, `due`, `wait` and `close` on all ranks. As a context manager it
-    waits at the end for the save that is under way.
+    Call `save`, `restore`, `due`, `wait` and `close` on all ranks. As a context manager, the
+    store waits at the end for the pending save.
 
     Args:
-        directory: of this run alone, on a disk that all ranks see; it is made.
-        keep: how many of the newest to keep, beside the one being written; None: all.
-        keep_best: keep that one too which was best by this metric, of those still there. A
-            line on stderr says where no checkpoint has it, and some are removed.
+        directory: a directory for this run alone, on a disk that all ranks see; the store
+            makes it.
+        keep: the number of newest checkpoints to keep, in addition to a pending one; None: all.
+        keep_best: a metric; the store also keeps the best checkpoint by this metric among those
+            it has. A line on stderr reports if checkpoints are removed and none has the metric.
         best_is: whether the "min" or the "max" of that metric is best.
-        frozen: as of `af.save`: "hash" does not write parameters that are not trained.
-        every: when a checkpoint is `due`: after so many updates, or a `timedelta`. None:
-            what is saved is what you `save` unasked, and `due` is an error.
-        async_: write behind the training's back: `save` returns when the tensors are copied
-            to host memory, and what goes wrong later is raised by the next `save`, which is
-            made all the same, by `wait` or `close`. One save at a time is under way, and
-            each rank must have written its part within the world's timeout.
+        frozen: as in `af.save`: "hash" does not write parameters that are not trained.
+        every: when a checkpoint is `due`: a number of updates, or a `timedelta`. None: you
+            decide when to `save`, and `due` raises an error.
+        async_: write in the background: `save` returns when the tensors are copied to host
+            memory. Later errors are raised by `wait`, by `close`, or by the next `save`, which
+            saves nevertheless. One save is pending at a time, and each rank must write its
+            part within the world's timeout.
 
     Law: after a crash at any moment, `latest` is the last checkpoint that `save` or `wait`
-    has said to be there, or a later one; it is whole. No other is removed before a newer one
-    was read back and verified.
+    confirmed, or a later one, and is complete. No checkpoint is removed before a newer one was
+    read back and verified.
 
-    Cost: a save pauses training for one copy of the tensors to host memory, kept for the
-    next; without `async_`, for the whole of writing it.
+    Cost: a save pauses training for one copy of the tensors to host memory, which the next
+    save reuses; without `async_`, for the whole write.
 
     Raises:
-        ArgumentError: an option is of another kind.
-        CheckpointWriteError: the directory cannot be made, or written to.
+        ArgumentError: an option has an invalid value.
+        CheckpointWriteError: the directory cannot be made or written to.
 
     Example:
         >>> from tempfile import mkdtemp
@@ -547,7 +548,7 @@ class CheckpointStore:
         every: Period | None = None,
         async_: bool = True,
     ) -> None:
-        """See that the directory can be written to."""
+        """Check that the directory can be written to."""
         check_options(keep, keep_best, best_is, every)
         check_frozen(frozen)
         check_path("af.CheckpointStore", directory)
@@ -566,7 +567,7 @@ class CheckpointStore:
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that are there, in rising order.
+        """The steps of the store's checkpoints, in rising order.
 
         Raises:
             CheckpointError: the directory was deleted since the store was made.
@@ -590,7 +591,7 @@ class CheckpointStore:
         """The best checkpoint by `keep_best`.
 
         Raises:
-            ArgumentError: the store was made without it.
+            ArgumentError: the store was made without `keep_best`.
         """
         if self.keep_best is None:
             msg = "CheckpointStore.best: say by which metric, with keep_best=."
@@ -603,8 +604,8 @@ class CheckpointStore:
     def due(self, state: Given) -> bool:
         """Return whether to save now, the same on all ranks; of several states, the first's.
 
-        Cost: none where `every` counts updates; a broadcast from rank 0, whose clock decides,
-        where it is a time.
+        Cost: free if `every` counts updates. If `every` is a time, a broadcast from rank 0,
+        because its clock decides.
 
         Raises:
             ArgumentError: the store was made without `every`.
@@ -622,21 +623,21 @@ class CheckpointStore:
 
     @explain_call_errors
     def save(self, state: Given, *, metrics: Mapping[str, float] | None = None) -> Path:
-        """Save a state under its step, and return where.
+        """Save a state under its step, and return the path.
 
         Args:
-            state: not donated; with `async_` it may be given to the next step at once. Or
-                several states by name, as of `af.save`; the first one's step names them.
-            metrics: numbers to keep with it, the same on all ranks; where they differ, those
-                of rank 0 are kept, and an `af.Warning` names another rank's.
+            state: not donated; with `async_` you can pass it to the next step at once. Or
+                several states by name, as for `af.save`; the first state's step is used.
+            metrics: numbers to keep with the checkpoint, equal on all ranks. If they differ,
+                the store keeps rank 0's, and an `af.Warning` names another rank's.
 
-        Cost: as said of the store. Where runs that were killed have left more than is kept, the
-        first save of the next reads the newest, and removes the rest.
+        Cost: as documented for the store. If killed runs have left too many checkpoints, the
+        first save of the next run reads the newest and removes the rest.
 
         Raises:
-            CheckpointWriteError: this save, or with `async_` the one before, went wrong on
-                some rank, which is named with its error, as is the newest checkpoint that
-                there is. If it was the one before, this one has begun all the same.
+            CheckpointWriteError: this save failed on some rank, or with `async_` the save
+                before. The error names the rank, its error and the newest checkpoint. If the
+                save before failed, this save has begun nevertheless.
             PeerFailedError: a rank has failed, left or did not arrive in time.
             DirectoryInUseError: another job writes to this directory.
         """
@@ -658,13 +659,13 @@ class CheckpointStore:
         retain = partial(self._retain, job.step)
         try:
             given = job.run_on_all(exchange, "begin", begin)
-            if self.async_ and is_first:  # ranks agree by files from now on
+            if self.async_ and is_first:  # ranks exchange files from now on
                 job.run_on_all(exchange, "look for it", partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
                 pending.writing = Writing(job, contents, retain, patience=patience)
-                # not before it is remembered: an interrupt between would let the next save
-                # copy into what is being written
+                # start after the assignment: an interrupt in between would let the next save
+                # overwrite buffers that are being written
                 pending.writing.start()
             else:
                 commit.write(job, contents, exchange)
@@ -683,10 +684,10 @@ class CheckpointStore:
         return job.final
 
     def wait(self) -> None:
-        """Wait until the save that is under way is done.
+        """Wait until the pending save is done.
 
         Raises:
-            CheckpointWriteError: it went wrong on some rank.
+            CheckpointWriteError: the save failed on some rank.
             PeerFailedError: a rank has failed, left or did not arrive in time.
         """
         self._wait(None)
@@ -695,13 +696,13 @@ class CheckpointStore:
     def restore(
         self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
     ) -> States:
-        """Return the newest state, or that of a step; the given one where there is none.
+        """Load the newest state, or a step's; return the given state from an empty store.
 
-        Give several states by name, as to `save`, to have all of them.
+        Pass several states by name, as to `save`, to load all of them.
 
         Raises:
-            CheckpointError: it cannot be loaded, or there is none of that step; the newest
-                that is whole is named.
+            CheckpointError: the checkpoint cannot be loaded, or the step has no checkpoint.
+                The error names the newest undamaged checkpoint.
         """
         world = states_of("store.restore(state)", state)[0].world
         self._wait(world)
@@ -722,7 +723,7 @@ class CheckpointStore:
         return state
 
     def close(self) -> None:
-        """Wait for what is under way, and let other jobs write to the directory."""
+        """Wait for the pending save, and release the directory to other jobs."""
         try:
             self.wait()
         finally:
@@ -735,7 +736,7 @@ class CheckpointStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: object
     ) -> None:
-        """Close; after an error this rank's part is finished without asking the others."""
+        """Close; after an error, finish this rank's part without waiting for other ranks."""
         if kind is None:
             self.close()
             return
@@ -754,7 +755,7 @@ class CheckpointStore:
         states: Mapping[str, TrainState],
         metrics: Mapping[str, float],
     ) -> "dict[str, Contents]":
-        """Return what is to be written, once there is a place for it."""
+        """Collect the contents to write, and make the directory for them."""
         contents: dict[str, Contents] = {}
         for name, state in states.items():
             each = contents_of(state, self.frozen, metrics=metrics)
@@ -785,18 +786,18 @@ class CheckpointStore:
             raise self._with_newest(error) from error.__cause__
 
     def _join_pending(self, now: "World | None" = None) -> CheckpointWriteError | None:
-        """Wait for the save that is under way, and return its error, the same on all ranks.
+        """Wait for the pending save, and return its error, the same on all ranks.
 
         Args:
-            now: of the state at hand; another than before where ranks have met anew.
+            now: the world of the current state; a new world after ranks have regrouped.
 
         Raises:
-            PeerFailedError: a rank is gone.
+            PeerFailedError: a rank has failed.
         """
         if now is None or not self._pending.is_of_others(now):
             return self._pending.finish()
         error = self._pending.abandon()
-        if not now.is_main:  # rank 0 is another now, and takes the lock
+        if not now.is_main:  # another process is rank 0 now, and takes the lock
             self._release()
         return self._pending.rejoin(now, error)
 
@@ -804,7 +805,7 @@ class CheckpointStore:
         """Return the steps that rank 0 sees; a collective.
 
         Raises:
-            CheckpointError: it can't see them, or the wanted one is missing.
+            CheckpointError: rank 0 cannot list them, or the wanted step is missing.
         """
         found = self._list_steps(step) if world.is_main else None
         steps = broadcast_object(found, world, label="store: restore")
@@ -819,7 +820,7 @@ class CheckpointStore:
     def _load(
         self, state: States, world: "World", step: int, allow: Sequence[str]
     ) -> tuple[States | CheckpointError, bool]:
-        """Return a loaded state or an error, and whether a rank found nothing; a collective."""
+        """Load a state or return the error, and whether a rank missed it; a collective."""
         folder = self.directory / manifest.name_of(step)
         outcome: States | CheckpointError
         try:
@@ -831,10 +832,10 @@ class CheckpointStore:
         return outcome, any(texts)
 
     def _list_steps(self, step: int | None) -> list[int] | str:
-        """Return the steps that are there, or why none can be restored.
+        """Return the steps of the store, or a text that says why the newest cannot be restored.
 
         Args:
-            step: that is wanted; None is the newest.
+            step: the wanted step; None for the newest.
         """
         try:
             steps = list(self.steps)
@@ -848,7 +849,7 @@ class CheckpointStore:
         return f"{link}, and is newer than all others. {self._how_to_continue(steps)}"
 
     def _how_to_continue(self, steps: Sequence[int]) -> str:
-        """Return how to continue from the newest whole checkpoint of these."""
+        """Return a sentence on how to continue from the newest undamaged checkpoint."""
         whole = manifest.newest_whole(self.directory, steps)
         if whole is None:
             return "No older checkpoint is whole: remove it to begin again."
@@ -873,13 +874,13 @@ class CheckpointStore:
         self._lock = self._unlock = None
 
     def _remove_leftovers(self) -> None:
-        """Remove what interrupted saves have left; the lock is held."""
+        """Remove leftovers of interrupted saves; needs the lock."""
         for path in self.directory.glob(".tmp-*"):
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             disk.remove(path)
 
     def _retain(self, step: int) -> None:
-        """On rank 0, verify the new checkpoint, and then remove what is not kept."""
+        """On rank 0, verify the new checkpoint and then remove old ones."""
         world = self._pending.world
         if world is not None and world.is_main:
             self._retention.after(step)
@@ -887,11 +888,11 @@ class CheckpointStore:
     def _with_newest(
         self, error: CheckpointWriteError, more: str = ""
     ) -> CheckpointWriteError:
-        """Return an error that says which checkpoint is the newest, as far as it is known."""
+        """Return the error with the newest checkpoint added to its text, if known."""
         try:
             newest = self.latest
         except (OSError, CheckpointError) as failed:
-            what = f"Which checkpoints there are cannot be told ({commit.format_error(failed)})"
+            what = f"The checkpoints cannot be listed ({commit.format_error(failed)})"
         else:
             what = "There is none yet" if newest is None else f"The newest is {newest}"
         parts = (part.removesuffix(".") for part in (str(error), more, what) if part)
