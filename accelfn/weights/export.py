@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`export_model`: a state's model as files that others read, and its parameters as tensors."""
+"""Export a state's model as safetensors files, or its parameters as full tensors."""
 
 import itertools
 import json
@@ -39,26 +39,26 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.state.views import params_at
 from accelfn.world import World
 
-# A box of a tensor, read from a file that has the whole: the bytes it needs, and no others.
+# Reading a box of a tensor from a file, without reading the rest of the tensor.
 
 
 _FINE = 4096
-"""Bytes: what lies between shorter runs is read too, as a disk does anyway."""
+"""Runs of fewer bytes are read together with the gaps between them, as a disk does anyway."""
 
 
 def read_box(
     stream: BinaryIO, begin: int, dtype: torch.dtype, box: Slice
 ) -> torch.Tensor:
-    """Return the values of a box in a tensor that lies in a file, the last dim fastest.
+    """Read a box of a tensor that a file holds in row-major order.
 
     Args:
-        stream: of the file, without a buffer.
-        begin: the byte at which the tensor begins.
-        dtype: of its values.
-        box: in the tensor.
+        stream: the open file, unbuffered.
+        begin: the offset of the tensor's first byte.
+        dtype: the tensor's dtype.
+        box: the box to read.
 
     Raises:
-        OSError: the file ends before.
+        OSError: the file is too short.
     """
     if not box.count:
         return torch.empty(box.size, dtype=dtype)
@@ -80,9 +80,9 @@ def read_box(
 
 
 def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
-    """Return where the runs of a box begin, and the length of each, in elements."""
+    """Return the starts of a box's contiguous runs, and their length, in elements."""
     cut = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
-    last = max(cut, default=0)  # behind it nothing is cut
+    last = max(cut, default=0)  # later dims are full
     corners = itertools.product(
         *(
             range(at, at + (size if dim < last else 1))
@@ -97,7 +97,7 @@ def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
     return starts, math.prod(box.size[last:])
 
 
-# A model's files as Hugging Face tools name them: one, or numbered shards and their index.
+# File names of Hugging Face tools: one file, or numbered shards with an index.
 
 
 WEIGHTS = "model.safetensors"
@@ -107,16 +107,16 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
 _UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _PIECE = 2**18
-"""How many elements are converted at once."""
+"""Elements that are converted at once."""
 _LARGEST = 100_000_000
-"""Bytes of a header or an index that are read; safetensors' own limit."""
+"""Maximum bytes of a header or an index; the limit of safetensors."""
 
 
 def bytes_in(size: object, where: str | None = None) -> int:
-    """Return a number of bytes that is given as one, or as text: "5GB", "100MiB".
+    """Parse a number of bytes, given as an integer or as text: "5GB", "100MiB".
 
     Raises:
-        ArgumentError: it is neither, or less than 1.
+        ArgumentError: the size is neither, or less than 1.
     """
     found = size if is_integer(size) else 0
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -135,7 +135,7 @@ def bytes_in(size: object, where: str | None = None) -> int:
 
 
 def divided(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
-    """Return which tensors each file has, in order; a larger one has a file of its own."""
+    """Assign tensors to files in order; a tensor above the limit gets its own file."""
     shards, open_, held = list[list[str]](), list[str](), 0
     for name, tensor in tensors.items():
         size = size_of(tensor)
@@ -159,14 +159,14 @@ def divided(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[s
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    """Return how many bytes a tensor's values have."""
+    """Return the number of bytes of a tensor's values."""
     return tensor.numel() * tensor.dtype.itemsize
 
 
 def index_of(
     plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]
 ) -> bytes:
-    """Return the index of several files."""
+    """Return the JSON index of several files."""
     index = {
         "metadata": {"total_size": sum(map(size_of, tensors.values()))},
         "weight_map": {name: file for file, names in plan.items() for name in names},
@@ -176,11 +176,11 @@ def index_of(
 
 @attrs.frozen
 class Shards:
-    """Where a model's tensors lie.
+    """A model's tensors in files.
 
     Attributes:
-        tables: of each file, by its path.
-        places: in which file a tensor is, by name; in the order in which they are to be read.
+        tables: the description of each file, by its path.
+        places: the file of each tensor, by name; in reading order.
     """
 
     tables: Mapping[Path, files.File]
@@ -196,17 +196,17 @@ class Shards:
         return found
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, in memory of its own."""
+        """Read a tensor into new memory."""
         path = self.places[name]
         return files.read(path, self.tables[path], {name}, verify=False)[name]
 
     def read_to(self, name: str, tensor: torch.Tensor) -> None:
-        """Read a tensor into another's memory, of its shape and in one piece.
+        """Read a tensor into the memory of a contiguous tensor of its shape.
 
-        What is of another dtype is converted piece by piece, and is never there whole.
+        If the dtypes differ, values are converted in pieces, without a full second copy.
 
         Raises:
-            CheckpointCorruptError: the file is not there, or ends before.
+            CheckpointCorruptError: the file is missing, or too short.
         """
         path = self.places[name]
         entry = self.tables[path].tensors[name]
@@ -227,10 +227,10 @@ class Shards:
             raise CheckpointCorruptError(msg) from error
 
     def read_box(self, name: str, box: Slice) -> torch.Tensor:
-        """Return a box of a tensor, in memory of its own, of which no more is read.
+        """Read a box of a tensor into new memory, without reading the rest.
 
         Raises:
-            CheckpointCorruptError: the file is not there, or ends before.
+            CheckpointCorruptError: the file is missing, or too short.
         """
         path = self.places[name]
         entry = self.tables[path].tensors[name]
@@ -243,11 +243,11 @@ class Shards:
 
 
 def shards_at(source: Path) -> Shards:
-    """Return where the tensors of a file, a folder or an index lie.
+    """Return the tensors of a file, a folder or an index.
 
     Raises:
-        CheckpointError: there are none.
-        CheckpointCorruptError: a file or the index is not what it should be.
+        CheckpointError: the path has no safetensors files.
+        CheckpointCorruptError: a file or the index is damaged.
     """
     path = file_in(source, WEIGHTS, INDEX) if arguments.is_directory(source) else source
     parted = path.name.endswith(".index.json")
@@ -264,10 +264,10 @@ def shards_at(source: Path) -> Shards:
 
 
 def file_in(folder: Path, weights: str, index: str) -> Path:
-    """Return a folder's file of weights, or else its index, by their names.
+    """Return a folder's file of weights, or its index.
 
     Raises:
-        CheckpointError: it has neither.
+        CheckpointError: the folder has neither.
     """
     for name in (weights, index):
         if arguments.exists(folder / name):
@@ -281,11 +281,11 @@ def file_in(folder: Path, weights: str, index: str) -> Path:
 
 
 def weight_map(path: Path, ending: str) -> dict[str, str]:
-    """Return in which file beside an index each tensor is, as it says.
+    """Read the file name of each tensor from an index.
 
     Raises:
-        CheckpointError: it is not there.
-        CheckpointCorruptError: it is none, or names something else than files beside it.
+        CheckpointError: the index is missing.
+        CheckpointCorruptError: the file is not an index, or names files outside its folder.
     """
     index = _json(path, _bytes(path))
     named = index.get("weight_map") if isinstance(index, dict) else None
@@ -317,9 +317,9 @@ def _indexed(path: Path) -> Shards:
 
 
 def _table(path: Path) -> tuple[Path, files.File]:
-    """Return a file's own path and what its header says, which fits its length.
+    """Return a file's resolved path, and its description after comparing it with the length.
 
-    Hubs keep files under the names of their digests, with links to them: these are followed.
+    Follows links: hubs keep files under the names of their digests, with links to them.
     """
     data = _bytes(path, header=True)
     header = _json(path, data)
@@ -334,11 +334,11 @@ def _table(path: Path) -> tuple[Path, files.File]:
 
 
 def _file(header: dict[str, Any], first: int, size: int) -> files.File:
-    """Return what a header says, of tensors that begin at a byte and fill a file.
+    """Return a file's description from its header, the first tensor's offset and the size.
 
     Raises:
-        ValueError: they do not.
-        CheckpointError: a dtype is not one of torch's that are read here.
+        ValueError: the tensors do not fill the file.
+        CheckpointError: accelfn does not support a dtype.
     """
     header.pop("__metadata__", None)
     for name, entry in header.items():
@@ -370,11 +370,11 @@ def _entry(entry: Mapping[str, Any], first: int) -> dict[str, Any]:
 
 
 def _bytes(path: Path, *, header: bool = False) -> bytes:
-    """Return a file's bytes, or those of its header, if they are not too many.
+    """Read a file, or its header, up to a maximum length.
 
     Raises:
-        CheckpointError: it is not there.
-        CheckpointCorruptError: it cannot be read, or is something else.
+        CheckpointError: the file is missing.
+        CheckpointCorruptError: the file cannot be read, or has another format.
     """
     try:
         with disk.open_plain(path.resolve()) as stream:
@@ -422,30 +422,31 @@ def export_model(
     max_shard_size: int | str = "5GB",
     at: Literal["train", "eval"] = "eval",
 ) -> None:
-    """Write a state's model to a new directory, as Hugging Face tools read it; on all ranks.
+    """Write a state's model to a new directory for Hugging Face tools; call it on all ranks.
 
     The directory has `model.safetensors`, or `model-00001-of-0000n.safetensors` and so on
     with `model.safetensors.index.json`. Names are those of the model's `state_dict()`,
-    persistent buffers among them; a tied parameter is there once. Rank 0 writes, and the
-    directory appears by one rename when all of it is on the disk.
+    including persistent buffers; a tied parameter is written once. Rank 0 writes, and the
+    directory appears by one rename when all files are on the disk.
 
     Args:
-        state: not donated; it stays as it is.
-        directory: does not exist yet.
-        max_shard_size: of a file's tensors, in bytes or as "5GB" or "100MiB"; a tensor that is
-            larger has a file of its own.
-        at: "train" takes the parameters that are trained, of rank 0, in place of those to
-            evaluate (see `ema`, `local_sgd`).
+        state: not donated and not changed.
+        directory: a path that does not exist yet.
+        max_shard_size: the maximum size of a file's tensors, in bytes or as "5GB" or "100MiB";
+            a larger tensor gets its own file.
+        at: "train" exports rank 0's training parameters instead of the evaluation parameters
+            (see `ema`, `local_sgd`).
 
-    Law: `import_model` gives these tensors, bitwise, whatever the size of the files.
+    Law: `import_model` gives these tensors, bitwise, for any size of the files.
 
-    Cost: one reading of the tensors by rank 0; one at a time is copied to the host, and of
-    sharded parameters one file's. What `eval_params` costs, and a small gather a file.
+    Cost: rank 0 reads the tensors once and copies them to the host, one tensor at a time, or
+    one file's tensors if they are sharded. Plus the cost of `eval_params`, and a small gather
+    per file.
 
     Raises:
-        CheckpointWriteError: on every rank, if it could not be written; nothing is left under
-            the directory's name.
-        ArgumentError: the size is none.
+        CheckpointWriteError: on every rank, if writing failed; no directory of this name is
+            left.
+        ArgumentError: the size is not a valid size.
     """
     call = "af.export_model(state, directory)"
     check_state(call, state)
@@ -479,16 +480,16 @@ def export_model(
 def full_params(
     state: TrainState, *, at: Literal["train", "eval"] = "eval"
 ) -> dict[str, torch.Tensor]:
-    """Return copies of the whole parameters on the host, by name; call it on all ranks.
+    """Return full copies of the parameters on the host, by name; call it on all ranks.
 
-    A tied parameter has all its names, as in `state_dict()`, for one tensor.
+    A tied parameter has all of its names, as in `state_dict()`, for one tensor.
 
     Args:
-        state: not donated; it stays as it is.
-        at: "train" takes this rank's parameters as they are trained, in place of those to
-            evaluate.
+        state: not donated and not changed.
+        at: "train" returns this rank's training parameters instead of the evaluation
+            parameters.
 
-    Cost: a copy of the parameters on each rank; where they are sharded, a gather for every
+    Cost: a copy of the parameters on each rank; if they are sharded, a gather for every
         32 MiB.
     """
     call = "af.full_params(state)"
@@ -512,26 +513,24 @@ def save_pretrained(
     at: Literal["train", "eval"] = "eval",
     **options: Any,
 ) -> None:
-    """Write a state's model by its own method of this name, on rank 0; call it on all ranks.
+    """Call the model's own `save_pretrained` on rank 0; call it on all ranks.
 
-    For models that write more than weights, such as those of Transformers, whose
-    `from_pretrained` then needs nothing else. The directory appears when all is written.
+    For models that write more than weights, such as those of Transformers: `from_pretrained`
+    can read the directory. The directory appears when all files are written.
 
     Args:
-        state: not donated; it stays as it is.
-        directory: does not exist yet.
-        at: "train" takes the parameters that are trained, of rank 0, in place of those to
-            evaluate.
-        **options: handed on, such as `max_shard_size`.
+        state: not donated and not changed.
+        directory: a path that does not exist yet.
+        at: "train" writes rank 0's training parameters instead of the evaluation parameters.
+        **options: passed to the model's method, such as `max_shard_size`.
 
-    Cost: what the model's method costs; where parameters are sharded, a copy of all of them on
-    the host.
+    Cost: the cost of the model's method; if parameters are sharded, a full copy on the host.
 
     Raises:
-        CheckpointWriteError: on every rank, if the method failed; nothing is left under the
-            directory's name.
+        CheckpointWriteError: on every rank, if the method failed; no directory of this name is
+            left.
         ModelError: the model has no such method.
-        ArgumentError: it was to upload what it writes, too.
+        ArgumentError: `options` ask to upload the directory, or have `raw`.
     """
     call = "af.save_pretrained(state, directory)"
     check_state(call, state)
@@ -547,7 +546,7 @@ def save_pretrained(
         )
         raise ArgumentError(msg)
     if "raw" in options:
-        msg = f'{call}, raw=: write at="train" in place of raw=True, at="eval" of raw=False.'
+        msg = f'{call}, raw=: write at="train" instead of raw=True, at="eval" instead of raw=False.'
         raise ArgumentError(msg)
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
@@ -568,28 +567,28 @@ def save_pretrained(
 def _named(
     state: TrainState, params: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return what is exported, each tensor once, under its first name in the state dict.
+    """Return the tensors to export, each under its first name in the state dict.
 
     Raises:
-        CheckpointError: something in the state dict is no parameter or buffer.
-        PlainDataError: safetensors cannot hold it.
+        CheckpointError: a value in the state dict is not a parameter or buffer.
+        PlainDataError: safetensors cannot hold a tensor.
     """
     module = state.definition.skeleton.module
     values = {id(p): params[name] for name, p in module.named_parameters()}
     values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
     found, checked, seen = dict[str, torch.Tensor](), Table(), set[int]()
     for name, meta in module.state_dict(keep_vars=True).items():
-        if meta is None:  # what a module that has no extra state may say, as Megatron's
+        if meta is None:  # a module without extra state, as in Megatron
             continue
         if id(meta) not in values:
             msg = (
-                f"{name} in the model's state_dict() is a {type(meta).__name__} that is no"
-                " parameter or buffer, and no place for it is in an export. Use"
+                f"{name} in the model's state_dict() is a {type(meta).__name__}, not a"
+                " parameter or buffer, so an export cannot hold it. Use"
                 " torch.save(model.state_dict(), ...) on the module of af.bind(state)."
             )
             raise CheckpointError(msg)
         if not is_word(name):
-            msg = f"{name!r} is no text that files can hold; give the tensor another name."
+            msg = f"{name!r} is not a text that files can hold; give the tensor another name."
             raise PlainDataError(msg)
         tensor = values[id(meta)]
         if id(meta) not in seen:
@@ -603,7 +602,7 @@ def _named(
 def _held(
     tensors: Mapping[str, torch.Tensor], job: Save, world: World
 ) -> dict[str, torch.Tensor]:
-    """Return tensors as rank 0 writes them, sharded ones gathered; nothing elsewhere."""
+    """Gather sharded tensors to rank 0; return all tensors there, and {} on other ranks."""
     held = {n: t for n, t in tensors.items() if not is_sharded(t)}
     for some in by_calls(tensors, world, label="gather what is exported"):
         held |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
@@ -635,10 +634,10 @@ def _by_its_own_method(
     directory: Path,
     options: Mapping[str, Any],
 ) -> None:
-    """Let a module around these tensors write itself.
+    """Call `save_pretrained` of a module with these tensors.
 
     Raises:
-        CheckpointError: it failed.
+        CheckpointError: the method failed.
     """
     skeleton = state.definition.skeleton
     names = [name for name, _ in skeleton.module.named_buffers()]
@@ -646,6 +645,6 @@ def _by_its_own_method(
     try:
         module: Any = skeleton.build(tensors, buffers)
         module.save_pretrained(directory, **options)
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+    except Exception as error:  # any error: other ranks wait for the outcome
         msg = f"{type(error).__name__}: {error}"
         raise CheckpointError(msg) from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import_model`: the weights of a file that anyone wrote, in a model."""
+"""`import_model`: load weights from safetensors files into a model."""
 
 import inspect
 import math
@@ -33,18 +33,18 @@ from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta
 from accelfn.weights.export import Shards, shards_at
 
-# Where parameters have no values: none are drawn, and who asks for some is told so.
+# Models without parameter values: initialisers do nothing, and reading values is an error.
 
 
 _DRAWS = {name for name in dir(init) if name.strip("_") == name[:-1]}
-"""By name, for libraries put functions of their own in the place of torch's."""
+"""Names of initialisers; libraries replace torch's functions by their own."""
 
 
 class Valueless(TorchFunctionMode):
-    """Leaves tensors on meta alone where they were to be drawn, for which torch takes 0.1 ms each.
+    """Skips initialisers of meta tensors, which cost 0.1 ms each in torch.
 
-    What torch cannot do there is an error of accelfn's: torch's own `parametrize` passes over
-    some of its own, and makes another model.
+    Turns torch's errors about missing values into `ModelError`: torch's `parametrize` ignores
+    some of these errors, and would build another model.
     """
 
     def __torch_function__(
@@ -54,10 +54,10 @@ class Valueless(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function, if it is no initialiser of a tensor without values.
+        """Call a function, unless it initializes a tensor without values.
 
         Raises:
-            ModelError: it needs the values of one.
+            ModelError: the function needs values of a meta tensor.
         """
         del types
         kwargs = kwargs or {}
@@ -84,7 +84,7 @@ def _needs_values(function: str, error: Exception) -> str:
 
 
 def _building() -> str:
-    """Return the kind of the innermost module that is being built."""
+    """Return the class name of the innermost module that is being built."""
     frame = inspect.currentframe()
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -94,12 +94,11 @@ def _building() -> str:
     return "The model"
 
 
-# Models without memory for their parameters, whose buffers have values all the same.
+# Models with parameters on meta and buffers with values.
 #
-# A file has no buffer that is not persistent, a table of rotary angles say: only who builds
-# the module can tell what is in it. So a factory is run with its parameters, and nothing
-# else, on the meta device; and a model of Transformers that is there already, whole on
-# meta, is built a second time like that, from its configuration.
+# Files do not have buffers that are not persistent, such as a table of rotary angles: only the
+# module's code can compute them. So a factory runs with only its parameters on meta. A model of
+# Transformers that is completely on meta is built again that way from its configuration.
 
 
 M = TypeVar("M", bound=nn.Module)
@@ -109,36 +108,35 @@ Source: TypeAlias = M | Callable[[], M]
 @explain_call_errors
 @contextmanager
 def empty_weights() -> Generator[None]:
-    """Let modules that are built in a `with` block have parameters without values.
+    """Build modules in a `with` block whose parameters have no values.
 
-    Each parameter goes to the meta device as soon as a module registers it, so at most one
-    has memory at a time, which no initialiser writes into. Buffers are what the module's code
-    makes them: no file has those that are not persistent, as tables of rotary angles.
-    `af.import_model` gives the parameters their values.
+    Each parameter moves to the meta device when a module registers it, so only one parameter
+    has memory at a time. torch's initialisers skip parameters without values. Buffers keep the
+    values that the module's code gives them, because files lack buffers that are not persistent,
+    such as tables of rotary angles. `af.import_model` fills the parameters.
 
-    It acts in its own thread, on what is registered there and then; a parameter that is in two
-    places stays one, and is as trainable as it was. Nothing of torch is patched, and nothing
-    is left behind, whatever the block raises. Blocks may stand in one another. torch's
-    initialisers leave parameters alone that have no values.
+    The block affects its own thread only. A parameter in two places stays one parameter, and
+    `requires_grad` does not change. Nothing in torch is patched, no effect remains after the
+    block, even after an error, and you can nest blocks.
 
-    Law: `af.import_model(model, files)` into a model of such a block has the parameters and
-    buffers, ties included, of the model that wrote the files, bitwise.
+    Law: a model of such a block after `af.import_model(model, files)` has bitwise the parameters
+    and buffers, ties included, of the model that wrote the files.
 
-    Cost: the memory of one parameter, which nothing is written to.
+    Cost: the memory of one parameter, without writing to it.
 
     Raises:
-        ModelError: a module is lazy, so its parameters have no shape either; or it takes values
-            of its parameters as it is built, as `parametrizations.orthogonal` does.
+        ModelError: a module is lazy, so its parameters have no shape; or it reads values of its
+            parameters while it is built, as `parametrizations.orthogonal` does.
     """
     with parameters_on_meta(), Valueless():
         yield
 
 
 def built(caller: str, source: Source[M]) -> M:
-    """Return a module that is given, or that of a factory, its parameters on meta.
+    """Return a given module, or build a factory's module with parameters on meta.
 
     Raises:
-        ModelError: it is neither, or the factory takes arguments.
+        ModelError: the source is neither, or the factory takes arguments.
     """
     if isinstance(source, nn.Module):
         return cast("M", source)
@@ -162,9 +160,9 @@ def built(caller: str, source: Source[M]) -> M:
 
 
 def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """Return values for buffers of a model on meta, by name, where they can be made again.
+    """Compute buffers of a model on meta again, by name, if possible.
 
-    That is in models of Transformers, each of which is made of its `config` alone.
+    Possible for models of Transformers, because a `config` is enough to build them.
     """
     library = sys.modules.get("transformers.modeling_utils")
     found: dict[str, torch.Tensor] = {}
@@ -184,18 +182,18 @@ def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in found.items() if not value.is_meta}
 
 
-# Tensors mapped from safetensors files: no memory but the pages that were read.
+# Memory-mapped tensors of safetensors files: only pages that were read take memory.
 
 
 @attrs.frozen(eq=False)
 class Mapped:
-    """A tensor in a file.
+    """A memory-mapped tensor of a file.
 
     Attributes:
-        tensor: its values, of which the system reads a page when it is looked at.
+        tensor: the tensor; the system reads its pages on access.
         file: the mapping.
-        begin: its first byte in the file.
-        end: the byte behind them.
+        begin: the offset of the tensor's first byte.
+        end: the offset after its last byte.
     """
 
     tensor: torch.Tensor
@@ -204,7 +202,7 @@ class Mapped:
     end: int
 
     def drop(self) -> None:
-        """Let the pages go that hold nothing else; they are read again when needed."""
+        """Release the pages of this tensor alone; the system reads them again on access."""
         first = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = self.end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first:
@@ -213,17 +211,17 @@ class Mapped:
 
 @attrs.frozen(eq=False)
 class Maps:
-    """Files that are mapped, each when the first of its tensors is.
+    """Memory maps of files; maps a file when its first tensor is needed.
 
     Attributes:
-        shards: where the tensors lie.
+        shards: the tensors in the files.
     """
 
     shards: Shards
     _opened: dict[Path, mmap.mmap] = attrs.field(factory=dict, init=False)
 
     def mapped(self, name: str) -> Mapped:
-        """Return a tensor, of which nothing is read."""
+        """Map a tensor without reading it."""
         path = self.shards.places[name]
         entry = self.shards.tables[path].tensors[name]
         if path not in self._opened:
@@ -233,7 +231,7 @@ class Maps:
             self._opened[path] = file
         file, dtype = self._opened[path], files.DTYPES[entry.dtype]
         count = math.prod(entry.shape)
-        if not count:  # torch would not begin behind the end
+        if not count:  # torch rejects an empty tensor at the end of a buffer
             values = torch.empty(entry.shape, dtype=dtype)
         else:
             flat = torch.frombuffer(file, dtype=dtype, count=count, offset=entry.begin)
@@ -241,39 +239,39 @@ class Maps:
         return Mapped(values, file, entry.begin, entry.end)
 
     def read(self, name: str) -> torch.Tensor:
-        """Return a tensor, read where torch would have begun it at another place."""
+        """Map a tensor, or read it if the file does not align it."""
         values = self.mapped(name).tensor
         return values if is_aligned(values) else self.shards.read(name)
 
 
 def mapped(shards: Shards) -> Mapping[str, Mapped]:
-    """Return the tensors of files, by name; nothing is read."""
+    """Map all tensors of files, by name, without reading them."""
     maps = Maps(shards)
     return {name: maps.mapped(name) for name in shards.places}
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor begins where torch lets one begin; a kernel may round otherwise else."""
+    """Return whether a tensor has torch's alignment; else kernels may round differently."""
     return tensor.data_ptr() % files.ALIGNED == 0
 
 
-# Giving a model's tensors their values, one at a time, wherever and however they lie.
+# Filling a model's tensors one at a time, on any device and in any dtype.
 
 
 _Places: TypeAlias = dict[int, list[tuple[nn.Module, str]]]
-"""Modules, and their attributes, by the identity of the tensor that stands there."""
+"""Modules and attribute names, by the identity of the tensor that they hold."""
 
 
 @attrs.frozen(eq=False)
 class Incoming:
-    """Tensors that can be had one by one.
+    """Tensors that are read one by one.
 
     Attributes:
-        where: from where, as errors say it.
-        tensors: their dtypes and shapes, by name; no values are taken from these.
-        read: gives one by name, in memory that is then the model's.
-        read_to: reads one by name into memory that there is, of whichever floating-point dtype;
-            None, if that cannot be.
+        where: the name of the source in errors.
+        tensors: tensors with the dtypes and shapes, by name; their values are not used.
+        read: returns a tensor by name, in memory that the model then owns.
+        read_to: reads a tensor by name into existing memory of any floating-point dtype; None
+            if unsupported.
     """
 
     where: str
@@ -297,18 +295,18 @@ class Target:
 
 @attrs.frozen(kw_only=True)
 class Placement:
-    """Where tensors go, and as what.
+    """The device and the dtype of imported tensors.
 
     Attributes:
-        device_map: device by prefix of module names.
-        dtype: of floating-point tensors; None: as the model has them.
+        device_map: devices by prefix of module names.
+        dtype: the dtype of floating-point tensors; None: the model's dtypes.
     """
 
     device_map: Mapping[str, torch.device]
     dtype: torch.dtype | None
 
     def device(self, name: str, old: torch.Tensor) -> torch.device:
-        """Return on which device a tensor of this name is to be."""
+        """Return the device for a tensor of this name."""
         fitting = [each for each in self.device_map if _within(name, each)]
         if fitting:
             return self.device_map[max(fitting, key=len)]
@@ -319,7 +317,7 @@ class Placement:
         return value.to(self.device(name, old), self._dtype(value, old))
 
     def has_room(self, value: torch.Tensor, name: str, old: torch.Tensor) -> bool:
-        """Whether there is memory on the host that a tensor goes to, in the file's order."""
+        """Return whether the model's tensor is on the host and can be read into directly."""
         return (
             old.device == torch.device("cpu") == self.device(name, old)
             and old.dtype == self._dtype(value, old)
@@ -330,7 +328,7 @@ class Placement:
     def converted(
         self, value: torch.Tensor, name: str, old: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return memory on the host for what is to be of another dtype; None where it is not."""
+        """Return host memory to convert a tensor into; None if no conversion is needed."""
         dtype, device = self._dtype(value, old), self.device(name, old)
         if dtype == value.dtype or device != torch.device("cpu"):
             return None
@@ -345,10 +343,10 @@ class Placement:
 def placement(
     caller: str, model: nn.Module, device_map: Any, dtype: torch.dtype | None
 ) -> Placement:
-    """Return where a caller's arguments say that tensors go.
+    """Check a caller's arguments, and return the placement of tensors.
 
     Raises:
-        ArgumentError: a prefix is no module's, a device none, or a dtype not floating.
+        ArgumentError: a prefix names no module, a device is invalid, or a dtype not floating.
     """
     if dtype is not None and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
@@ -377,11 +375,11 @@ def placement(
 def fill(
     model: nn.Module, incoming: Incoming, place: Placement, *, strict: bool
 ) -> None:
-    """Give a model's tensors the incoming values; before the first, all is compared.
+    """Fill a model's tensors with incoming values, after comparing all of them.
 
     Raises:
-        CheckpointError: names differ and `strict` is true, or shapes or kinds do.
-        ModelError: a tensor of the model cannot be given its values.
+        CheckpointError: names differ and `strict` is true, or shapes or kinds differ.
+        ModelError: a tensor of the model cannot be filled.
     """
     targets = _targets(model)
     empty, made = _remade(model, targets)
@@ -405,7 +403,7 @@ def fill(
 def _give(
     target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
 ) -> None:
-    """Give a tensor its values; none of them is held when it returns, for the next to come."""
+    """Fill a tensor; keeps no reference to the values, so that the next can use the memory."""
     own, old = target.names[0], target.tensors[0]
     if incoming.read_to and place.has_room(incoming.tensors[name], own, old):
         incoming.read_to(name, old)
@@ -422,10 +420,10 @@ def _give(
 
 
 def _targets(model: nn.Module) -> list[Target]:
-    """Return the tensors of a model that a state dict has, tied ones once.
+    """Return the tensors of a model's state dict, tied tensors once.
 
     Raises:
-        ModelError: one cannot be given values.
+        ModelError: a tensor cannot be filled.
     """
     named = _named(model)
     for name, tensor in named.items():
@@ -449,10 +447,10 @@ def _targets(model: nn.Module) -> list[Target]:
 def _remade(
     model: nn.Module, targets: list[Target]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return the tensors on meta that no file has, and values for them, by name.
+    """Return the meta tensors outside the state dict, and values for them, by name.
 
     Raises:
-        ModelError: one would be left without any.
+        ModelError: a tensor would stay without values.
     """
     saved = {id(tensor) for target in targets for tensor in target.tensors}
     named = _named(model)
@@ -477,7 +475,7 @@ def _remade(
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """Return what is equal for tensors that are one."""
+    """Return a key that is equal for tensors that share their values."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     layout = (tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
@@ -487,10 +485,10 @@ def _key(tensor: torch.Tensor) -> Any:
 def _paired(
     targets: list[Target], incoming: Incoming, *, strict: bool
 ) -> dict[str, Target]:
-    """Return which tensor of the model each incoming one is for.
+    """Return the model's tensor for each incoming name.
 
     Raises:
-        CheckpointError: they do not fit.
+        CheckpointError: names, shapes or dtypes do not fit.
     """
     there, expected = dict(incoming.tensors), dict[str, torch.Tensor]()
     pairs: dict[str, Target] = {}
@@ -524,10 +522,10 @@ def _paired(
 def _check_given(
     targets: list[Target], pairs: Mapping[str, Target], where: str
 ) -> None:
-    """Refuse to leave a tensor on meta, which the files have no values for.
+    """Check that no tensor stays on meta without values.
 
     Raises:
-        CheckpointError: one would be.
+        CheckpointError: the files lack values for a meta tensor.
     """
     given = {target.names for target in pairs.values()}
     left = [
@@ -545,7 +543,7 @@ def _check_given(
 
 
 def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:
-    """Refuse what is one tensor in the model, and several that differ in the files."""
+    """Reject tied tensors of the model that differ in the files; warn if not strict."""
     for target in targets:
         first, *others = [n for n in target.names if n in incoming.tensors] or [""]
         for other in others:
@@ -579,7 +577,7 @@ def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _set(
     old: torch.Tensor, value: torch.Tensor, places: list[tuple[nn.Module, str]]
 ) -> None:
-    """Give a tensor its values: in its own memory where it has fitting one."""
+    """Set a tensor's values, in its own memory if dtype and device fit."""
     if not old.is_meta:
         if (old.dtype, old.device) == (value.dtype, value.device):
             old.copy_(value)
@@ -624,49 +622,47 @@ def import_model(
     strict: bool = True,
     mapped: bool = False,
 ) -> M:
-    """Give a model the weights that safetensors files hold, and return it.
+    """Load the weights of safetensors files into a model, and return the model.
 
-    Reads what `export_model`, `save_pretrained` of Hugging Face libraries and Accelerate's
-    `save_model` write. Nothing is communicated: each rank imports for itself.
+    Reads files of `export_model`, of `save_pretrained` in Hugging Face libraries, and of
+    Accelerate's `save_model`. Without communication: each rank imports independently.
 
     Args:
-        model: is changed. It may be on the meta device: then its tensors are made as they are
-            read; `with af.empty_weights():` builds one. Or a factory, such as
-            `lambda: Net(...)`, which is run in such a block. Tied parameters stay tied,
-            whichever of their names a file has.
+        model: a module, which is changed. It can be on the meta device, as built under
+            `with af.empty_weights():`; its tensors are then created as they are read. Or pass a
+            factory, such as `lambda: Net(...)`, which runs in such a block. Tied parameters
+            stay tied, under any of their names in the files.
         source: a `.safetensors` file, a folder with `model.safetensors` or with
             `model.safetensors.index.json`, or such an index.
-        device_map: the device of each module, by the beginning of its name, `""` for all; the
-            longest counts. What none names stays where it is; from meta it goes to the CPU.
-        dtype: of the floating-point tensors; default the model's own. All others are never
-            converted.
+        device_map: devices by prefix of module names, `""` for all; the longest prefix wins.
+            Other modules stay where they are, or move from meta to the CPU.
+        dtype: the dtype of floating-point tensors; default: the model's. Other tensors are
+            never converted.
         strict: False only warns about names that are missing or unexpected.
-        mapped: True leaves tensors in the files, where the model has them on meta and they
-            stay on the CPU in the files' dtype: nothing is read before it is used, and what
-            is written goes to memory of the process, never to a file. The mapping holds the
-            file, which may be replaced or removed, until the last of its tensors is gone; who
-            writes into it changes the model, and who cuts it off ends the process. What
-            begins at no multiple of 64 bytes in its file, where kernels round otherwise, is
-            copied; `export_model` writes tensors at such multiples, others mostly do not.
+        mapped: True memory-maps tensors that the model has on meta and that stay on the CPU in
+            the files' dtype. They are read on first use, and writes go to memory of the
+            process, never to the file. You may replace or remove the file, but a write into it
+            changes the model, and truncating it ends the process. Tensors that are not aligned
+            to 64 bytes are copied, as kernels would round differently; `export_model` aligns
+            tensors, other writers mostly do not.
 
-    Law: a state's `export_model`, imported into its model, gives its evaluated parameters and
-    its buffers, bitwise; so does one imported into its factory. With `mapped` it computes and
-    trains bitwise so, too.
+    Law: importing a state's `export_model` into its model or its factory gives bitwise its
+    evaluation parameters and its buffers. With `mapped`, the model also computes and trains
+    bitwise the same.
 
-    Cost: one reading, a tensor at a time, a large one by as many threads as torch computes
-    with: beside the model there is never more than one tensor; none where the model has
-    memory that fits. What is converted on the host is read in pieces of 2**18 elements, and
-    is never there whole. A factory takes memory for one parameter at a time. With `mapped` no
-    reading, and a page of memory for each that was written to.
+    Cost: reads each tensor once, large tensors with as many threads as torch computes with. At
+    most one tensor exists in addition to the model, and none if the model has fitting memory.
+    Conversions on the host use pieces of 2**18 elements. A factory needs memory for one
+    parameter at a time. With `mapped`, nothing is read, and each written page takes memory.
 
     Raises:
-        CheckpointError: names differ, and the nearest are given; shapes differ, or dtypes that
-            are not floating-point; no file is there; a tensor on meta would be left there. The
-            model is as it was.
-        CheckpointCorruptError: a file or index is cut off, or something else.
-        ModelError: a buffer on the meta device is in no file, for it is not persistent, and
-            the model is none of Transformers, whose buffers are made again.
-        ArgumentError: a device, module or dtype is none.
+        CheckpointError: names differ (the error gives the nearest), shapes or non-floating
+            dtypes differ, a file is missing, or a tensor would stay on meta. The model is not
+            changed.
+        CheckpointCorruptError: a file or index is truncated, or has another format.
+        ModelError: a buffer on meta is not persistent, so no file has it. (For models of
+            Transformers, accelfn computes such buffers again.)
+        ArgumentError: a device, module or dtype is invalid.
     """
     path = as_path("af.import_model(model, source)", source, "a file or folder")
     module = built("af.import_model", model)

@@ -198,7 +198,7 @@ def test_where_parameters_are_taken_is_one_word(call):
     """Another word, and the one of before, are refused with what to write."""
     with pytest.raises(af.ArgumentError, match=r'expected "train" or "eval"'):
         call(make(), at="raw")
-    with pytest.raises(af.CallError, match='at="train" in place of raw=True'):
+    with pytest.raises(af.CallError, match='at="train" instead of raw=True'):
         call(make(), raw=True)
 
 
@@ -212,7 +212,7 @@ def test_save_pretrained_hands_no_old_word_on(tmp_path):
     state = af.TrainState.create(
         model=lambda: Own(1, 1), optimizer=torch.optim.SGD, setup=af.ema(0.5)
     )
-    with pytest.raises(af.ArgumentError, match='at="train" in place of raw=True'):
+    with pytest.raises(af.ArgumentError, match='at="train" instead of raw=True'):
         af.save_pretrained(state, tmp_path / "saved", raw=True)
 
 
