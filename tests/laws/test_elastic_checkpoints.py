@@ -98,7 +98,10 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost() -> None:
     ("restore", "said"),
     [
         (lambda: None, "too many positional arguments"),
-        ("checkpoints", "restore=str.: expected a function that takes a state and .*: it is not callable"),
+        (
+            "checkpoints",
+            "restore=str.: expected a function .*: it is not callable",
+        ),
         (lambda state: state.step, "gave int; expected the state that it loaded"),
     ],
 )
