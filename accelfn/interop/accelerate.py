@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that Accelerate's `save_state` wrote: a model by name, its optimizer by position."""
+"""`import_state`: import training states of Accelerate, DeepSpeed and torch."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +26,7 @@ from accelfn.weights import export
 
 OPTIMIZER = "optimizer.bin"
 MODELS = (export.WEIGHTS, export.INDEX, torch_files.WEIGHTS, torch_files.INDEX)
-"""What a folder has of these is its model; the first of them is read."""
+"""Names of model files; the first that a folder has is read."""
 
 
 def weights_of(folder: Path) -> dict[str, Piece]:
@@ -44,18 +44,19 @@ def weights_of(folder: Path) -> dict[str, Piece]:
 def entries_of(
     file: Path, groups: Sequence[Sequence[str]], every: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
-    """Return what an optimizer's state dict keeps of each parameter, by its name.
+    """Read an optimizer's state dict, and return its entries by parameter name.
 
-    A state dict goes by positions. They are those of the state's optimizer, group by group;
-    or of all the model's parameters, the frozen ones too, where there is one group of so many.
+    A state dict numbers parameters by position. Positions are those of the state's optimizer,
+    group by group; or those of all parameters of the model, frozen ones included, if there is
+    one group of that size.
 
     Args:
-        file: that `torch.save(optimizer.state_dict(), file)` wrote.
-        groups: the names of the parameters in each of the groups of the state's optimizer.
+        file: a file that `torch.save(optimizer.state_dict(), file)` wrote.
+        groups: the parameter names in each group of the state's optimizer.
         every: the names of all parameters of the model.
 
     Raises:
-        CheckpointError: it holds something else, or groups of other sizes.
+        CheckpointError: the file has other contents, or groups of other sizes.
     """
     held = torch_files.loaded(file, "Save optimizer.state_dict() alone.")
     try:
@@ -102,11 +103,11 @@ def entries_of(
     }
 
 
-# `import_state`: the training that another library saved, in a state.
+# `import_state`: import the training state that another library saved.
 
 
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
-"""Folders in which Accelerate has torch keep what FSDP split."""
+"""Folders of Accelerate with FSDP's sharded checkpoints."""
 
 
 @explain_call_errors
@@ -117,45 +118,44 @@ def import_state(
     under: str | None = None,
     strict: bool = True,
 ) -> Loaded:
-    """Return a state with the model and optimizer that another library saved; on all ranks.
+    """Import a model and optimizer that another library saved; call it on all ranks.
 
-    Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names as
-    `get_state_dict` gives them); what DeepSpeed's `save_checkpoint` writes at ZeRO's stages 1,
-    2 and 3, whose weights are the fp32 ones, without DeepSpeed; and the folders of Accelerate's
-    `save_state`, of FSDP's sharded ones and of DeepSpeed too. Nothing that is read runs code:
-    pickles are read as tensors, plain data and torch's records of tensors, and anything else
-    is refused.
+    Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names of
+    `get_state_dict`); DeepSpeed's `save_checkpoint` at ZeRO stages 1, 2 and 3 (the fp32
+    weights, without DeepSpeed installed); and folders of Accelerate's `save_state`, also with
+    FSDP's sharded checkpoints and with DeepSpeed. No file can run code: pickles may hold
+    tensors, plain data and torch's records of tensors, and anything else raises an error.
 
-    Slots of transforms begin anew, as an average does, with what was imported. `step` is how
-    many updates the optimizer has counted, or what a distributed checkpoint has as `step`, or
-    how many updates DeepSpeed took where its optimizer does not count. If the optimizer counts
-    another number for some parameters, `step` is the largest, and an `af.Warning` says so. If
-    nothing counts, `step` stays the state's, and is `missing`.
-    Where the samples stood is nothing that others save as accelfn does: `cursor` and `seed`
-    stay the state's.
+    Slots of transforms restart from the imported values, as an average does. `step` is the
+    optimizer's count of updates, or `step` of a distributed checkpoint, or DeepSpeed's count if
+    its optimizer does not count. If the counts of parameters differ, `step` is the largest, and
+    an `af.Warning` says so. Without a count, the state keeps its `step`, reported as `missing`.
+    Other libraries do not save a position in the data as accelfn does, so the state keeps its
+    `cursor` and `seed`.
 
     Args:
-        state: says model, optimizer, setup and world; it is not changed.
-        directory: that holds them; of DeepSpeed the one with `latest`, or a tag's in it.
-        under: of a distributed checkpoint, the key under which the model stands, as "model";
-            default the one that is there.
+        state: provides model, optimizer, setup and world; it is not changed.
+        directory: the folder of the save; for DeepSpeed, the folder with `latest`, or the
+            folder of a tag.
+        under: for a distributed checkpoint, the key of the model, such as "model"; default:
+            the only key that holds a model.
         strict: False only warns about names that are missing or unexpected.
 
-    Returns: a report, whose `state` it is: what was `loaded` and `cast`, what is `missing`,
-    and what of the directory is `unexpected`: schedulers and random generators, say.
+    Returns: a report with the new `state`, the names that were `loaded` and `cast`, the
+    `missing` names, and the `unexpected` ones, such as schedulers and random generators.
 
-    Law: the state goes on as the training that was saved does, whatever the layout of either:
-    bitwise where one process saved and one goes on.
+    Law: the state continues the saved training under any layout; bitwise if one process saved
+    and one process continues.
 
-    Cost: each rank reads the bytes of its own parts, a tensor at a time; where these are runs
-    of less than 4 KiB, as in a tensor that is cut finely in its last dim, what lies between
-    them too. What `torch.save` wrote alone, as an optimizer or DeepSpeed's files, is mapped.
+    Cost: each rank reads its own parts, a tensor at a time. Runs of less than 4 KiB, as in a
+    tensor that is sharded in its last dim, are read with the gaps between them. Files that
+    `torch.save` wrote, such as an optimizer or DeepSpeed's files, are memory-mapped.
 
     Raises:
-        CheckpointError: names, shapes or the optimizer differ, and the nearest are given;
-            models stand under several keys; or nothing that is read is there.
-        CheckpointCorruptError: a file is missing, cut off, or another save's.
-        ArgumentError: `under` is no text.
+        CheckpointError: names, shapes or the optimizer differ (the error gives the nearest
+            names), several keys hold a model, or the folder has no supported files.
+        CheckpointCorruptError: a file is missing, truncated, or from another save.
+        ArgumentError: `under` is not a text.
     """
     call = "af.import_state(state, directory)"
     check_state(call, state)
@@ -176,10 +176,10 @@ def import_state(
 
 
 def _found(state: TrainState, folder: Path, under: str | None) -> Found:
-    """Return what a folder has.
+    """Return the tensors of a training in a folder of any supported format.
 
     Raises:
-        CheckpointError: nothing that is read.
+        CheckpointError: the folder has no supported files.
     """
     parts = [folder, *(folder / name for name in _FSDP)]
     split = [each for each in parts if arguments.exists(each / torch_files.METADATA)]
@@ -202,7 +202,7 @@ def _found(state: TrainState, folder: Path, under: str | None) -> Found:
 def _in_parts(
     state: TrainState, folder: Path, split: Iterable[Path], under: str | None
 ) -> Found:
-    """Return what is in distributed checkpoints."""
+    """Return the tensors of a training in distributed checkpoints."""
     pieces, others = dict[str, Piece](), list[str]()
     for each in split:
         some, rest = torch_files.pieces_of(each)
@@ -216,7 +216,7 @@ def _in_parts(
 
 
 def _of_accelerate(state: TrainState, folder: Path) -> Found:
-    """Return what is in a folder of `save_state`."""
+    """Return the tensors of a training in a folder of `save_state`."""
     weights = weights_of(folder)
     names = {*_params(state), *state.buffers}
     metas = dict(state.definition.skeleton.module.named_parameters())
@@ -237,14 +237,14 @@ def _of_accelerate(state: TrainState, folder: Path) -> Found:
 
 
 def _params(state: TrainState) -> list[str]:
-    """Return the names of parameters, with those under which they are tied."""
+    """Return all names of parameters, including names of tied parameters."""
     return [*state.params, *state.definition.skeleton.aliases]
 
 
 def _read(
     state: TrainState, folder: Path, found: Found, *, strict: bool
 ) -> tuple[dict[str, Any], Loaded]:
-    """Return the fields of the state that there will be, and what was done."""
+    """Read the fields of the new state, and return them with the report."""
     aliases = state.definition.skeleton.aliases
     weights = {aliases.get(name, name): each for name, each in found.weights.items()}
     kept = {aliases.get(name, name): each for name, each in found.entries.items()}
@@ -313,10 +313,10 @@ def _check_names(
     *,
     strict: bool,
 ) -> None:
-    """Refuse what does not fit the model, or warn about it.
+    """Reject tensors that do not fit the model, or warn about them.
 
     Raises:
-        CheckpointError: names differ, and `strict` is true; or shapes, or kinds of numbers.
+        CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
     """
     there = {
         n: torch.empty(each.shape, dtype=each.dtype, device="meta")
@@ -337,7 +337,7 @@ def _check_names(
 def _laid(
     where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
-    """Return a piece as a state has it: this rank's part, its dtype, its device."""
+    """Read this rank's part of a piece in the state's dtype, on its device."""
     place = slice_of(own) or Slice.whole(own.shape)
     values = piece.read(place)
     if values.dtype != own.dtype:
@@ -347,7 +347,7 @@ def _laid(
 
 
 def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
-    """Return what an optimizer keeps of a parameter, as torch's optimizers load it."""
+    """Return an optimizer's entry of a parameter in the form that torch's optimizers load."""
     if not isinstance(each, Piece):
         return each
     if each.shape == tuple(param.shape) and key != "step":

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders that DeepSpeed's ZeRO wrote: where the newest is, and what a training finds there.
+"""Read checkpoints of DeepSpeed's ZeRO without DeepSpeed.
 
-In which order and in which shapes parameters lie in flat groups, a file of the model says.
+A file of the model gives the order and the shapes of the parameters in ZeRO's flat groups.
 """
 
 import math
@@ -18,9 +18,9 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.interop import torch_files
 from accelfn.interop.torch_files import Found, Piece
 
-# What each rank of a ZeRO training wrote of its optimizer: a part of every flat group.
+# The optimizer files of ZeRO: each rank wrote a part of every flat group.
 #
-# DeepSpeed itself is not needed: the few classes of it that such files mention stay shut.
+# DeepSpeed is not needed: inert placeholders replace the few DeepSpeed classes in the files.
 
 
 PART_FILE = re.compile(
@@ -32,7 +32,7 @@ _SHUT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""Classes of what is not read: scalers of losses, and what the files say otherwise, too."""
+"""Classes of objects that are not needed, such as loss scalers and redundant records."""
 _ADVICE = (
     "Save with a client_state and schedulers of plain data; or write the weights alone, with the"
     " zero_to_fp32.py beside it, for af.import_torch_weights, if you trust who wrote it."
@@ -42,16 +42,16 @@ WHOLE = "Copy the folder as a whole, with the files of all machines."
 
 @attrs.frozen(eq=False)
 class Part:
-    """What a rank saved of an optimizer.
+    """A rank's part of an optimizer.
 
     Attributes:
-        file: in which it is.
+        file: the rank's file.
         cuts_each: whether every parameter is cut, as in stage 3.
-        counts: in how many parts each group was cut.
-        masters: the rank's weights, a flat tensor a group.
-        entries: what the optimizer keeps of each of these.
-        paddings: how many elements are behind each parameter of a group; () where none are.
-        is_scaled: whether a scale of losses, which is not read, changes.
+        counts: the number of parts of each group.
+        masters: the rank's weights, a flat tensor per group.
+        entries: the optimizer's entries for each of the flat tensors.
+        paddings: elements of padding after each parameter of a group; () without padding.
+        is_scaled: whether the training used a dynamic loss scale, which is not read.
     """
 
     file: Path
@@ -64,11 +64,11 @@ class Part:
 
 
 def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
-    """Return the parts of all ranks, by rank.
+    """Read the parts of all ranks, in the order of ranks.
 
     Raises:
-        CheckpointError: there are none.
-        CheckpointCorruptError: one is missing, or one too many.
+        CheckpointError: the folder has no parts.
+        CheckpointCorruptError: a part is missing, or there is an extra part.
     """
     by_rank = {int(m["rank"]): m[0] for m in map(PART_FILE.fullmatch, files) if m}
     if not by_rank:
@@ -132,7 +132,7 @@ def _part(file: Path) -> Part:
 
 
 def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield what an optimizer keeps of each flat tensor; some count in their groups."""
+    """Yield an optimizer's entries of each flat tensor; some optimizers count in groups."""
     if isinstance(inner, list):  # ZeRO calls it elastic
         yield from cast("list[dict[str, Any]]", inner)
         return
@@ -144,34 +144,33 @@ def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def loaded(file: Path) -> Mapping[str, Any]:
-    """Read a file of such a folder; classes that are not needed stay shut."""
+    """Read a file of DeepSpeed, with placeholders for classes that are not needed."""
     return torch_files.loaded(file, _ADVICE, shut=_SHUT)
 
 
-# Flat groups of ZeRO, put together from the parts of all ranks, by the parameters' names.
+# Flat groups of ZeRO: assemble parameters from the parts of all ranks.
 #
-# Stages 1 and 2 lay the parameters of a group one behind the other, padded, and each rank
-# keeps an equal part of that. Stage 3 cuts every parameter in as many flat parts as there
-# are ranks, and a rank lays its parts one behind the other. What an optimizer keeps lies as
-# its weights do.
+# Stages 1 and 2 concatenate the parameters of a group with padding, and each rank keeps an equal
+# part of the result. Stage 3 cuts every parameter into one flat part per rank, and a rank
+# concatenates its parts. An optimizer's entries have the layout of its weights.
 
 
 _Place: TypeAlias = tuple[int, int, int]
-"""A run of elements: the rank that has it, where it begins there, and how many they are."""
+"""A run of elements: the rank that has the run, its offset there, and its length."""
 
 
 def shapes_of(said: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Return shapes by name as a file says them, in whatever kinds of integers and sequences."""
+    """Convert a file's shapes to tuples of integers, by name."""
     return {str(name): tuple(map(int, shape)) for name, shape in said.items()}
 
 
 def put_together(
     tag: Path, parts: Sequence[Part], said: Sequence[Mapping[str, Iterable[int]]]
 ) -> tuple[dict[str, Piece], dict[str, dict[str, Any]]]:
-    """Return the weights and what the optimizer keeps of them, by the parameters' names.
+    """Return the weights and the optimizer's entries, by parameter name.
 
     Raises:
-        CheckpointCorruptError: groups, or their sizes, are not those of the model.
+        CheckpointCorruptError: the groups or their sizes do not fit the model.
     """
     weights: dict[str, Piece] = {}
     entries: dict[str, dict[str, Any]] = {}
@@ -193,7 +192,7 @@ def put_together(
         else:
             paddings = parts[0].paddings[index] if parts[0].paddings else ()
             places = _cut_across(shapes, sizes, paddings)
-            # what is left behind the last is for alignment
+            # the rest after the last parameter is alignment
             wanted = [sum(map(math.prod, shapes.values())) + sum(paddings)]
             fits = 0 <= sum(sizes) - wanted[0] < 2 * len(parts)
         if not fits:
@@ -216,7 +215,7 @@ def _cut_across(
     sizes: Sequence[int],
     paddings: Sequence[int],
 ) -> dict[str, list[_Place]]:
-    """Return where parameters lie that are one behind the other, over all ranks."""
+    """Return the runs of parameters that are concatenated over all ranks."""
     places: dict[str, list[_Place]] = {}
     at = 0
     for index, (name, shape) in enumerate(shapes.items()):
@@ -235,7 +234,7 @@ def _cut_across(
 def _cut_each(
     shapes: Mapping[str, tuple[int, ...]], num_ranks: int
 ) -> dict[str, list[_Place]]:
-    """Return where parameters lie of which each rank has a part, padded to equal lengths."""
+    """Return the runs of parameters that are cut into equal, padded parts per rank."""
     places: dict[str, list[_Place]] = {}
     at = 0
     for name, shape in shapes.items():
@@ -261,17 +260,17 @@ def _entry(
     shape: tuple[int, ...],
     places: Iterable[_Place],
 ) -> dict[str, Any]:
-    """Return what an optimizer keeps of a parameter: parts of what is flat, and numbers.
+    """Return an optimizer's entry of a parameter: parts of flat tensors, and numbers.
 
     Raises:
-        CheckpointCorruptError: ranks do not keep alike.
+        CheckpointCorruptError: the entries of ranks differ in kind.
     """
     found: dict[str, Any] = {}
     for key, first in kept[0].items():
         values = [each.get(key) for each in kept]
         if isinstance(first, torch.Tensor) and first.ndim:
             for value, size in zip(values, sizes, strict=True):
-                # an optimizer keeps the padding behind a group, too
+                # an optimizer also keeps the padding after a group
                 if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
                     shapes = [tuple(getattr(each, "shape", ())) for each in values]
                     msg = (
@@ -299,14 +298,14 @@ _COUNTED = {
     *("global_steps", "skipped_steps", "global_samples", "dp_world_size"),
     *("mp_world_size", "checkpoint_parallel_dimensions"),
 }
-"""What a file of the model has of its own; the rest are schedulers, and what users add."""
+"""Keys of a model file that DeepSpeed needs; other keys are schedulers and users' entries."""
 
 
 def parts_at(folder: Path) -> Path | None:
-    """Return the folder in which the parts lie: this one, or the newest in it; or None.
+    """Return the folder with the parts: this folder, or its newest tag; None if neither.
 
     Raises:
-        CheckpointError: there are some, and none is the newest; or that one is not there.
+        CheckpointError: no tag is marked as the newest, or the newest is missing.
     """
     if _has_parts(folder):
         return folder
@@ -343,17 +342,17 @@ def _has_parts(folder: Path) -> bool:
 def found_in(
     folder: Path, tag: Path, *, params: Collection[str], names: Collection[str]
 ) -> Found:
-    """Return what there is of a training in a folder of DeepSpeed.
+    """Return the tensors of a training in a folder of DeepSpeed.
 
     Args:
-        folder: that was given.
-        tag: in which the parts lie; the same, or one in it.
+        folder: the folder that the user passed.
+        tag: the folder with the parts: the same folder, or a tag in it.
         params: the names of the model's parameters.
-        names: those and the names of its buffers.
+        names: the names of parameters and buffers.
 
     Raises:
-        CheckpointError: it was saved in a way that is not read.
-        CheckpointCorruptError: a rank's file is missing, cut off, or another save's.
+        CheckpointError: the format is not supported.
+        CheckpointCorruptError: a rank's file is missing, truncated, or from another save.
     """
     files = sorted(each.name for each in tag.iterdir())
     _check_kind(tag, files)
@@ -365,7 +364,7 @@ def found_in(
         shared = dict(model.get("shared_params") or {})
     except CheckpointError:
         raise
-    except Exception as error:  # bytes at random end in any of them
+    except Exception as error:  # random bytes can raise any error
         msg = f"{tag} does not hold what DeepSpeed's ZeRO saves: {error!r}."
         raise CheckpointCorruptError(msg) from error
     weights |= masters
@@ -386,10 +385,10 @@ def found_in(
 
 
 def _check_kind(tag: Path, files: Sequence[str]) -> None:
-    """Refuse what is cut by more than the ranks of data.
+    """Reject models that are cut by more than data parallelism.
 
     Raises:
-        CheckpointError: and it says by what.
+        CheckpointError: names the other kind of parallelism.
     """
     matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
     several = {match["mp"] for match in matches if match and int(match["mp"])}
@@ -418,7 +417,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
 def _model(
     tag: Path, parts: Sequence[Part]
 ) -> tuple[Mapping[str, Any], dict[str, Piece]]:
-    """Return what is said of the model, and what of it no optimizer has."""
+    """Return the model file's contents, and the tensors that are in no optimizer."""
     cuts_each = parts[0].cuts_each
     each = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
     names = [each.format(rank) for rank in range(len(parts))]

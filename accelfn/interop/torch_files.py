@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of torch's distributed checkpoints (DCP), read by boxes and without running code.
+"""Read files of `torch.save` and torch's distributed checkpoints (DCP), without running code.
 
-A folder has `.metadata`, a pickle that says which box of which tensor lies at which bytes of
-which file, and the files. torch reads that pickle as any other, which runs what it brings along;
-here it is read by an unpickler that makes torch's records of tensors and nothing else.
+A DCP folder has data files and `.metadata`, a pickle with the file and the byte range of each box
+of a tensor. torch unpickles it without restrictions, so it could run code. accelfn's unpickler
+only creates torch's records of tensors.
 """
 
 import io
@@ -37,17 +37,17 @@ from accelfn.state.state import TrainState
 from accelfn.weights.export import file_in, read_box, weight_map
 from accelfn.weights.importing import Incoming, Source, built, fill, placement
 
-# What another's checkpoint has of a training: tensors that are read by boxes.
+# Tensors of another library's checkpoint, which are read in boxes.
 
 
 @attrs.frozen(eq=False)
 class Piece:
-    """A tensor that lies in files.
+    """A tensor in files.
 
     Attributes:
-        dtype: of its values.
-        shape: of the whole.
-        read: gives the values of a box in it, in memory of their own.
+        dtype: the tensor's dtype.
+        shape: the full shape.
+        read: reads a box of the tensor into new memory.
     """
 
     dtype: torch.dtype
@@ -56,7 +56,7 @@ class Piece:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Self:
-        """Return one that has been read."""
+        """Return a piece of a tensor in memory."""
 
         def read(box: Slice) -> torch.Tensor:
             return box.of(tensor).clone(memory_format=torch.contiguous_format)
@@ -65,14 +65,14 @@ class Piece:
 
     @classmethod
     def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
-        """Return one whose elements lie in flat tensors, one behind the other.
+        """Return a piece that concatenates flat tensors.
 
         Args:
-            shape: of the whole.
-            runs: its elements in order, the last dim fastest; one at least.
+            shape: the full shape.
+            runs: the elements in row-major order; at least one tensor.
 
         Raises:
-            CheckpointCorruptError: they are more or fewer than the shape has.
+            CheckpointCorruptError: the number of elements does not fit the shape.
         """
         runs = [run.detach() for run in runs]
         ends = [0, *itertools.accumulate(map(len, runs))]
@@ -100,14 +100,14 @@ class Piece:
 
 @attrs.frozen(kw_only=True, eq=False)
 class Found:
-    """What there is of a training.
+    """The tensors of a saved training.
 
     Attributes:
         weights: parameters and buffers, by their names in the model.
-        entries: what an optimizer keeps of each parameter, by its name; numbers too.
-        step: how many updates were taken, if that is said.
-        strange: names beside the weights that are none of the model's.
-        left: what else there is, which is not read.
+        entries: the optimizer's tensors and numbers of each parameter, by its name.
+        step: the number of updates, if saved.
+        strange: names next to the weights that the model lacks.
+        left: names of other contents, which are not read.
     """
 
     weights: Mapping[str, Piece]
@@ -117,17 +117,15 @@ class Found:
     left: tuple[str, ...] = ()
 
 
-# `import_torch_weights`: what `torch.save` wrote, the one place where pickle is read.
-#
-# It is read with `weights_only=True`, by an unpickler that makes tensors and plain data and
-# calls nothing else.
+# Files of `torch.save`: the only pickles that accelfn reads, with `weights_only=True`, by an
+# unpickler that creates tensors and plain data and calls nothing else.
 
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 _ONE = threading.Lock()
-"""Whoever holds it reads: torch keeps what may stand for a class once a process."""
+"""Lock for reading: torch's list of allowed classes is shared by the whole process."""
 
 
 @explain_call_errors
@@ -139,27 +137,26 @@ def import_torch_weights(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> M:
-    """Give a model the weights that `torch.save(model.state_dict(), file)` wrote; return it.
+    """Load weights that `torch.save(model.state_dict(), file)` wrote; return the model.
 
     Args:
-        model: is changed; it may be on the meta device. Or a factory, as for `import_model`.
-        file: holds a state dict and nothing else, such as `pytorch_model.bin`. Or a folder
-            with one, or with `pytorch_model.bin.index.json` and the files that it names; or
-            such an index. All is read with `weights_only=True`, which runs no code of whoever
-            wrote it.
-        device_map: as for `import_model`; so are `dtype` and `strict`.
-        dtype: of the floating-point tensors; default the model's own.
+        model: a module, which is changed; it can be on the meta device. Or a factory, as for
+            `import_model`.
+        file: a file with a state dict only, such as `pytorch_model.bin`. Or a folder with such
+            a file, or with `pytorch_model.bin.index.json` and its files; or such an index.
+            accelfn reads with `weights_only=True`, so the files cannot run code.
+        device_map: as for `import_model`, like `dtype` and `strict`.
+        dtype: the dtype of floating-point tensors; default: the model's.
         strict: False only warns about names that are missing or unexpected.
 
-    Law: what it does is what `import_model` does to the same tensors in a safetensors file.
+    Law: the result is that of `import_model` from a safetensors file with the same tensors.
 
-    Cost: the file is mapped: what was read of it counts as this process's memory, and the
-    system takes it back where memory is short. A file of torch before 1.6 is read as a whole.
+    Cost: the file is memory-mapped: pages that were read count as memory of this process until
+    the system needs them back. Files of torch before 1.6 are read completely.
 
     Raises:
-        CheckpointError: it holds more than tensors by name, or does not fit the model.
-        CheckpointCorruptError: it is cut off, or something else; an index names what is not
-            there.
+        CheckpointError: the file holds more than tensors by name, or does not fit the model.
+        CheckpointCorruptError: a file is truncated, or has another format, or is missing.
         ModelError, ArgumentError: as `import_model`.
     """
     path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
@@ -172,16 +169,16 @@ def import_torch_weights(
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in memory of its own; a file that is mapped may change."""
+    """Return a copy in new memory, because a mapped file can change."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
 def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file, a folder or an index, by name.
+    """Read the tensors of a file, a folder or an index, by name.
 
     Raises:
-        CheckpointError: there are none, or other things too.
-        CheckpointCorruptError: a file or the index is not what it should be.
+        CheckpointError: the files have no tensors, or other values too.
+        CheckpointCorruptError: a file or the index is damaged.
     """
     path = file_in(path, WEIGHTS, INDEX) if arguments.is_directory(path) else path
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
@@ -204,24 +201,24 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
 
 
 class _Shut:
-    """Stands for an object whose class is not there: it takes what a file says of it."""
+    """Placeholder for an object of a class that is not imported; accepts any arguments."""
 
     def __init__(self, *said: object) -> None:
-        """Take what the object's class would be called with, and leave it."""
+        """Take and ignore the arguments of the object's class."""
 
 
 def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
-    """Return what `torch.save` wrote, if it is tensors and plain data.
+    """Read tensors and plain data that `torch.save` wrote.
 
     Args:
-        file: to be read.
-        advice: a sentence, for one that brings along what is not read.
-        shut: names of classes, of whose objects the file may speak; they are neither imported
-            nor called, and something that does nothing stands for each object.
+        file: the file to read.
+        advice: a sentence for the error if the file holds other objects.
+        shut: names of classes that the file may refer to; accelfn neither imports nor calls
+            them, and puts inert placeholders instead of their objects.
 
     Raises:
-        CheckpointError: it holds something else, or is not there.
-        CheckpointCorruptError: it is not what it should be.
+        CheckpointError: the file holds other objects, or is missing.
+        CheckpointCorruptError: the file is damaged.
     """
     stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
     try:
@@ -246,10 +243,11 @@ def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
 
 
 def is_stored_zip(stream: IO[bytes]) -> bool:
-    """Return whether torch reads a file as a zip.
+    """Return whether a file is a zip, and check that its parts are not compressed.
 
     Raises:
-        ValueError: it has compressed parts. torch writes none, and 1 MB could hold gigabytes.
+        ValueError: a part is compressed. torch never compresses, and 1 MB could expand to
+            gigabytes.
     """
     stream.seek(0)
     if stream.read(4) != b"PK\3\4":
@@ -263,10 +261,10 @@ def is_stored_zip(stream: IO[bytes]) -> bool:
 
 
 def _brought(file: Path) -> set[str]:
-    """Return the names of what a file has that torch would not make, as far as it is read."""
+    """Return the names of objects in a file that torch rejects, as far as readable."""
     try:
         return {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
-    except Exception:  # noqa: BLE001 - it has been refused already
+    except Exception:  # noqa: BLE001 - the file was rejected already
         return set()
 
 
@@ -299,7 +297,7 @@ def _is_dense(value: object) -> bool:
 
 METADATA = ".metadata"
 _LARGEST = 1_000_000_000
-"""Bytes of metadata that are read: a thousand times what a model of today has."""
+"""Maximum bytes of metadata: a thousand times the size for a large model."""
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
     *(
@@ -321,10 +319,10 @@ _STATE = re.compile(r"(?P<prefix>(?:.*\.)?)state\.(?P<rest>.+)")
 
 
 class _Records(pickle.Unpickler):
-    """Makes torch's records of tensors, and calls nothing else."""
+    """Unpickler that creates torch's records of tensors, and calls nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class or a dtype that such records are made of."""
+        """Return an allowed class or dtype of such records."""
         if (module, name) in _KNOWN:
             return getattr(import_module(module), name)
         found = getattr(torch, name, None) if module == "torch" else None
@@ -336,7 +334,7 @@ class _Records(pickle.Unpickler):
 
 @attrs.frozen
 class _Chunk:
-    """A box of a tensor, and the bytes of a file in which torch saved it."""
+    """A box of a tensor, and its byte range in a file."""
 
     box: Slice
     path: Path
@@ -344,7 +342,7 @@ class _Chunk:
     length: int
 
     def read(self, part: Slice) -> torch.Tensor:
-        """Return a part of the box, given as one of a tensor that is the box."""
+        """Read a part of the box, given relative to the box."""
         try:
             with disk.open_plain(self.path) as stream:
                 window = _Window(stream, self.begin, self.length)
@@ -378,29 +376,29 @@ def _loaded(window: "_Window", device: str) -> torch.Tensor:
 
 
 class _Window(io.RawIOBase):
-    """Some bytes of a file, as a file of which no more is read than is asked for."""
+    """A byte range of a file as an unbuffered stream."""
 
     def __init__(self, stream: BinaryIO, begin: int, length: int) -> None:
-        """Take the file, without a buffer, and where the bytes begin and how many they are."""
+        """Take the unbuffered file, the first byte and the number of bytes."""
         super().__init__()
         self._stream, self._begin, self._length, self._at = stream, begin, length, 0
 
     def readable(self) -> bool:
-        """Return that it can be read."""
+        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return that it can be read anywhere."""
+        """Return True: the range supports random access."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to a place, which is not before the first byte."""
+        """Set the position; raise for positions before the first byte."""
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
         self._at = max(bases[whence] + offset, 0)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, no further than the last byte."""
+        """Read into a buffer, up to the end of the range."""
         wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
         self._stream.seek(self._begin + self._at)
         count = cast("Any", self._stream).readinto(wanted)
@@ -409,10 +407,10 @@ class _Window(io.RawIOBase):
 
 
 def pieces_of(folder: Path) -> tuple[dict[str, Piece], list[str]]:
-    """Return a folder's tensors, and the names of what else it has.
+    """Return a folder's tensors, and the names of its other contents.
 
     Raises:
-        CheckpointCorruptError: the metadata are cut off, bring code along, or do not fit.
+        CheckpointCorruptError: the metadata are truncated, contain code, or do not fit.
     """
     path = folder / METADATA
     try:
@@ -482,21 +480,21 @@ def found_in(
     names: Collection[str],
     under: str | None,
 ) -> Found:
-    """Return what there is of a training among tensors of any names.
+    """Find the tensors of a training among tensors with any prefix.
 
-    The model's stand under one prefix, as "model."; an optimizer's are called
-    "<prefix>state.<parameter>.<entry>", as torch's `get_state_dict` calls them.
+    Names of the model have one prefix, such as "model."; names of an optimizer are
+    "<prefix>state.<parameter>.<entry>", as in torch's `get_state_dict`.
 
     Args:
-        folder: as errors call it.
+        folder: the folder's name in errors.
         pieces: all tensors.
-        others: names of what else there is.
+        others: names of other contents.
         params: the names of the model's parameters.
-        names: those and the names of its buffers.
-        under: the prefix of the model's, or None, to look for it.
+        names: the names of parameters and buffers.
+        under: the prefix of the model; None to search for it.
 
     Raises:
-        CheckpointError: models stand under several prefixes, and none was named.
+        CheckpointError: several prefixes have a model, and `under` is None.
     """
     step, pieces = _count(pieces)
     prefix = _prefix(folder, pieces, params, under)
@@ -517,7 +515,7 @@ def found_in(
 
 
 def _count(pieces: Mapping[str, Piece]) -> tuple[int | None, dict[str, Piece]]:
-    """Return how many updates were taken, where `step` says it, and the other tensors."""
+    """Return the number of updates, if `step` is present, and the other tensors."""
     others = dict(pieces)
     said = others.get("step")
     if said is None or said.shape or said.dtype.is_floating_point:
@@ -529,7 +527,7 @@ def _count(pieces: Mapping[str, Piece]) -> tuple[int | None, dict[str, Piece]]:
 def _prefix(
     folder: Path, keys: Collection[str], params: Collection[str], under: str | None
 ) -> str:
-    """Return what stands before the names of the model that is meant."""
+    """Return the prefix of the model's names."""
     if under is not None:
         return f"{under}." if under else ""
     counts: dict[str, int] = {}
@@ -552,7 +550,7 @@ def _prefix(
 def _entries(
     keys: Collection[str], params: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield the keys of optimizers' entries, with parameter and entry; by the longest name."""
+    """Yield keys of optimizer entries with parameter and entry; the longest name wins."""
     for key in keys:
         match = _STATE.fullmatch(key)
         name = match["rest"] if match else ""
@@ -563,16 +561,16 @@ def _entries(
                 break
 
 
-# What an optimizer keeps of a parameter, tried on one element.
+# The entries of an optimizer, found by a trial step on one element.
 
 
 def check_kept(
     state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> None:
-    """Refuse what another optimizer keeps, where the state's can be tried.
+    """Reject entries of another optimizer, if a trial step of the state's is possible.
 
     Raises:
-        CheckpointError: it keeps other entries; or parameters are none of the model's.
+        CheckpointError: the entries differ, or belong to parameters that the model lacks.
     """
     unknown = sorted(kept.keys() - state.params.keys())
     if unknown:
@@ -592,7 +590,7 @@ def check_kept(
 
 
 def _keeps(state: TrainState) -> dict[str, set[str]]:
-    """Return what the state's optimizer keeps, by parameter; nothing if it cannot be tried."""
+    """Return the entries of the state's optimizer, by parameter; {} if a trial step fails."""
     metas = dict(state.definition.skeleton.module.named_parameters())
     tiny = {
         name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
@@ -606,19 +604,19 @@ def _keeps(state: TrainState) -> dict[str, set[str]]:
         optimizer.step()
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - one that wants more than parameters and gradients
+    except Exception:  # noqa: BLE001 - the optimizer needs more than parameters and gradients
         return {}
     held = cast("dict[Any, dict[str, Any]]", optimizer.state)
     return {n: set(held[p]) for n, p in tiny.items() if p in held}
 
 
-# A checkpoint as torch's distributed checkpoints (DCP) are, which its own tools read.
+# Writing torch's distributed checkpoints (DCP).
 
 
 def write_distributed(
     folder: Path, model: Mapping[str, torch.Tensor], source: SavedState
 ) -> int:
-    """Write a model, and what its optimizer keeps, to a folder; return the bytes of values.
+    """Write a model and its optimizer's entries to a folder; return the bytes of values.
 
     Keys are those of torch's `get_state_dict`: `model.<name>`, and
     `optim.state.<parameter>.<entry>`; `step` counts the updates.
@@ -635,12 +633,12 @@ def write_distributed(
 
 
 def _save(folder: Path, held: dict[str, Any]) -> None:
-    # a second, that only this needs
+    # slow import (1 s), needed only here
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
 
     writer = dcp.FileSystemWriter(folder)
-    # else it has the folder's name of now, and a random one
+    # the defaults contain the folder's current name and a random name
     writer.storage_meta = StorageMeta
     with warnings.catch_warnings():  # that it saves in one process, as it is told
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
