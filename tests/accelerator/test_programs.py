@@ -12,7 +12,7 @@ import accelfn as af
 from accelfn.testing import simulate
 from accelfn.testing.strategies import Program, programs
 from tests.accelerator.at_hand import IS_FAKE, NAME, near
-from tests.accelerator.trees import devices, different, on_cpu
+from tests.accelerator.trees import device_names, different, on_cpu
 
 pytestmark = pytest.mark.gpu
 
@@ -47,7 +47,7 @@ def test_a_drawn_program_trains_what_it_trains_on_the_cpu(
 
     def run(world: af.World) -> Any:
         state, metrics = program.train(program.state(world))
-        kinds = devices((dict(state.params), dict(state.buffers)))
+        kinds = device_names((dict(state.params), dict(state.buffers)))
         assert kinds == {world.device.type}
         read = [{k: float(v) for k, v in each.items()} for each in metrics]
         return on_cpu(state), repr(read), state.step
