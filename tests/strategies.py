@@ -15,7 +15,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.base.tree import is_shard
-from accelfn.collectives import wholes
+from accelfn.collectives import gather_full
 from accelfn.testing.strategies import Program
 
 IN, OUT = 3, 2
@@ -184,7 +184,7 @@ def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
     walk("num_skipped", state.num_skipped)
     walk("cursor", {"epoch": state.cursor.epoch, "samples": state.cursor.samples})
     has_parts = any(map(is_shard, found.values()))
-    return wholes(found, state.world, label="compare") if has_parts else found
+    return gather_full(found, state.world, label="compare") if has_parts else found
 
 
 def differences(

@@ -37,7 +37,7 @@ from accelfn.errors import (
     CheckpointWriteError,
     WorldError,
 )
-from accelfn.model.optimizer import beside, kind_of
+from accelfn.model.optimizer import kind_of, place_opt_state
 from accelfn.state.grads import Lease
 from accelfn.state.state import TrainState, check_state
 
@@ -86,7 +86,7 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
         state,
         params=params,
         buffers={name: saved["buffers"][name] for name in state.buffers},
-        opt_state=beside(saved["opt_state"], params, optimizer, module),
+        opt_state=place_opt_state(saved["opt_state"], params, optimizer, module),
         step=saved["step"],
         cursor=Cursor(*saved["cursor"]),
         seed=saved["seed"],

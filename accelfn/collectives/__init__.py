@@ -6,12 +6,12 @@ from accelfn.collectives.failures import naming as naming
 from accelfn.collectives.packed import all_gather as all_gather
 from accelfn.collectives.packed import all_gather_rows as all_gather_rows
 from accelfn.collectives.packed import all_reduce_ as all_reduce_
-from accelfn.collectives.packed import are_told_alike as are_told_alike
 from accelfn.collectives.packed import average_ as average_
 from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
+from accelfn.collectives.packed import is_same_text as is_same_text
 from accelfn.collectives.packed import pack as pack
 from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import start_sum_ as start_sum_
@@ -25,7 +25,7 @@ from accelfn.collectives.replicas import check_sums as check_sums
 from accelfn.collectives.replicas import check_values as check_values
 from accelfn.collectives.replicas import checksum as checksum
 from accelfn.collectives.replicas import first_difference as first_difference
-from accelfn.collectives.replicas import wholes as wholes
+from accelfn.collectives.replicas import gather_full as gather_full
 from accelfn.collectives.trees import all_ranks as all_ranks
 from accelfn.collectives.trees import all_to_all as all_to_all
 from accelfn.collectives.trees import any_rank as any_rank

@@ -149,12 +149,12 @@ def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
         if rank not in gone and str(each) != str(mine)
     }
     if gone:
-        said = f"{_listed(gone)}."
+        said = f"{_list_standings(gone)}."
     elif silent:
         said = f"{named(silent)} {_GONE}. {_LOOK}"
     else:
         said = "no rank failed: one came later than the timeout, or their connection broke."
-    return f"{said} Elsewhere, {_listed(astray)}." if astray else said
+    return f"{said} Elsewhere, {_list_standings(astray)}." if astray else said
 
 
 def wake(world: World) -> None:
@@ -181,14 +181,14 @@ def named(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
 
-def _listed(standings: dict[int, Standing]) -> str:
+def _list_standings(standings: dict[int, Standing]) -> str:
     return ", ".join(f"rank {rank} {each}" for rank, each in standings.items())
 
 
 # How a call is told: what it gives, where the user's code made it, and ranks beside ranks.
 
 
-def shown(tensor: torch.Tensor) -> str:
+def format_tensor(tensor: torch.Tensor) -> str:
     """Name a tensor's shape and dtype, and its layout if that is not the common one."""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{layout}".replace("torch.", "")
@@ -240,7 +240,7 @@ def _is_users(path: str) -> bool:
 # beforehand.
 
 
-def agreed(
+def check_same_call(
     world: World,
     kind: str,
     label: str,
@@ -275,7 +275,7 @@ def agreed(
     # alone a rank makes no call, which would take this for its own
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
-    return _compared(world, (kind, op, root, label), values, free, grad=grad)
+    return _compare_calls(world, (kind, op, root, label), values, free, grad=grad)
 
 
 def await_turn(label: str, world: World) -> None:
@@ -285,7 +285,7 @@ def await_turn(label: str, world: World) -> None:
         before_call(label, world)
 
 
-def alike(
+def check_same_tensors(
     world: World,
     kind: str,
     label: str,
@@ -294,7 +294,7 @@ def alike(
     root: int | None = None,
 ) -> World:
     """Do the same for a call on tensors that are in no tree of the user's."""
-    return _compared(world, (kind, None, root, label), list(tensors), None)
+    return _compare_calls(world, (kind, None, root, label), list(tensors), None)
 
 
 def check_world(call: str, world: object) -> None:
@@ -316,7 +316,7 @@ def _requires_grad(leaf: torch.Tensor) -> bool:
     return leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _compared(
+def _compare_calls(
     world: World,
     call: tuple[str, str | None, int | None, str],
     values: Any,
@@ -342,7 +342,7 @@ def _compared(
     mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
         readable(world.device)
     )
-    found = {int(each) for each in _gathered(mine, unchecked, label)}
+    found = {int(each) for each in _gather_tensor(mine, unchecked, label)}
     if len(found) > 1:
         given = tree.outline(values, partial(_form_of, free=free, grad=grad))
         _refuse(said, given, unchecked)
@@ -369,9 +369,9 @@ def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
     label = said["label"]
     text = json.dumps([said, given, world.connection.activity.step, site()]).encode()
     size = torch.tensor([len(text)], device=readable(world.device))
-    longest = max(int(each) for each in _gathered(size, world, label))
+    longest = max(int(each) for each in _gather_tensor(size, world, label))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    texts = _gathered(padded.to(readable(world.device)), world, label)
+    texts = _gather_tensor(padded.to(readable(world.device)), world, label)
     told = [json.loads(each.cpu().numpy().tobytes()) for each in texts]
     differing = [
         name for name in said if any(each[0][name] != told[0][0][name] for each in told)
@@ -393,7 +393,9 @@ def _row(
     return (said["kind"], " ".join(filter(None, how)), repr(said["label"]), when, place)
 
 
-def _gathered(tensor: torch.Tensor, world: World, label: str) -> list[torch.Tensor]:
+def _gather_tensor(
+    tensor: torch.Tensor, world: World, label: str
+) -> list[torch.Tensor]:
     gathered = [torch.empty_like(tensor) for _ in range(world.size)]
     with naming(label, world):
         dist.all_gather(gathered, tensor, group=world.group)

@@ -11,7 +11,7 @@ import torch
 
 from accelfn.base.arguments import Number
 from accelfn.base.tree import Pending
-from accelfn.collectives.failures import alike, naming
+from accelfn.collectives.failures import check_same_tensors, naming
 from accelfn.collectives.neighbors import Work, start_spread, start_swap
 from accelfn.world import World
 
@@ -27,7 +27,7 @@ def num_bytes(count: int, bits: int) -> int:
     return count * bits // 8 + count // BLOCK
 
 
-def encoded(values: torch.Tensor, bits: int) -> torch.Tensor:
+def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Return numbers in few bits, to the nearest that there is.
 
     Args:
@@ -48,10 +48,12 @@ def encoded(values: torch.Tensor, bits: int) -> torch.Tensor:
     steps = blocks * _power(-exponent, values.dtype)
     steps = torch.where(finite.unsqueeze(-1), steps, 0).round_().clamp_(-most, most)
     told = torch.where(finite, exponent, _NOT_FINITE).to(torch.int8)
-    return torch.cat([_packed(steps, bits).view(rows, -1), told.view(torch.uint8)], 1)
+    return torch.cat(
+        [_pack_bits(steps, bits).view(rows, -1), told.view(torch.uint8)], 1
+    )
 
 
-def decoded(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the numbers that rows of bytes stand for; a block that was not finite is NaN."""
     rows, size = coded.shape
     count = size * BLOCK // (BLOCK * bits // 8 + 1)
@@ -59,7 +61,7 @@ def decoded(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     # of one row a slice passes for contiguous, and cannot be viewed as wider numbers
     integers, told = (part.reshape(-1).clone() for part in coded.split(split, 1))
     exponent = told.view(torch.int8).view(rows, -1)
-    steps = _unpacked(integers, bits).to(dtype).view(rows, -1, BLOCK)
+    steps = _unpack_bits(integers, bits).to(dtype).view(rows, -1, BLOCK)
     values = steps * _power(exponent.to(torch.int32), dtype)
     lost = (exponent == _NOT_FINITE).unsqueeze(-1)
     return values.masked_fill_(lost, torch.nan).view(rows, count)
@@ -71,7 +73,7 @@ def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.ldexp(ones, exponent).unsqueeze(-1)
 
 
-def _packed(steps: torch.Tensor, bits: int) -> torch.Tensor:
+def _pack_bits(steps: torch.Tensor, bits: int) -> torch.Tensor:
     """Return whole numbers as bytes; of 4 bits two in each."""
     if bits == 16:
         return steps.to(torch.int16).view(torch.uint8)
@@ -82,7 +84,7 @@ def _packed(steps: torch.Tensor, bits: int) -> torch.Tensor:
     return (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
 
 
-def _unpacked(coded: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_bits(coded: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 16:
         return coded.view(torch.int16)
     if bits == 8:
@@ -119,17 +121,17 @@ def start_parts(
     count, size = flat.numel(), part_size(flat.numel(), ranks.size)
     rows = flat.new_zeros(ranks.size, size)
     rows.view(-1)[:count] = flat
-    coded = encoded(rows, bits)
-    left = (rows - decoded(coded, bits, flat.dtype)).view(-1)[:count]
+    coded = quantize(rows, bits)
+    left = (rows - dequantize(coded, bits, flat.dtype)).view(-1)[:count]
     seen = torch.zeros(1, dtype=torch.float64, device=flat.device) + weight
     told = seen.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
     given = torch.cat([coded, told], 1)
     got = torch.empty_like(given)
-    ranks = alike(ranks, "all_to_all_single", label, [given])
+    ranks = check_same_tensors(ranks, "all_to_all_single", label, [given])
     if ranks.size == 1:
         return Pending.of(given), left
 
-    return _started(start_swap, got, given, ranks, label), left
+    return _start_exchange(start_swap, got, given, ranks, label), left
 
 
 def start_mean(
@@ -152,16 +154,16 @@ def start_mean(
     Returns: what `mean_of` takes; what rounding left out of this rank's part of the mean; and
         the weight of all ranks. Where that is 0 the mean is 0.
     """
-    coded, left, total = summed(received, bits, dtype)
+    coded, left, total = reduce_quantized(received, bits, dtype)
     got = coded.new_empty(ranks.size, coded.numel())
-    ranks = alike(ranks, "all_gather", label, [coded])
+    ranks = check_same_tensors(ranks, "all_gather", label, [coded])
     if ranks.size == 1:
         return Pending.of(coded), left, total
 
-    return _started(start_spread, got, coded[0], ranks, label), left, total
+    return _start_exchange(start_spread, got, coded[0], ranks, label), left, total
 
 
-def summed(
+def reduce_quantized(
     received: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the mean of a part in few bits, what they leave out, and the weight of all."""
@@ -169,17 +171,17 @@ def summed(
     weights = told.reshape(-1).clone().view(torch.float64).unsqueeze(1)
     total = weights.sum()
     share = torch.where(total > 0, weights / total, 0).to(dtype)
-    mean = (decoded(coded, bits, dtype) * share).sum(0, keepdim=True)
-    again = encoded(mean, bits)
-    return again, (mean - decoded(again, bits, dtype))[0], total
+    mean = (dequantize(coded, bits, dtype) * share).sum(0, keepdim=True)
+    again = quantize(mean, bits)
+    return again, (mean - dequantize(again, bits, dtype))[0], total
 
 
 def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the mean, and what fills up the last part, of what arrived of the second half."""
-    return decoded(gathered, bits, dtype).view(-1)
+    return dequantize(gathered, bits, dtype).view(-1)
 
 
-def _started(
+def _start_exchange(
     start: Callable[[torch.Tensor, torch.Tensor, World], Work],
     got: torch.Tensor,
     given: torch.Tensor,

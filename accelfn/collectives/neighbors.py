@@ -19,7 +19,7 @@ def owners(ranks: World) -> list[int]:
     return [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
 
 
-def around(
+def pass_ring(
     tensors: Sequence[torch.Tensor], ranks: World, *, label: str
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield every rank's tensors, in the order of `owners`.
@@ -33,10 +33,10 @@ def around(
     """
     held = _flat(tensors)
     for _ in range(ranks.size - 1):
-        coming = _Passed(held, ranks, label)
-        yield _cut(held, tensors)
+        coming = _RingStep(held, ranks, label)
+        yield _split_flat(held, tensors)
         held = coming.arrived()
-    yield _cut(held, tensors)
+    yield _split_flat(held, tensors)
 
 
 class Homewards:
@@ -48,22 +48,22 @@ class Homewards:
         """Begin with zeros, of the dtype and shapes of what each rank has."""
         self._like, self._ranks, self._label = like, ranks, label
         self._begun = torch.zeros_like(_flat(like))
-        self._coming: _Passed | None = None
+        self._coming: _RingStep | None = None
 
     def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
         """Add to the sums of whose tensors this rank has, at places of dim 2; pass them on."""
         sums = self._begun if self._coming is None else self._coming.arrived()
-        for whole, part in zip(_cut(sums, self._like), parts, strict=True):
+        for whole, part in zip(_split_flat(sums, self._like), parts, strict=True):
             whole[:, :, columns] += part
-        self._coming = _Passed(sums, self._ranks, self._label)
+        self._coming = _RingStep(sums, self._ranks, self._label)
 
     def arrived(self) -> tuple[torch.Tensor, ...]:
         """Return this rank's own sums, after as many additions as there are ranks."""
         sums = self._begun if self._coming is None else self._coming.arrived()
-        return _cut(sums, self._like)
+        return _split_flat(sums, self._like)
 
 
-class _Passed:
+class _RingStep:
     """A vector on its way to the next rank, and the one that comes from before."""
 
     def __init__(self, sent: torch.Tensor, ranks: World, label: str) -> None:
@@ -87,7 +87,9 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([each.flatten() for each in tensors])
 
 
-def _cut(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+def _split_flat(
+    flat: torch.Tensor, like: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
     """Return views of a vector, of these shapes."""
     parts = flat.split([each.numel() for each in like])
     return tuple(p.view(each.shape) for p, each in zip(parts, like, strict=True))

@@ -27,7 +27,13 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.devices import is_positive, readable, send_async
 from accelfn.base.tree import local
-from accelfn.collectives.failures import agreed, alike, await_turn, check_world, naming
+from accelfn.collectives.failures import (
+    await_turn,
+    check_same_call,
+    check_same_tensors,
+    check_world,
+    naming,
+)
 from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
 from accelfn.world import World
 
@@ -44,7 +50,7 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return _flatten_dense_tensors(tensors)
 
 
-def cut(
+def split_vector(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Return parts of a vector, shaped like the tensors that it was packed from."""
@@ -70,14 +76,14 @@ _MOVED = frozenset(
 """What Gloo carries; anything else travels as bytes."""
 
 
-def _carried(flat: torch.Tensor) -> torch.Tensor:
+def _as_sendable(flat: torch.Tensor) -> torch.Tensor:
     """Return the same memory as a dtype that every backend carries."""
     return flat if flat.dtype in _MOVED else flat.view(torch.uint8)
 
 
 def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
     """Sum one contiguous tensor over all ranks, in place."""
-    world = alike(world, "all_reduce", label, [flat])
+    world = check_same_tensors(world, "all_reduce", label, [flat])
     if world.size > 1:
         with naming(label, world):
             dist.all_reduce(flat, group=world.group)
@@ -85,7 +91,7 @@ def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
 
 def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], None]:
     """Begin to sum one contiguous tensor over all ranks, in place; return what waits for it."""
-    world = alike(world, "all_reduce", label, [flat])
+    world = check_same_tensors(world, "all_reduce", label, [flat])
     if world.size == 1:
         return lambda: None
     with naming(label, world):
@@ -102,7 +108,7 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
     """Sum tensors over all ranks, in place, in one call a dtype."""
     if world.size == 1:
         return
-    world = alike(world, "all_reduce", label, tensors)
+    world = check_same_tensors(world, "all_reduce", label, tensors)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = pack(same)
@@ -116,12 +122,12 @@ def broadcast_(
     """Give every rank the values of rank `root`, in place, in one call a dtype."""
     if world.size == 1:
         return
-    world = alike(world, "broadcast", label, tensors, root=root)
+    world = check_same_tensors(world, "broadcast", label, tensors, root=root)
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         same = [tensor for tensor in tensors if tensor.dtype == dtype]
         flat = pack(same)
         with naming(label, world):
-            dist.broadcast(_carried(flat), group=world.group, group_src=root)
+            dist.broadcast(_as_sendable(flat), group=world.group, group_src=root)
         unpack_(flat, same)
 
 
@@ -129,10 +135,10 @@ def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.
     """Return every rank's tensor, in rank order; shape and dtype are equal on all."""
     if world.size == 1:
         return [tensor.clone()]
-    world = alike(world, "all_gather", label, [tensor])
+    world = check_same_tensors(world, "all_gather", label, [tensor])
     packed = tensor.resolve_conj().resolve_neg().contiguous()
     known = packed.dtype in _MOVED
-    sent = packed if known else _carried(pack([packed]))
+    sent = packed if known else _as_sendable(pack([packed]))
     gathered = [torch.empty_like(sent) for _ in range(world.size)]
     with naming(label, world):
         dist.all_gather(gathered, sent, group=world.group)
@@ -158,11 +164,13 @@ def all_gather_rows(
     """
     if world.size == 1:
         each = zip(tensors, counts, strict=True)
-        return [_filled(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each]
+        return [
+            _pad_rows(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each
+        ]
     found: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
-        filled = [_filled(tensors[i], max(counts[i])) for i in places]
+        filled = [_pad_rows(tensors[i], max(counts[i])) for i in places]
         sizes = [tensor.numel() for tensor in filled]
         flats = all_gather(pack(filled), world, label=label)
         of_ranks = zip(*(flat.split(sizes) for flat in flats), strict=True)
@@ -172,7 +180,7 @@ def all_gather_rows(
     return [found[i] for i in range(len(tensors))]
 
 
-def _filled(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     """Return a tensor with so many rows, the last ones zero."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if len(plain) == rows:
@@ -188,7 +196,7 @@ def broadcast_bytes(
     """Return what rank `root` has; others give None."""
     if data is not None and world.size == 1:
         return data
-    world = alike(world, "broadcast_bytes", label, root=root)
+    world = check_same_tensors(world, "broadcast_bytes", label, root=root)
     size = torch.tensor([len(data or b"")], device=readable(world.device))
     broadcast_([size], world, label=label, root=root)
     buffer = _as_tensor(data or b"", int(size)).to(readable(world.device))
@@ -202,7 +210,7 @@ def scatter_bytes(
     """Return this rank's part of what rank `root` has for each; others give None."""
     if parts is not None and world.size == 1:
         return parts[0]
-    world = alike(world, "scatter_bytes", label, root=root)
+    world = check_same_tensors(world, "scatter_bytes", label, root=root)
     device = readable(world.device)
     sizes = torch.zeros(world.size, dtype=torch.int64, device=device)
     if parts is not None:
@@ -253,22 +261,25 @@ def sum_named(
         CollectiveMismatchError: ranks have other names, or more.
     """
     names = sorted(numbers)  # the same order on all ranks
-    world = agreed(world, kind, label, dict.fromkeys(names))
-    told = (*_told(json.dumps(names)), *(x for name in names for x in numbers[name]))
+    world = check_same_call(world, kind, label, dict.fromkeys(names))
+    told = (
+        *_fingerprint(json.dumps(names)),
+        *(x for name in names for x in numbers[name]),
+    )
     # as long on all ranks, whatever they have: Gloo aborts a process that gets too much
     first, rest = told[:_TOGETHER], told[_TOGETHER:]
     first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
-    summed = _summed(first, world, label)
+    summed = _sum_numbers(first, world, label)
     if _differ(summed[:6], world):
         _refuse_names(names, world, label, what)
     if rest:
-        summed += _summed(rest, world, label)
+        summed += _sum_numbers(rest, world, label)
     parts = iter(summed[6:])
     sums = {name: [next(parts) for _ in numbers[name]] for name in names}
     return {name: sums[name] for name in numbers}
 
 
-def _summed(numbers: Sequence[Number], world: World, label: str) -> list[float]:
+def _sum_numbers(numbers: Sequence[Number], world: World, label: str) -> list[float]:
     flat = _in_a_row(numbers, _adds_on(world))
     sum_(flat, world, label=label)
     return flat.tolist()
@@ -288,7 +299,9 @@ def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
         for i, number in enumerate(numbers)
         if isinstance(number, torch.Tensor) and not number.is_cpu
     }
-    here = [0.0 if i in there else _read(number) for i, number in enumerate(numbers)]
+    here = [
+        0.0 if i in there else _to_float(number) for i, number in enumerate(numbers)
+    ]
     row = send_async(torch.tensor(here, dtype=torch.float64), device)
     if not there:
         return row
@@ -298,11 +311,11 @@ def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
     return torch.stack(parts)
 
 
-def _read(number: Number) -> float:
+def _to_float(number: Number) -> float:
     return float(number.detach() if isinstance(number, torch.Tensor) else number)
 
 
-def _told(text: str) -> list[int]:
+def _fingerprint(text: str) -> list[int]:
     """Return three numbers that a text is known by, and their squares."""
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     parts = [int.from_bytes(digest[i : i + 2], "little") for i in (0, 2, 4)]
@@ -319,12 +332,12 @@ def _differ(sums: Sequence[float], world: World) -> bool:
     return any(world.size * squares != total**2 for total, squares in pairs)
 
 
-def are_told_alike(text: str, world: World, *, label: str) -> bool:
+def is_same_text(text: str, world: World, *, label: str) -> bool:
     """Return whether all ranks say the same text, of which none is sent: six numbers are added.
 
     As much on any number of ranks. Two texts are taken for one by chance, one in 2**48.
     """
-    flat = _in_a_row(_told(text), _adds_on(world))
+    flat = _in_a_row(_fingerprint(text), _adds_on(world))
     sum_(flat, world, label=label)
     return not _differ(flat.tolist(), world)
 
@@ -346,7 +359,7 @@ def gather_text(text: str, world: World, *, label: str) -> list[str]:
 
 def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     """Return every rank's bytes, in rank order."""
-    world = alike(world, "gather_bytes", label)
+    world = check_same_tensors(world, "gather_bytes", label)
     device = readable(world.device)
     size = torch.tensor([len(data)], device=device)
     counts = torch.cat(all_gather(size, world, label=label)).tolist()
@@ -448,14 +461,14 @@ def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     return mean if kept else mean.to(torch.get_default_dtype())
 
 
-def reduced(
+def reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Sequence[torch.Tensor]:
     """Return tensors of one dtype combined over all ranks: parts of one vector."""
-    return started(same, world, op, label)()
+    return start_reduce_same(same, world, op, label)()
 
 
-def started(
+def start_reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Begin to combine tensors of one dtype; return what waits for them."""
@@ -468,7 +481,7 @@ def started(
         flat = flat.to(_dtype_of_sum(dtype))
     elif dtype in _WIDER:
         flat = flat.to(_WIDER[dtype])
-    wait = _begun(flat, world, op, label) if world.size > 1 else None
+    wait = _start_all_reduce(flat, world, op, label) if world.size > 1 else None
     wanted = dtype
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
         wanted = torch.get_default_dtype()
@@ -481,12 +494,12 @@ def started(
             wait()
         found = _floats(flat, dtype) if ordered else flat
         found = found / world.size if op == "mean" else found
-        return cut(found.to(wanted), metas)
+        return split_vector(found.to(wanted), metas)
 
     return finished
 
 
-def _begun(
+def _start_all_reduce(
     flat: torch.Tensor, world: World, op: str, label: str
 ) -> Callable[[], object]:
     """Begin to reduce a vector in place; return what waits for it."""
@@ -659,14 +672,14 @@ class _SumOfMine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, everyone: torch.Tensor, *told: Any) -> torch.Tensor:
         counts, world, label = ctx.counts, ctx.world, ctx.label = told
-        ready = agreed(world, "gather(grad=True).backward", label, everyone)
-        (total,) = reduced([everyone], ready, "sum", label)
+        ready = check_same_call(world, "gather(grad=True).backward", label, everyone)
+        (total,) = reduce_same([everyone], ready, "sum", label)
         return total.split(list(counts))[world.rank].clone()
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (gradient,) = grad_outputs
-        ready = agreed(
+        ready = check_same_call(
             ctx.world, "gather(grad=True).backward", ctx.label, gradient, free=0
         )
         counts, mine = ctx.counts, gradient.resolve_conj().resolve_neg()

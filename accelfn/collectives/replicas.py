@@ -10,11 +10,11 @@ import torch
 from accelfn.base import tree
 from accelfn.base.arguments import Number
 from accelfn.base.devices import readable
-from accelfn.collectives.failures import naming, shown
-from accelfn.collectives.packed import all_gather, are_told_alike, gather_text
+from accelfn.collectives.failures import format_tensor, naming
+from accelfn.collectives.packed import all_gather, gather_text, is_same_text
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 
 _CREATED = (
     "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
@@ -73,7 +73,7 @@ def check_values(
         mine = sums_of(tensors.values(), world, label=label)
     else:
         mine = torch.stack([sums[name] for name in tensors]).to(readable(world.device))
-    if are_told_alike(str(mine.tolist()), world, label=label):
+    if is_same_text(str(mine.tolist()), world, label=label):
         return
     rows = [row.tolist() for row in all_gather(mine, world, label=label)]
     named = [
@@ -108,7 +108,7 @@ def check_rows(
 def _tables_apart(lines: list[str], world: World, *, label: str) -> list[list[str]]:
     """Return the lines of all ranks, where they differ; else none of anybody's."""
     said = "\n".join(lines)
-    if are_told_alike(said, world, label=label):
+    if is_same_text(said, world, label=label):
         return []
     return [text.split("\n") for text in gather_text(said, world, label=label)]
 
@@ -116,7 +116,7 @@ def _tables_apart(lines: list[str], world: World, *, label: str) -> list[list[st
 def first_difference(tables: Sequence[Sequence[str]]) -> str | None:
     """Return the first row that is not the same in all ranks' tables, a line a rank."""
     found = _first_difference(tables)
-    return None if found is None else _listed(found[1])
+    return None if found is None else _format_ranks(found[1])
 
 
 def check_sums(
@@ -140,7 +140,9 @@ def check_sums(
         return
     rows = {"the weight": f"{float(weight)!r}"}
     dense = {n: t for n, t in sums.items() if t.layout is torch.strided}
-    rows |= {n: f"{shown(t)}, checksum {int(checksum(t))}" for n, t in dense.items()}
+    rows |= {
+        n: f"{format_tensor(t)}, checksum {int(checksum(t))}" for n, t in dense.items()
+    }
     if simulated is None:
         check_rows(rows, world, label=label, advice=_SUMS)
         return
@@ -168,7 +170,7 @@ def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
         place, rows = found
         msg = (
             f"The ranks hold models that differ in {what}; tensor {place} is the first"
-            f" that differs:\n{_listed(rows)}\n{advice}"
+            f" that differs:\n{_format_ranks(rows)}\n{advice}"
         )
         raise ReplicaMismatchError(msg)
 
@@ -183,7 +185,7 @@ def _first_difference(
     return None
 
 
-def _listed(rows: Sequence[str]) -> str:
+def _format_ranks(rows: Sequence[str]) -> str:
     return "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
 
 
@@ -202,7 +204,7 @@ def sums_of(
         alike.setdefault(tree.cut_axes(tensor), []).append(i)
     for axes, split in alike.items():
         if axes:
-            copy = folded(world).along(*axes)
+            copy = fold_axes(world).along(*axes)
             parts = torch.stack(all_gather(sums[split], copy, label=label))
             sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
     return sums
@@ -235,21 +237,21 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     length = _CHUNK if words.is_cpu else _LARGE_CHUNK
     factors = _odd(torch.arange(min(len(words), length), device=words.device))
     chunks = words.split(length)
-    sums = [_mixed(each * factors[: len(each)]).sum() for each in chunks]
+    sums = [_mix_bits(each * factors[: len(each)]).sum() for each in chunks]
     if len(sums) == 1:
         return sums[0]
     each = _odd(torch.arange(len(sums), device=words.device))
-    return _mixed(torch.stack(sums) * each).sum()
+    return _mix_bits(torch.stack(sums) * each).sum()
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
     """Return an odd number for each place; they look as if drawn."""
     drawn = (places + 1) * 0x1E3779B97F4A7C15
-    drawn = _mixed(drawn) * 0x3F58476D1CE4E5B9
-    return _mixed(drawn) | 1
+    drawn = _mix_bits(drawn) * 0x3F58476D1CE4E5B9
+    return _mix_bits(drawn) | 1
 
 
-def _mixed(numbers: torch.Tensor) -> torch.Tensor:
+def _mix_bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 32)
 
 
@@ -260,7 +262,7 @@ _MOST = 32 << 20
 """Bytes of whole tensors that one call gathers, or those of one that is larger."""
 
 
-def wholes(
+def gather_full(
     tensors: Mapping[str, torch.Tensor], world: World, *, label: str
 ) -> dict[str, torch.Tensor]:
     """Return tensors of which each rank has all; those that are parts are gathered.
@@ -296,11 +298,11 @@ def by_calls(
     parts: dict[str, Any] = {n: t for n, t in tensors.items() if tree.is_shard(t)}
     if not parts:
         return
-    axes = folded(world)
+    axes = fold_axes(world)
     mesh = axes.mesh if axes.size > 1 else None
     ours = {n: t for n, t in parts.items() if t.device_mesh == mesh and _in_turn(t)}
-    for names in _together(ours):
-        yield _gathered({n: ours[n] for n in names}, axes, label)
+    for names in _gather_groups(ours):
+        yield _gather_shards({n: ours[n] for n in names}, axes, label)
     for name, tensor in parts.items():
         if name not in ours:  # a user's own
             with naming(label, world):
@@ -328,7 +330,7 @@ def _in_turn(tensor: Any) -> bool:
     return True
 
 
-def _together(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
+def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the names of parts that are gathered in the same calls."""
     alike: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
@@ -345,7 +347,7 @@ def _together(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
         yield taken
 
 
-def _gathered(
+def _gather_shards(
     tensors: Mapping[str, Any], world: World, label: str
 ) -> dict[str, torch.Tensor]:
     """Gather tensors of one dtype that are cut along the same axes, axis by axis."""
@@ -395,7 +397,7 @@ def _along(
         label: what they are doing.
     """
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
-    sent = [_padded(part, dims[n], rooms[n]) for n, part in parts.items()]
+    sent = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
     flat = torch.cat([each.reshape(-1) for each in sent]).to(ranks.device)
     rows = all_gather(flat, ranks, label=label)
     of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
@@ -409,7 +411,7 @@ def _along(
     return found
 
 
-def _padded(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
     """Return a part that is as long as the longest one."""
     if part.shape[dim] == length:
         return part.contiguous()

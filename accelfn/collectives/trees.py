@@ -20,7 +20,7 @@ from accelfn.base import codec, tree
 from accelfn.base.arguments import Number, explain_call_errors, is_integer
 from accelfn.base.devices import readable
 from accelfn.base.tree import Pending
-from accelfn.collectives.failures import agreed, check_world, naming
+from accelfn.collectives.failures import check_same_call, check_world, naming
 from accelfn.collectives.packed import (
     all_gather,
     all_gather_rows,
@@ -31,14 +31,14 @@ from accelfn.collectives.packed import (
     check_reducible,
     check_stand_ins,
     check_weight,
-    cut,
     gather_bytes,
     gather_with_grad,
     in_default_floats,
     pack,
-    reduced,
+    reduce_same,
     scatter_bytes,
-    started,
+    split_vector,
+    start_reduce_same,
     uneven_counts,
     warn_of_parts,
 )
@@ -71,7 +71,7 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     Raises:
         ArgumentError: a leaf is no dense tensor; see `gather_objects`.
     """
-    return _gathered(values, world, label, grad=grad, is_ragged=False)
+    return _gather_leaves(values, world, label, grad=grad, is_ragged=False)
 
 
 @explain_call_errors
@@ -90,10 +90,10 @@ def gather_ragged(
 
     Cost: one gather of the lengths, and one a dtype, of as many rows as the longest has.
     """
-    return _gathered(values, world, label, grad=grad, is_ragged=True)
+    return _gather_leaves(values, world, label, grad=grad, is_ragged=True)
 
 
-def _gathered(
+def _gather_leaves(
     values: Any, world: World, label: str, *, grad: bool, is_ragged: bool
 ) -> Any:
     """Join rows; in a loss with uneven shares any number, and none of a stand-in."""
@@ -102,7 +102,7 @@ def _gathered(
     is_ragged = is_ragged or held is not None
     kind = f"gather{'_ragged' * is_ragged}{'(grad=True)' * grad}"
     free = 0 if is_ragged else None
-    ready = agreed(world, kind, label, values, free=free, grad=grad)
+    ready = check_same_call(world, kind, label, values, free=free, grad=grad)
     if held is not None and not held[world.rank]:
         rows = [row[:0] for row in rows]
     counts = [[len(row)] * world.size for row in rows]
@@ -125,7 +125,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
     Cost: one gather a dtype, of as many rows as the longest has.
     """
     rows = tensors_of(values, label, world)
-    world = agreed(world, label, label, values, free=0)
+    world = check_same_call(world, label, label, values, free=0)
     each = [counts] * len(rows)
     return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
 
@@ -173,14 +173,14 @@ def reduce(
         count = held[world.rank]
         weight = weight if count and weight is not None else count
     if weight is not None:
-        ready = agreed(world, "reduce by weight", label, values, op=op)
+        ready = check_same_call(world, "reduce by weight", label, values, op=op)
         means = [each.clone() for each in map(as_floats, leaves)]
         cap = bucket_cap_mb
         average_(means, weight, ready, label=label, bucket_cap_mb=cap)
         given = map(in_default_floats, leaves, means)
         return tree.with_leaves(values, given)
-    ready = agreed(world, "reduce", label, values, op=op)
-    return _by_dtype(values, leaves, lambda same: reduced(same, ready, op, label))
+    ready = check_same_call(world, "reduce", label, values, op=op)
+    return _by_dtype(values, leaves, lambda same: reduce_same(same, ready, op, label))
 
 
 @explain_call_errors
@@ -219,14 +219,14 @@ def start_reduce(
     check_stand_ins(f"af.start_reduce({op!r})", world)
     if op == "mean" and uneven_counts(world, label) is not None:
         return Pending.of(reduce(values, world, op, label=label))
-    ready = agreed(world, "start_reduce", label, values, op=op)
+    ready = check_same_call(world, "start_reduce", label, values, op=op)
     dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
     places = {
         dtype: [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         for dtype in dtypes
     }
     begun = {
-        dtype: started([leaves[i] for i in at], ready, op, label)
+        dtype: start_reduce_same([leaves[i] for i in at], ready, op, label)
         for dtype, at in places.items()
     }
     outline = tree.with_leaves(values, [None] * len(leaves))
@@ -256,12 +256,12 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     """
     check_root("broadcast", root, world)
     leaves = tensors_of(values, label, world)
-    ready = agreed(world, "broadcast", label, values, root=root)
+    ready = check_same_call(world, "broadcast", label, values, root=root)
 
     def given(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         flat = pack(same)
         broadcast_([flat], ready, label=label, root=root)
-        return cut(flat, same)
+        return split_vector(flat, same)
 
     return _by_dtype(values, leaves, given)
 
@@ -297,7 +297,7 @@ def pad_across(
             msg = f"af.pad_across(dim={dim!r}): a tensor has the shape {tuple(leaf.shape)}."
             raise ArgumentError(msg)
         _check_holds(leaf.dtype, value)
-    world = agreed(world, "pad_across", label, values, free=dim)
+    world = check_same_call(world, "pad_across", label, values, free=dim)
     if not leaves:
         return tree.with_leaves(values, [])
     mine = torch.tensor(
@@ -339,8 +339,8 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
-    ready = agreed(world, "reduce", label, value, op="max")
-    return bool(reduced([value], ready, "max", label)[0])
+    ready = check_same_call(world, "reduce", label, value, op="max")
+    return bool(reduce_same([value], ready, "max", label)[0])
 
 
 @explain_call_errors
@@ -455,10 +455,10 @@ def gather_objects(
         CollectiveMismatchError: not all ranks say `pickle=True`.
     """
     check_stand_ins("af.gather_objects", world)
-    data = _written(value, pickle=pickle)
-    world = agreed(world, _named("gather_objects", pickle=pickle), label)
+    data = _serialize(value, pickle=pickle)
+    world = check_same_call(world, _call_name("gather_objects", pickle=pickle), label)
     parts = gather_bytes(data, world, label=label)
-    return [_read(each, world, pickle=pickle) for each in parts]
+    return [_deserialize(each, world, pickle=pickle) for each in parts]
 
 
 @explain_call_errors
@@ -477,10 +477,10 @@ def broadcast_object(
     Cost: two broadcasts: of the length, and of the bytes.
     """
     check_root("broadcast_object", root, world)
-    data = _written(value, pickle=pickle) if world.rank == root else None
-    kind = _named("broadcast_object", pickle=pickle)
-    world = agreed(world, kind, label, root=root)
-    return _read(
+    data = _serialize(value, pickle=pickle) if world.rank == root else None
+    kind = _call_name("broadcast_object", pickle=pickle)
+    world = check_same_call(world, kind, label, root=root)
+    return _deserialize(
         broadcast_bytes(data, world, root=root, label=label), world, pickle=pickle
     )
 
@@ -518,12 +518,12 @@ def scatter(
             )
             raise ArgumentError(msg)
         parts = [_PLAIN + codec.to_bytes(each) for each in values]
-    world = agreed(world, "scatter", label, root=root)
+    world = check_same_call(world, "scatter", label, root=root)
     data = scatter_bytes(parts, world, root=root, label=label)
-    return _read(data, world, pickle=False)
+    return _deserialize(data, world, pickle=False)
 
 
-def _named(kind: str, *, pickle: bool) -> str:
+def _call_name(kind: str, *, pickle: bool) -> str:
     return f"{kind}(pickle=True)" if pickle else kind
 
 
@@ -532,7 +532,7 @@ _PLAIN = b"plain "
 """What bytes begin with: ranks that say different things of them must not read them."""
 
 
-def _written(value: Any, *, pickle: bool) -> bytes:
+def _serialize(value: Any, *, pickle: bool) -> bytes:
     if not pickle:
         try:
             return _PLAIN + codec.to_bytes(value)
@@ -549,7 +549,7 @@ def _written(value: Any, *, pickle: bool) -> bytes:
         raise PlainDataError(msg) from error
 
 
-def _read(data: bytes, world: World, *, pickle: bool) -> Any:
+def _deserialize(data: bytes, world: World, *, pickle: bool) -> Any:
     kind, inside = data[: len(_PLAIN)], data[len(_PLAIN) :]
     if kind != (_PICKLED if pickle else _PLAIN):
         msg = (
@@ -610,7 +610,7 @@ def all_to_all(
     given = [tensors_of(each, label, world) for each in values]
     _check_alike(values)
     free = None if equal else ...
-    world = agreed(world, "all_to_all", label, values[0], free=free)
+    world = check_same_call(world, "all_to_all", label, values[0], free=free)
     if world.size == 1 or not given[0]:
         return [tree.clone(each) for each in values]
     if equal:
@@ -621,7 +621,9 @@ def all_to_all(
     got = torch.empty_like(told)
     with naming(label, world):
         dist.all_to_all_single(got, told, group=world.group)
-    shapes = [_cut(row, [leaf.ndim for leaf in given[0]]) for row in got.tolist()]
+    shapes = [
+        _split_sizes(row, [leaf.ndim for leaf in given[0]]) for row in got.tolist()
+    ]
     return _got(values[0], given, shapes, world, label)
 
 
@@ -647,14 +649,14 @@ def _got(
     label: str,
 ) -> list[T]:
     """Return the trees that each rank gave this one, of these shapes."""
-    parts = _swapped(given, shapes, world, label)
+    parts = _exchange_bytes(given, shapes, world, label)
     return [
-        _filled(value, given[0], row, part)
+        _tree_from_bytes(value, given[0], row, part)
         for row, part in zip(shapes, parts, strict=True)
     ]
 
 
-def _swapped(
+def _exchange_bytes(
     given: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
 ) -> Sequence[torch.Tensor]:
     """Return the bytes that each rank gave this one: tensors of these shapes."""
@@ -667,7 +669,7 @@ def _swapped(
     return got.split(coming)
 
 
-def _filled(
+def _tree_from_bytes(
     value: T, leaves: list[torch.Tensor], shapes: Shapes, data: torch.Tensor
 ) -> T:
     """Return a tree like another, whose tensors have these shapes and bytes."""
@@ -681,7 +683,7 @@ def _filled(
     return tree.with_leaves(value, found)
 
 
-def _cut(sizes: list[int], dims: list[int]) -> Shapes:
+def _split_sizes(sizes: list[int], dims: list[int]) -> Shapes:
     rest = iter(sizes)
     return [list(islice(rest, ndim)) for ndim in dims]
 

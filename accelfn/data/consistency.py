@@ -23,10 +23,10 @@ from torch.utils.data import Subset
 from accelfn.base import tree
 from accelfn.base.arguments import advise
 from accelfn.collectives import (
-    are_told_alike,
     check_rows,
     first_difference,
     gather_text,
+    is_same_text,
 )
 from accelfn.data.epoch import (
     bytes_of,
@@ -147,7 +147,7 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
     if world.size == 1:
         return
     form, looks = _form(data, looks)
-    if are_told_alike(_said(form, looks), world, label=_LABEL):
+    if is_same_text(_said(form, looks), world, label=_LABEL):
         return
     if looks is not None:
         looks.look_again()
@@ -173,7 +173,7 @@ def are_alike(data: "Data", looks: Looks | None, world: World) -> bool:
     Cost: as `check_alike` where ranks agree.
     """
     form, looks = _form(data, looks)
-    alike = are_told_alike(_said(form, looks), world, label=_LABEL)
+    alike = is_same_text(_said(form, looks), world, label=_LABEL)
     return alike and (looks is not None or data.fingerprint is not None)
 
 

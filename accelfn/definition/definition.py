@@ -20,7 +20,7 @@ from accelfn.model.optimizer import is_torchs, parts_of
 from accelfn.schedules.factors import Rates, Schedule
 from accelfn.world import World
 from accelfn.world import axes as arithmetic
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
@@ -142,7 +142,7 @@ class Definition:
     @property
     def splits(self) -> World:
         """Those of `copy`, along the axes of splitting."""
-        world = folded(self.world)
+        world = fold_axes(self.world)
         return world.along("dp_shard") if self.trains_apart else world.loss
 
     @property
@@ -202,7 +202,7 @@ _SEND_FEATURES = {"splits_layers", "splits_sequences"}
 """What transforms tell under which ranks send what layers compute."""
 
 
-def checked_world(world: Any) -> World:
+def as_world(world: Any) -> World:
     """Return the world of a definition; None is that of one process.
 
     Raises:
@@ -336,7 +336,7 @@ def as_data(data: Any) -> Data | None:
     raise ArgumentError(msg)
 
 
-def say_batch_size(given: Any, definition: Definition) -> None:
+def warn_of_batch_size(given: Any, definition: Definition) -> None:
     """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
     plan, size = definition.plan, getattr(given, "batch_size", None)
     parts = plan.num_shares * plan.num_micro_batches

@@ -25,7 +25,7 @@ from accelfn.collectives import by_calls
 from accelfn.definition.transform import facts_of
 from accelfn.errors import ArgumentError
 from accelfn.world import World
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 
 # pyright: reportPrivateUsage=false
 
@@ -98,7 +98,7 @@ class Layout:
         cls, owners: Iterable[Any], metas: Mapping[str, torch.Tensor], world: World
     ) -> Self | None:
         """Return what transforms say together; None where nothing is cut."""
-        owners, world = list(owners), folded(world)
+        owners, world = list(owners), fold_axes(world)
         cuts = cuts_of(owners, metas, world.axes)
         if not cuts:
             return None
@@ -190,7 +190,7 @@ class Layout:
         return largest_part(shape, self.cuts[name], self._axes).numel()
 
 
-def laid_out(
+def reshard_tree(
     values: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
 ) -> Any:
     """Return a tree that lay in another way as it lies in a layout.
@@ -207,7 +207,7 @@ def laid_out(
             return tensor
         return layout.cut(name, tensor)
 
-    _mapped(values, shapes, noted)
+    _map_named(values, shapes, noted)
     parts = {str(i): t for i, (t, _) in enumerate(found) if tree.is_shard(t)}
     moved = {str(i): laid(*e) for i, e in enumerate(found) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):
@@ -217,10 +217,10 @@ def laid_out(
     def put(_tensor: torch.Tensor, _name: str | None) -> torch.Tensor:
         return moved[next(order)]
 
-    return _mapped(values, shapes, put)
+    return _map_named(values, shapes, put)
 
 
-def _mapped(
+def _map_named(
     values: Any,
     shapes: Collection[str],
     fn: Callable[[torch.Tensor, str | None], Any],
@@ -231,12 +231,14 @@ def _mapped(
         return fn(values, name)
     if isinstance(values, Mapping):
         items = cast("Mapping[Any, Any]", values).items()
-        return {k: _mapped(v, shapes, fn, k if k in shapes else name) for k, v in items}
+        return {
+            k: _map_named(v, shapes, fn, k if k in shapes else name) for k, v in items
+        }
     if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
-        each = [_mapped(v, shapes, fn, name) for v in cast("list[Any]", values)]
+        each = [_map_named(v, shapes, fn, name) for v in cast("list[Any]", values)]
         return each if isinstance(values, list) else tuple(each)
     if isinstance(values, Pending):
-        return Pending.of(_mapped(values.wait(), shapes, fn, name))
+        return Pending.of(_map_named(values.wait(), shapes, fn, name))
     return values
 
 

@@ -371,38 +371,38 @@ def explanation(owners: Owners) -> str:
         how = f"{how} over ranks: {reduce[0].name}"
     else:
         how = "averaged over ranks" if engine else "not reduced over ranks"
-    wraps = _nested(
+    wraps = _nest_calls(
         owners,
         "value_and_grad",
-        f"value_and_grad({_nested(owners, 'loss', 'loss_fn')})",
+        f"value_and_grad({_nest_calls(owners, 'loss', 'loss_fn')})",
     )
-    made = _piped(owners, "module", "module")
-    lies = _nested(owners, "runner", engine[0].name if engine else "local")
+    made = _chain_calls(owners, "module", "module")
+    lies = _nest_calls(owners, "runner", engine[0].name if engine else "local")
     lies = lies if made == "module" else f"{lies} of {made}"
     scales = "".join(f" * {e.name}.loss_scale" for e in owners["loss_scale"])
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
     noting = [e.name for e in owners["after_update"] if facts_of(e).get("sees_skips")]
     lines = [
-        f"plan = {_piped(owners, 'data', 'plan')}  # who takes which samples",
+        f"plan = {_chain_calls(owners, 'data', 'plan')}  # who takes which samples",
         f"metrics, grads = {wraps}(state, batch)",
         f"# engine: {lies}; gradients {how}",
-        f"grads = {_piped(owners, 'grads', mean)}",
+        f"grads = {_chain_calls(owners, 'grads', mean)}",
         *(f"# if skipped, it goes on with after_update: {name}" for name in noting),
-        f"hyper = {_piped(owners, 'hyper', 'schedule(state.step)')}",
+        f"hyper = {_chain_calls(owners, 'hyper', 'schedule(state.step)')}",
         "state = optimizer(state, grads, hyper)",
-        f"state = {_piped(owners, 'after_update', 'state')}",
+        f"state = {_chain_calls(owners, 'after_update', 'state')}",
     ]
     told = [line for line in lines if line != "state = state"]
     return "\n    ".join(["step(state, batch):", *told])
 
 
-def _nested(owners: Owners, field: str, inner: str) -> str:
+def _nest_calls(owners: Owners, field: str, inner: str) -> str:
     """Return the wraps of a field, the leftmost outermost."""
     calls = [f"{each.name}.{field}(" for each in owners[field]]
     return "".join(calls) + inner + ")" * len(calls)
 
 
-def _piped(owners: Owners, field: str, value: str) -> str:
+def _chain_calls(owners: Owners, field: str, value: str) -> str:
     """Return the calls through which a value flows, the leftmost innermost."""
     for each in owners[field]:
         value = f"{each.name}.{field}({value})"
@@ -683,15 +683,15 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
     if not field.eq:
         return field
     given = [] if field.converter is None else [field.converter]
-    return field.evolve(converter=attrs.converters.pipe(*given, _own))
+    return field.evolve(converter=attrs.converters.pipe(*given, _copy_containers))
 
 
-def _own(value: Any) -> Any:
+def _copy_containers(value: Any) -> Any:
     """Return a value with containers of its own, and what is in them as it is."""
     if type(value) is dict:
-        return {key: _own(each) for key, each in cast("Any", value).items()}
+        return {key: _copy_containers(each) for key, each in cast("Any", value).items()}
     if type(value) in (list, tuple, set):
-        return type(value)(map(_own, value))
+        return type(value)(map(_copy_containers, value))
     return value
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 
 from accelfn.base.draws import NOTHING
 from accelfn.collectives import naming
-from accelfn.collectives.neighbors import Homewards, around, owners
+from accelfn.collectives.neighbors import Homewards, owners, pass_ring
 from accelfn.errors import LossError
 from accelfn.world import World
 
@@ -645,7 +645,9 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         query, key, value, *masks = cast("tuple[torch.Tensor, ...]", given)
         ranks, length = meetings.ranks, query.shape[POSITIONS]
-        held = zip(owners(ranks), around((key, value), ranks, label=_RING), strict=True)
+        held = zip(
+            owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
+        )
         with _plainly(query):
             owner, pair = next(held)  # its own keys, which all queries meet
             seen, lse = map(wide, meetings.block(owner, query, pair, masks[0]).attend())
@@ -670,7 +672,9 @@ class _Attention(torch.autograd.Function):
         home = Homewards((wide(key), wide(value)), ranks, label=_RING)
         of_masks: list[torch.Tensor | None] = []
         learned = ctx.needs_input_grad[-ranks.size :]
-        held = zip(owners(ranks), around((key, value), ranks, label=_RING), strict=True)
+        held = zip(
+            owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
+        )
         with _plainly(query):
             for hop, (owner, pair) in enumerate(held):
                 block = meetings.block(owner, query, pair, masks[hop])

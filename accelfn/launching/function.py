@@ -30,7 +30,7 @@ from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldErr
 from accelfn.launching.machines import Plan
 from accelfn.launching.script import run_here
 from accelfn.launching.settings import MOST_PROCESSES
-from accelfn.world.axes import resolved
+from accelfn.world.axes import resolve_axes
 from accelfn.world.place import asked_size
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def launch(
         [10, 11]
     """
     _check(size, fn, device=device, timeout=timeout)
-    sizes = None if axes is None else resolved("af.launch", axes, size)
+    sizes = None if axes is None else resolve_axes("af.launch", axes, size)
     name, others = asked_size(os.environ)
     if others > 1:
         msg = (

@@ -20,7 +20,7 @@ from attrs import field, frozen
 from accelfn.base import arguments
 from accelfn.errors import ArgumentError, LaunchError
 from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT, Machines
-from accelfn.world.axes import of_text
+from accelfn.world.axes import parse_axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -192,7 +192,7 @@ def checked(name: str, value: Any, source: str) -> Any:
 def check_axes(text: str, source: str, size: int | None) -> None:
     """Refuse axes that no world has, or none of so many ranks, as a world refuses them."""
     try:
-        of_text(f"{_where('axes', source)} {text}", text, size)
+        parse_axes(f"{_where('axes', source)} {text}", text, size)
     except ArgumentError as error:
         raise LaunchError(str(error)) from error
 

@@ -50,7 +50,7 @@ from accelfn.model.model import ModelSource, Skeleton, skeleton_of
 from accelfn.model.optimizer import NamedParameters, prototype_of, rebuilt
 from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
-from accelfn.world.axes import extents, folded
+from accelfn.world.axes import extents, fold_cp
 
 # A training state of tensors that have a shape, a device and no values: torch's fake
 # tensors.
@@ -321,7 +321,7 @@ def memory_estimate(
             " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
         )
         raise ArgumentError(msg)
-    axes = {} if axes is None else folded(extents("af.memory_estimate", axes))
+    axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
     bare = _bare(model)
     by_dtype: dict[torch.dtype, StateBytes] = {}
     refused: dict[torch.dtype, str] = {}

@@ -72,14 +72,14 @@ _CAST = 1e-2  # a number may have gone from one dtype to another
 
 
 @contextmanager
-def noted() -> Generator["Acts"]:
+def record_operations() -> Generator["OperationRecord"]:
     """Give what notes all that is done to tensors on meta inside a `with` block."""
-    acts = Acts()
+    acts = OperationRecord()
     with _Looks(acts), acts:
         yield acts
 
 
-class Acts(TorchDispatchMode):
+class OperationRecord(TorchDispatchMode):
     """Notes which operations write into tensors on meta.
 
     A tensor is known by its memory, which views of it share. What is known stays alive, so
@@ -122,7 +122,7 @@ class Acts(TorchDispatchMode):
         returned = func(*args, **kwargs)
         act = (str(func), *_numbers(args), *_numbers(kwargs.values()))
         given = list(_tensors([args, kwargs]))
-        for tensor in _written(func, args, kwargs):
+        for tensor in _written_tensors(func, args, kwargs):
             if tensor.is_meta:
                 self.leaves(tensor, act)
             else:
@@ -160,7 +160,7 @@ class _Looks(TorchFunctionMode):
     `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` do: that they look is all there is.
     """
 
-    def __init__(self, acts: Acts) -> None:
+    def __init__(self, acts: OperationRecord) -> None:
         super().__init__()
         self._acts = acts
 
@@ -221,7 +221,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _written(
+def _written_tensors(
     func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[torch.Tensor]:
     for place, argument in enumerate(func._schema.arguments):
@@ -251,7 +251,7 @@ _WHOLE = 'or init="whole", which draws the model as its factory does, on each ra
 
 
 @attrs.frozen(eq=False)
-class Bare:
+class MetaModel:
     """A model whose parameters have no values.
 
     Attributes:
@@ -271,7 +271,7 @@ class Bare:
                 module._parameters[own] = cast("nn.Parameter", param)
 
 
-def bare(source: ModelSource, *, seed: int, name: str) -> Bare:
+def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
     """Return the model of a factory, its parameters on meta.
 
     Raises:
@@ -288,7 +288,7 @@ def bare(source: ModelSource, *, seed: int, name: str) -> Bare:
     check_factory(source)
     with draws.seeded(draws.key(seed, name, "init"), _CPU):
         try:
-            with noted() as acts, parameters_on_meta(acts.begins):
+            with record_operations() as acts, parameters_on_meta(acts.begins):
                 module = source()
         except (RuntimeError, TypeError, NotImplementedError) as error:
             if not _is_of_meta(error):
@@ -310,10 +310,14 @@ def bare(source: ModelSource, *, seed: int, name: str) -> Bare:
             )
             raise ModelError(msg)
     params = dict(module.named_parameters())
-    return Bare(module, {n: acts.on(p) for n, p in params.items()}, _places(module))
+    return MetaModel(
+        module, {n: acts.on(p) for n, p in params.items()}, _places(module)
+    )
 
 
-def drawn(bare: Bare, keep: Keep, *, seed: int, name: str) -> dict[str, torch.Tensor]:
+def draw_params(
+    bare: MetaModel, keep: Keep, *, seed: int, name: str
+) -> dict[str, torch.Tensor]:
     """Return what is kept of each parameter, in the module's order.
 
     Modules inside come before those around them. A parameter is drawn by the module that it
@@ -336,7 +340,7 @@ def drawn(bare: Bare, keep: Keep, *, seed: int, name: str) -> dict[str, torch.Te
     drawing = _Drawing(bare, keep, kept, {}, own)
     for where, module in reversed(list(bare.module.named_modules())):
         drawing.come_to(module)
-        for said, way in _ways(bare.module, where, module):
+        for said, way in _initializers(bare.module, where, module):
             due = drawing.due(where)
             if not due:
                 break
@@ -365,7 +369,7 @@ class _Drawing:
         own: by a module's id, the names of the parameters that are its own.
     """
 
-    bare: Bare
+    bare: MetaModel
     keep: Keep
     kept: dict[str, torch.Tensor]
     pending: dict[str, str]
@@ -385,7 +389,7 @@ class _Drawing:
     ) -> None:
         """Draw what a function sets as the factory did."""
         metas = {name: _at(self.bare.places[name][0]) for name in due}
-        with draws.seeded(key, _CPU), torch.no_grad(), noted() as acts:
+        with draws.seeded(key, _CPU), torch.no_grad(), record_operations() as acts:
             way()
         setting = {name: acts.on(meta) for name, meta in metas.items()}
         for name in due:
@@ -421,10 +425,10 @@ class _Drawing:
             self.bare.put(metas)
 
 
-def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
+def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
     """Return what may set a module's parameters, Transformers' way before torch's."""
     kind, ways = type(module).__name__, cast("_Ways", [])
-    for around in _around(root, where):
+    for around in _enclosing_modules(root, where):
         convention: Any = getattr(around, "_init_weights", None)
         if callable(convention) and call_mismatch(convention, module) is None:
             said = f"{type(around).__name__}._init_weights({kind})"
@@ -440,7 +444,7 @@ def _ways(root: nn.Module, where: str, module: nn.Module) -> _Ways:
     return ways
 
 
-def _around(root: nn.Module, where: str) -> Iterator[nn.Module]:
+def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
     """Give a module and those around it, from the inside."""
     names = where.split(".") if where else []
     for count in range(len(names), -1, -1):
@@ -490,7 +494,7 @@ def _why(said: str, setting: Collection[Act]) -> str:
     return f"the factory set otherwise than {said}, as by loading it"
 
 
-def _refuse(bare: Bare, name: str, why: str, count: int) -> NoReturn:
+def _refuse(bare: MetaModel, name: str, why: str, count: int) -> NoReturn:
     module, own = bare.places[name][0]
     kind, where = type(module).__name__, name.rpartition(".")[0]
     here = f"the module {where!r}, a {kind}," if where else f"the model, a {kind},"

@@ -387,12 +387,12 @@ def _check_takes_nothing(factory: Any) -> None:
     if error is not None:
         msg = (
             f"model={factory!r}: expected a module, or a factory that takes no argument;"
-            f" this one: {error}. functools.partial({_named(factory)}, ...) makes one of it."
+            f" this one: {error}. functools.partial({_factory_name(factory)}, ...) makes one of it."
         )
         raise ModelError(msg) from error
 
 
-def _named(factory: Any) -> str:
+def _factory_name(factory: Any) -> str:
     return getattr(factory, "__name__", "factory")
 
 
@@ -416,7 +416,7 @@ def materialize(
     check_module(module, source)
     if device.type != "meta":
         check_values(cast("nn.Module", module), drawn=True)
-    return _moved(cast("nn.Module", module), device)
+    return _move_module(cast("nn.Module", module), device)
 
 
 def _born_on(device: torch.device) -> AbstractContextManager[object]:
@@ -424,7 +424,7 @@ def _born_on(device: torch.device) -> AbstractContextManager[object]:
     return device if device.type == "meta" else nullcontext()
 
 
-def _moved(module: nn.Module, device: torch.device) -> nn.Module:
+def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
     """Return the module on a device, with each tensor there once, as it was here.
 
     `Module.to` makes a buffer of two names two, and on devices of some makes a parameter too.
@@ -547,7 +547,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     try:
         bare = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
-        where = next(_uncopied(module, memo), "")
+        where = next(_uncopyable(module, memo), "")
         msg = (
             f"{type(module).__name__} cannot be copied{where}: {error}. A module keeps its"
             " tensors as parameters or buffers, not as computed tensors in plain"
@@ -568,7 +568,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     )
 
 
-def _uncopied(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
+def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
     """Yield the attributes of a module, and of those in it, that cannot be copied."""
     for name, each in module.named_modules():
         for attribute, value in vars(each).items():

@@ -272,7 +272,9 @@ class partition:
                 raise OptimizerError(msg)
         factories = (factory for _, factory in self.parts)
         made = zip(factories, shares, strict=True)
-        return Partitioned([_made(i, *each, self) for i, each in enumerate(made)])
+        return Partitioned(
+            [_create_part(i, *each, self) for i, each in enumerate(made)]
+        )
 
     def __repr__(self) -> str:
         """Show the parts by the names of their functions."""
@@ -307,7 +309,9 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
         raise ArgumentError(msg)
 
 
-def _made(i: int, factory: Any, share: NamedParameters, whole: partition) -> Optimizer:
+def _create_part(
+    i: int, factory: Any, share: NamedParameters, whole: partition
+) -> Optimizer:
     """Return a part's optimizer, if it has just its share."""
     made = factory(share)
     if not isinstance(made, Optimizer):
@@ -735,7 +739,7 @@ COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
 """What torch's optimizers keep of a parameter as one number, as of a lone one all else."""
 
 
-def beside(
+def place_opt_state(
     opt_state: Mapping[str, Mapping[str, Any]],
     params: Mapping[str, torch.Tensor],
     optimizer: Optimizer,

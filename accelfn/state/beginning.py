@@ -18,13 +18,13 @@ from accelfn.collectives.replicas import checksum
 from accelfn.definition.definition import (
     Definition,
     as_data,
+    as_world,
     check_device,
     check_schedule,
-    checked_world,
 )
 from accelfn.definition.transform import chain, check_copied
 from accelfn.errors import ArgumentError
-from accelfn.model.drawn import bare, drawn
+from accelfn.model.drawn import build_on_meta, draw_params
 from accelfn.model.model import (
     ModelSource,
     Skeleton,
@@ -32,7 +32,7 @@ from accelfn.model.model import (
     parameter_like,
     skeleton_of,
 )
-from accelfn.model.optimizer import OptimizerSource, beside, prototype_of
+from accelfn.model.optimizer import OptimizerSource, place_opt_state, prototype_of
 from accelfn.schedules.factors import Schedule, bound
 from accelfn.state.update import shared_draws
 from accelfn.world import World
@@ -94,7 +94,7 @@ def begin(
         msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
         raise ArgumentError(msg)
     check_schedule(schedule)
-    world = checked_world(world)
+    world = as_world(world)
     check_device(setup, world)
     device = world.device
     if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
@@ -161,7 +161,7 @@ def _create_whole(
         prototype=prototype,
         params=copy_shared_memory(params),
         buffers=_copies(module),
-        opt_state=beside(opt_state, params, prototype, skeleton.module),
+        opt_state=place_opt_state(opt_state, params, prototype, skeleton.module),
         setup=chain(),
     )
 
@@ -179,7 +179,7 @@ def _create_in_parts(
 
     Where the setup cuts nothing, parameters are whole, of the same values.
     """
-    begun = bare(model, seed=seed, name=name)
+    begun = build_on_meta(model, seed=seed, name=name)
     module, skeleton = begun.module, skeleton_of(begun.module)
     owners, layout = setup.owners["layout"], None
     if owners:
@@ -196,7 +196,7 @@ def _create_in_parts(
             values = layout.cut(name, values)
         return values if tree.is_shard(values) else values.to(world.device)
 
-    params = drawn(begun, keep, seed=seed, name=name)
+    params = draw_params(begun, keep, seed=seed, name=name)
     if layout is not None:  # what is cut must have been the same on all ranks
         check_replicas(params, world, label="compare replicas", values=True, sums=sums)
     metas = module.named_parameters()

@@ -23,16 +23,16 @@ from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import Pending, ReadOnly, is_shard
 from accelfn.base.words import hint_attributes
 from accelfn.collectives import check_replicas, check_rows
-from accelfn.collectives.failures import shown
+from accelfn.collectives.failures import format_tensor
 from accelfn.collectives.replicas import sums_of
 from accelfn.data import Data
 from accelfn.data.plan import Cursor
 from accelfn.definition import transform as entries
-from accelfn.definition.definition import Definition, check_setup, say_batch_size
+from accelfn.definition.definition import Definition, check_setup, warn_of_batch_size
 from accelfn.definition.transform import by_rank, chain, facts_of, pair
 from accelfn.errors import ArgumentError, CallError
 from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
-from accelfn.model.optimizer import OptimizerSource, beside, trained_names
+from accelfn.model.optimizer import OptimizerSource, place_opt_state, trained_names
 from accelfn.schedules.factors import Schedule
 from accelfn.state.beginning import begin, begin_slots, restart_slots
 from accelfn.state.grads import Lease
@@ -71,7 +71,7 @@ def check_same_values(
         return
     rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
     if is_split:  # parts are summed up together
-        shapes = {n: shown(r) if _is_tensor(r) else r for n, r in rows.items()}
+        shapes = {n: format_tensor(r) if _is_tensor(r) else r for n, r in rows.items()}
         check_rows(shapes, world, label=_LABEL, advice=advice)
     check_rows(_add_checksums(rows, world), world, label=_LABEL, advice=advice)
 
@@ -91,7 +91,7 @@ def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
     sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
     named = dict(zip(tensors, sums, strict=True))
     return {
-        name: f"{shown(row)}, checksum {named[name]}" if name in named else row
+        name: f"{format_tensor(row)}, checksum {named[name]}" if name in named else row
         for name, row in rows.items()
     }
 
@@ -239,7 +239,7 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     shapes = {name: meta.shape for name, meta in named}
     with own_modes(world.device):
         moved = [
-            layout.laid_out(each, wanted, shapes, world)
+            layout.reshard_tree(each, wanted, shapes, world)
             for each in (values.params, values.opt_state, values.slots)
         ]
     params, opt_state, slots = moved
@@ -253,7 +253,7 @@ def move_to_device(values: Values, definition: Definition) -> Values:
     buffers = {name: each.to(device) for name, each in values.buffers.items()}
     # dicts: an engine may have kept values in another order, which others do not know
     module = definition.skeleton.module
-    opt_state = beside(values.opt_state, params, definition.optimizer, module)
+    opt_state = place_opt_state(values.opt_state, params, definition.optimizer, module)
     return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
 
 
@@ -375,7 +375,7 @@ class TrainState:
             slots={},
             definition=definition,
         ).with_setup(composed)
-        say_batch_size(data, state.definition)
+        warn_of_batch_size(data, state.definition)
         give_away(begun.module, name)
         seal_optimizer(optimizer, name)
         return state

@@ -12,7 +12,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import check_word, explain_call_errors
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_on_write, local
-from accelfn.collectives import wholes
+from accelfn.collectives import gather_full
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.beginning import begin_slot, untouched_slots
 from accelfn.state.state import TrainState, check_state
@@ -112,7 +112,7 @@ def bind(
         if not gather:
             raise StateError(_PARTS)
         with torch.no_grad():
-            params = wholes(params, state.world, label="af.bind")
+            params = gather_full(params, state.world, label="af.bind")
     module = state.definition.skeleton.build(params, state.buffers)
     lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
     begins = [] if at == "eval" or gather or state.num_tried else untouched_slots(state)
@@ -238,7 +238,7 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
     ):  # what is made in inference mode can teach nobody
         params = params_at(state, "af.frozen(state)", at)
         with torch.no_grad():
-            all_of_it = wholes(params, state.world, label="af.frozen")
+            all_of_it = gather_full(params, state.world, label="af.frozen")
             values = {name: copy_on_write(each) for name, each in all_of_it.items()}
             buffers = {
                 name: copy_on_write(each) for name, each in state.buffers.items()

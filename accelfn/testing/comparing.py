@@ -20,7 +20,7 @@ import torch
 from accelfn.base import arguments
 from accelfn.base.arguments import explain_call_errors, is_number
 from accelfn.base.tree import Pending, is_shard, local
-from accelfn.collectives import wholes
+from accelfn.collectives import gather_full
 from accelfn.errors import ArgumentError, LawError
 from accelfn.state.state import TrainState
 from accelfn.testing.simulation.calls import Entry
@@ -450,7 +450,7 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
     }
     if gather:
         parts = {path: leaf for path, leaf in found.items() if is_shard(leaf)}
-        found |= wholes(parts, state.world, label="compare states")
+        found |= gather_full(parts, state.world, label="compare states")
     return {path: kept(leaf) for path, leaf in found.items()}
 
 

@@ -51,7 +51,7 @@ from accelfn.testing.rank import (
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.ranks import seed_rank
 from accelfn.world import World
-from accelfn.world.axes import resolved
+from accelfn.world.axes import resolve_axes
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -109,7 +109,7 @@ def run_processes(
     answers by waiting, aborting or wrong numbers.
     """
     _check(size, fn, timeout)
-    sizes = {} if axes is None else resolved("run_processes", axes, size)
+    sizes = {} if axes is None else resolve_axes("run_processes", axes, size)
     program = packed((fn, args, sizes))
     with _LOCK:
         try:

@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from accelfn.base.arguments import check_integer, check_sizes, explain_call_errors
-from accelfn.collectives import wholes
+from accelfn.collectives import gather_full
 from accelfn.definition.transform import chain, facts_of, has_field, is_transform
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
 from accelfn.loop.batches import batches
@@ -622,7 +622,7 @@ def _owed(state: Any) -> dict[str, Any]:
 
 
 def _gathered(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    return wholes(params, state.world, label="compare states")
+    return gather_full(params, state.world, label="compare states")
 
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:

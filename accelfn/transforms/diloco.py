@@ -17,9 +17,9 @@ from accelfn.base.tree import Pending, cut_axes, is_shard, local, with_local
 from accelfn.collectives import average_, start_reduce
 from accelfn.collectives.few_bits import (
     mean_of,
+    reduce_quantized,
     start_mean,
     start_parts,
-    summed,
 )
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer import (
@@ -167,7 +167,9 @@ def merge_flights(
     if first.get("half") != 1:
         return first, {}
     parts = {name: like[name] for name in first["names"]}
-    sums = [summed(f["values"].wait(), bits, _dtype_of(parts)) for f in flights]
+    sums = [
+        reduce_quantized(f["values"].wait(), bits, _dtype_of(parts)) for f in flights
+    ]
     whole, total = torch.cat([coded for coded, _, _ in sums]), sums[0][2]
     left = torch.where(total > 0, torch.cat([each for _, each, _ in sums]), 0)
     flight = {**first, "half": 2, "values": Pending.of(whole), "weight": total}

@@ -20,7 +20,7 @@ from accelfn.engine.optimizer import check_elements
 from accelfn.errors import ArgumentError, CompositionError, WorldError
 from accelfn.state.state import TrainState
 from accelfn.world import World
-from accelfn.world.axes import folded
+from accelfn.world.axes import fold_cp
 
 if TYPE_CHECKING:
     from accelfn.engine.fsdp import FSDPRunner
@@ -272,7 +272,7 @@ class wrap_fsdp:
         """Reject a world with axes but no dp_shard axis of several ranks."""
         if not world.axes or world.loss.size == 1:
             return
-        if folded(world.axes).get("dp_shard", 1) == 1:
+        if fold_cp(world.axes).get("dp_shard", 1) == 1:
             msg = (
                 f"{self!r}: the world has no dp_shard of several ranks to split over:"
                 f" {dict(world.axes)}. Name one, as axes={{'dp_shard': -1}}, or take"

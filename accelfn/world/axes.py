@@ -26,7 +26,7 @@ BATCH = ("dp_replicate", "dp_shard")
 LOSS = ("dp_replicate", "dp_shard", "cp")
 
 
-def resolved(call: str, axes: object, size: int) -> dict[str, int]:
+def resolve_axes(call: str, axes: object, size: int) -> dict[str, int]:
     """Return the size of each axis, outermost first, with -1 filled in.
 
     Raises:
@@ -38,10 +38,10 @@ def resolved(call: str, axes: object, size: int) -> dict[str, int]:
             f'{call}(axes={axes!r}): expected sizes by name, such as {{"dp_shard": 4}}.'
         )
         raise ArgumentError(msg)
-    return _resolved(f"{call}(axes={axes!r})", axes, size)
+    return _fill_in(f"{call}(axes={axes!r})", axes, size)
 
 
-def of_text(word: str, text: str, size: int | None) -> dict[str, int]:
+def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
     """Return the axes that a text such as `dp_replicate=2,dp_shard=4` names, resolved.
 
     Args:
@@ -50,7 +50,7 @@ def of_text(word: str, text: str, size: int | None) -> dict[str, int]:
         size: of the world; None where it is not known yet, and -1 stays.
 
     Raises:
-        ArgumentError: as of `resolved`; or the text is no names and sizes, or has a name twice.
+        ArgumentError: as of `resolve_axes`; or the text is no names and sizes, or has a name twice.
     """
     sizes: dict[str, int | str] = {}
     for part in text.split(","):
@@ -62,7 +62,7 @@ def of_text(word: str, text: str, size: int | None) -> dict[str, int]:
             )
             raise ArgumentError(msg)
         sizes[name] = _number(extent)
-    return _resolved(word, sizes, size)
+    return _fill_in(word, sizes, size)
 
 
 def _number(text: str) -> int | str:
@@ -72,19 +72,19 @@ def _number(text: str) -> int | str:
         return text
 
 
-def chosen(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:
+def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:
     """Return the axes that a script and its launcher name together; none where neither does.
 
     Raises:
-        ArgumentError: as of `resolved`; or the two name different ones.
+        ArgumentError: as of `resolve_axes`; or the two name different ones.
     """
-    asked = {} if axes is None else resolved(call, axes, size)
+    asked = {} if axes is None else resolve_axes(call, axes, size)
     if not text:
         return asked
-    launched = of_text(f"{VARIABLE}={text}", text, size)
+    launched = parse_axes(f"{VARIABLE}={text}", text, size)
     if axes is None:
         return launched
-    if _several(asked) != _several(launched):
+    if _large_axes(asked) != _large_axes(launched):
         msg = (
             f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
             " sets, name different axes. Leave out one of the two."
@@ -93,12 +93,12 @@ def chosen(call: str, axes: object, text: str | None, size: int) -> dict[str, in
     return asked
 
 
-def _several(axes: Mapping[str, int]) -> dict[str, int]:
+def _large_axes(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: axes[name] for name in long(axes, tuple(axes))}
 
 
-def _resolved(given: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
-    """Return sizes as `resolved` does; where the world's is not known, -1 stays."""
+def _fill_in(given: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
+    """Return sizes as `resolve_axes` does; where the world's is not known, -1 stays."""
     sizes: dict[str, int] = dict(axes)
     for name, extent in sizes.items():
         _check(given, name, extent)
@@ -133,7 +133,7 @@ def extents(call: str, axes: object) -> dict[str, int]:
             " world yet, of which -1 could be what is left."
         )
         raise ArgumentError(msg)
-    return resolved(call, axes, math.prod(n for n in values if is_integer(n, 1)))
+    return resolve_axes(call, axes, math.prod(n for n in values if is_integer(n, 1)))
 
 
 def _check(given: str, name: object, extent: object) -> None:
@@ -148,7 +148,7 @@ def _check(given: str, name: object, extent: object) -> None:
         raise ArgumentError(msg)
 
 
-def folded(axes: Mapping[str, int]) -> dict[str, int]:
+def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
     """Return the axes that a model is split over: what is along "cp" counts to "dp_shard"."""
     sizes = {name: axes[name] for name in axes if name != "cp"}
     if axes.get("cp", 1) > 1:
@@ -205,7 +205,7 @@ def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in axes if name in names and axes[name] > 1)
 
 
-def joined(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
+def neighbor_runs(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
     """Return every run of neighbouring axes of several ranks, but that of all."""
     names = long(axes, tuple(axes))
     runs = [

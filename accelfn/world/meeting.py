@@ -150,7 +150,7 @@ def join(
     meeting.opens_in_time = names <= _CAN_CHANGE_TIMEOUT
     with explain_opening(place.rank, place.size, backend):
         store = _meet(meeting)
-    opened(
+    open_default_group(
         store,
         place.rank,
         place.size,
@@ -161,7 +161,7 @@ def join(
     return _connection(place, dist.group.WORLD, store), True
 
 
-def opened(
+def open_default_group(
     store: dist.Store,
     rank: int,
     size: int,
@@ -530,7 +530,7 @@ class Launched:
         if len(names) == 1:
             return True
         try:
-            opened(
+            open_default_group(
                 self._watched(store, names),
                 names.index(self._name),
                 len(names),

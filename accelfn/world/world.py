@@ -34,7 +34,7 @@ from accelfn.world.meeting import (
 from accelfn.world.place import Environment, Place, read_place
 
 
-def _connected(group: "dist.ProcessGroup | Connection | None") -> Connection:
+def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
     """Return what joins the ranks: that of another world, or a new one."""
     return group if isinstance(group, Connection) else Connection(group)
 
@@ -71,7 +71,7 @@ class World:
     checked: bool = False
     axes: Mapping[str, int] = attrs.field(factory=dict[str, int])
     connection: Connection = attrs.field(
-        default=None, alias="group", converter=_connected, repr=False
+        default=None, alias="group", converter=_connection_of, repr=False
     )
     _whole: "World | None" = attrs.field(default=None, repr=False, alias="whole")
 
@@ -99,9 +99,9 @@ class World:
             raise WorldError(msg)
 
         if self.axes:
-            sizes = arithmetic.resolved("World", self.axes, self.size)
+            sizes = arithmetic.resolve_axes("World", self.axes, self.size)
             object.__setattr__(self, "axes", sizes)
-            if set(arithmetic.joined(sizes)) - self.connection.parts.keys():
+            if set(arithmetic.neighbor_runs(sizes)) - self.connection.parts.keys():
                 msg = (
                     f"World(axes={sizes}) needs a process group for each axis: use"
                     " World.from_env(axes=...)."
@@ -479,7 +479,7 @@ def open_part(
         return connection
     if (name,) not in connection.parts:
         if connection.simulated is None:
-            group, simulated = _opened(name, rows, mine, connection, device), None
+            group, simulated = _open_groups(name, rows, mine, connection, device), None
         elif len(mine) > 1:
             group, simulated = connection.simulated.part(name, mine)
         else:
@@ -489,7 +489,7 @@ def open_part(
     return connection.parts[name,]
 
 
-def _opened(
+def _open_groups(
     name: str,
     rows: Rows,
     mine: tuple[int, ...],
@@ -514,14 +514,14 @@ def _opened(
 _FOLDED = ("dp_shard x cp",)
 
 
-def folded(world: World) -> World:
+def fold_axes(world: World) -> World:
     """Return the ranks that a model may be split over, along the axes of splitting.
 
     Without axes they all share one copy; those along "cp" count to "dp_shard".
     """
     if not world.axes:
         return attrs.evolve(world, axes={"dp_shard": world.loss.size})
-    axes = arithmetic.folded(world.axes)
+    axes = arithmetic.fold_cp(world.axes)
     if axes == world.axes:
         return world
     connection = world.connection
@@ -529,7 +529,7 @@ def folded(world: World) -> World:
         connection.add_part(_FOLDED, _group(connection), connection.simulated)
         whole = connection.parts[_FOLDED]
         whole.parts = {}
-        for names in arithmetic.joined(axes):
+        for names in arithmetic.neighbor_runs(axes):
             inner = (*names, "cp") if "dp_shard" in names else names
             part = connection.parts[arithmetic.long(world.axes, inner)]
             whole.add_part(names, _group(part), part.simulated)
@@ -552,7 +552,7 @@ def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
     All ranks open all groups, in one order.
     """
     groups: Groups = {}
-    for names in arithmetic.joined(axes):
+    for names in arithmetic.neighbor_runs(axes):
         for ranks in arithmetic.rows(axes, names):
             group: Any = dist.new_group(
                 ranks,
@@ -615,7 +615,7 @@ def open_world(
     check_backend(backend)
     place = read_place(env)
     size = 1 if place is None else place.size
-    sizes = arithmetic.chosen(_CALL, axes, env.get(arithmetic.VARIABLE), size)
+    sizes = arithmetic.choose_axes(_CALL, axes, env.get(arithmetic.VARIABLE), size)
     if place is None or place.is_alone:
         refuse_open_group()
         chosen = choose_device(device, local_rank=0)

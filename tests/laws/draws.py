@@ -379,13 +379,13 @@ ROWS = [
         name="first buffers, beside parts",
         draws=on_rank(buffers_beside_parts),
         apart="seed name",
-        at="model.drawn.bare",
+        at="model.drawn.build_on_meta",
     ),
     Row(
         name="first weights of a module",
         draws=on_rank(weights_of_a_module),
         apart="seed name index",
-        at="model.drawn.drawn",
+        at="model.drawn.draw_params",
     ),
     Row(
         name="a loss",

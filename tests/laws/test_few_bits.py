@@ -14,10 +14,10 @@ import accelfn as af
 from accelfn.collectives import neighbors
 from accelfn.collectives.few_bits import (
     BLOCK,
-    decoded,
-    encoded,
+    dequantize,
     mean_of,
     num_bytes,
+    quantize,
     start_mean,
     start_parts,
 )
@@ -49,7 +49,7 @@ def rows(draw: st.DrawFn, *, finite: bool = True) -> torch.Tensor:
 @given(values=rows(), bits=BITS)
 def test_they_are_the_nearest(values: torch.Tensor, bits: int) -> None:
     """Each is within half a step, and a step is at most the largest over 2**(bits - 2) - 1/2."""
-    found = decoded(encoded(values, bits), bits, values.dtype)
+    found = dequantize(quantize(values, bits), bits, values.dtype)
     blocks, near = values.view(-1, BLOCK), found.view(-1, BLOCK)
     most = (1 << (bits - 1)) - 1
     step = 2.0 ** (blocks.abs().amax(1, keepdim=True) / most).log2().ceil()
@@ -60,16 +60,16 @@ def test_they_are_the_nearest(values: torch.Tensor, bits: int) -> None:
 @given(values=rows(), bits=BITS)
 def test_nothing_is_lost_between(values: torch.Tensor, bits: int) -> None:
     """What is left out, and what is sent, are the numbers bit by bit; sent again they stay."""
-    found = decoded(encoded(values, bits), bits, values.dtype)
+    found = dequantize(quantize(values, bits), bits, values.dtype)
     left = values - found
     assert torch.equal(left + found, values)
-    assert torch.equal(decoded(encoded(found, bits), bits, values.dtype), found)
+    assert torch.equal(dequantize(quantize(found, bits), bits, values.dtype), found)
 
 
 @given(values=rows(), bits=BITS)
 def test_they_take_so_many_bytes(values: torch.Tensor, bits: int) -> None:
     """So many bits a number, and a byte for a block."""
-    coded = encoded(values, bits)
+    coded = quantize(values, bits)
     assert coded.dtype == torch.uint8
     assert coded.shape == (len(values), num_bytes(values.shape[1], bits))
     assert num_bytes(values.shape[1], bits) == values.shape[1] * (bits + 1 / 16) / 8
@@ -78,12 +78,12 @@ def test_they_take_so_many_bytes(values: torch.Tensor, bits: int) -> None:
 @given(values=rows(finite=False), bits=BITS)
 def test_what_is_not_finite_shows(values: torch.Tensor, bits: int) -> None:
     """A block with NaN or an infinity is NaN; its neighbours are as they were."""
-    found = decoded(encoded(values, bits), bits, values.dtype)
+    found = dequantize(quantize(values, bits), bits, values.dtype)
     sound = values.clone()
     sound[0, :BLOCK] = 0
     assert found[0, :BLOCK].isnan().all()
     found[0, :BLOCK] = 0
-    assert torch.equal(found, decoded(encoded(sound, bits), bits, values.dtype))
+    assert torch.equal(found, dequantize(quantize(sound, bits), bits, values.dtype))
 
 
 @given(

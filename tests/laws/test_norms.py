@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from accelfn.transforms import clip
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 from tests.laws.test_whole_tensors import AXES, Piece, cut
 
 POWERS = 1.0, 2.0, 3.0, inf
@@ -66,7 +66,7 @@ def test_the_norm_of_parts_is_that_of_the_whole(
     sizes["dp_shard"] = axes.get("dp_shard", 1) * sizes.pop("cp", 1)
 
     def norms(world: af.World) -> list[torch.Tensor]:
-        lying, parts = folded(world), list[torch.Tensor]()
+        lying, parts = fold_axes(world), list[torch.Tensor]()
         for whole, each in zip(wholes, given, strict=True):
             cuts = each.cuts(sizes)
             parts.append(cut(whole, cuts, lying) if cuts else whole)

@@ -18,7 +18,7 @@ import accelfn as af
 from accelfn import collectives
 from accelfn.collectives import replicas
 from accelfn.testing import simulate
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 
 AXES = [
     *({"dp_shard": size} for size in (2, 3, 4)),
@@ -131,9 +131,9 @@ def test_parts_are_gathered_to_what_was_cut(
     cuts = {f"{i}": each.cuts(sizes) for i, each in enumerate(given)}
 
     def fn(world: af.World) -> None:
-        lying = folded(world)
+        lying = fold_axes(world)
         parts = {n: cut(t, cuts[n], lying) if cuts[n] else t for n, t in wholes.items()}
-        found = collectives.wholes(parts, world, label="whole")
+        found = collectives.gather_full(parts, world, label="whole")
         assert list(wholes) == list(found)
         for name, whole in wholes.items():
             assert same_bits(whole, found[name])
@@ -179,6 +179,8 @@ def test_parts_of_unlike_parts_are_gathered_too(
 
     def fn(world: af.World) -> None:
         parts = {"mine": cut(whole, cuts, world)}
-        assert same_bits(collectives.wholes(parts, world, label="it")["mine"], whole)
+        assert same_bits(
+            collectives.gather_full(parts, world, label="it")["mine"], whole
+        )
 
     simulate(prod(axes.values()), fn, axes=axes)

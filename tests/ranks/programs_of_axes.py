@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import accelfn as af
-from accelfn.world.axes import AXES, joined
+from accelfn.world.axes import AXES, neighbor_runs
 
 
 @attrs.frozen
@@ -144,7 +144,7 @@ def programs(draw: st.DrawFn, *, most: int = 8) -> Program:
             extents = [each for each in (2, 1, 3, 4) if each <= room]
             axes[name] = draw(st.sampled_from(extents))
     axes = axes or {"tp": draw(st.integers(1, most))}
-    names = [*joined(axes), tuple(axes), ()]
+    names = [*neighbor_runs(axes), tuple(axes), ()]
     along = st.sampled_from(names).flatmap(st.permutations).map(tuple)
     among = st.sampled_from(["all", "all", "even", "odd"])
     calls = st.builds(Call, st.sampled_from(sorted(KINDS)), along, among)

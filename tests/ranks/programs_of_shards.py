@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
-from accelfn.world.world import folded
+from accelfn.world.world import fold_axes
 from tests.laws.split_models import LOSSES, OPTIMIZERS, Net, Run
 from tests.strategies import tensors
 
@@ -53,7 +53,7 @@ def by_hand(world: af.World, run: Run) -> dict[str, torch.Tensor]:
     values = run.state(af.World()).params
     net.load_state_dict({**net.state_dict(), **values})
     whole = {param for param in net.parameters() if not param.ndim}
-    mesh = folded(world).mesh
+    mesh = fold_axes(world).mesh
     for unit in net.blocks:
         fully_shard(unit, mesh=mesh)
     fully_shard(net, mesh=mesh, ignored_params=whole)

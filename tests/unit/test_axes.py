@@ -6,26 +6,34 @@ import torch
 
 import accelfn as af
 from accelfn.testing import run_processes, simulate
-from accelfn.world.axes import chosen, joined, resolved, rows
+from accelfn.world.axes import (
+    choose_axes,
+    neighbor_runs,
+    resolve_axes,
+    rows,
+)
 from tests.states import linear_state
 
 
 def test_what_is_left_is_filled_in():
     """-1 is what the other axes leave, and the order is the library's."""
-    assert resolved("call", {"tp": 2, "dp_shard": -1}, 8) == {"dp_shard": 4, "tp": 2}
-    assert list(resolved("call", {"tp": 2, "dp_shard": 1}, 2)) == ["dp_shard", "tp"]
-    assert resolved("call", {"pp": 1, "cp": 3}, 3) == {"cp": 3}
+    assert resolve_axes("call", {"tp": 2, "dp_shard": -1}, 8) == {
+        "dp_shard": 4,
+        "tp": 2,
+    }
+    assert list(resolve_axes("call", {"tp": 2, "dp_shard": 1}, 2)) == ["dp_shard", "tp"]
+    assert resolve_axes("call", {"pp": 1, "cp": 3}, 3) == {"cp": 3}
 
 
 def test_a_script_and_its_launcher_name_the_same_axes():
     """Either alone is taken; both may differ in axes of one rank, and else are refused."""
-    assert chosen("call", None, None, 4) == chosen("call", None, "", 4) == {}
-    assert chosen("call", None, "tp=2, dp_shard=-1", 4) == {"dp_shard": 2, "tp": 2}
-    assert chosen("call", {"dp_shard": -1}, None, 4) == {"dp_shard": 4}
-    agreed = chosen("call", {"dp_shard": -1, "cp": 1}, "dp_shard=4,tp=1", 4)
+    assert choose_axes("call", None, None, 4) == choose_axes("call", None, "", 4) == {}
+    assert choose_axes("call", None, "tp=2, dp_shard=-1", 4) == {"dp_shard": 2, "tp": 2}
+    assert choose_axes("call", {"dp_shard": -1}, None, 4) == {"dp_shard": 4}
+    agreed = choose_axes("call", {"dp_shard": -1, "cp": 1}, "dp_shard=4,tp=1", 4)
     assert agreed == {"dp_shard": 4, "cp": 1}
     with pytest.raises(af.ArgumentError, match="name different axes"):
-        chosen("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
+        choose_axes("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
 
 
 def test_the_last_axis_is_the_densest():
@@ -37,11 +45,11 @@ def test_the_last_axis_is_the_densest():
 
 def test_groups_are_opened_for_neighbours():
     """Axes of one rank need none, and stand between nobody."""
-    assert joined({"dp_replicate": 2, "dp_shard": 1, "tp": 2}) == [
+    assert neighbor_runs({"dp_replicate": 2, "dp_shard": 1, "tp": 2}) == [
         ("dp_replicate",),
         ("tp",),
     ]
-    assert ("dp_shard", "cp") in joined({"dp_shard": 2, "cp": 2, "tp": 2})
+    assert ("dp_shard", "cp") in neighbor_runs({"dp_shard": 2, "cp": 2, "tp": 2})
 
 
 BAD = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.packed import are_told_alike, start_sum_
+from accelfn.collectives.packed import is_same_text, start_sum_
 from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
@@ -313,10 +313,10 @@ def test_texts_are_told_apart_by_all_of_their_sum(one, two, size):
         texts = [json.dumps([two if rank == place else one]) for rank in range(size)]
 
         def fn(world, texts=texts):
-            return are_told_alike(texts[world.rank], world, label="texts")
+            return is_same_text(texts[world.rank], world, label="texts")
 
         assert set(simulate(size, fn)) == {False}
-    assert all(simulate(size, lambda world: are_told_alike(one, world, label="one")))
+    assert all(simulate(size, lambda world: is_same_text(one, world, label="one")))
 
 
 @pytest.mark.parametrize("field", ["params", "buffers"])

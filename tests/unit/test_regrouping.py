@@ -114,7 +114,7 @@ def test_one_whose_end_is_noticed_later_is_done_without(
         return looks[-1]
 
     plain = Words.is_gone
-    monkeypatch.setattr(meeting, "opened", breaks)
+    monkeypatch.setattr(meeting, "open_default_group", breaks)
     monkeypatch.setattr(Words, "is_gone", is_gone)
     words.call(1, ["0.0", "1.0"])
     words.arrive(1, "1.0")

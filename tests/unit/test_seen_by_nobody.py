@@ -122,6 +122,6 @@ def test_numbers_beyond_the_exponents_of_a_byte_are_the_nearest_that_there_are(b
     """As float64 has them: what is too small is 0, and what is too large the largest."""
     tiny, huge = torch.tensor([[1e-60], [-1e300]], dtype=torch.float64)
     blocks = torch.stack([each.expand(few_bits.BLOCK) for each in (tiny, huge)])
-    found = few_bits.decoded(few_bits.encoded(blocks, bits), bits, torch.float64)
+    found = few_bits.dequantize(few_bits.quantize(blocks, bits), bits, torch.float64)
     largest = (2 ** (bits - 1) - 1) * 2.0**127
     assert found.unique(dim=1).flatten().tolist() == [0.0, -largest]

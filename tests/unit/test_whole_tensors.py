@@ -45,7 +45,7 @@ def test_what_a_user_cuts_is_what_torch_gathers(placements):
         part = torch.arange(6.0).view(2, 3) + world.rank
         mine = DTensor.from_local(part, world.mesh, placements, run_check=False)
         tensors = {"mine": mine, **state.params}
-        found = collectives.wholes(tensors, world, label="whole")
+        found = collectives.gather_full(tensors, world, label="whole")
         for name, tensor in tensors.items():
             assert torch.equal(tensor.full_tensor(), found[name])
 

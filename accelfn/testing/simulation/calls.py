@@ -10,7 +10,7 @@ import attrs
 import torch
 from torch.nn.parallel import distributed
 
-from accelfn.collectives.failures import shown
+from accelfn.collectives.failures import format_tensor
 from accelfn.errors import ArgumentError
 from accelfn.loop.run import deliver
 
@@ -175,7 +175,7 @@ def _unequal_splits(calls: Sequence[Call]) -> list[str]:
         return []
     ranks = range(len(calls))
     same = all(
-        shown(calls[i].sends[j]) == shown(calls[j].fills[i])
+        format_tensor(calls[i].sends[j]) == format_tensor(calls[j].fills[i])
         for i in ranks
         for j in ranks
     )
@@ -189,7 +189,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _listed(tensors: Iterable[torch.Tensor]) -> str:
-    return ", ".join(shown(each) for each in tensors)
+    return ", ".join(format_tensor(each) for each in tensors)
 
 
 # `Entry`: a collective that simulated ranks have made, as the log of a run keeps it.

@@ -23,7 +23,7 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 from torch.distributed import device_mesh
 
-from accelfn.collectives.failures import shown, site
+from accelfn.collectives.failures import format_tensor, site
 from accelfn.errors import ArgumentError, DefaultGroupError, Error, SimulationError
 from accelfn.testing.simulation.calls import Call, Entry, Members
 from accelfn.testing.simulation.exchange import can_carry_out
@@ -280,7 +280,7 @@ class SimulatedGroup(dist.ProcessGroup):
         for each in given:
             if not can_carry_out(kind, op, each):
                 what = kind if op is None else f"{op} in {kind}"
-                msg = f"Gloo has no {what} of a tensor such as {shown(each)}."
+                msg = f"Gloo has no {what} of a tensor such as {format_tensor(each)}."
                 raise ArgumentError(msg)
         return Call(
             rank=self._rank,
@@ -312,8 +312,8 @@ class SimulatedGroup(dist.ProcessGroup):
         for rank, each in enumerate(tensors):
             if each.shape != like.shape or each.dtype is not like.dtype:
                 msg = (
-                    f"The tensor for rank {rank} is {shown(each)}; expected"
-                    f" {shown(like)}."
+                    f"The tensor for rank {rank} is {format_tensor(each)}; expected"
+                    f" {format_tensor(like)}."
                 )
                 raise ArgumentError(msg)
         return self._each(tensors)
@@ -324,7 +324,7 @@ class SimulatedGroup(dist.ProcessGroup):
         if not fits or not whole.is_contiguous():
             msg = (
                 f"Expected a contiguous tensor of {self._size} times the elements of"
-                f" {shown(like)}, got {shown(whole)} of strides {whole.stride()}."
+                f" {format_tensor(like)}, got {format_tensor(whole)} of strides {whole.stride()}."
             )
             raise ArgumentError(msg)
         return list(whole.detach().view(self._size, *like.shape))

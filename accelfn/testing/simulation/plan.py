@@ -26,7 +26,7 @@ from accelfn.testing.simulation.group import (
     given,
 )
 from accelfn.world import World
-from accelfn.world.axes import resolved
+from accelfn.world.axes import resolve_axes
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
@@ -127,7 +127,7 @@ class Plan:
             msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
             raise ArgumentError(msg)
         if self.axes:
-            sizes = resolved("simulate", self.axes, size)
+            sizes = resolve_axes("simulate", self.axes, size)
             object.__setattr__(self, "axes", sizes)
         if not callable(self.fn):
             msg = f"simulate({size}, {self.fn!r}): expected a function of a World."

@@ -37,7 +37,7 @@ from accelfn.testing.simulation.group import (
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.turns import Turns
 from accelfn.world import World
-from accelfn.world.axes import joined, row
+from accelfn.world.axes import neighbor_runs, row
 from accelfn.world.connection import Activity, Connection
 
 # pyright: reportPrivateUsage=false
@@ -311,7 +311,7 @@ def _run(plan: Plan) -> Run[Any]:
 
 def _world(rank: int, plan: Plan, room: "_Room") -> World:
     connection = room.connection()
-    for names in joined(plan.axes):
+    for names in neighbor_runs(plan.axes):
         ranks = row(plan.axes, names, rank)
         part = room.among(Members(" x ".join(names), ranks))
         connection.add_part(names, part.group, simulated=part)

@@ -46,7 +46,7 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
         is_new = regrouping.is_newcomer
 
         if then == "another dies as it opens" and world.rank == world.size - 1:
-            regrouping_module.opened = killed
+            regrouping_module.open_default_group = killed
 
         def seen(step: int, _ids: list[int]) -> None:
             if step + 1 == DIES and world.rank == victim and not is_new:
