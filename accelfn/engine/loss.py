@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss function returned, checked and in one form."""
+"""Run loss functions: check their results, and run forward and backward passes."""
 
 import math
 from abc import ABC, abstractmethod
@@ -28,19 +28,19 @@ from accelfn.world import World
 _IGNORED = -100
 """The label that Transformers leaves out of a loss."""
 _MANY = 4
-"""Features that a batch may well have: inputs, targets, a mask, weights."""
+"""A usual number of features in a batch: inputs, targets, a mask, weights."""
 
 
 @attrs.frozen
 class ReadLoss:
-    """A scalar to differentiate, its weight, and what to report.
+    """A checked loss: the scalar to differentiate, its weight and metrics.
 
     Attributes:
         scalar: the total, or the mean that a loss function returned.
-        weight: what the total is divided by.
+        weight: the divisor of the total.
         is_mean: whether `scalar` is the mean, so that the total is `scalar * weight`.
-        sums: what the step reports.
-        is_finite: False if it was seen not to be.
+        sums: the step's metrics.
+        is_finite: False if the loss is known to be infinite or NaN.
     """
 
     scalar: torch.Tensor
@@ -52,18 +52,18 @@ class ReadLoss:
 
 @attrs.frozen
 class Samples:
-    """What a loss function is given beside the model, and how many samples that is.
+    """The inputs of a loss function, except the model, and their number of samples.
 
     Attributes:
         value: a batch.
-        extras: what else.
-        known: their number, where the data say it; 0 for an empty share's stand-in.
-        lone: whether nothing else is combined with this loss, so that it need not be known.
-        judged: whether a transform looks at the gradients, so that a loss may be infinite.
-        begins: whether they are the first of an update.
-        is_whole: whether they are all that the update has on this rank.
-        is_weighed: whether the loss function asks which of them count.
-        batch: in which they are, if they are of `af.batches`.
+        extras: the extra arguments.
+        known: the number of samples, if the data say it; 0 for an empty share's placeholder.
+        lone: whether no other loss is combined with this one, so the number is not needed.
+        judged: whether a transform checks the gradients, so the loss may be infinite.
+        begins: whether these are the first samples of an update.
+        is_whole: whether these are all samples of the update on this rank.
+        is_weighed: whether the loss function takes a weight per sample.
+        batch: the batch of `af.batches` that has these samples, if any.
     """
 
     value: Any
@@ -77,26 +77,26 @@ class Samples:
     batch: Batch | None = None
 
     def counts(self) -> Sequence[int | None]:
-        """Return how many each rank has, None for unknown; nothing for plain values."""
+        """Return each rank's number of samples (None: unknown); empty for plain values."""
         batch = self.batch
         shares = () if batch is None or batch.shares is None else batch.shares()
         return [share[cast("Batch", batch).part] for share in shares]
 
     def with_weight(self, device: torch.device) -> "Samples":
-        """Return them with a number for each row as the last extra: 1, or 0 for a stand-in.
+        """Append a weight per row as the last extra: 1, or 0 for a placeholder.
 
         Raises:
-            BatchError: its tensors differ in their number of rows.
+            BatchError: the batch's tensors differ in their number of rows.
         """
         rows = tree.num_rows(self.value)
         weight = torch.full((rows,), float(self.known != 0), device=device)
         return attrs.evolve(self, extras=(*self.extras, weight))
 
     def count(self) -> int:
-        """Return their number.
+        """Return the number of samples.
 
         Raises:
-            BatchError: it cannot be told, and it matters.
+            BatchError: the number is needed and cannot be determined.
         """
         if self.known is not None:
             return self.known
@@ -111,7 +111,7 @@ class Samples:
 
 
 def _advise_row_count(value: Any, rows: int) -> None:
-    """Tell of a list that is likely one of samples, and taken for features of a few."""
+    """Warn about a list of samples that looks like a list of features."""
     if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
         advise(
             f"This batch is a list of {len(cast('list[Any]', value))} values of {rows} rows each,"
@@ -122,7 +122,7 @@ def _advise_row_count(value: Any, rows: int) -> None:
 
 
 def advise_token_weights(batch: Any) -> None:
-    """Tell of labels that are left out of a mean over tokens, which a model has taken itself."""
+    """Warn about ignored labels in a Transformers model's own mean over tokens."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
         advise(
@@ -135,13 +135,13 @@ def advise_token_weights(batch: Any) -> None:
 
 
 def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
-    """Return a loss in one form; that of an empty share's stand-in counts for nothing.
+    """Check a loss function's result; an empty share's placeholder has weight 0.
 
     Raises:
-        LossError: it is not a scalar tensor or an `af.Loss`, or has no gradient; or its weight
-            is negative, infinite or not a number.
-        NonFiniteLossError: it is infinite or not a number itself. On a GPU neither is looked
-            at, because that would wait for the device.
+        LossError: the result is not a scalar tensor or an `af.Loss`, or has no gradient; or its
+        weight is negative, infinite or NaN.
+        NonFiniteLossError: the loss is infinite or NaN. On a GPU neither is checked, because
+        that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
         seen = _check_scalar(returned, loss_fn)
@@ -179,20 +179,20 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
 
 
 def _is_finite(value: torch.Tensor) -> bool:
-    """Return False for a CPU scalar that is not finite; a device is not waited for."""
+    """Return False for a CPU scalar that is not finite; do not wait for a device."""
     known = _on_host(value)
     return known is None or math.isfinite(known)
 
 
 def _on_host(value: torch.Tensor) -> float | None:
-    """Return a number that is on the host, and None for one on a device, which is not read."""
-    # not by `item`, an operator that waits for a device, so that none is seen in a step
+    """Return the number of a CPU tensor; None for a tensor on a device."""
+    # not `item`, an operator that waits for devices, so that a step has none
     known: Any = value.tolist() if value.is_cpu else None
     return known
 
 
 def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
-    """Refuse a tensor that totals can't be divided by; numbers are looked at in `af.Loss`."""
+    """Reject a weight tensor that cannot be a divisor; `af.Loss` checks numbers."""
     known = _on_host(weight) if isinstance(weight, torch.Tensor) else None
     if known is not None and not 0 <= known < math.inf:
         msg = (
@@ -203,7 +203,7 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
 
 
 def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
-    """Return the scalar's value, detached, which no update moves."""
+    """Check a scalar; return its detached value, which no update changes."""
     if type(scalar) is not torch.Tensor:
         check_whole(scalar, qualname(loss_fn))
     if scalar.ndim != 0:
@@ -225,12 +225,12 @@ def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Te
         )
         raise LossError(msg)
     value = scalar.detach()
-    # one that was computed is nobody else's; a parameter itself, or a view of one, is
+    # a computed scalar has its own memory; a parameter, or a view of it, does not
     return value.clone() if scalar.is_leaf or scalar._is_view() else value
 
 
 def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
-    """Return whether a loss is finite, where that can be seen, or else may be otherwise."""
+    """Return whether a loss is finite, as far as known; raise if it must be."""
     finite = _is_finite(value)
     if finite or samples.judged:
         return finite
@@ -250,7 +250,7 @@ def _has_no_rows(value: Any) -> bool:
 
 
 def _detach(value: Number) -> Number:
-    """Return a number's value, which stays when a parameter or a counter that it is moves."""
+    """Return a number's value as an independent tensor."""
     return (
         own_number(value.detach().reshape(()))
         if isinstance(value, torch.Tensor)
@@ -258,7 +258,7 @@ def _detach(value: Number) -> Number:
     )
 
 
-# How the loss runs and its gradients cross the ranks: the part in which engines differ.
+# Runners: how a loss runs, and how its gradients are reduced.
 
 
 LossFunction: TypeAlias = Callable[..., Any]
@@ -274,12 +274,12 @@ class Runner(Protocol):
 
     @property
     def expects_unused(self) -> bool:
-        """Whether a parameter may take no part in the loss."""
+        """Whether parameters without a gradient are allowed."""
         ...
 
     @property
     def lone_module(self) -> nn.Module | None:
-        """The module, where nothing but the loss runs in a pass: one graph can hold it."""
+        """The module, if nothing but the loss runs in a pass, so one graph can hold it."""
         ...
 
     def forward(
@@ -299,10 +299,10 @@ class Runner(Protocol):
 
 
 class Delegating(ABC):
-    """Lets another runner do the work; it has a say in the loss that this one is given."""
+    """Delegates to another runner, and may replace the loss function."""
 
     def __init__(self, inner: Runner) -> None:
-        """Take what runs losses."""
+        """Take the inner runner."""
         self._inner = inner
 
     @property
@@ -312,17 +312,17 @@ class Delegating(ABC):
 
     @property
     def expects_unused(self) -> bool:
-        """Whether a parameter may take no part in the loss."""
+        """Whether parameters without a gradient are allowed."""
         return self._inner.expects_unused
 
     @property
     def lone_module(self) -> None:
-        """None: this one acts beside the loss."""
+        """None: this runner does more than the loss."""
         return
 
     @abstractmethod
     def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Return the loss function that the other runner is to run, before it does."""
+        """Return the loss function for the inner runner."""
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
@@ -367,10 +367,10 @@ class LocalRunner:
 
 
 class Ones:
-    """The gradient 1 to begin a backward pass with, made once."""
+    """The initial gradient 1 of a backward pass, cached."""
 
     def __init__(self) -> None:
-        """Begin without one."""
+        """Start with an empty cache."""
         self._last: torch.Tensor | None = None
 
     def like(self, scalar: torch.Tensor) -> torch.Tensor:
@@ -386,9 +386,8 @@ def run_backward(
 ) -> None:
     """Run torch's backward engine from scalars with given gradients.
 
-    On the CPU the engine is called directly: `torch.autograd.backward` first checks what
-    is known here, and keeps a context for device threads that are not there, at 17 µs a
-    call. Elsewhere it is called as usual.
+    On the CPU the engine is called directly: `torch.autograd.backward` adds checks that are not
+    needed here, and a context for device threads, at 17 µs per call.
     """
     if all(type(root) is torch.Tensor and root.is_cpu for root in roots):
         engine = cast("Any", Variable)._execution_engine
@@ -405,12 +404,12 @@ def run_backward(
 def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
     """Return `value` as a tensor of the scalar's dtype, on its device, without a wait."""
     if isinstance(value, torch.Tensor):
-        # a copy: a gradient that is given to a leaf becomes the leaf's own
+        # a copy, because autograd may store the tensor as a leaf's `.grad`
         return value.to(scalar, copy=True)
     return torch.full((), value, dtype=scalar.dtype, device=scalar.device)
 
 
-# `RootModule`: a module whose forward is the loss, for engines that take a model apart.
+# `RootModule`: a module whose forward is the loss, for FSDP and DeepSpeed.
 
 
 class RootModule(nn.Module):
@@ -431,13 +430,13 @@ class RootModule(nn.Module):
         return read.scalar
 
     def take_read(self) -> ReadLoss:
-        """Return what the last pass has read, and leave nothing of those that raised."""
+        """Return the last pass's checked loss, and drop those of passes that raised."""
         read = self._reads.pop()
         self._reads.clear()
         return read
 
     def share_buffers(self, ranks: World) -> None:
-        """Let an update begin with rank 0's buffers, as DDP's does; a collective."""
+        """Broadcast rank 0's buffers, as DDP does before an update; a collective."""
         if self._shared is None:  # the tensors stay: see `Buffers`
             self._shared = list(self.module.buffers())
         if self._shared:

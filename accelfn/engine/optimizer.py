@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A torch optimizer at work on the tensors of a state."""
+"""Run a torch optimizer on the tensors of a state."""
 
 import traceback
 from collections import Counter
@@ -37,13 +37,13 @@ from accelfn.state.grads import divide_
 from accelfn.state.metrics import Number
 from accelfn.state.state import TrainState
 
-# Adam's fused kernel on lists that are made once.
+# Adam's fused kernel on lists that are built once.
 #
-# Before torch's Adam calls its kernel it gathers gradients and state from each parameter,
-# at every step. For a small network that takes as long as the kernel. In the steady loop
-# these are the very tensors of the step before, so they are gathered once. Each parameter
-# has a count of its updates, a tensor; the kernel's caller adds 1 to each, which takes as
-# long again. Here they are views of one tensor, to which 1 is added once.
+# # torch's Adam gathers gradients and state from each parameter at every step, before it calls
+# its kernel. For a small network that takes as long as the kernel. In the steady loop the
+# tensors do not change, so they are gathered once here. Each parameter has a step count, a
+# tensor; adding 1 to each takes as long again. Here the counts are views of one tensor,
+# incremented once.
 
 
 _set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
@@ -56,7 +56,7 @@ Group: TypeAlias = tuple[
 
 
 class FusedAdam:
-    """The kernel calls of one optimizer, as long as its state's tensors stay."""
+    """The kernel calls of one optimizer, valid while its state's tensors do not change."""
 
     def __init__(self, groups: list[Group]) -> None:
         """Take options, kernel, parameters with their state, and counts, of each group."""
@@ -64,7 +64,7 @@ class FusedAdam:
 
     @classmethod
     def of(cls, optimizer: Optimizer) -> Self | None:
-        """Return the calls that an optimizer's step would make; None if it is another's."""
+        """Return the kernel calls of an optimizer's step; None if it is not a fused Adam."""
         if type(optimizer) not in (Adam, AdamW):
             return None
         found: list[Group] = []
@@ -93,11 +93,11 @@ class FusedAdam:
     def step(
         self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
     ) -> bool:
-        """Update the parameters; return False, and do nothing, where some have no gradient."""
+        """Update the parameters; if some have no gradient, do nothing and return False."""
         grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
         if [grad for each in grads for grad in each if grad is None]:
             return False
-        # as a call in C, which takes a tenth of what a `no_grad` block does
+        # a call in C takes a tenth of the time of a `no_grad` block
         before = torch.is_grad_enabled()
         _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
         try:
@@ -129,7 +129,7 @@ def _call_kernel(
         grad_scale=grad_scale,
         found_inf=found_inf,
     )
-    if found_inf is not None:  # it left all as it was
+    if found_inf is not None:  # the kernel skipped the update
         counts.sub_(found_inf)
 
 
@@ -138,7 +138,7 @@ def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
 
 
 def _join_counts(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
-    """Return the parameters' counts as one tensor, of which each entry gets a view."""
+    """Join the parameters' step counts into one tensor; each entry gets a view."""
     with torch.no_grad():
         counts = torch.stack([entry["step"] for entry in entries])
     for entry, own in zip(entries, counts.unbind(), strict=True):
@@ -146,22 +146,21 @@ def _join_counts(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
     return counts
 
 
-# Versions of what an optimizer holds: whether an update that raised had changed anything.
+# Tensor versions: whether an update that raised had changed anything.
 #
-# torch counts the operations that change a tensor, so nothing need be copied to know. It
-# does not count what its kernels on lists of tensors do, nor what is written through
-# `param.data` or by a kernel of one's own; therefore only torch's own optimizers are
-# believed, and only where they go from tensor to tensor.
+# # torch increments a tensor's version at each in-place operation, so no copy is needed. It
+# does not count writes by kernels on lists of tensors, through `param.data`, or by custom
+# kernels. Therefore only torch's own optimizers are trusted, and only without such kernels.
 
 
 _version = attrgetter("_version")
 
 
 class Versions:
-    """Those of the parameters of an optimizer, and of the state that it has now."""
+    """Versions of an optimizer's parameters and state."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; of one that is not believed, nothing is looked at."""
+        """Take the optimizer; an untrusted optimizer is not checked."""
         is_known = all(map(_is_known, parts_of(optimizer)))
         states = list(cast("Any", optimizer.state).values()) if is_known else []
         self._tensors = _tensors_of(states, optimizer.param_groups) if is_known else []
@@ -174,7 +173,7 @@ class Versions:
         self._count = -1
 
     def begin(self) -> None:
-        """Note how all is before an update."""
+        """Record versions before an update."""
         if not self._is_sure:
             return
         self._count = sum(map(_version, self._tensors))
@@ -184,7 +183,7 @@ class Versions:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether all is, for sure, as it was before the update."""
+        """Whether the update certainly changed nothing."""
         if not self._is_sure or self._count != sum(map(_version, self._tensors)):
             return False
         return all(_is_same(entry, kept) for entry, kept in self._entries)
@@ -199,18 +198,18 @@ def _tensors_of(
 
 
 def _counts(tensor: torch.Tensor) -> bool:
-    """Whether torch counts what changes a tensor."""
+    """Whether torch counts changes of a tensor."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference()
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """Whether its step is torch's alone, and goes from tensor to tensor."""
+    """Whether the step is torch's own, and works tensor by tensor."""
     goes_by_lists = any(map(_goes_by_lists, optimizer.param_groups))
     return is_torchs(optimizer) and not goes_by_lists
 
 
 def _goes_by_lists(group: dict[str, Any]) -> bool:
-    """Whether torch updates a group by kernels on lists, which on the CPU is no default."""
+    """Whether torch updates a group by kernels on lists (not the default on the CPU)."""
     if group.get("foreach") or group.get("fused"):
         return True
     is_open = group.get("foreach", False) is None
@@ -228,26 +227,26 @@ def _is_same(entry: dict[str, Any], kept: dict[str, Any]) -> bool:
 
 State: TypeAlias = dict[str, dict[str, Any]]
 _MODE = "train_mode"
-"""What schedule-free optimizers keep in their groups; a transform sets it."""
+"""The key of schedule-free optimizers in their groups; `af.schedule_free` sets it."""
 
 
 class OptStateView(Protocol):
-    """Knows a state's values of what an optimizer has of parts of its parameters."""
+    """Converts optimizer state between local shards and a state's values."""
 
     def to_state(self, opt_state: State) -> State:
-        """Return a state's values."""
+        """Return the state's values of local shards."""
         ...
 
     def from_state(self, opt_state: State) -> State:
-        """Return what the optimizer has of them."""
+        """Return the local shards of a state's values."""
         ...
 
 
 class LiveOptimizer:
     """A torch optimizer over the parameters of an engine, with its state by name.
 
-    Of a parameter group, state is what is a tensor and what the optimizer itself changes;
-    the rest are hyperparameters, which belong to the definition.
+    A parameter group's tensors, and numbers that the optimizer itself changes, are state. The
+    rest are hyperparameters, which belong to the definition.
     """
 
     def __init__(
@@ -256,9 +255,9 @@ class LiveOptimizer:
         names: Mapping[Any, str],
         opt_state_view: "OptStateView | None" = None,
     ) -> None:
-        """Take an optimizer over live parameters, which is nobody else's, and their names.
+        """Take ownership of an optimizer over live parameters, with their names.
 
-        Where parameters are parts of those of a state, `opt_state_view` knows its values of parts.
+        If parameters are shards of a state's, `opt_state_view` converts their state.
         """
         self._opt_state_view, self._torch = opt_state_view, optimizer
         self._step = bare_step(self._torch)
@@ -295,7 +294,7 @@ class LiveOptimizer:
         }
 
     def load(self, state: State) -> None:
-        """Take over a state's entries; tensors are shared, not copied."""
+        """Load a state's entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
         loaded, view = state, self._opt_state_view
@@ -320,10 +319,10 @@ class LiveOptimizer:
         self._num_entries = -1  # the entries are copies: name them again after the step
 
     def expect(self, planned: Assignments) -> None:
-        """Expect an update, of which nothing has been done.
+        """Prepare for an update.
 
         Raises:
-            OptimizerError: a schedule-free optimizer is to train, and nobody set its mode.
+            OptimizerError: a schedule-free optimizer is not in training mode.
         """
         self._has_begun = False
         for i in self._modal:
@@ -336,9 +335,9 @@ class LiveOptimizer:
                 raise OptimizerError(msg)
 
     def divides(self, divisor: Number) -> bool:
-        """Whether the optimizer's own kernel divides gradients by this.
+        """Whether the optimizer's kernel divides gradients by `divisor`.
 
-        torch's fused optimizers do, which is how a GradScaler uses them; it spares a pass.
+        torch's fused optimizers do, as for a GradScaler, which saves a pass.
         """
         return (
             self._fused
@@ -348,7 +347,7 @@ class LiveOptimizer:
 
     @property
     def skips(self) -> bool:
-        """Whether the optimizer's own kernel leaves an update out by a flag."""
+        """Whether the optimizer's kernel can skip an update by a flag."""
         return self._fused
 
     def update(
@@ -362,9 +361,9 @@ class LiveOptimizer:
         Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
         is 1 nothing is changed, if it `skips`.
 
-        In the steady loop that is the mapping it returned before: entries are changed in
-        place. A new one is made when the optimizer adds entries or changes a number
-        of a parameter group, as schedule-free optimizers do.
+        In the steady loop the same mapping is returned: entries are changed in place. A new
+        mapping is made when the optimizer adds entries or changes a number of a parameter
+        group, as schedule-free optimizers do.
         """
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         self._begin(hyper, watched=self._kernel is None and not everywhere)
@@ -378,16 +377,16 @@ class LiveOptimizer:
         return self.finish()
 
     def begin(self, hyper: Assignments) -> None:
-        """Begin an update of parameters one by one."""
+        """Begin an update that steps parameters one by one."""
         self._begin(hyper, watched=True)
         self._kernel = None
         self._found = [dict(group) for group in self._torch.param_groups]
         self._waiting = set(range(len(self._found)))
 
     def step_alone(self, param: torch.Tensor, divisor: Number | None = None) -> None:
-        """Step one parameter as a step of all would.
+        """Step one parameter as a step of all parameters would.
 
-        Each finds the numbers of its group as they were before the update.
+        Each parameter sees its group's numbers from before the update.
         """
         index, part = self._places[id(param)]
         self._waiting.discard(index)
@@ -403,9 +402,9 @@ class LiveOptimizer:
             part.param_groups, group["params"] = groups, found["params"]
 
     def end(self) -> State:
-        """End an update of parameters one by one; return the optimizer's state by name.
+        """End an update that stepped parameters one by one; return the state by name.
 
-        Groups of which no parameter had a gradient are stepped so, for they may count.
+        Groups without any gradient are stepped too, because they may count steps.
         """
         for index in sorted(self._waiting):
             part, group = self._parts[index], self._torch.param_groups[index]
@@ -432,15 +431,15 @@ class LiveOptimizer:
                 self._check_entries()
             self._state = self._name_state()
             self._num_entries = entries
-            self._versions = None  # it knows not all of them
-            # one that has hooks of its own is stepped by torch
+            self._versions = None  # rebuild with the new entries
+            # an optimizer with hooks of its own is stepped by torch
             bare = isinstance(self._step, partial)
             self._kernel = FusedAdam.of(self._torch) if bare else None
         return self._state
 
     @property
     def is_untouched(self) -> bool:
-        """Whether an update that raised has, for sure, changed nothing of the state."""
+        """Whether an update that raised certainly changed nothing."""
         if not self._has_begun:
             return True
         return (
@@ -450,7 +449,7 @@ class LiveOptimizer:
         )
 
     def _begin(self, hyper: Assignments, *, watched: bool) -> None:
-        """Begin an update; watched it costs 60 ns a tensor, which a lone kernel would feel."""
+        """Begin an update; watching versions costs 60 ns per tensor."""
         if watched:
             self._versions = self._versions or Versions(self._torch)
             self._versions.begin()
@@ -464,7 +463,7 @@ class LiveOptimizer:
         step: Callable[[], object],
         **handed: torch.Tensor | None,
     ) -> None:
-        """Step as torch does, handing tensors to fused kernels as a GradScaler does."""
+        """Call `step`, and pass tensors to fused kernels as a GradScaler does."""
         told = {name: each for name, each in handed.items() if each is not None}
         vars(optimizer).update(told)
         try:
@@ -485,7 +484,7 @@ class LiveOptimizer:
                 del vars(optimizer)[name]
 
     def _assign(self, hyper: Assignments) -> None:
-        """Set hyperparameters; those of the last update alone go back to their base."""
+        """Set hyperparameters; reset those that only the last update set."""
         over = {
             at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
         }
@@ -500,10 +499,9 @@ class LiveOptimizer:
         self._assigned = hyper
 
     def _put_back(self) -> None:
-        """Let tensors that were set for this update have their own values in the state.
+        """Restore tensor hyperparameters that were set for this update.
 
-        They are the state's, so nothing else knows of a copy, or of what was loaded, that
-        they were set.
+        These tensors are in the state, so a copy or checkpoint would keep the set values.
         """
         if not self._assigned:
             return
@@ -517,7 +515,7 @@ class LiveOptimizer:
         self._assigned = left
 
     def _note_changes(self) -> bool:
-        """Note what the step itself changed in the parameter groups."""
+        """Record numbers that the step changed in the parameter groups."""
         found = False
         for i, group in enumerate(self._torch.param_groups):
             expected = self._expected[i]
@@ -531,10 +529,10 @@ class LiveOptimizer:
         """Raise if an entry cannot be saved, at the update that makes it.
 
         Raises:
-            OptimizerError: it is of a tensor class whose values no checkpoint can hold.
+            OptimizerError: an entry has a tensor class that no checkpoint can store.
         """
         for entry in cast("dict[Any, Any]", self._torch.state).values():
-            # what is of no parameter may be a lone value
+            # an entry without a parameter may be a single value
             values = entry.values() if isinstance(entry, dict) else (entry,)
             if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
                 raise OptimizerError(wrapper_error(type(self._torch).__name__))
@@ -555,46 +553,46 @@ class LiveOptimizer:
 
 
 def _value(entry: Any) -> Any:
-    """Return a hyperparameter as a value that no update can change."""
+    """Return a hyperparameter; clone a tensor, so that no update changes it."""
     if isinstance(entry, torch.Tensor):
         return entry.clone()
     return entry
 
 
 def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
-    """Whether an error was raised by an optimizer's own code, and not by a hook, say."""
+    """Whether an optimizer's own code raised the error, not a hook."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, (last, _) = frames
     module = str(last.f_globals.get("__name__"))
     return module == type(optimizer).__module__ or module.startswith("torch.optim.")
 
 
-# What an engine asks of an optimizer: torch's own at work, or one that somebody else runs.
+# The engine's interface to an optimizer: a `LiveOptimizer`, or DeepSpeed's.
 
 
 class TakesUpdates(Protocol):
-    """Steps the tensors of a home."""
+    """Steps the parameters of a binding."""
 
     @property
     def skips(self) -> bool:
-        """Whether its own kernel leaves an update out by a flag on the device."""
+        """Whether the kernel can skip an update by a flag on the device."""
         ...
 
     @property
     def is_untouched(self) -> bool:
-        """Whether an update that raised has, for sure, changed nothing of the state."""
+        """Whether an update that raised certainly changed nothing."""
         ...
 
     def load(self, state: State) -> None:
-        """Take over a state's entries."""
+        """Load a state's entries."""
         ...
 
     def expect(self, planned: Assignments) -> None:
-        """Expect an update, of which nothing has been done; raise where it could not be taken."""
+        """Prepare for an update; raise if it cannot be taken."""
         ...
 
     def divides(self, divisor: Number) -> bool:
-        """Whether it divides gradients by this itself."""
+        """Whether the optimizer divides gradients by `divisor` itself."""
         ...
 
     def update(
@@ -603,23 +601,23 @@ class TakesUpdates(Protocol):
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> State | None:
-        """Step, and return the optimizer's state by name; None where it left the update out."""
+        """Step, and return the optimizer's state by name; None for a skipped update."""
         ...
 
 
-# An optimizer is tried on small parameters: on what does an update of one depend?
+# Try an optimizer on small parameters, to find out what each update depends on.
 
 
 _MOST = 4
-"""Rows, and columns, of a small parameter."""
+"""The size of a small parameter along each dim."""
 _OF_A_KIND = 2
-"""How many are tried of the parameters of a group that become alike as they become small.
-
-One could depend on another, and a third one on no more than that."""
+"""How many parameters with the same small shape are tried per group: one may depend on another;
+a third adds nothing.
+"""
 _ON_HOST = {"train_mode": True, "capturable": False}
-"""What groups of parameters are tried with, wherever the state's own lie."""
+"""Options of the trial's parameter groups, which run on the CPU."""
 _HALVES = slice(None, 2), slice(2, None)
-"""The parts in which they are tried."""
+"""The shards of a trial."""
 
 
 def check_elements(
@@ -629,16 +627,16 @@ def check_elements(
     dims: Iterable[int],
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Refuse an optimizer that updates an element by more than its own gradient.
+    """Reject an optimizer that is not elementwise.
 
     Args:
-        state: whose optimizer it is, unless another is given.
+        state: the state; its optimizer is tried by default.
         caller: the call that asks, for error texts.
-        dims: at which parameters are cut.
-        optimizer: a prototype of another.
+        dims: the dims at which parameters are sharded.
+        optimizer: a prototype of another optimizer to try.
 
     Raises:
-        OptimizerError: it does; or it cannot be tried.
+        OptimizerError: the optimizer is not elementwise, or cannot be tried.
     """
     optimizer = optimizer or state.definition.optimizer
     kind = type(optimizer).__name__
@@ -661,7 +659,7 @@ def check_elements(
 
 
 def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
-    """Return the parameters that come out otherwise where they are cut at a dim."""
+    """Return the parameters that differ when they are sharded at a dim."""
     whole, _ = _try_optimizer(state, optimizer, part=(dim, slice(None)))
     parts = [_try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
@@ -687,9 +685,9 @@ def try_optimizer(
     """Return small parameters after two updates by the state's optimizer, two of each kind.
 
     Args:
-        state: it stays as it is.
+        state: the state, which does not change.
         alone: whether parameters are updated one by one, the last one first.
-        part: of each parameter and its gradients, what the optimizer sees: a slice of a dim.
+        part: a dim and the slice of each parameter and its gradients that the optimizer gets.
     """
     return _try_optimizer(state, state.definition.optimizer, alone=alone, part=part)[0]
 
@@ -697,7 +695,7 @@ def try_optimizer(
 def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
     """Whether an update changes numbers of the optimizer's parameter groups.
 
-    It is the state's, unless a prototype of another is given.
+    The state's optimizer is tried, unless `optimizer` is given.
     """
     optimizer = optimizer or state.definition.optimizer
     _, kept = _try_optimizer(state, optimizer)
@@ -716,7 +714,7 @@ def _try_optimizer(
     alone: bool = False,
     part: tuple[int, slice] = (0, slice(None)),
 ) -> tuple[dict[str, torch.Tensor], State]:
-    """Return small parameters, and what the optimizer keeps, after two updates."""
+    """Return small parameters and the optimizer's state after two updates."""
     dim, within = part
     skeleton = state.definition.skeleton
     metas = _two_of_a_kind(
@@ -758,7 +756,7 @@ def _try_optimizer(
 
 
 def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """Return the shape that a parameter is tried in: enough to be cut, however few there are."""
+    """Return a parameter's shape in the trial: large enough to shard."""
     return tuple(
         _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
     )
@@ -770,7 +768,7 @@ def _two_of_a_kind(
     trainable: Iterable[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
-    """Return the parameters that are tried: a model's layers are often alike, and many."""
+    """Choose parameters for the trial: only two of each kind, because layers repeat."""
     trainable = frozenset(trainable)
     groups = {
         id(param): i
@@ -790,7 +788,7 @@ def _two_of_a_kind(
 
 
 def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
-    """Return an optimizer over some parameters only, which are given by id of its own."""
+    """Return an optimizer over some parameters only, given by the ids of the originals."""
     chosen = set(map(id, params.values()))
     made = rebuilt(optimizer, params)
     for group in made.param_groups:
@@ -798,18 +796,18 @@ def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
     return made
 
 
-# An update that is taken parameter by parameter, while the backward pass runs.
+# Optimizer in backward: step each parameter during the backward pass.
 #
-# As soon as a parameter's gradient is complete the optimizer steps this parameter alone,
-# and the gradient is freed. Nothing that needs the gradients of several can stand between.
+# # As soon as a parameter's gradient is complete, the optimizer steps this parameter and frees
+# the gradient. Transforms that need several gradients cannot run in between.
 
 
 class LiveUpdate:
-    """The update that a backward pass takes; between passes there is none.
+    """The update that a backward pass takes.
 
     Attributes:
-        is_planned: whether the next pass takes one.
-        by_buckets: whether gradients are complete only when they crossed the ranks.
+        is_planned: whether the next pass takes an update.
+        by_buckets: whether gradients are complete only after their bucket is reduced.
     """
 
     def __init__(
@@ -827,19 +825,19 @@ class LiveUpdate:
         self._done: list[str] = []
 
     def hook(self) -> None:
-        """Have each parameter stepped when the backward pass has added up its gradient."""
+        """Step each parameter when the backward pass has completed its gradient."""
         for param in self._named.values():
             param.register_post_accumulate_grad_hook(self.take)
 
     def plan(
         self, hyper: Assignments, hold: Callable[[], None], begin: Callable[[], None]
     ) -> None:
-        """Have the next backward pass take an update; `begin` is called before it does.
+        """Let the next backward pass take an update.
 
-        That may be in a thread of autograd's; `hold` is called in the step's, before.
+        `begin` is called just before the first step. Autograd's thread may call `begin`; the step's thread calls `hold` earlier.
 
         Raises:
-            OptimizerError: nobody set a schedule-free optimizer's mode.
+            OptimizerError: a schedule-free optimizer is not in training mode.
         """
         self._optimizer.expect(hyper)
         self._hyper, self._hold, self._begin = hyper, hold, begin
@@ -847,19 +845,19 @@ class LiveUpdate:
         self.is_planned = True
 
     def forget(self) -> None:
-        """Let the next backward pass take no update."""
+        """Cancel the planned update."""
         self.is_planned, self._hold, self._begin = False, _nothing, None
 
     def divide_by(self, divisor: Number | None) -> None:
-        """Take what gradients are divided by, which is known before they are; None is 1."""
+        """Set the divisor of gradients before they are computed; None is 1."""
         self._divisor = divisor
 
     def hold(self) -> None:
-        """Let nothing come between the backward pass and the end of the update."""
+        """Defer interrupts until the end of the update."""
         self._hold()
 
     def take(self, param: torch.Tensor) -> None:
-        """Step a parameter whose gradient is complete, and free that."""
+        """Step a parameter with a complete gradient, and free the gradient."""
         if self.is_planned and param.grad is not None:
             with torch.no_grad():
                 self._take(param, param.grad)
