@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Losses under torch.compile, and word of each time that one is compiled again.
+"""Run losses under torch.compile, and warn about recompilation.
 
-A `Compiler` compiles one function after another with the same options. It turns what torch
-says of a function that cannot be compiled into a `CompileError`, and compiling again, which
-takes as long as thousands of steps, into a `RecompilationWarning`.
+A `Compiler` compiles several functions with the same options. It turns torch's errors into a
+`CompileError`, and warns with `RecompilationWarning` when a function is compiled again, which
+takes as long as thousands of steps.
 """
 
 import warnings
@@ -31,7 +31,7 @@ from accelfn.state.metrics import Loss, Number
 from accelfn.world import World
 
 DOUBLE_BACKWARD = "double backward"
-"""In the text of an error about a loss that itself takes gradients."""
+"""A part of the error about a loss that itself computes gradients."""
 _TWICE = (
     "af.compile: {} cannot be compiled: it calls torch.autograd.grad, as a gradient penalty"
     f" does, and torch compiles a {DOUBLE_BACKWARD} only where loss and gradients are one"
@@ -39,19 +39,19 @@ _TWICE = (
     " take another backend than 'eager'; or leave out af.compile."
 )
 _MANY = 8
-"""Loss functions that an engine compiles before it says that these are many."""
+"""The number of compiled loss functions at which an engine warns."""
 
 
 @attrs.frozen(eq=False, kw_only=True)
 class Options:
-    """What torch.compile is told.
+    """Options of torch.compile.
 
     Attributes:
-        backend: the name of one of torch's, or a function that compiles a graph.
-        mode: of inductor, as "max-autotune".
-        options: of inductor, by name.
-        dynamic: whether sizes are symbols from the start; None: those that changed.
-        fullgraph: whether code that would break a graph in two is refused.
+        backend: the name of a torch backend, or a function that compiles a graph.
+        mode: inductor's mode, such as "max-autotune".
+        options: inductor's options by name.
+        dynamic: whether sizes are symbolic from the start; None: only sizes that changed.
+        fullgraph: whether a graph break is an error.
     """
 
     backend: str | Callable[..., Any]
@@ -65,24 +65,24 @@ class Compiler:
     """Compiles the functions of one engine."""
 
     def __init__(self, options: Options, world: World) -> None:
-        """Take torch.compile's options, and the world that knows the update."""
+        """Take torch.compile's options, and the world, for the update's number."""
         self._options = options
         self._activity = world.connection.activity
         self._losses: dict[Callable[..., Any], Compiled] = {}
         self.num_passes = 0
         on_graphs = options.mode in {"reduce-overhead", "max-autotune"}
         self.reuses_memory = world.device.type == "cuda" and on_graphs
-        """Whether a later call writes where an earlier one's results are."""
+        """Whether a later call overwrites the results of an earlier call (CUDA graphs)."""
 
     @property
     def step(self) -> int | None:
-        """The update that is being taken."""
+        """The number of the current update."""
         return self._activity.step
 
     def loss(
         self, loss_fn: Callable[..., Any], make: Callable[[], Callable[..., Any]]
     ) -> "Compiled":
-        """Return what was made of a loss function, compiled; made at first use."""
+        """Return the compiled function for a loss function, made at first use."""
         known = self._losses.get(loss_fn)
         if known is None:
             known = self.compile(make(), qualname(loss_fn))
@@ -97,7 +97,7 @@ class Compiler:
         return known
 
     def compile(self, fn: Callable[..., Any], name: str) -> "Compiled":
-        """Return a function under torch.compile, with caches of its own."""
+        """Compile a function, with independent caches."""
         given = self._options
         options = None if given.options is None else dict(given.options)
         compiler: Any = torch.compile
@@ -114,11 +114,11 @@ class Compiler:
 
 
 class Compiled:
-    """A function under torch.compile, called as itself."""
+    """A function under torch.compile, with the same signature."""
 
     def __init__(self, fn: Callable[..., Any], name: str, compiler: Compiler) -> None:
-        """Take it, and what users call it."""
-        # imported with the first function that is compiled, for it takes a second
+        """Take the compiled function and its name for messages."""
+        # imported at first use, because the import takes a second
         from torch._dynamo import config, exc, utils  # noqa: PLC0415
 
         self._fn, self._name, self._compiler = fn, name, compiler
@@ -130,7 +130,7 @@ class Compiled:
         self.num_compiled = 0
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function, compiling it where what it depends on has changed."""
+        """Call the function; torch compiles it again if a guard failed."""
         before = self._stats["unique_graphs"]
         try:
             returned = self._first(*args) if self._is_first else self._fn(*args)
@@ -142,11 +142,11 @@ class Compiled:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the pass in which it is expected to be compiled."""
+        """Whether this is the first pass, which compiles the function."""
         return self._first_pass in (0, self._compiler.num_passes)
 
     def _first(self, *args: Any) -> Any:
-        """Call it in its first pass; torch's compilers warn of their own old ways."""
+        """Call the function in its first pass, without torch's own deprecation warnings."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch(\..*)?$")
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
@@ -155,9 +155,9 @@ class Compiled:
     def differentiating(self, *args: Any) -> Any:
         """Call a function that calls torch.autograd.grad.
 
-        Dynamo traces that only if its configuration says so. To say so at every call takes
-        as long as a fifth of a small step, and it is asked only where something is to be
-        compiled, which without it fails.
+        Dynamo traces such a call only with `trace_autograd_ops`. Patching this option takes a
+        fifth of a small step, so it is only patched when something must be compiled, which
+        fails without it.
         """
         if not self._is_first:
             before = self._stats["unique_graphs"]
@@ -173,7 +173,7 @@ class Compiled:
             return self(*args)
 
     def _note(self) -> None:
-        """Tell of a compilation that is not the first."""
+        """Count a compilation, and warn if it is not the first."""
         self.num_compiled += 1
         now = self._compiler.num_passes
         self._first_pass = self._first_pass or now
@@ -190,7 +190,7 @@ class Compiled:
     def _reason(self) -> str:
         told = [each.recompile_reason for each in self._metrics()[-1:]]
         line = (told[0] if told else None) or "something that it uses changed"
-        # behind it, torch shows the line of code and the stack
+        # torch appends the line of code and the stack
         return line.strip().splitlines()[0].partition("  #")[0].strip()
 
     def _cannot(self, error: Exception) -> str:
@@ -211,14 +211,14 @@ class Compiled:
 
 
 def split_loss(returned: Any) -> tuple[bool, Any]:
-    """Return whether this is an `af.Loss`, and it as plain data: those leave a graph."""
+    """Return whether a result is an `af.Loss`, and its parts as plain data for a graph."""
     if isinstance(returned, Loss):
         return True, (returned.total, returned.weight, dict(returned.aux))
     return False, returned
 
 
 def join_loss(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - from `split_loss`
-    """Return what a loss function returned, of its plain data."""
+    """Rebuild a loss function's result from plain data."""
     if is_loss:
         total, weight, aux = returned
         return Loss(total, weight, **aux)
@@ -226,7 +226,7 @@ def join_loss(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - from `spli
 
 
 def detach_tree(leaf: Any) -> Any:
-    """Return numbers, or totals with their weights, without their graph."""
+    """Detach numbers, or totals with their weights."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if isinstance(leaf, dict):
@@ -236,23 +236,22 @@ def detach_tree(leaf: Any) -> Any:
     return leaf
 
 
-# Runners of compiled losses: forward and backward as one graph, as two, or region by
-# region.
+# Runners of compiled losses: forward and backward as one graph, as two, or by region.
 #
-# One graph is what a compiler can do most with, and nothing of autograd's is left at run
-# time. It needs the gradients' seed to be 1, and no collective between the two passes;
-# where that is not so, forward and backward are compiled apart, inside whatever runs them.
+# # One graph gives the compiler most freedom, and needs no autograd at run time. It requires a
+# gradient seed of 1 and no collective between the passes; otherwise forward and backward are
+# two graphs inside another runner.
 
 
 class OneGraphRunner:
-    """Runs a loss and its backward pass as one graph; nothing crosses ranks."""
+    """Runs a loss and its backward pass as one graph, without collectives."""
 
     reduces = False
     lone_module = None
     expects_unused = True
 
     def __init__(self, module: nn.Module, compiler: Compiler) -> None:
-        """Take the module and what compiles."""
+        """Take the module and the compiler."""
         self._module, self._compiler = module, compiler
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._grads: Sequence[torch.Tensor | None] = ()
@@ -262,7 +261,7 @@ class OneGraphRunner:
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss; its gradients are there already."""
+        """Return the loss; its gradients are computed in the same graph."""
         del sync
         compiler, module = self._compiler, self._module
         value, extras = samples.value, samples.extras
@@ -271,19 +270,19 @@ class OneGraphRunner:
         try:
             is_loss, plain, grads = compiled.differentiating(module, value, extras)
         except CompileError:
-            # what is wrong without compiling too says so itself
+            # an error that is not about compiling is raised by the function itself
             loss_fn(module, value, *extras)
             raise
         returned = join_loss(is_loss, plain)
         if grads is None:
-            return read_loss(returned, loss_fn, samples)  # which says why
+            return read_loss(returned, loss_fn, samples)  # raises with the reason
         if compiler.reuses_memory:
             returned, grads = tree.clone((returned, list(grads)))
         else:
             grads = self._unshare(compiled, grads, (plain, value, extras))
         self._grads = grads
         total: torch.Tensor = returned.total if is_loss else returned
-        total.requires_grad_()  # it had a gradient, as is looked at
+        total.requires_grad_()  # the graph checked that it had a gradient
         return read_loss(returned, loss_fn, samples)
 
     def backward(
@@ -311,11 +310,11 @@ class OneGraphRunner:
     def _unshare(
         self, compiled: Compiled, grads: Sequence[torch.Tensor | None], others: Any
     ) -> Sequence[torch.Tensor | None]:
-        """Return gradients of which none shares memory with another, or anything else.
+        """Copy gradients that share memory with another tensor.
 
-        A compiler returns one tensor for two results that are equal, and an input for a
-        result that is equal to it; gradients are scaled in place. Which share memory is the
-        graph's, so it is looked at when there is a new one.
+        A compiler may return one tensor for two equal results, or an input as a result, but
+        gradients are scaled in place. Sharing depends only on the graph, so it is checked once
+        per graph.
         """
         if compiled.num_compiled != self._num_compiled:
             self._num_compiled = compiled.num_compiled
@@ -332,12 +331,12 @@ class OneGraphRunner:
 class TwoGraphsRunner(Delegating):
     """Runs a compiled loss in another runner; its backward pass is compiled too.
 
-    Of a loss that itself takes gradients torch makes no two graphs, but one, whose gradients
-    are all there before any is reduced.
+    torch cannot compile a loss that itself computes gradients as two graphs, only as one. Then
+    all gradients are complete before the first is reduced.
     """
 
     def __init__(self, inner: Runner, compiler: Compiler, *, whole: bool) -> None:
-        """Take what runs losses, what compiles them, and whether one graph can be for all."""
+        """Take the inner runner, the compiler, and whether a single graph is allowed."""
         super().__init__(inner)
         self._compiler, self._whole = compiler, whole
         self._made: dict[LossFunction, LossFunction] = {}
@@ -367,7 +366,7 @@ class TwoGraphsRunner(Delegating):
         return compiled_loss
 
     def _in_one_graph(self, loss_fn: LossFunction, model: nn.Module) -> LossFunction:
-        """Return a loss that differentiates twice, compiled with all of its gradients."""
+        """Return a loss with a double backward, compiled with its gradients."""
         trained = [p for p in model.parameters() if p.requires_grad]
         graph, name = _one_graph(loss_fn, trained), qualname(loss_fn)
         compiled = self._compiler.compile(graph, name)
@@ -387,7 +386,7 @@ class TwoGraphsRunner(Delegating):
 
 
 class _WithGrads(torch.autograd.Function):
-    """A total that has its gradients with it: a backward pass only scales them."""
+    """A total with precomputed gradients: the backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, total: Any, grads: Any, *_params: Any) -> torch.Tensor:
@@ -397,28 +396,28 @@ class _WithGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *seeds: torch.Tensor) -> Any:
-        """Return the gradients times that of the total."""
+        """Return the gradients times the gradient of the total."""
         return None, None, *(grad * seeds[0] for grad in ctx.grads)
 
 
 class RegionsRunner(Delegating):
-    """Runs a loss as it is, over a model of which some modules are compiled."""
+    """Runs an uncompiled loss over a model with some compiled modules."""
 
     def __init__(self, inner: Runner, compiler: Compiler) -> None:
-        """Take what runs losses, and what compiles the modules."""
+        """Take the inner runner and the modules' compiler."""
         super().__init__(inner)
         self._compiler = compiler
 
     def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Return the loss; its modules begin a pass."""
+        """Count a pass; return the loss function unchanged."""
         self._compiler.num_passes += 1
         return loss_fn
 
 
 def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
-    """Let what modules compute be compiled, once for all of a class that are alike.
+    """Compile the forward of modules, once per class.
 
-    It is compiled inside the hooks of a call: in them torch's FSDP gathers a unit.
+    The code is compiled inside a call's hooks, in which torch's FSDP gathers a unit.
     """
     by_class: dict[tuple[type, bool], Compiled] = {}
     for region in regions:
@@ -456,7 +455,7 @@ def _wrapped_graph() -> Callable[..., Any]:
 def _one_graph(
     loss_fn: LossFunction, trained: list[nn.Parameter]
 ) -> Callable[..., Any]:
-    """Return the function whose graph is a loss and its gradients, for the compiler."""
+    """Return a function that computes a loss and its gradients, for the compiler."""
 
     def loss_and_grads(module: nn.Module, value: Any, extras: Any) -> Any:
         is_loss, plain = split_loss(loss_fn(module, value, *extras))
@@ -471,7 +470,7 @@ def _one_graph(
 
 
 def _forward_graph(loss_fn: LossFunction) -> Callable[..., Any]:
-    """Return the function whose graph is a loss, for the compiler."""
+    """Return a function that computes a loss, for the compiler."""
 
     def loss(module: nn.Module, value: Any, extras: Any) -> Any:
         return split_loss(loss_fn(module, value, *extras))
@@ -488,7 +487,7 @@ def _has_gradient(total: Any) -> bool:
 def _as_parameter(
     param: torch.Tensor, grad: torch.Tensor | None
 ) -> torch.Tensor | None:
-    """Return a gradient that lies in memory as its parameter does."""
+    """Return a gradient with the strides of its parameter."""
     if grad is None or grad.stride() == param.stride():
         return grad
     return torch.empty_like(param).copy_(grad)
@@ -497,7 +496,7 @@ def _as_parameter(
 def _find_shared(
     grads: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]
 ) -> set[int]:
-    """Return which gradients lie in memory that something else lies in, too."""
+    """Return the indices of gradients that share memory with another tensor."""
     seen = {each.untyped_storage().data_ptr() for each in others}
     found: set[int] = set()
     for i, grad in enumerate(grads):

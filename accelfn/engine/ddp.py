@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallel over torch's own DistributedDataParallel, around the loss."""
+"""Data parallelism with torch's DistributedDataParallel, around the loss."""
 
 import re
 import weakref
@@ -33,13 +33,12 @@ from accelfn.errors import ModelError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World
 
-# How gradients in a bucket of DistributedDataParallel cross the ranks in fewer bytes.
+# Compressed gradients in buckets of DistributedDataParallel.
 #
-# What is compressed is near the mean gradient, not a total: the weight of all ranks' losses
-# is known by then, and divided by. So 16 bits overflow no sooner for a large batch, and
-# what an approximation left out of one update means the same in the next. A loss scale,
-# which brings small gradients into the range of 16 bits, is divided out where no 16 bits
-# are.
+# # Gradients are divided by the total weight of the losses before compression, so they are near
+# the mean gradient. Therefore 16 bits do not overflow for large batches, and errors of one
+# update have the right scale in the next. A loss scale brings small gradients into the range of
+# 16 bits; without 16 bits it is divided out.
 
 
 Gradients: TypeAlias = Mapping[str, torch.Tensor]
@@ -49,55 +48,55 @@ _LABEL = "compressed gradients"
 
 
 class Compression(Protocol):
-    """What gradients cross the ranks by, one pass after the other."""
+    """A method to reduce gradients in fewer bytes."""
 
     @property
     def name(self) -> str:
-        """Whose slot it works on."""
+        """The name of the transform that owns the slot."""
         ...
 
     def begin(self, slot: Any, seed: int, loss_scale: torch.Tensor | None) -> None:
-        """Begin a pass of a state of that seed, whose losses are multiplied by a scale."""
+        """Begin a pass, with the slot, the state's seed and the loss scale."""
         ...
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Take the weight of all ranks' losses, by which the mean is divided."""
+        """Set the total weight of all ranks' losses."""
         ...
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Set a bucket, of which gradients are views, to its mean over the ranks."""
+        """Set a bucket to its mean over the ranks; gradients are views of the bucket."""
         ...
 
     def end(self) -> dict[str, Any]:
-        """Return the slot after the pass, by its name; or nothing."""
+        """Return the slot after the pass, by its name; empty if there is none."""
         ...
 
 
 class Narrow:
-    """Sums in 16 bits, of gradients that are near a mean, or were scaled for 16 bits."""
+    """Sums gradients in 16 bits."""
 
     def __init__(self, name: str, dtype: torch.dtype, ranks: World) -> None:
-        """Take the dtype in which they cross."""
+        """Take the slot's name, the 16-bit dtype and the ranks."""
         self.name = name
         self._dtype, self._ranks = dtype, ranks
         self._is_scaled = False
         self._unit = torch.ones(())
 
     def begin(self, slot: None, seed: int, loss_scale: torch.Tensor | None) -> None:
-        """Note whether there is a scale; there is no slot, and nothing is drawn."""
+        """Note whether there is a loss scale; slot and seed are not used."""
         del slot, seed
         self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
         """Choose a unit, the next power of 2 of the weight; dividing by it changes no bit."""
         mantissa, exponent = torch.frexp(weight)
-        exponent = exponent - (mantissa == 0.5).to(exponent)  # it is one itself
+        exponent = exponent - (mantissa == 0.5).to(exponent)  # it is a power of 2
         unit = torch.ldexp(torch.ones_like(weight), exponent)
         divides = (weight > 0) & (not self._is_scaled)
         self._unit = torch.where(divides, unit, 1.0)
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Sum over the ranks in few bits, while the backward pass goes on."""
+        """Sum over the ranks in 16 bits, during the backward pass."""
         del gradients
         unit, size = self._unit.to(bucket), self._ranks.size
         narrow = (bucket / unit).to(self._dtype)
@@ -115,7 +114,7 @@ class Narrow:
 
 @attrs.frozen
 class _Matrix:
-    """A gradient as a matrix, in units of the mean gradient, and its factor of before."""
+    """A gradient as a matrix in units of the mean gradient, and its last factor."""
 
     name: str
     gradient: torch.Tensor
@@ -124,16 +123,16 @@ class _Matrix:
 
 
 class LowRank:
-    """PowerSGD: matrices cross as products of two thin ones, and what is lost is kept.
+    """PowerSGD: reduces matrices as products of two thin ones, with error feedback.
 
-    Each matrix is for itself, by its parameter's name, so how they lie in buckets, which a
-    resumed run does otherwise, changes nothing.
+    Each matrix is compressed independently, by its parameter's name, so a resumed run with
+    other buckets gives the same result.
     """
 
     def __init__(
         self, name: str, state: str, ranks: World, *, rank: int, start: int, rate: float
     ) -> None:
-        """Take the options under short names, and the name of the states that it is for."""
+        """Take the slot's name, the state's name, the ranks and the options."""
         self.name = name
         self._state, self._seed, self._ranks = state, 0, ranks
         self._rank, self._start, self._rate = rank, start, rate
@@ -146,25 +145,25 @@ class LowRank:
     def begin(
         self, slot: dict[str, Any], seed: int, loss_scale: torch.Tensor | None
     ) -> None:
-        """Take over what was kept."""
+        """Load errors and factors from the slot."""
         self._before, self._seed, self._scale = slot, seed, loss_scale
         self._errors, self._factors = dict(slot["error"]), dict(slot["q"])
 
     def weigh(self, weight: torch.Tensor) -> None:
         """Choose the unit of the mean gradient."""
         scale = 1.0 if self._scale is None else self._scale.to(weight)
-        # without any weight, what was left out is applied as it is, scaled as all losses are
+        # without any weight, errors are applied with the loss scale alone
         self._unit = torch.where(weight > 0, weight / self._ranks.size, 1.0) * scale
 
     def end(self) -> dict[str, Any]:
-        """Return what is to be kept."""
+        """Return the slot with new errors and factors."""
         count = self._before["iter"] + 1
         slot = {"iter": count, "error": self._errors, "q": self._factors}
         self._before, self._errors, self._factors = {}, {}, {}
         return {self.name: slot}
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Reduce before the backward pass goes on, so that ranks meet in one order."""
+        """Reduce synchronously, so that all ranks run collectives in the same order."""
         plain: list[torch.Tensor] = []
         matrices: list[_Matrix] = []
         for name, gradient in gradients.items():
@@ -181,7 +180,7 @@ class LowRank:
         return done
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        """Whether the factors are that much smaller than the matrix."""
+        """Whether the factors are smaller than the matrix by the minimum rate."""
         if gradient.ndim < 2 or not gradient.numel():
             return False
         rows, columns = _shape(gradient)
@@ -199,7 +198,7 @@ class LowRank:
         return _Matrix(name, gradient, rows, torch.linalg.qr(factor).Q)
 
     def _draw_factor(self, name: str, rows: torch.Tensor) -> torch.Tensor:
-        """Return a first factor, the same on all ranks."""
+        """Draw an initial factor, equal on all ranks."""
         key = draws.key(self._seed, self._state, self.name)
         seed = draws.key(key, name) % 2**63
         generator = torch.Generator().manual_seed(seed)
@@ -207,7 +206,7 @@ class LowRank:
         return torch.randn(shape, dtype=rows.dtype, generator=generator).to(rows.device)
 
     def _approximate_(self, matrices: list[_Matrix]) -> None:
-        """Set gradients to their approximate mean, and keep what it lacks."""
+        """Set gradients to their approximate mean, and keep the errors."""
         left = [each.rows @ each.factor for each in matrices]
         self._mean_(left)
         left = [torch.linalg.qr(each).Q for each in left]
@@ -243,28 +242,28 @@ _COPY = torch.ops.aten.copy_.default
 
 
 class LossModule(nn.Module):
-    """A module whose forward is the loss, so that the loss sees the plain model.
+    """A module whose forward is the loss, so that the loss gets the plain model.
 
-    `weight` is a parameter that no optimizer knows. Its gradient is the weight of the loss:
-    it travels in DDP's own buckets, so dividing by the weight seen on all ranks costs no
-    collective. It is a root of the backward pass of its own, and adds no work to the loss.
+    `weight` is a parameter that no optimizer steps. Its gradient is the weight of the loss,
+    which DDP reduces in its buckets, so the total weight of all ranks costs no collective. It
+    is a separate root of the backward pass, and adds no work to the loss.
     """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the model, and dtype and device of the weight."""
+        """Take the model, and the weight's dtype and device."""
         super().__init__()
         self.module = module
         self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        # lists, because a module looks its attributes up, and sets them, slowly
+        # lists, because getting and setting attributes of a module is slow
         self.roots = [self.weight]
         self.reads: list[ReadLoss] = []
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss, and the root through which its weight travels."""
+        """Return the loss, and the root of its weight."""
         returned = loss_fn(self.module, samples.value, *samples.extras)
         read = read_loss(returned, loss_fn, samples)
         self.reads.append(read)
@@ -272,22 +271,22 @@ class LossModule(nn.Module):
 
 
 class LeanDDP(DistributedDataParallel):
-    """DistributedDataParallel that lays out its buckets at once, and whose forward is lean.
+    """DistributedDataParallel with final buckets from the start, and a faster forward.
 
-    Backends add up what several ranks give in an order that depends on where it lies. torch
-    lays buckets out anew after the first step of a process; a run that is resumed would have
-    another layout than one that goes on, and other last bits.
+    A backend's order of summation depends on a value's place in a bucket. torch rebuilds
+    buckets after the first step of a process, so a resumed run would have other buckets, and
+    other last bits, than an uninterrupted run.
 
-    The record of a profiler that is off, and a context manager that is a generator, cost some
-    60 µs a forward. Under a profiler it is torch's own.
+    torch's forward spends some 60 µs on a disabled profiler and a context manager; this one
+    does not. Under a profiler torch's own forward runs.
     """
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return parameters in the order in which, most often, their gradients come."""
+        """Return parameters in the most likely order of their gradients."""
         params, are_sparse = super()._build_params_for_reducer()
         if not self.find_unused_parameters:
             params, are_sparse = params[::-1], are_sparse[::-1]
-        # else torch lays buckets out once, and turns them round
+        # otherwise torch builds buckets once, in reverse order
         self._in_reducer = params
         return params, are_sparse
 
@@ -297,7 +296,7 @@ class LeanDDP(DistributedDataParallel):
         return [param for param, is_sparse in found if is_sparse]
 
     def params_missing(self) -> list[nn.Parameter]:
-        """Return the parameters whose gradients the last pass waits for in vain.
+        """Return the parameters without a gradient in the last pass.
 
         Parameters that the loss froze in that pass are left out.
         """
@@ -311,44 +310,46 @@ class LeanDDP(DistributedDataParallel):
         return []
 
     def lay_out(self) -> None:
-        """Put gradients into buckets in that order, for good; torch would after a step."""
+        """Build the final buckets now; torch would after a step."""
         self.reducer._push_all_rebuilt_params()
         with _KeepsOrder() if self.device.type == "meta" else nullcontext():
             self.reducer._rebuild_buckets()
 
     def learn(self) -> None:
-        """Take the graph of the next pass, which reduces, for that of all.
+        """Take the next pass, which reduces, as the static graph.
 
-        Where torch is told so at once it counts what passes before that one did as a part of
-        it, waits from then on for gradients that never come, and reduces nothing more (2.13).
+        If torch is told before, it adds the passes before that one to the graph, waits for
+        gradients that never come, and reduces nothing any more (torch 2.13).
         """
         self._set_static_graph()
 
     def forward(self, *inputs: Any) -> Any:
-        """Return what the module returns, between what DDP does before and after."""
+        """Run the module between DDP's own pre- and post-forward steps."""
         if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
             return super().forward(*inputs)
         inputs, _ = self._pre_forward(*inputs)
-        DistributedDataParallel._active_ddp_module = self  # torch.compile looks there
+        DistributedDataParallel._active_ddp_module = (
+            self  # torch.compile reads this attribute
+        )
         try:
             returned = self.module(*inputs)
         finally:
-            # simulated ranks take turns: it may be another's by now
+            # simulated ranks take turns: it may be another rank's module now
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
         return self._post_forward(returned)
 
 
 class _KeepsOrder(TorchDispatchMode):
-    """Lets DDP keep its own order of buckets, where it would take that which rank 0 has sent.
+    """Lets DDP keep its own order of buckets, instead of rank 0's.
 
-    On meta what was sent cannot be read, and the order is the same on all ranks.
+    Meta tensors cannot be read, and the order is the same on all ranks.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out an operation, but for a copy from meta to the host."""
+        """Run an operation, except for a copy from meta to the CPU."""
         del types
         if func is _COPY and args[1].is_meta and not args[0].is_meta:
             return args[0]
@@ -356,9 +357,9 @@ class _KeepsOrder(TorchDispatchMode):
 
 
 def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
-    """Return the parts of a bucket as the gradients that DDP put there.
+    """Return the gradients in a bucket, as views.
 
-    What the bucket itself gives reads as if all parameters were contiguous, and none complex.
+    The bucket's own `gradients()` assumes contiguous, real parameters.
     """
     params = bucket.parameters()
     lengths = [param.numel() * (1 + param.is_complex()) for param in params]
@@ -367,7 +368,7 @@ def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
 
 
 def _laid_out(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return numbers one after the other as a gradient, which lies as its parameter does."""
+    """Return flat values as a gradient with the strides of its parameter."""
     if param.is_complex():
         part = torch.view_as_complex(part.view(param.numel(), 2))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -380,14 +381,14 @@ def _hook(
     reduce: "weakref.WeakMethod[Callable[[dist.GradBucket], Reduced]]",
     bucket: dist.GradBucket,
 ) -> Reduced:
-    """Call what reduces a bucket; torch looks at these annotations."""
+    """Call the reduction of a bucket; torch checks these annotations."""
     found = reduce()
-    assert found is not None  # noqa: S101 - it runs the backward pass
+    assert found is not None  # noqa: S101 - the runner is alive during its backward pass
     return found(bucket)
 
 
 class DDPRunner:
-    """Runs the loss inside DistributedDataParallel; the last micro-batch communicates."""
+    """Runs the loss in DistributedDataParallel; only the last micro-batch communicates."""
 
     reduces = True
     lone_module = None
@@ -402,9 +403,9 @@ class DDPRunner:
     ) -> None:
         """Wrap the module for the world's process group, given explicitly.
 
-        DDP's own broadcast of rank 0's values is left out: ranks were checked to agree.
-        For compression, and for an update that a backward pass takes, the weight crosses the
-        ranks by itself, before the gradients.
+        DDP's initial broadcast of rank 0's values is disabled: ranks were already compared. For
+        compression, and for an update in the backward pass, the weight is all-reduced before
+        the gradients.
         """
         self._ranks, self._compression, self._live = ranks, compression, live
         self._is_early = compression is not None or live is not None
@@ -418,8 +419,8 @@ class DDPRunner:
             options.get(name) for name in ("find_unused_parameters", "static_graph")
         )
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
-        # as precise as the most precise gradient, so that none is divided by a rounded weight;
-        # below float32 it could not count
+        # as precise as the most precise gradient, so that no gradient is divided by a rounded
+        # weight; and at least float32, to count exactly
         is_double = bool(dtypes & {torch.float64, torch.complex128})
         dtype = torch.float64 if is_double else torch.float32
         inner = LossModule(module, dtype, ranks.device)
@@ -438,7 +439,7 @@ class DDPRunner:
         self._wrapped: LeanDDP | None = wrapped
         if self._is_early:
             self._refuse_sparse(wrapped)
-            # weakly: what the reducer holds, in C++, is not collected
+            # weakly: Python does not collect references that the reducer holds in C++
             wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         ranks.connection.hold(self.let_go)
 
@@ -448,7 +449,7 @@ class DDPRunner:
         """Return the loss; without `sync`, DDP does not prepare to reduce."""
         self._sync = sync
         ddp = self._ddp
-        # torch takes what comes after a pass that did not communicate for its next part
+        # torch treats a pass after `no_sync` as a continuation of that one
         ddp.require_forward_param_sync = samples.begins
         with self._forward:
             if sync:
@@ -460,21 +461,21 @@ class DDPRunner:
                 with ddp.no_sync():
                     self._roots = ddp(loss_fn, samples)
         read = self._reads.pop()
-        self._reads.clear()  # what a forward that raised had left
+        self._reads.clear()  # results of a forward that raised
         return read
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
         """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
-        del scalar  # DDP may have put a node of its own behind it
+        del scalar  # DDP may have wrapped it
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
         carrier, early = self._carrier, self._sync and self._is_early
         if early:
             self._sum(weight)
-        # a count is more than 16 bits can hold: it was summed before
+        # 16 bits cannot hold a count; it was summed before
         seeds = (seed, like(root, 0 if early else weight))
         with self._backward:
             if self._sync:
@@ -490,28 +491,28 @@ class DDPRunner:
             return None
         if early:
             return self._weight.to(averaged)[0]
-        # with gradient_as_bucket_view it lies in a bucket that the next pass writes
+        # with gradient_as_bucket_view the next pass overwrites it in its bucket
         return averaged if averaged._base is None else averaged.clone()
 
     def _check_all_came(self) -> None:
-        """Raise unless gradients of all parameters came to be reduced, here and elsewhere.
+        """Raise unless gradients of all parameters were reduced.
 
-        What earlier micro-batches left is not reduced unless the last one comes by it.
+        Gradients of earlier micro-batches are only reduced if the last one uses the parameter.
 
         Raises:
-            UnusedParametersError: some did not; they are named.
+            UnusedParametersError: names the parameters that were not reduced.
         """
         missing = self._ddp.params_missing()
         if missing:
             reject_unused((self._names[id(p)] for p in missing), are_held=False)
 
     def _sum(self, weight: Number) -> None:
-        """Let all ranks know the weight of all, and so the mean, before the gradients."""
+        """All-reduce the weight before the gradients, for compression and early updates."""
         ranks = self._ranks
         total = torch.zeros(1, dtype=torch.float64, device=ranks.device) + weight
         sum_(total, ranks, label="weight of the loss")
         self._weight = total / ranks.size
-        self._reduced.clear()  # what a pass that raised had left
+        self._reduced.clear()  # buckets of a pass that raised
         if self._compression is not None:
             self._compression.weigh(total[0])
         if self._live is not None:
@@ -538,7 +539,7 @@ class DDPRunner:
         return reduced
 
     def _refuse_sparse(self, wrapped: LeanDDP) -> None:
-        """Refuse gradients that lie in no bucket."""
+        """Reject sparse gradients, which are in no bucket."""
         sparse = [self._names[id(param)] for param in wrapped.sparse_params()]
         if sparse:
             msg = (
@@ -549,7 +550,7 @@ class DDPRunner:
             raise ModelError(msg)
 
     def _average(self, bucket: torch.Tensor) -> Reduced:
-        """Set a bucket to its mean over the ranks, as DDP does by itself."""
+        """Average a bucket over the ranks, as DDP does without a hook."""
         bucket.mul_(1.0 / self._ranks.size)
         work: Any = dist.all_reduce(bucket, group=self._ranks.group, async_op=True)
 
@@ -559,7 +560,7 @@ class DDPRunner:
         return work.get_future().then(first)
 
     def _step_reduced(self, *, wait: bool) -> None:
-        """Step the parameters of buckets that have crossed the ranks, in order."""
+        """Step the parameters of reduced buckets, in order."""
         while self._live is not None and self._reduced:
             reduced, params = self._reduced[0]
             if not (wait or reduced.done()):
@@ -570,7 +571,7 @@ class DDPRunner:
                 self._live.take(param)
 
     def let_go(self) -> None:
-        """Drop DistributedDataParallel, and with it the process group."""
+        """Release DistributedDataParallel and its process group."""
         self._wrapped = None
 
     @property

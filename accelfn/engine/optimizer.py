@@ -834,7 +834,8 @@ class LiveUpdate:
     ) -> None:
         """Let the next backward pass take an update.
 
-        `begin` is called just before the first step. Autograd's thread may call `begin`; the step's thread calls `hold` earlier.
+        `begin` is called just before the first step, possibly in autograd's thread; the step's
+        thread calls `hold` earlier.
 
         Raises:
             OptimizerError: a schedule-free optimizer is not in training mode.
