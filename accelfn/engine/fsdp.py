@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that is split over the ranks, by torch's own `fully_shard`, around the loss."""
+"""Fully sharded data parallelism: torch's `fully_shard`, around the loss."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -51,9 +51,9 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-# The units of a model: modules whose parameters are gathered together.
+# Units: modules whose parameters are gathered together.
 #
-# A parameter is of the unit that is nearest above it; what lies in none is of the root.
+# # A parameter belongs to its innermost unit; parameters outside all units belong to the root.
 
 
 ROOT = "the rest of the model"
@@ -61,10 +61,10 @@ _TABLES = nn.Embedding, nn.EmbeddingBag
 
 
 def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
-    """Return the modules that are units; by default the members of lists of modules.
+    """Return the modules that are units; by default the members of module lists.
 
     Raises:
-        ModelError: no module is one of `regions`; the classes that there are are named.
+        ModelError: no module matches `regions`; the error names the existing classes.
     """
     if regions is not None:
         return select_modules(module, regions, whose)
@@ -78,7 +78,7 @@ def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.
 
 
 def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield members that have a forward, also those of containers inside this one."""
+    """Yield members that have a forward, including members of nested containers."""
     for member in container.children():
         if has_forward(member):
             yield member
@@ -87,19 +87,19 @@ def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Return the lists of modules that lie in no other: of blocks, not of what blocks have."""
+    """Return the outermost module lists: lists of blocks, not lists inside blocks."""
     if isinstance(module, nn.ModuleList):
         return [module]
     return [found for child in module.children() for found in _outermost_lists(child)]
 
 
 def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
-    """Refuse units that torch cannot gather, or would gather twice.
+    """Reject units that torch cannot gather, or would gather twice.
 
     Args:
-        module: the whole.
-        units: parts of it.
-        whose: who asks.
+        module: the whole model.
+        units: its units.
+        whose: the call that asks, for error texts.
 
     Raises:
         ModelError: a parameter is in two units, a unit has parameters of two dtypes, or a
@@ -126,7 +126,7 @@ def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
 def _unit_of(
     name: str, module: nn.Module, units: set[int], names: Mapping[int, str]
 ) -> str:
-    """Return what the unit of a parameter is called."""
+    """Return the name of a parameter's unit."""
     path = name.split(".")[:-1]
     for length in range(len(path), 0, -1):
         each = module.get_submodule(".".join(path[:length]))
@@ -136,7 +136,7 @@ def _unit_of(
 
 
 def _refuse_sparse(module: nn.Module, whose: str) -> None:
-    """Refuse layers whose gradients name rows, of which torch reduces no parts."""
+    """Reject layers with sparse gradients, which torch cannot reduce-scatter."""
     for name, each in module.named_modules():
         if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
             msg = (
@@ -148,10 +148,10 @@ def _refuse_sparse(module: nn.Module, whose: str) -> None:
 
 
 def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> None:
-    """Refuse two dtypes, for a unit is gathered as one tensor; and complex numbers."""
+    """Reject mixed dtypes, because a unit is gathered as one tensor, and complex ones."""
     first: dict[torch.dtype, str] = {}
     for name, param in params.items():
-        if param.ndim:  # a lone number is not split
+        if param.ndim:  # scalars are not sharded
             first.setdefault(param.dtype, name)
     if any(dtype.is_complex for dtype in first):
         name = next(name for dtype, name in first.items() if dtype.is_complex)
@@ -169,9 +169,9 @@ def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> 
         raise ModelError(msg)
 
 
-# How torch's FSDP gathers a unit and reduces its gradients where Gloo joins the ranks.
+# All-gather and reduce-scatter of units with the Gloo backend.
 #
-# The arguments are torch's. Whoever asks for a result early has its work from torch.
+# # The arguments are torch's. Asynchronous calls use torch's own collectives.
 
 
 gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
@@ -180,7 +180,7 @@ gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
 def gather_by_gloo(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
 ) -> Any:
-    """Fill `output_tensor` with the parts of a unit."""
+    """All-gather the shards of a unit into `output_tensor`."""
     if how.get("async_op"):
         return gather(output_tensor, input_tensor, group, **how)
     return neighbors.gather_(output_tensor, input_tensor, group)
@@ -189,7 +189,7 @@ def gather_by_gloo(
 def reduce_scatter_by_gloo(
     output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, **how: Any
 ) -> Any:
-    """Fill `output_tensor` with this rank's part of the sum, or of the mean."""
+    """Reduce-scatter a sum or a mean into `output_tensor`."""
     op = how["op"]
     if how.get("async_op") or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return reduce_scatter(output_tensor, input_tensor, group, **how)
@@ -199,36 +199,36 @@ def reduce_scatter_by_gloo(
     return None
 
 
-# `UnitOrder`: all ranks gather and reduce the units of a model in one order.
+# `UnitOrder`: all ranks gather and reduce the units of a model in the same order.
 #
-# Ranks may need units in different orders, or not all of them: experts, heads, layers that
-# are skipped. A rank takes part in a gather with its own rows, and in a reduction with
-# gradients of zero, so the numbers of the others are right.
+# # Ranks may need units in different orders, or not all units (experts, heads, skipped layers).
+# A rank that does not need a unit still contributes its shards to a gather, and zeros to a
+# reduction, so the other ranks get correct results.
 
 
-# torch's FSDP has no public names for what a unit is made of
+# torch's FSDP has no public names for the parts of a unit
 
 
 class OrderedCollective(DefaultAllocMixin):
-    """A collective of a unit that waits for its turn."""
+    """A unit's collective that waits for its turn."""
 
     def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
-        """Take what waits for the turn, and what makes the collective."""
+        """Take the function that waits for the turn, and the collective."""
         self._reach, self._make = reach, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Wait, then make the collective."""
+        """Wait, then run the collective."""
         self._reach()
         return self._make(*args, **kwargs)
 
 
 class UnitOrder(CallOrder):
-    """The order in which the ranks of one model gather its units and reduce their gradients."""
+    """The common order of gathers and reductions of a model's units."""
 
     def __init__(
         self, ranks: World, units: Mapping[str, FSDPParamGroup], *, by_gloo: bool
     ) -> None:
-        """Take the ranks that share units, and the units by name, in an order of all ranks."""
+        """Take the ranks, and the units by name, in the same order on all ranks."""
         self._gather: Any = gather_by_gloo if by_gloo else gather
         self._reduce: Any = OrderedCollective(
             tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
@@ -249,16 +249,16 @@ class UnitOrder(CallOrder):
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return what each of them noted."""
+        """End the pass on all ranks; return the notes of all ranks."""
         notes = super().end(note)
-        for unit in self._reduced_units:  # of which torch may know nothing in this pass
+        for unit in self._reduced_units:  # torch may not have seen them in this pass
             unit.finalize_backward()
         self._reduced_units.clear()
         return notes
 
     @torch.no_grad()
     def _gather_rows(self, unit: FSDPParamGroup) -> None:
-        """Give other ranks what they need of a unit."""
+        """Take part in the all-gather of a unit that this rank does not need."""
         rows = [
             param._sharded_param_data.to(unit.device, param.param_dtype)
             for param in unit.fsdp_params
@@ -269,7 +269,7 @@ class UnitOrder(CallOrder):
 
     @torch.no_grad()
     def _reduce_zeros(self, unit: FSDPParamGroup) -> None:
-        """Add nothing to the gradients of a unit, and take this rank's rows of their sum."""
+        """Add zeros to a unit's gradients, and take this rank's shard of the sum."""
         params = [each for each in unit.fsdp_params if each.sharded_param.requires_grad]
         zeros = [
             torch.zeros(each._orig_size, dtype=each.orig_dtype, device=unit.device)
@@ -289,36 +289,35 @@ class UnitOrder(CallOrder):
         self._reduced_units.append(unit)
 
 
-# `ShardHome`: each rank has a part of every parameter, as torch's `fully_shard` keeps it.
+# `ShardBinding`: binds sharded parameters to torch's `fully_shard`.
 #
-# torch keeps of a parameter its part as a flat view that is gathered, a DTensor that is in
-# the module when it is not gathered, and what was gathered. The first two share the memory
-# of a state's value, by pointers; the optimizer steps a plain parameter that shares it,
-# too.
+# # For each parameter torch keeps a flat view of the shard, which it gathers; a DTensor, which
+# is in the module between gathers; and the gathered parameter. The first two share the memory
+# of the state's value, and so does the plain parameter that the optimizer steps.
 
 
-# torch's FSDP has no public names for where it keeps a parameter
+# torch's FSDP has no public names for the places of a parameter
 
 
-# whether sums in another dtype than a parameter's have a place of their own; from torch 2.15 on
-# the whole parameter's gradient has it, and the name only reads that
+# whether gradient sums in another dtype than the parameter's have their own attribute; from
+# torch 2.15 on they are in the unsharded parameter's `grad`, and the name is read-only
 _ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 class Unit(FSDPParamGroup):
-    """A unit that is reduced if this rank has a gradient of it, then with all its parameters.
+    """A unit whose gradients are reduced together, if this rank has at least one.
 
     Attributes:
-        came: the parameters of which a backward pass had a gradient.
+        came: the parameters that had a gradient in the backward pass.
     """
 
     came: set[FSDPParam]
 
     def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
-        """Gather it for a backward pass that nothing differentiates.
+        """Gather the unit for a backward pass; reject a double backward.
 
         Raises:
-            LossError: something does; torch would reduce values that are not there any more.
+            LossError: the loss differentiates the backward pass; torch would reduce freed values.
         """
         if torch.is_grad_enabled():
             msg = (
@@ -330,7 +329,7 @@ class Unit(FSDPParamGroup):
         super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce gradients; parameters that took no part have zeros."""
+        """Reduce gradients; unused parameters contribute zeros."""
         came = [each for each in self.fsdp_params if _whole_gradient(each) is not None]
         self.came.update(came)
         self.reduce_scatter_unused_params = bool(came)
@@ -338,14 +337,14 @@ class Unit(FSDPParamGroup):
 
 
 class Valueless(Unit):
-    """A unit in a world without values, which torch would have its user load first."""
+    """A unit of meta tensors, which torch would require to be loaded first."""
 
     def _validate_no_meta_params(self) -> None:
-        """Take them as they are."""
+        """Allow meta parameters."""
 
 
 class FunctionModule(nn.Module):
-    """A module whose forward is a function of the model, with all that lies in no unit."""
+    """A root module whose forward calls a function of the model."""
 
     def __init__(self, module: nn.Module) -> None:
         """Take the model."""
@@ -359,16 +358,16 @@ class FunctionModule(nn.Module):
 
 @attrs.frozen(kw_only=True)
 class Splitter:
-    """How a model is split.
+    """How to shard a model.
 
     Attributes:
-        mesh: over which ranks.
-        units: the modules of a model that are gathered together.
-        reshard_after_forward: whether they are given up after the forward pass.
-        gather_dtype: in which they are gathered and computed with; None is their own.
-        reduce_dtype: in which gradients are reduced; None is the parameters' own.
-        device: on which they are computed with.
-        cpu_offload: whether parts lie on the CPU.
+        mesh: the device mesh of the ranks.
+        units: a function that returns a model's units.
+        reshard_after_forward: whether units are resharded after the forward pass.
+        gather_dtype: the dtype of gathered parameters; None is their own.
+        reduce_dtype: the dtype of reduced gradients; None is the parameters' own.
+        device: the device that computes.
+        cpu_offload: whether shards are on the CPU.
     """
 
     mesh: DeviceMesh
@@ -381,43 +380,43 @@ class Splitter:
 
     @property
     def pins(self) -> bool:
-        """Whether parts lie where the device copies from by itself."""
+        """Whether shards are in pinned memory."""
         return self.cpu_offload and devices.can_pin(self.device)
 
     @property
     def dtypes(self) -> tuple[torch.dtype, ...]:
-        """In which there may be gradients beside the parameters' own."""
+        """The possible dtypes of gradients, besides the parameters' own."""
         return tuple(d for d in (self.gather_dtype, self.reduce_dtype) if d is not None)
 
     def split(
         self, module: nn.Module, root: nn.Module, whole: set[nn.Parameter]
     ) -> None:
-        """Split a model's units, and what is in none of them with the module that runs it."""
+        """Shard a model's units, and the rest with the root module."""
         how: dict[str, Any] = {
             "mesh": self.mesh,
-            # None: not what the backward pass begins with
+            # None: reshard all but the root
             "reshard_after_forward": None if self.reshard_after_forward else False,
             "ignored_params": whole,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.pins)
             if self.cpu_offload
             else OffloadPolicy(),
         }
-        for unit in reversed(self.units(module)):  # what lies in another comes first
+        for unit in reversed(self.units(module)):  # inner units first
             fully_shard(unit, mp_policy=self._policy(unit), **how)
-        if self.gather_dtype is not None:  # as torch casts what units are called with
+        if self.gather_dtype is not None:  # as torch casts the inputs of units
             cast = partial(_cast, self.gather_dtype)
             module.register_forward_pre_hook(cast, with_kwargs=True)
         fully_shard(root, mp_policy=self._policy(root), **how)
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
-        # torch would reduce in the dtype in which it gathers
+        # torch's default is to reduce in the gather dtype
         own = next((param.dtype for param in unit.parameters() if param.ndim), None)
         dtype = self.reduce_dtype or (own if self.gather_dtype else None)
         return MixedPrecisionPolicy(param_dtype=self.gather_dtype, reduce_dtype=dtype)
 
 
 def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return a module's inputs with floating-point numbers in a dtype."""
+    """Cast floating-point inputs of a module to a dtype."""
 
     def cast(leaf: Any) -> Any:
         is_real = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
@@ -427,7 +426,7 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 class ShardBinding:
-    """Each rank has a part of every parameter, and gathers a unit of them to compute with."""
+    """Binds sharded parameters to torch's FSDP units."""
 
     holder = None
 
@@ -438,8 +437,8 @@ class ShardBinding:
         params: Mapping[str, torch.Tensor],
         buffers: Mapping[str, torch.Tensor],
     ) -> None:
-        """Build the module without values, and what the optimizer steps."""
-        assert definition.layout is not None  # noqa: S101 - asked by who splits
+        """Build the module without values, and the parameters that the optimizer steps."""
+        assert definition.layout is not None  # noqa: S101 - callers shard
         self._definition, self._splitter = definition, splitter
         self._layout, skeleton = definition.layout, definition.skeleton
         metas = {
@@ -471,7 +470,7 @@ class ShardBinding:
         self.opt_state_view = ShardedParams(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
-        """Split a module that runs this home's, and take what torch made of its parameters."""
+        """Shard a root around this binding's module, and find torch's parameter objects."""
         self._splitter.split(self.module, root, set(self.whole.values()))
         units = {
             path.removeprefix("module.") or ROOT: unit
@@ -500,18 +499,18 @@ class ShardBinding:
         self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
         state: Any = cast("Any", root)._get_fsdp_state()
         state._lazy_init()
-        # what autograd has not reduced comes last, and the root last of all: whether inputs of
-        # a unit need a gradient may differ between ranks
+        # units that autograd has not reduced come last, the root last of all: whether a unit's
+        # inputs need a gradient may differ between ranks
         state._state_ctx.all_states.reverse()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return what calls functions of a module of other values, split alike."""
+        """Return a callable that runs functions of a model with other values, sharded alike."""
         return lend_sharded(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Point torch's parts, and the optimizer's, at the state's memory."""
+        """Point torch's and the optimizer's shards at the state's memory."""
         for name, param in self.params.items():
             value: Any = params[name]
             if name not in self._split:
@@ -520,7 +519,9 @@ class ShardBinding:
             split = self._split[name]
             count = split.padded_sharded_param_size.numel()
             part = value._local_tensor
-            has_room = tree.room(part) >= count  # not if made by somebody's operators
+            has_room = (
+                tree.room(part) >= count
+            )  # user code may have made a tensor without padding
             if not has_room or (self._splitter.pins and not part.is_pinned()):
                 part = value._local_tensor = self._reallocate(part, count)
             split._sharded_param_data = part.as_strided(
@@ -531,7 +532,7 @@ class ShardBinding:
         self.opt_state_view.state = params
 
     def _reallocate(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Return a copy of a part in memory from which torch can gather it."""
+        """Copy a shard to padded memory, from which torch can gather."""
         if not self._splitter.pins:
             return tree.pad_part(part, count)
         shape = (max(count, part.numel()),)
@@ -539,15 +540,15 @@ class ShardBinding:
         return memory.zero_()[: part.numel()].view(part.shape).copy_(part)
 
     def has_gradients(self) -> bool:
-        """Whether some are there."""
+        """Whether some parameter has a gradient."""
         return any(param.grad is not None for param in self.trained.values())
 
     def note_none(self) -> None:
-        """Begin a backward pass, which has come by no parameter yet."""
+        """Reset the set of used parameters before a backward pass."""
         self._came.clear()
 
     def used_params(self) -> dict[str, bool]:
-        """Return of each trained parameter whether this rank's pass came by it."""
+        """Return for each trained parameter whether this rank's pass used it."""
         return {
             name: param.grad is not None
             if name in self.whole
@@ -556,7 +557,7 @@ class ShardBinding:
         }
 
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of what is not split, zeros where there was none."""
+        """Return the gradients of unsharded parameters, zeros if there was none."""
         gradients: list[torch.Tensor] = []
         for param in self.whole.values():
             if param.requires_grad:
@@ -566,7 +567,7 @@ class ShardBinding:
         return gradients
 
     def parts_there(self) -> set[str]:
-        """Return the names of parameters of which a part of a gradient is there already."""
+        """Return the names of parameters that already have a reduced gradient shard."""
         return {
             name
             for name, split in self._split.items()
@@ -574,14 +575,14 @@ class ShardBinding:
         }
 
     def drop_gradients(self, names: Iterable[str]) -> None:
-        """Leave these parameters without a gradient."""
+        """Clear the gradients of these parameters."""
         for name in names:
             self.trained[name].grad = None
             if name in self._split:
                 self._split[name].sharded_param.grad = None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return parts of reduced gradients, or whole ones that were not reduced."""
+        """Return reduced gradient shards, or unsharded gradients that were not reduced."""
         gradients: dict[str, torch.Tensor] = {}
         for name, param in self.trained.items():
             split = self._split.get(name)
@@ -595,15 +596,15 @@ class ShardBinding:
                 else:
                     param.grad = part = tree.local(grad)
                     split.sharded_param.grad = None
-                    if self._is_inner:  # torch's FSDP knows of its own ranks alone
+                    if self._is_inner:  # torch's FSDP only knows its own ranks
                         grad = tree.with_local(self.opt_state_view.state[name], part)
             if grad is not None:
                 gradients[name] = grad
         return gradients
 
     def put_gradients(self, grads: Grads) -> None:
-        """Let the optimizer have parts, and the next pass what it adds to."""
-        # until they are reduced they are as they were computed
+        """Set shards for the optimizer, or partial gradients for the next pass."""
+        # unreduced gradients have the compute dtype
         dtypes = () if grads.reduced else self._splitter.dtypes
         grads.check_fit(self.opt_state_view.state, dtypes, self._splitter.device)
         self.clear_gradients()
@@ -621,7 +622,7 @@ class ShardBinding:
                 _put_whole(split, tree.local(grad))
 
     def clear_gradients(self) -> None:
-        """Leave none."""
+        """Clear all gradients."""
         for param in self.trained.values():
             param.grad = None
         for split in self._split.values():
@@ -638,7 +639,7 @@ def lend_sharded(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Return what calls functions of a model in evaluation mode, of which ranks have parts."""
+    """Return a callable that runs functions of a sharded model in evaluation mode."""
     home = ShardBinding(definition, splitter, params, buffers)
     lent = FunctionModule(home.module.eval())
     home.split(lent)
@@ -653,18 +654,18 @@ def lend_sharded(
 
 
 def _fsdp_part(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
-    """Return a part as torch's FSDP keeps it: over its own ranks alone."""
+    """Return a shard as torch's FSDP keeps it: a DTensor over FSDP's own ranks."""
     return DTensor(part, split._sharding_spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:
-    """Put a gradient to where torch adds those of further passes."""
+    """Set an unsharded gradient, to which torch adds further passes."""
     whole = getattr(split, "_unsharded_param", None)
     if not _ACCUMULATES_APART:
         split.unsharded_param.grad = grad
     elif whole is not None and whole.dtype == grad.dtype:
         whole.grad = grad
-    else:  # it is computed in another dtype than it is reduced in
+    else:  # the compute dtype is not the reduce dtype
         split.unsharded_accumulated_grad = grad
 
 
@@ -676,10 +677,10 @@ def _whole_gradient(split: FSDPParam) -> torch.Tensor | None:
 
 
 class FSDPRunner:
-    """Runs the loss inside a module that torch has split.
+    """Runs the loss inside a module that torch has sharded.
 
-    The last micro-batch of an update reduces gradients; or each does, where parts of them
-    are accumulated, and the last one the weight.
+    The last micro-batch of an update reduces gradients; with `in_parts` each micro-batch does,
+    and the last one reduces the weight.
     """
 
     reduces = True
@@ -694,7 +695,7 @@ class FSDPRunner:
         in_parts: bool,
         finds_unused: bool,
     ) -> None:
-        """Split the module, which transforms may have changed."""
+        """Shard the module, which transforms may have changed."""
         self._ranks, self._home, self._in_parts = ranks, home, in_parts
         self.expects_unused = finds_unused
         self._root: Any = RootModule(module)
@@ -703,7 +704,7 @@ class FSDPRunner:
         self._forward = naming("FSDP forward", ranks)
         self._backward = naming("FSDP backward", ranks)
         self._ones, self._sync, self._ends = Ones(), True, True
-        # on this rank: used in this update, and with gradients from micro-batches before
+        # on this rank: parameters used in this update, and those with earlier gradients
         self._used, self._parts = set[str](), set[str]()
 
     def forward(
@@ -753,7 +754,7 @@ class FSDPRunner:
         return total / self._ranks.size if self._ends else None
 
     def _reduce_rest(self, weight: Number, used: Mapping[str, bool]) -> torch.Tensor:
-        """Reduce what no unit has; return the weight of all ranks."""
+        """Reduce unsharded gradients, the weight and usage counts; return the total weight."""
         home, ranks = self._home, self._ranks
         whole = home.whole_gradients()
         may_miss = self.expects_unused or self._in_parts
@@ -765,14 +766,14 @@ class FSDPRunner:
         for gradient in whole:
             gradient.div_(ranks.size)
         if may_miss and not sums.is_meta:
-            # what took part on no rank has no gradient
+            # parameters unused on all ranks get no gradient
             some = zip(told, sums[1:].tolist(), strict=True)
             unused = (name for name, count in some if not count)
             home.drop_gradients(n for n in unused if n not in self._parts)
         return sums[0]
 
     def _refuse_unused(self, unused: list[str]) -> NoReturn:
-        """Raise on all ranks what took no part in the loss of some."""
+        """Raise on all ranks, naming parameters unused on some rank."""
         texts = gather_text("\n".join(unused), self._ranks, label="unused parameters")
         reject_unused(
             dict.fromkeys(filter(None, "\n".join(texts).split("\n"))), are_held=False
@@ -780,11 +781,11 @@ class FSDPRunner:
 
 
 def _explain(error: RuntimeError) -> None:
-    """Raise what torch says of parts that meet whole tensors in words of a model.
+    """Explain torch's errors about mixing shards and whole tensors.
 
     Raises:
-        LossError: a module of a unit was called otherwise than the unit itself, or the loss
-            asked for gradients of its parameters.
+        LossError: a module inside a unit was called without the unit, or the loss calls
+        torch.autograd.grad on sharded parameters.
     """
     if "differentiated Tensor" in str(error):
         msg = (

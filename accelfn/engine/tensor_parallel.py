@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A plan: which layers of a model are split over ranks, and how each is."""
+"""Tensor parallelism: split layers along "tp", and plans that say how."""
 
 import difflib
 import math
@@ -21,35 +21,34 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false
 
-# Where ranks have features or positions of their own, each draws for itself.
+# Random numbers per rank, between column and row layers and on a rank's own positions.
 
 
 States = list[torch.Tensor]
 
 
 class PerRankRng:
-    """Seeds torch's default generators by rank for a stretch of a loss, and puts them back.
+    """Seeds torch's default generators by rank for a region of a loss, and restores them.
 
-    Which stretch a generator is in, its seed tells: so activations that are computed again,
-    with the generators as they were, draw again what they drew, wherever the part that is
-    computed again begins or ends.
+    A generator's seed identifies its region. So recomputed activations, which restore the
+    generators, draw the same numbers again, wherever the recomputed part begins or ends.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that draw each for itself."""
+        """Take the ranks that draw independently."""
         self._ranks = ranks
         self._alike: dict[int, tuple[States, States]] = {}
 
     def begin(self) -> None:
-        """Know of no stretch."""
+        """Forget all regions."""
         self._alike = {}
 
     def draw(self, place: str) -> None:
-        """Let this rank draw for itself from now on, where it does not already."""
+        """Seed this rank's generators for a region, unless they already are."""
         first = self._generators()[0]
         if first.initial_seed() in self._alike:
             return
-        # no number is drawn for it: what all ranks draw is as it would be without
+        # draw no number, so that the common random numbers do not change
         before = self._states()
         told = b"".join(each.cpu().numpy().tobytes() for each in before)
         key = draws.key(told.hex(), place, self._ranks.rank)
@@ -58,7 +57,7 @@ class PerRankRng:
         self._alike[first.initial_seed()] = before, self._states()
 
     def draw_alike(self) -> None:
-        """Let all ranks draw alike again, as they did before this one drew for itself."""
+        """Restore the generators that all ranks share."""
         generators = self._generators()
         kept = self._alike.get(generators[0].initial_seed())
         if kept is None:
@@ -67,7 +66,9 @@ class PerRankRng:
         has_drawn = not all(map(torch.equal, begun, self._states()))
         for each, state in zip(generators, before, strict=True):
             each.set_state(state)
-            if has_drawn:  # or layers that are called twice would draw the same twice
+            if (
+                has_drawn
+            ):  # otherwise layers that are called twice would draw the same numbers
                 torch.rand((), generator=each, device=each.device)
 
     def _generators(self) -> list[torch.Generator]:
@@ -77,36 +78,36 @@ class PerRankRng:
         return [each.get_state() for each in self._generators()]
 
 
-# What layers are given where they are split, beside what they are given in one piece.
+# Compare the inputs of split layers with the inputs of whole layers.
 
 
 _FAR = 1e-3
-"""How much of what a layer is given may be otherwise, by its norm: the order of sums may."""
+"""The relative tolerance of a layer's input, for the order of sums."""
 _COARSE = 0.1
-"""The same, where a loss is computed in 16 bits."""
+"""The same tolerance in 16 bits."""
 
 
 class InputComparison:
-    """Compares the features that row layers are given with those of the whole."""
+    """Compares the inputs of row layers with the inputs of whole layers."""
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that have features, in order."""
+        """Take the ranks that share the features, in order."""
         self._ranks = ranks
         self._wholes: dict[str, torch.Tensor] | None = None
         self._parts: dict[str, torch.Tensor] = {}
 
     def begin(self) -> None:
-        """Keep what layers are given from now on."""
+        """Start to record inputs."""
         self._wholes, self._parts = {}, {}
 
     def see(self, place: str, given: torch.Tensor, *, is_whole: bool) -> None:
-        """Keep what a layer is given, the last time that it is called."""
+        """Record the input of a layer's last call."""
         if self._wholes is not None and not torch.is_grad_enabled():
             seen = self._wholes if is_whole else self._parts
             seen[place] = given.detach()
 
     def end(self) -> str | None:
-        """Let go of it; return the first layer that was given others, if there is one."""
+        """Stop recording; return the first layer with a different input, or None."""
         wholes, parts = self._wholes or {}, self._parts
         self._wholes, self._parts = None, {}
         if wholes.keys() != parts.keys():
@@ -125,34 +126,34 @@ class InputComparison:
         return not math.isfinite(distance) or bool(distance <= far * length)
 
 
-# Layers of which each rank along "tp" has a part, as in Megatron-LM.
+# Split layers, as in Megatron-LM.
 #
-# A column layer has some of the output features, and a row layer the same features of its
-# input: what lies between the two, a region, is computed by each rank for its own features.
-# The ranks add up at the end of a region in the forward pass, and at its beginning in the
-# backward pass. Parameters are plain tensors of a rank's part.
+# # A column layer is split by output features, and a row layer by the same features of its
+# input. In the region between them each rank computes its own features. Ranks all-reduce at the
+# end of a region in the forward pass, and at its beginning in the backward pass. Parameters are
+# plain tensors with a rank's shard.
 #
-# Where sequences are split between regions, a region begins by putting them together, and
-# ends with a rank's part of the sum.
+# # If sequences are split between regions, a region begins with an all-gather and ends with a
+# reduce-scatter.
 
 
-# how a module keeps its parameters has no public name
+# a module's tables of parameters have no public name
 
 _SEQUENCE = -2
 """The dim of activations that is split between regions; the last is the features."""
 
 
 class Layers:
-    """What the parallel layers of one module share.
+    """The shared state of one module's parallel layers.
 
     Attributes:
-        ranks: those along "tp".
+        ranks: the ranks along "tp".
         sequence: whether sequences are split between regions.
-        looks: what layers were given, while a loss is looked at.
-        is_whole: whether each rank computes with whole layers, to compare.
-        is_checked: whether that was done.
-        open: the column layer that has begun a region which no row layer has ended.
-        split: the layer behind which sequences are split, until a head has them whole.
+        looks: the comparison of layers' inputs, during the first check.
+        is_whole: whether each rank now computes with whole layers, to compare.
+        is_checked: whether the loss was compared.
+        open: the column layer of a region that no row layer has ended yet.
+        split: the layer after which sequences are split, until a head gathers them.
     """
 
     def __init__(self, ranks: World, *, sequence: bool) -> None:
@@ -163,17 +164,16 @@ class Layers:
         self.begin()
 
     def begin(self) -> None:
-        """Know of nothing that began before."""
+        """Reset open regions before a pass."""
         self.open: str | None = None
         self.split: str | None = None
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._apart.begin()
 
     def enter(self, given: torch.Tensor) -> torch.Tensor:
-        """Return what all ranks have, for computing with a part of a layer.
+        """Copy an input to the ranks; the backward pass sums its gradient.
 
-        Layers that are given the same, as those of query, key and value, add up its gradient
-        over the ranks once.
+        Layers with the same input, such as query, key and value, sum its gradient once.
         """
         kept = self._entered
         if kept is not None and kept[0] is given:
@@ -186,38 +186,38 @@ class Layers:
         return entered
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
-        """Return the sum of what ranks made, or this rank's positions of it."""
+        """Return the sum over the ranks, or this rank's positions of the sum."""
         if not self.sequence:
             return vocabulary.reduce_from_ranks(part, self.ranks)
         self._check_length(part, layer.place)
         return vocabulary.reduce_scatter(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, place: str, *, training: bool) -> None:
-        """Let each rank draw for its own features, while it trains."""
+        """Begin a region: seed dropout by rank, in training."""
         self.open = place
         if training:
             self._apart.draw(place)
 
     def end_region(self) -> None:
-        """Let all ranks draw alike again, unless they have positions of their own."""
+        """End a region: restore common random numbers, unless sequences are split."""
         self._entered = self.open = None
         if not self.sequence:
             self._apart.draw_alike()
 
     def begin_sequence(self, place: str, *, training: bool) -> None:
-        """Let each rank draw for its own positions."""
+        """Begin split sequences: seed dropout by rank, in training."""
         self.split = place
         if training:
             self._apart.draw(place)
 
     def end_sequence(self) -> None:
-        """Let all ranks draw alike again."""
+        """End split sequences: restore common random numbers."""
         self._entered = self.split = None
         if self.sequence:
             self._apart.draw_alike()
 
     def scatter(self, whole: torch.Tensor, place: str) -> torch.Tensor:
-        """Return this rank's positions of what all ranks have."""
+        """Return this rank's positions of a tensor that all ranks have."""
         self._check_length(whole, place)
         return vocabulary.scatter_to_ranks(whole, _SEQUENCE, self.ranks)
 
@@ -231,18 +231,18 @@ class Layers:
             raise LossError(msg)
 
     def part(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what all ranks have, for each to use with its positions alone."""
+        """Return a parameter for use on this rank's positions; gradients are summed."""
         if param is None or not self.sequence or self.is_whole:
             return param
         return vocabulary.copy_to_ranks(param, self.ranks)
 
     def gather_param(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return all of a parameter; a collective."""
+        """All-gather a parameter; a collective."""
         return vocabulary.all_parts(part.detach(), dim, self.ranks)
 
     @contextmanager
     def in_one_piece(self) -> Generator[None]:
-        """Let each rank compute with whole layers, one at a time."""
+        """Compute with whole layers, gathered one at a time."""
         self.is_whole = True
         try:
             yield
@@ -251,12 +251,12 @@ class Layers:
 
 
 class Parallel:
-    """A layer of which a rank has a part.
+    """A split layer.
 
     Attributes:
-        cuts: at which dim each of its parameters is cut; others are whole.
+        cuts: the split dim of each split parameter; other parameters are whole.
         place: its name in the model.
-        layers: what it shares with others.
+        layers: the state that it shares with other layers.
     """
 
     cuts: ClassVar[Mapping[str, int]]
@@ -264,39 +264,39 @@ class Parallel:
     layers: Layers
 
     def now(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """Return a parameter as this rank computes now: its part, or the whole."""
+        """Return a parameter's shard, or the whole while layers are compared."""
         if not self.layers.is_whole or name not in self.cuts:
             return param
         return self.layers.gather_param(param, self.cuts[name])
 
 
 class SelfSplittingLayer(nn.Module):
-    """A layer that knows how it is split, and is in no plan, as Megatron's.
+    """A layer that splits itself and is in no plan, such as Megatron-core's.
 
-    Its parameters have Megatron's attributes, which say at which dim each is cut.
+    Its parameters have Megatron's attributes with the split dim.
     """
 
     def split(self, layers: Layers, place: str) -> None:
-        """Compute as one of the ranks from now on, whose parts its parameters are."""
+        """Switch to this rank's shards of the parameters."""
         raise NotImplementedError
 
     def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
-        """Refuse ranks that cannot share it.
+        """Reject a number of ranks that cannot share the layer.
 
         Raises:
-            ModelError: they cannot.
+            ModelError: the ranks cannot.
         """
         raise NotImplementedError
 
 
 def own_cut(param: torch.Tensor) -> int | None:
-    """Return the dim at which a parameter says that it is cut; None: it does not."""
+    """Return a parameter's own split dim (Megatron's attribute), or None."""
     said = vars(param)
     return said.get("partition_dim") if said.get("tensor_model_parallel") else None
 
 
 class _Linear(Parallel, nn.Linear):
-    """A linear layer of which a rank has a part."""
+    """A split linear layer."""
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
@@ -304,7 +304,7 @@ class _Linear(Parallel, nn.Linear):
         return weight, bias if bias is None else self.now("bias", bias)
 
     def _features(self, given: torch.Tensor) -> torch.Tensor:
-        """Return the features that this rank has, or now all of them."""
+        """Return this rank's features, or all features while layers are compared."""
         weight, bias = self._tensors()
         if not self.layers.is_whole:
             given = self.layers.enter(given)
@@ -312,7 +312,7 @@ class _Linear(Parallel, nn.Linear):
 
 
 class ColumnLinear(_Linear):
-    """Has some of the output features, and gives them on."""
+    """A linear layer split by output features."""
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
@@ -325,7 +325,7 @@ class ColumnLinear(_Linear):
 
 
 class GatheredLinear(_Linear):
-    """Has some of the output features, and gathers those of all."""
+    """A linear layer split by output features, which it gathers."""
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
@@ -339,12 +339,12 @@ class GatheredLinear(_Linear):
 
 
 class VocabularyLinear(_Linear):
-    """Has the scores of some of the words."""
+    """An output head split by words; returns split scores."""
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return scores of which this rank has some."""
+        """Return this rank's part of the scores."""
         made = self._features(input)
         if self.layers.is_whole:
             return made
@@ -353,7 +353,7 @@ class VocabularyLinear(_Linear):
 
 
 class RowLinear(_Linear):
-    """Has some of the input features, and adds up what ranks make of theirs."""
+    """A linear layer split by input features; sums over the ranks."""
 
     cuts = {"weight": 1}  # noqa: RUF012 - of all
 
@@ -371,12 +371,12 @@ class RowLinear(_Linear):
 
 
 class VocabularyEmbedding(Parallel, nn.Embedding):
-    """Has the vectors of some of the words."""
+    """An embedding split by words."""
 
     cuts = {"weight": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return the vectors of all words, each from the rank that has it."""
+        """Return the vectors of all words, each from its rank."""
         weight, layers = self.now("weight", self.weight), self.layers
         if layers.is_whole:
             return F.embedding(input, weight, self.padding_idx)
@@ -397,7 +397,7 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
 
 
 def scatter(module: nn.Module, place: str, layers: Layers) -> None:
-    """Let each rank have its positions of what a module gives, which is alike on all."""
+    """Scatter the positions of a module's output over the ranks."""
 
     def give_some(module: nn.Module, _: object, made: Any) -> Any:
         if layers.is_whole:
@@ -412,10 +412,9 @@ def scatter(module: nn.Module, place: str, layers: Layers) -> None:
 def share_gradients(
     module: nn.Module, place: str, layers: Layers, *, by_position: bool
 ) -> None:
-    """Let the ranks add up the gradients of a module's own parameters.
+    """Sum the gradients of a module's parameters over the ranks.
 
-    All have these, and each computes with them for the features of a region, or the positions,
-    that it has.
+    All ranks have these parameters, and use them for their own features or positions.
     """
 
     def lend(module: nn.Module, *_: object) -> None:
@@ -442,10 +441,10 @@ def share_gradients(
 
 
 def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
-    """Refuse to sum gradients that all ranks have whole.
+    """Reject summing gradients that all ranks already have in full.
 
     Raises:
-        LossError: it is so.
+        LossError: the module is outside a region.
     """
     if (layers.split if by_position else layers.open) is not None:
         return
@@ -466,10 +465,10 @@ LAYERS: Mapping[str, Mapping[type[nn.Module], type[Parallel]]] = {
     "row": {nn.Linear: RowLinear},
     "vocabulary": {nn.Embedding: VocabularyEmbedding, nn.Linear: VocabularyLinear},
 }
-"""By their words, layers that are split, by what they are."""
+"""The classes of split layers, by word and original class."""
 REPLICATED, SEQUENCE, SCATTERED = "replicated", "sequence", "scattered"
-"""The words for modules that all ranks have: with which each computes for its features, or
-for its positions, and behind which each has its positions.
+"""The words for unsplit modules: used on a rank's features, used on a rank's positions, or
+followed by split positions.
 """
 OF_SEQUENCES = SEQUENCE, SCATTERED
 WORDS = (*LAYERS, REPLICATED, *OF_SEQUENCES)
@@ -486,14 +485,14 @@ _REFUSED = ("max_norm", "sparse", "scale_grad_by_freq")
 
 
 def parse_plan(plan: Any) -> dict[str, str]:
-    """Return a plan in accelfn's words.
+    """Check a plan, and return it in accelfn's words.
 
     Args:
-        plan: by a pattern of names, one of these words, of Transformers', or torch's
-            ColwiseParallel and RowwiseParallel.
+        plan: words by name pattern: accelfn's, Transformers', or torch's ColwiseParallel and
+        RowwiseParallel.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: not a valid plan.
     """
     if not isinstance(plan, Mapping):
         msg = (
@@ -505,10 +504,10 @@ def parse_plan(plan: Any) -> dict[str, str]:
 
 
 def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Refuse words of sequences that are split where none are.
+    """Reject words about split sequences without sequence=True.
 
     Raises:
-        ArgumentError: the plan has one.
+        ArgumentError: the plan has such a word.
     """
     for name, word in plan.items():
         if word in OF_SEQUENCES and not sequence:
@@ -535,7 +534,7 @@ def _word(name: object, value: Any) -> str:
 
 
 def _word_of_torch(name: object, style: Any) -> str:
-    """Return the word for one of torch's styles with the options that it stands for."""
+    """Return the word for one of torch's parallel styles."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - heavy
     from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
         ColwiseParallel,
@@ -568,7 +567,7 @@ def _word_of_torch(name: object, style: Any) -> str:
 
 
 def word_of(plan: Mapping[str, str], name: str) -> str | None:
-    """Return what is to become of a module; the first pattern that matches says so."""
+    """Return the word of the first pattern that matches a module, or None."""
     for pattern, word in plan.items():
         if _matches(pattern, name):
             return word
@@ -576,7 +575,7 @@ def word_of(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a name is meant: `*` stands for anything between two dots."""
+    """Whether a pattern matches a name; `*` matches anything between two dots."""
     parts, words = name.split("."), pattern.split(".")
     return len(parts) == len(words) and all(map(fnmatchcase, parts, words))
 
@@ -592,7 +591,7 @@ def planned_modules(
 
 
 def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | None:
-    """Return the dim at which a parameter is cut; None where it is not."""
+    """Return a parameter's split dim, or None."""
     said = own_cut(meta)
     if said is not None:
         return said
@@ -605,7 +604,7 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
-    """Let the layers of a model that has parts of their parameters compute with those."""
+    """Turn the layers of a model with sharded parameters into split layers."""
     for name, each in module.named_modules():
         if isinstance(each, SelfSplittingLayer):
             each.split(layers, name)
@@ -627,18 +626,18 @@ def check_model(
     *,
     sequence: bool,
 ) -> None:
-    """Refuse a plan that does not go with a model.
+    """Reject a plan that does not fit a model.
 
     Args:
         plan: as `parse_plan` returns it.
         module: with meta tensors.
-        size: how many ranks have a part of each layer.
-        shown: who asks.
+        size: the number of ranks along "tp".
+        shown: the call that asks, for error texts.
         sequence: whether sequences are split between regions.
 
     Raises:
-        ModelError: a name matches nothing, a module cannot be split as it is to be, or a
-            parameter stands in two places that are split otherwise.
+        ModelError: a name matches nothing, a module cannot be split as planned, or a tied
+        parameter is split differently in two places.
     """
     names = [name for name, _ in module.named_modules()]
     for pattern in plan:
@@ -665,7 +664,7 @@ def check_model(
 
 
 def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
-    """Refuse a layer that says of itself that it is a part, and cannot be told of which.
+    """Reject a foreign layer whose parameters are already shards.
 
     Raises:
         ModelError: always.
@@ -680,7 +679,7 @@ def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
 
 
 def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
-    """Refuse a pattern, in the names of what there is.
+    """Reject a pattern without a match, and name similar modules.
 
     Raises:
         ModelError: always.
@@ -742,10 +741,10 @@ def _check_layer(
 def _check_inside(
     name: str, module: nn.Module, word: str, plan: Mapping[str, str], shown: str
 ) -> None:
-    """Refuse to sum the gradients of a module in which each rank has parts of its own.
+    """Reject summing gradients of a module that contains split or named modules.
 
     Raises:
-        ModelError: it is so, or they would be summed twice.
+        ModelError: the module contains such modules.
     """
     if word not in (REPLICATED, SEQUENCE):
         return
@@ -762,7 +761,7 @@ def _check_inside(
 
 
 def _check_ties(plan: Mapping[str, str], module: nn.Module, shown: str) -> None:
-    """Refuse a parameter that is split in one of its places, and not so in another."""
+    """Reject a tied parameter that is split differently in two places."""
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(param), name)
