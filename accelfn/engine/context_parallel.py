@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of attention, which something else answers while ranks share a sequence."""
+"""Attention over a sequence that is split over ranks, by heads or by a ring."""
 
 import inspect
 import math
@@ -26,12 +26,12 @@ from accelfn.errors import LossError
 from accelfn.world import World
 
 HEADS, POSITIONS = 1, 2
-"""Which dims of query, key and value they are."""
+"""The dims of heads and positions in query, key and value."""
 
 
 @attrs.frozen
 class Attention:
-    """What `F.scaled_dot_product_attention` is called with."""
+    """The arguments of `F.scaled_dot_product_attention`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -48,10 +48,10 @@ class Attention:
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def check_dims(self) -> None:
-        """Refuse what has no dim of heads.
+        """Reject tensors without a dim of heads.
 
         Raises:
-            LossError: a tensor has other dims than samples, heads, positions and features.
+            LossError: the dims of a tensor are not samples, heads, positions and features.
         """
         for name, tensor in self.three.items():
             if tensor.ndim != 4:
@@ -62,10 +62,10 @@ class Attention:
                 raise LossError(msg)
 
     def check_mask(self, num_queries: int, num_keys: int) -> None:
-        """Refuse a mask that is not for all positions, of which there are so many.
+        """Reject a mask that does not have all positions.
 
         Raises:
-            LossError: it is not.
+            LossError: the mask has another number of positions.
         """
         mask, whole = self.attn_mask, (num_queries, num_keys)
         if mask is None:
@@ -82,22 +82,22 @@ class Attention:
 
 
 class Attending(TorchFunctionMode):
-    """Inside it, a function of ours answers `F.scaled_dot_product_attention`."""
+    """A mode that replaces `F.scaled_dot_product_attention`."""
 
     def __init__(self, attend: Callable[[Attention], torch.Tensor]) -> None:
-        """Take the function."""
+        """Take the replacement."""
         super().__init__()
         self._attend, self._with_gradients = attend, False
 
     def __enter__(self) -> Self:
-        """Begin to answer; note whether gradients are taken of what is computed."""
+        """Enter the mode; note whether gradients are enabled."""
         self._with_gradients = torch.is_grad_enabled()
         return super().__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, or attention as it is here."""
+        """Call a function of torch, or the replacement of attention."""
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -115,7 +115,7 @@ class Attending(TorchFunctionMode):
 
 
 def _may_run_again() -> bool:
-    """Whether layers that are run now may be what torch runs again in the backward pass."""
+    """Whether the current layer may be inside torch's activation checkpointing."""
     hooks = cast("Any", torch)._C._autograd
     ignore_is_tracing = True
     is_hooked = hooks._top_saved_tensors_default_hooks(ignore_is_tracing) is not None
@@ -126,10 +126,10 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _refuse_rerun() -> None:
-    """Refuse layers that torch runs again in the backward pass, where nobody answers for us.
+    """Reject layers that torch runs again in the backward pass, outside this mode.
 
-    Others are let through: those without gradients, as a teacher's, are run once, and
-    `af.checkpoint_activations` brings what is around a first run to the second.
+    Other layers are allowed: layers without gradients, such as a teacher's, run once, and
+    `af.checkpoint_activations` restores the mode in the second run.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -148,34 +148,33 @@ def _refuse_rerun() -> None:
         frame = frame.f_back
 
 
-# Attention over a sequence of which each rank has a part: heads are exchanged for
-# positions.
+# Split sequences, by heads (Ulysses): ranks exchange heads for positions.
 #
-# Before attention each rank gives its positions of most heads away, and gets all positions
-# of its own heads; after it, back. Whatever else a model does goes position by position.
+# # Before attention an all-to-all gives each rank all positions of its heads; after it, an
+# all-to-all reverses that. All other operations work position by position.
 
 
 _HEADS = "context_parallel: heads for positions"
 
 
 class Heads:
-    """The way by heads: each rank attends to all positions with a share of the heads.
+    """Attention by heads: each rank attends to all positions with a share of the heads.
 
     Attributes:
-        num_pieces: into how many pieces a sequence is cut.
-        pieces: which of them this rank has, in this order.
+        num_pieces: the number of pieces of a sequence.
+        pieces: the indices of this rank's pieces, in order.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that have the parts of a sequence, in order."""
+        """Take the ranks that share a sequence, in order."""
         self._ranks = ranks
         self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
 
     def attend(self, given: Attention) -> torch.Tensor:
-        """Return what this rank's positions see.
+        """Return the result of attention for this rank's positions.
 
         Raises:
-            LossError: heads cannot be shared out, or a mask is not for all positions.
+            LossError: the ranks cannot share the heads, or a mask does not have all positions.
         """
         ranks = self._ranks
         _check_heads(given, ranks)
@@ -191,7 +190,7 @@ class Heads:
 
 
 def _check_heads(given: Attention, ranks: World) -> None:
-    """Refuse heads that are not as many as the ranks or a multiple of them."""
+    """Reject a number of heads that is not a multiple of the number of ranks."""
     given.check_dims()
     for name, tensor in given.three.items():
         if tensor.shape[HEADS] % ranks.size:
@@ -205,7 +204,7 @@ def _check_heads(given: Attention, ranks: World) -> None:
 
 
 def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
-    """Return what of a mask is for this rank's heads."""
+    """Return the mask of this rank's heads."""
     if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
         return mask.chunk(ranks.size, -3)[ranks.rank]
     return mask
@@ -214,15 +213,15 @@ def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
 def exchange_heads(
     tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors of which this rank has all of the second dim, and a part of the first.
+    """Exchange two dims by an all-to-all: split the first, and gather the second.
 
-    Before, it had all of the first and a part of the second. Its gradient is the way back.
+    The backward pass is the reverse exchange.
     """
     return cast("Any", _Exchange).apply(ranks, dims, *tensors)
 
 
 class _Exchange(torch.autograd.Function):
-    """An all-to-all, in one call for several tensors of one dtype."""
+    """One all-to-all for several tensors of one dtype."""
 
     @staticmethod
     def forward(
@@ -249,31 +248,31 @@ class _Exchange(torch.autograd.Function):
         return None, None, *back
 
 
-# Attention to a block of keys, with what it takes to join it to that to other blocks.
+# Blockwise attention: attention to a block of keys, and joining the results of blocks.
 #
-# Beside what queries see in a block there is the logarithm of the sum of their exponentials
-# (`lse`), by which the results of several blocks are weighed (Milakov and Gimelshein 2018,
-# "Online normalizer calculation for softmax"). The gradients of a block follow from the
-# result and the `lse` of all blocks together (Dao et al. 2022, "FlashAttention").
+# # Each block returns its result and the logarithm of the sum of exponentials (`lse`), which
+# weighs the results of several blocks (Milakov and Gimelshein 2018, "Online normalizer
+# calculation for softmax"). The gradients of a block follow from the result and the `lse` of
+# all blocks together (Dao et al. 2022, "FlashAttention").
 #
-# torch's own kernels compute both where they can: its public attention does not return
+# # torch's internal kernels compute both where possible; its public attention does not return
 # `lse`.
 
 
 Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 _aten: Any = torch.ops.aten
 _NOTHING = -math.inf
-"""The `lse` of a query that sees nothing."""
+"""The `lse` of a query without keys."""
 
 
 @attrs.frozen
 class Block:
-    """Queries, and the keys and values that they may see.
+    """Queries, with the keys and values that they attend to.
 
     Attributes:
-        mask: what is added to products, of four dims; or None.
-        is_causal: whether a query sees no key behind its own place.
-        scale: what products are multiplied by.
+        mask: a mask of four dims that is added to the products, or None.
+        is_causal: whether queries attend only to keys up to their own position.
+        scale: the factor of the products.
     """
 
     query: torch.Tensor
@@ -284,7 +283,7 @@ class Block:
     scale: float
 
     def attend(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what each query sees, and its `lse`."""
+        """Return each query's result and `lse`."""
         kernel = self._kernel()
         if kernel is None:
             products = self._products()
@@ -303,9 +302,9 @@ class Block:
         """Return the gradients of query, key and value.
 
         Args:
-            upstream: that of what is seen.
-            seen: in all blocks together.
-            lse: of all blocks together.
+            upstream: the gradient of the result.
+            seen: the result of all blocks together.
+            lse: the `lse` of all blocks together.
         """
         kernel = self._kernel()
         if kernel is None:
@@ -316,7 +315,7 @@ class Block:
     def gradients_with_mask(
         self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of query, key and value, and of products before the mask."""
+        """Return the gradients of query, key, value, and the products before masking."""
         upstream, seen, query = wide(upstream), wide(seen), wide(self.query)
         key, value = (
             _expand_heads(wide(self.key), self),
@@ -344,7 +343,7 @@ class Block:
         return products
 
     def _sum_heads(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of keys or values from that for each head."""
+        """Sum a gradient over the query heads that share keys or values."""
         return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
 
     def _kernel(self) -> "type[_OnHost | _OnCuda] | None":
@@ -353,9 +352,9 @@ class Block:
             features != self.value.shape[-1]
             or not self.query.numel() * self.key.numel()
         ):
-            return None  # of empty sequences a kernel ends the process
+            return None  # kernels crash on empty sequences
         if self.mask is not None and self.mask.dtype is not self.query.dtype:
-            return None  # nor does it go back from numbers of two dtypes
+            return None  # the kernel's backward pass does not support two dtypes
         if self.query.device.type == "cpu":
             return _OnHost
         if self.query.device.type != "cuda":
@@ -366,14 +365,14 @@ class Block:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype in which blocks add up: float32 at least."""
+    """Return a tensor in the dtype of sums over blocks: float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def join(
     seen: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, lse_of_more: torch.Tensor
 ) -> None:
-    """Weigh what was seen, in place, by what is seen in one block more."""
+    """Join the result of one more block, in place."""
     both = torch.logaddexp(lse, lse_of_more)
     ours, theirs = (
         (each - finite(both)).exp()[..., None] for each in (lse, lse_of_more)
@@ -383,12 +382,12 @@ def join(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Return 0 in the place of minus infinity, of which a difference would be no number."""
+    """Replace minus infinity by 0, to avoid NaN in differences."""
     return lse.masked_fill(lse == _NOTHING, 0.0)
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Whether a GPU has the kernel, and nobody has switched it off."""
+    """Whether a GPU supports the flash kernel, and it is enabled."""
     cuda = torch.backends.cuda
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (
         8,
@@ -445,7 +444,7 @@ class _OnCuda:
             *_of_each_head(block),
             seen,
             lse.contiguous(),
-            *(None, None),  # where sequences of several lengths begin
+            *(None, None),  # offsets of sequences with several lengths
             *(block.query.shape[2], block.key.shape[2]),
             0.0,
             block.is_causal,
@@ -460,26 +459,25 @@ def _of_each_head(block: Block) -> Three:
         _expand_heads(block.key, block),
         _expand_heads(block.value, block),
     )
-    # kernels take features to lie side by side, and do not look
+    # kernels assume contiguous features, without a check
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
     return query, key, value
 
 
 def _expand_heads(each: torch.Tensor, block: Block) -> torch.Tensor:
-    """Return keys or values for each head of the queries, some of which share them."""
+    """Repeat keys or values for the query heads that share them (GQA)."""
     shared_by = block.query.shape[1] // each.shape[1]
     return each if shared_by == 1 else each.repeat_interleave(shared_by, 1)
 
 
-# Attention over a sequence of which each rank has a part: keys and values go round a ring.
+# Split sequences, by a ring: keys and values go around the ranks.
 #
-# Each rank keeps its queries, and passes keys and values on to the next, until all have
-# met. In the backward pass keys and values go round once more, and their gradients behind
-# them.
+# # Each rank keeps its queries, and passes keys and values to the next rank, until all have
+# met. In the backward pass keys and values go around once more, followed by their gradients.
 #
-# Under a causal mask early positions see little and late ones much, so each rank has a
-# piece from the front and one as far from the end: at each meeting but that with itself a
-# rank then computes half a block, whoever it meets (the order of "zigzag" ring attention).
+# # Under a causal mask early positions attend to few keys and late ones to many. So each rank
+# has a piece from the front and one as far from the end, and computes half a block with each
+# other rank (the order of "zigzag" ring attention).
 
 
 _RING = "context_parallel: keys and values round a ring"
@@ -487,24 +485,24 @@ _ALL = slice(None)
 
 
 class Ring:
-    """The way by a ring: each rank attends with its positions, of all heads, to everybody's.
+    """Ring attention: each rank's positions attend, with all heads, to all ranks' positions.
 
     Attributes:
-        num_pieces: into how many pieces a sequence is cut.
-        pieces: which of them this rank has, in this order.
+        num_pieces: the number of pieces of a sequence.
+        pieces: the indices of this rank's pieces, in order.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that have the parts of a sequence, in order."""
+        """Take the ranks that share a sequence, in order."""
         self._ranks = ranks
         self.num_pieces, self.pieces = 2 * ranks.size, _pieces(ranks.rank, ranks.size)
 
     def attend(self, given: Attention) -> torch.Tensor:
-        """Return what this rank's positions see.
+        """Return the result of attention for this rank's positions.
 
         Raises:
-            LossError: heads or samples differ, a mask is not for all positions, or something
-                is to be dropped.
+            LossError: heads or samples differ, a mask does not have all positions, or there is
+            attention dropout.
         """
         _check_ring(given)
         three = [_as_autocast(each) for each in given.three.values()]
@@ -514,7 +512,7 @@ class Ring:
         return cast("Any", _Attention).apply(meetings, *three, *masks)
 
     def _masks(self, given: Attention, dtype: torch.dtype) -> list[torch.Tensor | None]:
-        """Return what is added to products at each meeting."""
+        """Return the mask of this rank's queries and each rank's keys."""
         size = self._ranks.size
         lengths = [each.shape[POSITIONS] * size for each in (given.query, given.key)]
         given.check_mask(*lengths)
@@ -526,7 +524,7 @@ class Ring:
             mask = zeros.masked_fill(~mask, -torch.inf)
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
-        # of a row that hides all by a large number, the logarithm of a sum would be that number
+        # in a row that is masked by large finite numbers, the `lse` would be such a number
         if rows.shape[-1]:
             rows = rows - finite(rows.detach().amax(-1, keepdim=True))
         return [
@@ -536,7 +534,7 @@ class Ring:
 
 
 def _pieces(rank: int, size: int) -> tuple[int, int]:
-    """Return which of twice as many pieces as ranks are a rank's."""
+    """Return the indices of a rank's two pieces."""
     return rank, 2 * size - 1 - rank
 
 
@@ -550,7 +548,7 @@ def _of_pieces(
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype in which autocast would have attention computed."""
+    """Cast a tensor to autocast's dtype for attention."""
     kind = tensor.device.type
     if tensor.dtype is torch.float64 or not is_autocast_available(kind):
         return tensor
@@ -600,18 +598,18 @@ def _check_ring(given: Attention) -> None:
 
 @attrs.frozen
 class _Meetings:
-    """What is computed where a rank's queries meet each rank's keys."""
+    """Blocks of a rank's queries with each rank's keys."""
 
     ranks: World
     is_causal: bool = attrs.field(kw_only=True)
     scale: float = attrs.field(kw_only=True)
 
     def places(self, owner: int, length: int) -> tuple[slice, slice]:
-        """Return which of so many queries see which keys of a rank.
+        """Return which queries attend to which keys of a rank.
 
-        Under a causal mask a rank's first piece sees the first pieces of ranks before it, and
-        no second one; its second piece sees all first pieces, and the second ones of ranks
-        behind it, which are before it in the sequence. With its own keys all is in order.
+        Under a causal mask a rank's first piece attends to the first pieces of earlier ranks.
+        Its second piece attends to all first pieces, and to the second pieces of later ranks,
+        which come earlier in the sequence. A rank's own block is causal.
         """
         half = length // 2
         if not self.is_causal or owner == self.ranks.rank:
@@ -627,7 +625,7 @@ class _Meetings:
         pair: tuple[torch.Tensor, ...],
         mask: torch.Tensor | None,
     ) -> Block:
-        """Return the block that is computed."""
+        """Return the block of this rank's queries with a rank's keys."""
         rows, columns = self.places(owner, query.shape[POSITIONS])
         key, value = (each[:, :, columns] for each in pair)
         is_causal = self.is_causal and owner == self.ranks.rank
@@ -649,7 +647,7 @@ class _Attention(torch.autograd.Function):
             owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
         )
         with _plainly(query):
-            owner, pair = next(held)  # its own keys, which all queries meet
+            owner, pair = next(held)  # its own keys, with all queries
             seen, lse = map(wide, meetings.block(owner, query, pair, masks[0]).attend())
             for (owner, pair), mask in zip(held, masks[1:], strict=True):
                 found = meetings.block(owner, query, pair, mask).attend()
@@ -696,8 +694,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _plainly(tensor: torch.Tensor) -> Any:
-    """Return a block without autocast, whose work is done."""
-    kind = tensor.device.type  # on meta there is none
+    """Return a context without autocast."""
+    kind = tensor.device.type  # meta has no autocast
     return (
         torch.autocast(kind, enabled=False) if is_autocast_available(kind) else NOTHING
     )

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores of the words of a vocabulary, of which each rank along "tp" has some.
+"""Scores (logits) split by words over the ranks along "tp", and their collectives.
 
-Cross entropy is computed from parts: ranks exchange three numbers a token, and no rank has
-the scores of all words. So are the functions that stand between a head and its loss, as casts,
-views and numbers to multiply by. Every other function is given the whole, which is gathered:
-it is right, and has the cost of a head that is gathered.
+Cross entropy is computed from split scores: ranks exchange three numbers per token, and no rank
+has the scores of all words. Common functions between a head and its loss, such as casts, views
+and scaling, also work on split scores. Every other function gets the gathered scores: correct,
+at the cost of a gathered head.
 """
 
 import math
@@ -22,44 +22,42 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 
-# Where what a model computes crosses the ranks along "tp", forth and back.
+# Differentiable collectives along "tp".
 #
-# Four pairs, each the other's gradient: what all have is handed to parts, whose gradients
-# are summed; parts are put together, and each has its part of the gradient; and where
-# sequences are split between layers, a sum of parts goes on in parts, and the other way
-# round.
+# # They form pairs, each the other's gradient: copy and all-reduce; all-gather and scatter;
+# and, for split sequences, reduce-scatter and all-gather.
 
 
 _LABEL = "tensor_parallel"
 
 
 def copy_to_ranks(given: torch.Tensor, ranks: World) -> torch.Tensor:
-    """Return what all ranks have, for each to compute its part with; gradients are summed."""
+    """Return the input on each rank; the backward pass all-reduces its gradient."""
     return cast("Any", _Hand).apply(given, ranks)
 
 
 def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
-    """Return the sum of what ranks made, of which each has the whole gradient."""
+    """All-reduce; the backward pass copies the gradient to each rank."""
     return cast("Any", _Sum).apply(part, ranks)
 
 
 def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return the parts of all ranks along a dim; each has the gradient of its own."""
+    """All-gather along a dim; each rank gets the gradient of its own part."""
     return cast("Any", _Gather).apply(part, dim, ranks)
 
 
 def scatter_to_ranks(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return this rank's part of what all have; the gradient is put together again."""
+    """Return this rank's part along a dim; the backward pass all-gathers."""
     return cast("Any", _Take).apply(whole, dim, ranks)
 
 
 def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return the parts of all ranks, for each to compute with; gradients are summed."""
+    """All-gather along a dim; the backward pass reduce-scatters."""
     return cast("Any", _GatherAndHand).apply(part, dim, ranks)
 
 
 def reduce_scatter(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return this rank's part of the sum of what ranks made."""
+    """Reduce-scatter along a dim; the backward pass all-gathers."""
     return cast("Any", _SumAndTake).apply(whole, dim, ranks)
 
 
@@ -142,7 +140,7 @@ class _SumAndTake(torch.autograd.Function):
 
 
 def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return the parts of all ranks along a dim; without a gradient."""
+    """All-gather along a dim, without a gradient."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(ranks.size)]
     with naming(_LABEL, ranks):
@@ -150,10 +148,10 @@ def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-# Cross entropy of scores, of which each rank along "tp" has those of some words.
+# Cross entropy of split scores.
 #
-# As in Megatron-LM: of each token ranks exchange the largest score, the sum of
-# exponentials, and the score of the word that is due.
+# # As in Megatron-LM, ranks exchange three numbers per token: the largest score, the sum of
+# exponentials, and the score of the target word.
 
 
 def cross_entropy(
@@ -166,20 +164,20 @@ def cross_entropy(
     reduction: Literal["none", "mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return what `F.cross_entropy` does of all scores.
+    """Return `F.cross_entropy` of all scores.
 
     Args:
         part: the scores of this rank's words, in the last dim.
-        target: the number of the word that is due, for each row.
-        ranks: those that have the words, in order.
-        weight: of each word of the vocabulary.
-        ignore_index: in the target, of a row that does not count.
+        target: the index of the target word of each row.
+        ranks: the ranks that share the words, in order.
+        weight: the weight of each word of the vocabulary.
+        ignore_index: the target of rows that do not count.
         reduction: as torch's.
         label_smoothing: as torch's.
     """
     dtype, counts = part.dtype, target != ignore_index
     number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
-    if part.element_size() < 4:  # as torch does inside
+    if part.element_size() < 4:  # as torch does internally
         part = part.float()
     part = part - _largest(part, ranks).unsqueeze(-1)
     told = [part.exp().sum(-1), _target_scores(part, word, ranks)]
@@ -214,28 +212,28 @@ def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:
 def _target_scores(
     part: torch.Tensor, word: torch.Tensor, ranks: World
 ) -> torch.Tensor:
-    """Return the scores of the words that are due, on the rank that has them; 0 on others."""
+    """Return the target words' scores on the rank that has them, and 0 on other ranks."""
     count = part.shape[-1]
     own = word - ranks.rank * count
     here = (own >= 0) & (own < count)
     is_word = (word >= 0) & (word < count * ranks.size)
-    # what is no word stays out of bounds, where torch refuses it
+    # an invalid index stays out of bounds, so that torch rejects it
     index = own.masked_fill(is_word & ~here, 0).unsqueeze(-1)
     return part.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
 
 
-# a subclass has no public way around itself
+# torch has no public way to disable a subclass
 
 
 class Scores(torch.Tensor):
-    """A tensor of all words' scores, in shape and in value; this rank has a part of it."""
+    """A tensor that acts as all words' scores, and holds this rank's part."""
 
     _ranks: World
     _dim: int
 
     @classmethod
     def of(cls, part: torch.Tensor, ranks: World, dim: int = -1) -> "Scores":
-        """Return the scores of which this rank has a part along a dim."""
+        """Return scores with this rank's part along a dim."""
         made = part.as_subclass(cls)
         made._ranks, made._dim = ranks, dim % part.ndim
         return made
@@ -244,7 +242,7 @@ class Scores(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, on parts where that will do."""
+        """Call a function on parts if possible, otherwise on gathered scores."""
         del types
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -268,14 +266,16 @@ class Scores(torch.Tensor):
         del form
         return repr(self)
 
-    def __repr__(self, **_: Any) -> str:  # no collective, for one rank alone may print
+    def __repr__(
+        self, **_: Any
+    ) -> str:  # no collective, because one rank alone may print
         """Show the part."""
         with torch._C.DisableTorchFunctionSubclass():
             return f"Scores of this rank's words: {_part(self)!r}"
 
 
 def gather_scores(tree: Any) -> Any:
-    """Return a tree in which scores are those of all words; a collective if there are any."""
+    """Gather all scores in a tree; a collective if there are any."""
     return tree_map(_gather_leaf, tree)
 
 
@@ -301,7 +301,7 @@ Ways = Mapping[Any, Callable[..., Any]]
 
 
 def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
-    """Return what a function gives, computed from parts; NotImplemented where it cannot be."""
+    """Call a function on parts; return NotImplemented if it needs all scores."""
     if func in _PART_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(scores, *args, **options)
@@ -314,7 +314,7 @@ def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) ->
 
 
 def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
-    """Change each score alike; a number that is trained has the sum of ranks' gradients."""
+    """Apply an elementwise function; gradients of scalar arguments are summed over ranks."""
     part, ranks = _part(scores), scores._ranks
     given = []
     for each in args:
@@ -372,7 +372,7 @@ def _view(scores: Scores, *sizes: Any) -> Any:
 
 
 def _index(scores: Scores, index: Any) -> Any:
-    """Take from the dims before that of the words, which is the last."""
+    """Index the dims before the words' dim, which is the last."""
     part = _part(scores)
     index = index if isinstance(index, tuple) else (index,)
     if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
@@ -396,7 +396,7 @@ def _is_index(each: Any) -> bool:
 
 
 def _num_taken(index: tuple[Any, ...]) -> int:
-    """Return how many dims an index is about."""
+    """Return the number of dims that an index takes."""
     return sum(
         each.ndim if isinstance(each, torch.Tensor) and each.dtype == torch.bool else 1
         for each in index
@@ -412,7 +412,7 @@ def _cross_entropy(
     reduce: bool | None,
     **options: Any,
 ) -> Any:
-    """Return `F.cross_entropy`, from parts; not of probabilities, nor by words of old."""
+    """Return `F.cross_entropy` from parts; not for probabilities or deprecated options."""
     part = _part(scores)
     is_by_word = scores._dim == (1 if part.ndim > 1 else 0)
     says_how = size_average is not None or reduce is not None
@@ -434,7 +434,7 @@ _HANDLERS: Ways = {
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     _T.__getitem__: _index,
 }
-"""What is computed from parts in a way of its own."""
+"""Functions on parts, by torch's function."""
 _ELEMENTWISE = {
     *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
     *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
@@ -443,9 +443,9 @@ _ELEMENTWISE = {
     *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
     *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
 }
-"""What goes score by score."""
+"""Elementwise functions."""
 _COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
-"""What may be written either way."""
+"""Functions whose arguments may be swapped."""
 _PROPERTIES = (
     *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
@@ -455,4 +455,4 @@ _PART_PROPERTIES = {
     *(_T.retain_grad, _T.get_device),
     *(getattr(_T, name).__get__ for name in _PROPERTIES),
 }
-"""What of the whole is so of a part."""
+"""Properties that the part and the whole have in common."""
