@@ -374,7 +374,7 @@ class Engine:
             update=tried,
             trained=state.definition.skeleton.trainable,
             finite_loss=read.is_finite and (before is None or before.finite_loss),
-            is_held=self._holder is not None,
+            owned_by_engine=self._holder is not None,
             slots={} if compression is None else compression.end(),
         )
         taken.lease.is_mean = samples.lone and read.is_mean and loss_scale is None

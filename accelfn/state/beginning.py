@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a state begins with: a model that each rank draws whole, or no more than its part."""
+"""Initial states: draw the model whole on each rank, or only the rank's part."""
 
 from collections.abc import Collection
 from functools import partial
@@ -45,16 +45,16 @@ Tensors: TypeAlias = dict[str, torch.Tensor]
 
 @attrs.frozen(kw_only=True, eq=False)
 class Beginning:
-    """What there is before a state is.
+    """The parts of an initial state, before the state is created.
 
     Attributes:
-        module: the model that is given away.
-        skeleton: its structure.
-        prototype: the optimizer's.
-        params: by name.
-        buffers: by name.
-        opt_state: what the optimizer holds before its first step.
-        setup: the transforms that say how this lies over the ranks.
+        module: the model; the state takes ownership.
+        skeleton: the model's structure.
+        prototype: the optimizer's settings, without tensors.
+        params: the parameters by name.
+        buffers: the buffers by name.
+        opt_state: the optimizer's state before its first step.
+        setup: the transforms that define the layout over the ranks.
     """
 
     module: nn.Module
@@ -78,12 +78,12 @@ def begin(
     name: str,
     init: str,
 ) -> tuple[Beginning, Definition]:
-    """Return what there is before a state is, and what it will be a state of.
+    """Create the parts of an initial state, and its definition.
 
-    The arguments are those of `TrainState.create`.
+    The arguments are the same as in `TrainState.create`.
 
     Raises:
-        ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is none.
+        ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
         ModelError, OptimizerError: as `TrainState.create`.
     """
     if not is_integer(seed):
@@ -98,30 +98,32 @@ def begin(
     check_device(setup, world)
     device = world.device
     if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
-        device = torch.device("cpu")  # of what is split, a device holds parts alone
+        device = torch.device("cpu")  # a device holds only shards of a split model
     with own_modes(device):
         if init == "shard" and device.type != "meta":
-            begun = _create_in_parts(
+            beginning = _create_in_parts(
                 model, optimizer, setup=setup, world=world, seed=seed, name=name
             )
         else:
-            begun = _create_whole(model, optimizer, device=device, seed=seed, name=name)
-        rates = bound(schedule, begun.prototype)
+            beginning = _create_whole(
+                model, optimizer, device=device, seed=seed, name=name
+            )
+        rates = bound(schedule, beginning.prototype)
     definition = Definition(
-        skeleton=begun.skeleton,
-        optimizer=begun.prototype,
+        skeleton=beginning.skeleton,
+        optimizer=beginning.prototype,
         schedule=schedule,
         rates=rates,
         data=as_data(data),
-        setup=begun.setup,
+        setup=beginning.setup,
         world=world,
         name=name,
     )
-    return begun, definition
+    return beginning, definition
 
 
 def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
-    """Add the slots of transforms that have none yet, as they begin in a state."""
+    """Create the missing slots of transforms, and add them to `slots`."""
     with own_modes(state.world.device):
         for owner in state.setup.owners["init"]:
             if owner.name not in slots:
@@ -131,10 +133,10 @@ def begin_slots(state: "TrainState", slots: dict[str, Any]) -> None:
 
 
 def begin_slot(owner: Any, state: "TrainState") -> Any:
-    """Return the slot of a transform as it begins in a state, if it has one.
+    """Create the initial slot of a transform, or return None if it keeps no slot.
 
     Raises:
-        StateError: it has tensors of the state itself.
+        StateError: the slot holds tensors of the state itself.
     """
     with shared_draws(state, "init", f"init {owner.name}"):
         slot = owner.init(state)
@@ -150,7 +152,7 @@ def _create_whole(
     seed: int,
     name: str,
 ) -> Beginning:
-    """Return what is drawn whole, as it lies on one rank."""
+    """Create the whole model on this rank."""
     module = materialize(model, seed=seed, name=name, device=device)
     skeleton = skeleton_of(module)
     prototype, opt_state = prototype_of(optimizer, module, skeleton)
@@ -175,15 +177,15 @@ def _create_in_parts(
     seed: int,
     name: str,
 ) -> Beginning:
-    """Return what is drawn module by module, each cut as soon as it is there.
+    """Create the model module by module, and cut each module to this rank's part at once.
 
-    Where the setup cuts nothing, parameters are whole, of the same values.
+    If the setup cuts nothing, parameters are whole and have the same values.
     """
-    begun = build_on_meta(model, seed=seed, name=name)
-    module, skeleton = begun.module, skeleton_of(begun.module)
+    bare_model = build_on_meta(model, seed=seed, name=name)
+    module, skeleton = bare_model.module, skeleton_of(bare_model.module)
     owners, layout = setup.owners["layout"], None
     if owners:
-        # torch's DTensors cost as much to import as all of accelfn
+        # importing torch's DTensor takes as long as importing accelfn
         from accelfn.definition.layout import Layout  # noqa: PLC0415
 
         shapes = dict(skeleton.module.named_parameters())
@@ -196,15 +198,15 @@ def _create_in_parts(
             values = layout.cut(name, values)
         return values if tree.is_shard(values) else values.to(world.device)
 
-    params = draw_params(begun, keep, seed=seed, name=name)
-    if layout is not None:  # what is cut must have been the same on all ranks
+    params = draw_params(bare_model, keep, seed=seed, name=name)
+    if layout is not None:  # whole values must have been equal on all ranks
         check_replicas(params, world, label="compare replicas", values=True, sums=sums)
     metas = module.named_parameters()
-    begun.put({n: parameter_like(meta, params[n]) for n, meta in metas})
+    bare_model.put({n: parameter_like(meta, params[n]) for n, meta in metas})
     prototype, opt_state = prototype_of(optimizer, module, skeleton)
 
-    def laid(name: str, leaf: Any) -> Any:
-        """Return what an optimizer made like a part as parts are, with their room."""
+    def as_part(name: str, leaf: Any) -> Any:
+        """Return optimizer state of a part as a part, with its padding."""
         if layout is None or not tree.is_shard(leaf):
             return leaf
         room = layout.room(name, leaf.shape)
@@ -212,7 +214,7 @@ def _create_in_parts(
         return tree.with_local(params[name], part)
 
     opt_state = {
-        n: tree.tree_map(partial(laid, n), each) for n, each in opt_state.items()
+        n: tree.tree_map(partial(as_part, n), each) for n, each in opt_state.items()
     }
     return Beginning(
         module=module,
@@ -226,32 +228,31 @@ def _create_in_parts(
 
 
 def _copies(module: nn.Module) -> Tensors:
-    """Return a module's buffers as a state's own: one may be a constant of its whole class."""
+    """Copy a module's buffers: a buffer may be a constant of its class."""
     return {name: each.detach().clone() for name, each in module.named_buffers()}
 
 
-# Slots of a state that gets other parameters: an average, or an anchor, may begin with
-# them.
+# Slots of a state that gets other parameters: an average or an anchor may begin with them.
 
 
 def reset_slots(
     before: "TrainState", after: "TrainState", *, kept: Collection[str] = ()
 ) -> tuple[dict[str, Any], list[Any]]:
-    """Return the slots of a state that has other parameters than the one before.
+    """Reset slots that still have their initial value, after a change of parameters.
 
-    Those that are still as they begin, begin with what the parameters are now.
+    Reset slots begin with the parameters of `after`.
 
     Args:
-        before: its slots are the ones that there are.
-        after: has other parameters.
+        before: the state with the old parameters.
+        after: the state with the new parameters.
         kept: names of slots that stay as they are.
 
-    Returns: the slots by name, and the transforms whose slots would begin otherwise and
-        go on, for they have come further.
+    Returns: the slots by name, and the transforms whose slots depend on the parameters but
+        have changed since they began, so that they continue.
 
-    Cost: two beginnings of each slot.
+    Cost: each slot is created twice.
     """
-    slots, going_on = dict(after.slots), list[Any]()
+    slots, continuing = dict(after.slots), list[Any]()
     with own_modes(before.world.device):
         for owner in before.setup.owners["init"]:
             if owner.name in kept:
@@ -262,17 +263,17 @@ def reset_slots(
             if _are_same(old, slots.get(owner.name)):
                 slots[owner.name] = new
             else:
-                going_on.append(owner)
-    return slots, going_on
+                continuing.append(owner)
+    return slots, continuing
 
 
 def restart_slots(before: "TrainState", after: "TrainState") -> dict[str, Any]:
-    """Return the slots of a state that gets other parameters; those of one in training stay."""
+    """Return the slots after a change of parameters; reset slots only before training."""
     return dict(after.slots) if before.num_tried else reset_slots(before, after)[0]
 
 
 def untouched_slots(state: "TrainState") -> list[Any]:
-    """Return the transforms whose slots are still as they begin."""
+    """Return the transforms whose slots still have their initial value."""
     with own_modes(state.world.device):
         return [
             owner
@@ -282,7 +283,7 @@ def untouched_slots(state: "TrainState") -> list[Any]:
 
 
 def _are_same(one: Any, other: Any) -> bool:
-    """Whether two slots hold the same, bit by bit."""
+    """Return whether two slots are bitwise equal."""
     if tree.outline(one, _kind) != tree.outline(other, _kind):
         return False
     pairs = zip(tree.tree_leaves(one), tree.tree_leaves(other), strict=True)

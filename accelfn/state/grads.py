@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients as a value: what one backward pass, or several, found."""
+"""`Grads`: the gradients of one or several backward passes, as a value."""
 
 import math
 import weakref
@@ -17,7 +17,7 @@ from accelfn.data.plan import Cursor
 from accelfn.errors import Error, GradsError
 from accelfn.state.metrics import Number
 
-# `Lease`: whether tensors still are what the records that hold them say.
+# Leases: records of donated tensors raise when they are used.
 
 
 class Leased(Protocol):
@@ -25,17 +25,17 @@ class Leased(Protocol):
 
     @property
     def lease(self) -> "Lease":
-        """Whether they still are what it says."""
+        """The lease of the tensors, which ends when they change."""
         ...
 
 
 class Lease:
-    """Shared by all records of the same tensors; once they have changed, it is over for good."""
+    """A validity flag that all records of the same tensors share, until the tensors change."""
 
     __slots__ = ("__weakref__", "_ended", "_heirs", "_line", "is_loaded", "is_mean")
 
     def __init__(self, *, is_loaded: bool = False) -> None:
-        """Begin valid; `is_loaded` of tensors that came from a checkpoint, as they are."""
+        """Create a valid lease; `is_loaded`: the tensors are as a checkpoint has them."""
         self._ended: tuple[type[Error], str, int] | None = None
         self.is_loaded = is_loaded
         self.is_mean = False  # of gradients: whether they were divided by their weight
@@ -43,10 +43,10 @@ class Lease:
         self._line: weakref.ref[_Line] | None = None
 
     def check(self) -> None:
-        """Raise if the tensors were given away.
+        """Raise if the lease has ended.
 
         Raises:
-            Error: they were; of the kind and with the message that ended the lease.
+            Error: the error class and message that `end` was called with.
         """
         if self._ended is not None:
             kind, message, update = self._ended
@@ -54,29 +54,29 @@ class Lease:
 
     @property
     def is_over(self) -> bool:
-        """Whether the tensors were given away."""
+        """Whether the lease has ended, so that the tensors are no longer valid."""
         return self._ended is not None
 
     @property
     def heir(self) -> Any:
-        """The newest record that came of those of this lease, if they were handed over."""
+        """The newest record that took the tensors over, or None."""
         return None if self._heirs is None else self._heirs.newest
 
     def end(self, kind: type[Error], message: str, *, update: int) -> None:
-        """End it; whoever uses the tensors through an old record gets this error.
+        """End the lease: every later use of the tensors through an old record raises this.
 
-        Every step ends a lease, so the message is made when somebody asks.
+        Every step ends a lease, so the message is formatted only when it is raised.
         """
         self._ended = (kind, message, update)
 
     def hand_over(
         self, heir: Leased, kind: type[Error], message: str, *, update: int
     ) -> None:
-        """End it, for the tensors are another record's, which old ones remember.
+        """End the lease, and pass the tensors to `heir`, which old records can find.
 
-        All that were handed over one after another know the newest, and no other: an old
-        record keeps one more alive, not all that came between. The newest itself does not
-        know them, so it lives no longer than somebody has it, or one of them.
+        All records of a chain refer to the newest only, so an old record keeps one other
+        record alive, and not all between. The newest does not refer to old records, so it
+        lives as long as it, or an old record, is referenced.
         """
         line = None if self._line is None else self._line()
         if line is None:
@@ -87,12 +87,12 @@ class Lease:
         self.end(kind, message, update=update)
 
     def restore(self) -> None:
-        """Make it valid again: what it was ended for has changed nothing."""
+        """Make the lease valid again, after a call that changed no tensor."""
         self._ended = None
 
 
 class _Line:
-    """Leases that were handed over one to the next."""
+    """A chain of leases, each handed over to the next."""
 
     __slots__ = ("__weakref__", "newest")
     newest: Leased
@@ -107,7 +107,7 @@ _GIVEN = (
 def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
     """Divide gradients by one number, in place.
 
-    A count is more than 16 bits can hold, so those divide by it in float32.
+    16 bits cannot hold a count, so gradients of 16 bits are divided in float32.
     """
     if not isinstance(divisor, torch.Tensor):
         if divisor != 1:
@@ -123,44 +123,44 @@ def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
 
 @attrs.frozen(eq=False)
 class Skip:
-    """Whether an update is to be skipped.
+    """A request to skip an update.
 
     Attributes:
-        flag: a scalar, 0 if not.
-        agreed: whether it is the same on all ranks.
+        flag: a scalar; 0 means no skip.
+        agreed: whether the flag is the same on all ranks.
     """
 
     flag: torch.Tensor
     agreed: bool
 
     def __or__(self, other: "Skip") -> "Skip":
-        """Skip for either reason."""
+        """Combine two requests: skip if one of them does."""
         flag = torch.maximum(self.flag, other.flag)
         return Skip(flag, self.agreed and other.agreed)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class GradInfo:
-    """What a step knows of gradients beside what their holder does: how they were taken.
+    """Internal information about gradients: how they were computed.
 
     Attributes:
-        divisor: what to divide them by; the weight of the losses seen, on this rank or
-            on all, up to `num_averaged`.
-        num_averaged: over how many ranks tensors and divisor are averages of sums.
+        divisor: the weight of the losses, to divide by; of this rank or of all ranks,
+            up to the factor `num_averaged`.
+        num_averaged: number of ranks over which tensors and divisor are averaged.
         has_weight: whether the divisor is known not to be 0, without reading a device.
-        loss_scale: what the losses were multiplied by besides, against underflow; None is 1.
-        cursor: where the data stands after the batches seen; None for plain values.
-        num_micro_batches: how many backward passes they are the sum of.
-        update: how many updates the state they were taken at had tried.
-        skip: whether transforms of `grads` want the update to be skipped; None: none looks.
-        trained: names of the parameters that were trained when they were taken; None is
-            not looked at.
-        finite_loss: False if a loss of this rank was seen to be infinite or not a number.
-        is_held: whether an engine holds the gradients, which nobody sees.
-        slots: of transforms that had a say in how they crossed the ranks, by name.
-        shows_totals: whether `tensors` are those of totals, as in a transform's `reduce`.
-        lease: ended when they are given to `apply_grads` or to `into=`. It says whether the
-            division is done; a lone mean is differentiated as it is.
+        loss_scale: the factor of the losses against underflow; None means 1.
+        cursor: the data's cursor after the batches; None for plain values.
+        num_micro_batches: number of backward passes in the sum.
+        update: the state's `num_tried` when the gradients were computed.
+        skip: whether transforms of `grads` skip the update; None if no transform checks.
+        trained: names of the trained parameters when the gradients were computed; None
+            means not checked.
+        finite_loss: False if a loss of this rank was infinite or not a number.
+        owned_by_engine: whether an engine holds the gradients, so that nobody can read them.
+        slots: slots of transforms that took part in the reduction, by name.
+        shows_totals: whether `tensors` are of totals, as in a transform's `reduce`.
+        lease: ends when the gradients are passed to `apply_grads` or to `into=`. Its
+            `is_mean` says whether the division is done; a lone mean needs no division.
     """
 
     divisor: Number
@@ -173,29 +173,29 @@ class GradInfo:
     skip: Skip | None = None
     trained: tuple[str, ...] | None = None
     finite_loss: bool = True
-    is_held: bool = False
+    owned_by_engine: bool = False
     slots: Mapping[str, Any] = attrs.field(factory=dict, repr=False)
     shows_totals: bool = False
     lease: Lease = attrs.field(factory=Lease, repr=False)
 
     @property
     def denominator(self) -> Number:
-        """The divisor, or where it is 0, a number by which zeros stay zeros.
+        """The divisor, or 1 if the divisor is 0.
 
-        Gradients that come with a weight of 0 are 0.
+        Gradients with a weight of 0 are 0, and dividing by 1 keeps them.
         """
         return self.divisor if self.has_weight else never_zero(self.divisor)
 
     @property
     def scale(self) -> Number:
-        """What gradients of totals are to be divided by for those of the mean."""
+        """The number that turns gradients of totals into gradients of the mean."""
         if self.loss_scale is None:
             return self.denominator
         return self.loss_scale.double() * self.denominator
 
 
 def never_zero(divisor: Number) -> Number:
-    """Return a divisor, or 1 in place of 0."""
+    """Return a divisor, or 1 if the divisor is 0."""
     if isinstance(divisor, torch.Tensor):
         return torch.where(divisor == 0, 1, divisor)
     return divisor or 1
@@ -208,20 +208,20 @@ def never_zero(divisor: Number) -> Number:
 )
 @attrs.frozen(kw_only=True, eq=False)
 class Grads:
-    """Gradients by parameter name, and the weight of all that was seen.
+    """Gradients by parameter name, and the total weight of the losses.
 
-    They are kept as they were taken, of totals, and divided once: by `apply_grads`, or when
-    somebody reads `tensors`. So they add exactly over micro-batches and ranks. A parameter
-    that took no part is left out.
+    Gradients are stored as totals and divided once: by `apply_grads`, or when you read
+    `tensors`. So they add exactly over micro-batches and ranks. A parameter that the loss
+    does not use is left out.
 
     Attributes:
-        as_taken: one tensor a parameter, of its shape and dtype; of totals, or of the mean.
-        tensors: the same, of the mean; in a transform's `reduce` of this rank's totals.
-        weight: of all that was seen: samples, or what `af.Loss` says.
+        as_taken: the stored gradients: a tensor per parameter, of totals or of the mean.
+        tensors: the gradients of the mean; in a transform's `reduce` of this rank's totals.
+        weight: the total weight: samples, or the weights of `af.Loss`.
         buffers: the buffers (running statistics) that the forward passes wrote.
-        reduced: whether they are of all ranks.
+        reduced: whether the gradients are reduced over all ranks.
         metrics: values that transforms of `grads` report, by name.
-        taken: how they were taken, which is the step's own.
+        taken: internal information for the step.
     """
 
     as_taken: Mapping[str, torch.Tensor] = attrs.field(alias="tensors")
@@ -232,12 +232,12 @@ class Grads:
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """One tensor a parameter: of the mean, or of this rank's totals in `reduce`.
+        """A tensor per parameter: of the mean, or of this rank's totals in `reduce`.
 
         Raises:
-            GradsError: they are of totals, and were given away.
+            GradsError: the gradients are of totals, and were donated.
         """
-        if self.taken.shows_totals or self.taken.is_held:
+        if self.taken.shows_totals or self.taken.owned_by_engine:
             return self.as_taken
         if not self.taken.lease.is_mean:
             self.taken.lease.check()
@@ -245,16 +245,16 @@ class Grads:
 
     @property
     def weight(self) -> Number:
-        """The weight of all that was seen: samples, or what `af.Loss` says."""
-        taken = self.taken
-        if taken.num_averaged == 1:
-            return taken.divisor
-        return taken.divisor * taken.num_averaged
+        """The total weight: samples, or the weights of `af.Loss`."""
+        info = self.taken
+        if info.num_averaged == 1:
+            return info.divisor
+        return info.divisor * info.num_averaged
 
     def divided(self) -> Self:
-        """Return them as gradients of the mean, divided in place.
+        """Divide the gradients in place, to those of the mean.
 
-        Those of a weight of 0 are zeros, and stay that.
+        Gradients with a weight of 0 are zeros, and stay zeros.
         """
         lease = self.taken.lease
         if not lease.is_mean:
@@ -263,14 +263,14 @@ class Grads:
         return self
 
     def multiplied(self) -> Self:
-        """Return them as gradients of totals, multiplied in place, if they were divided."""
+        """Multiply divided gradients in place, back to those of totals."""
         if self.taken.lease.is_mean:
             tree.mul_(self.as_taken.values(), self.taken.scale)
             self.taken.lease.is_mean = False
         return self
 
     def give_away(self) -> None:
-        """Let these gradients be used no more; they and their kin raise from now on."""
+        """End the lease: these gradients, and records that share it, raise from now on."""
         self.taken.lease.end(GradsError, _GIVEN, update=self.taken.update)
 
     def check_fit(
@@ -279,15 +279,15 @@ class Grads:
         dtypes: Collection[torch.dtype] = (),
         device: torch.device | None = None,
     ) -> None:
-        """Raise unless each is a gradient of the parameter of its name.
+        """Raise unless every gradient fits the parameter of its name.
 
         Args:
             params: the parameters.
-            dtypes: which a gradient may have beside its parameter's.
-            device: where a gradient may be beside where its parameter is.
+            dtypes: further dtypes that a gradient may have.
+            device: a further device that a gradient may be on.
 
         Raises:
-            GradsError: one is not.
+            GradsError: a gradient does not fit.
         """
         for name, grad in self.as_taken.items():
             param = params.get(name)
@@ -310,23 +310,23 @@ class Grads:
                 raise GradsError(msg)
 
     def map(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        """Return the record with `fn` of each gradient.
+        """Return the record with `fn` applied to every gradient.
 
-        Where `fn` gives copies, these are given away apart from the gradients that they were
-        made of; where it gives one of those, or a view of it, together.
+        If `fn` returns copies, the copies are donated independently of the original
+        gradients. If `fn` returns a gradient or a view, both are donated together.
         """
         self.taken.lease.check()
         tensors = {n: split_as(fn(grad), grad) for n, grad in self.tensors.items()}
         if have_memory_in_common(tensors.values(), self.tensors.values()):
             return attrs.evolve(self, tensors=tensors)
-        taken = attrs.evolve(self.taken, lease=Lease())
-        taken.lease.is_mean = self.taken.lease.is_mean
-        return attrs.evolve(self, tensors=tensors, taken=taken)
+        info = attrs.evolve(self.taken, lease=Lease())
+        info.lease.is_mean = self.taken.lease.is_mean
+        return attrs.evolve(self, tensors=tensors, taken=info)
 
     def with_tensors(self, tensors: Mapping[str, torch.Tensor]) -> Self:
-        """Return the record with other gradients of the mean in it, of the same weight.
+        """Return the record with other gradients of the mean, of the same weight.
 
-        In `reduce`, where the weight is this rank's own, return `with_sums`.
+        In `reduce` the weight is only this rank's: return `with_sums` there.
         """
         had = self.tensors  # which DeepSpeed lets nobody see
         split = {
@@ -336,60 +336,61 @@ class Grads:
         return attrs.evolve(self, tensors=split)
 
     def with_sums(self, tensors: Mapping[str, torch.Tensor], weight: Number) -> Self:
-        """Return the record with the sums of all ranks in it, and the weight of all.
+        """Return the record with the sums and the weight of all ranks.
 
-        It is what `reduce` of a transform returns. There `tensors` are the gradients of this
-        rank's loss totals, and `weight` is their weight: add both up over the ranks. Each
-        rank divides by the same weight then, and replicas agree to the last bit. Means go
-        with a weight of 1.
+        Return this from a transform's `reduce`. In `reduce`, `tensors` are the gradients of
+        this rank's loss totals, and `weight` is their weight: add both over the ranks. Then
+        every rank divides by the same weight, and replicas agree to the last bit. For means
+        pass a weight of 1.
 
         Args:
-            tensors: by name, at least those that there are, in the parameters' dtypes.
+            tensors: by name, for at least all existing gradients, in the parameters' dtypes.
             weight: a number, or a scalar of at least 32 bits; the same on all ranks.
 
         Raises:
-            GradsError: a gradient of this rank is left out, or the weight is no such number.
+            GradsError: a gradient of this rank is left out, or the weight is not valid.
         """
         missing = sorted(self.as_taken.keys() - tensors.keys())
         if missing:
             msg = (
-                f"with_sums leaves out {', '.join(missing[:5])}, of which this rank has a"
-                " gradient: these parameters would not be trained. Give zeros, if that is"
-                " what is meant."
+                f"with_sums leaves out {', '.join(missing[:5])}, but this rank has a"
+                " gradient: these parameters would not be trained. Pass zeros, if you mean"
+                " that."
             )
             raise GradsError(msg)
-        taken = attrs.evolve(
+        info = attrs.evolve(
             self.taken,
             divisor=_whole_weight(weight),
             num_averaged=1,
             has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
             lease=Lease(),
         )
-        return attrs.evolve(self, tensors=tensors, taken=taken, reduced=True)
+        return attrs.evolve(self, tensors=tensors, taken=info, reduced=True)
 
     def with_metrics(self, **values: Number) -> Self:
-        """Return the record with values to report among the step's metrics."""
+        """Return the record with more values for the step's metrics."""
         return attrs.evolve(self, metrics={**self.metrics, **values})
 
     def with_skip(self, flag: torch.Tensor | int, *, agreed: bool = False) -> Self:
-        """Return the record with a wish to skip the update, beside those there are.
+        """Return the record with a request to skip the update, in addition to earlier ones.
 
-        Call it on all ranks, or on none, for they ask one another: `with_skip(False)` is a
-        rank that has no wish. If any rank has one, all skip: parameters, buffers, optimizer
-        and step stay as they are, the batch counts as seen, and `metrics["skipped"]` is 1.
+        Call it on all ranks or on no rank, because it leads to a collective. A rank that
+        does not want to skip calls `with_skip(False)`. If any rank wants to skip, all ranks
+        skip: parameters, buffers, optimizer and step stay as they are, the batch counts as
+        seen, and `metrics["skipped"]` is 1.
 
         Args:
-            flag: True, or a scalar that is not 0, to skip.
-            agreed: whether all ranks say the same; else they ask one another, which is a
-                collective.
+            flag: True, or a scalar other than 0, to skip.
+            agreed: whether all ranks pass the same flag; else a collective combines the
+                flags.
         """
         wish = Skip((torch.as_tensor(flag) != 0).to(torch.float32), agreed)
         before = self.taken.skip
-        taken = attrs.evolve(self.taken, skip=wish if before is None else before | wish)
-        return attrs.evolve(self, taken=taken)
+        info = attrs.evolve(self.taken, skip=wish if before is None else before | wish)
+        return attrs.evolve(self, taken=info)
 
     def __repr__(self) -> str:
-        """Show what is known without reading a device."""
+        """Show a summary, without reading a device."""
         kind = "reduced" if self.reduced else "of this rank"
         return (
             f"<Grads of {len(self.as_taken)} parameters, {kind}, "
@@ -398,7 +399,7 @@ class Grads:
 
 
 def _whole_weight(weight: Any) -> Number:
-    """Return a weight by which gradients can be divided, exactly enough."""
+    """Return a weight that divides gradients precisely enough."""
     if is_number(weight) and math.isfinite(weight):
         return weight
     if isinstance(weight, torch.Tensor) and weight.numel() == 1:
@@ -412,8 +413,8 @@ def _whole_weight(weight: Any) -> Number:
         else repr(weight)
     )
     msg = (
-        f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, for"
-        " a count is more than 16 bits can hold:"
+        f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, because"
+        " 16 bits cannot hold a count:"
         " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
     )
     raise GradsError(msg)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a loss function returns, and what a step reports: sums with their weights.
+"""`Loss` and `Metrics`: the results of loss functions and steps, as weighted sums.
 
-A mean cannot be combined with another mean; a total and its weight can. So everything that
-crosses micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
+Two means cannot be combined; totals with their weights can. So every value that crosses
+micro-batches or ranks is kept as a `WeightedSum`, and divided once, at the end.
 """
 
 import math
@@ -30,18 +30,18 @@ from accelfn.world import World
 
 @attrs.frozen(init=False)
 class Loss:
-    """A loss as a total and its weight, for losses that are no plain mean over samples.
+    """A loss as a total and its weight, for losses other than a plain mean over samples.
 
     Gradients of totals are added over micro-batches and ranks and divided once by the
     global weight: `Loss(token_losses.sum(), num_tokens)` gives the mean over all tokens
-    of an update, however they were split.
+    of an update, for every split of the tokens.
 
     Attributes:
         total: the sum that is differentiated; a scalar tensor with a gradient.
-        weight: what it is to be divided by, 0 or more: a number, or a scalar tensor without
-            a gradient. With 0 the total counts for nothing.
-        aux: further totals by name, reported as means over the same weight; give
-            `(total, weight)` for one that has a weight of its own.
+        weight: the divisor of the total, 0 or more: a number, or a scalar tensor without
+            a gradient. With 0 the total has no effect.
+        aux: further totals by name, reported as means over the same weight; pass
+            `(total, weight)` for a total with another weight.
 
     Example:
         >>> Loss(torch.tensor(6.0), 3, num_right=torch.tensor(2.0))
@@ -68,13 +68,13 @@ class Loss:
         _check_weight("weight", weight)
         if isinstance(weight, torch.Tensor) and weight.requires_grad:
             msg = (
-                "af.Loss(weight=...): it has a gradient, and what a total is divided by is taken"
-                " for a number: the loss of all ranks is the sum of totals over that of weights."
-                " Detach it, if that is meant; or divide yourself, and return the mean."
+                "af.Loss(weight=...): the weight has a gradient, but it must be a constant: the"
+                " loss of all ranks is the sum of totals over the sum of weights. Detach the"
+                " weight; or divide yourself, and return the mean."
             )
             raise LossError(msg)
         if "loss" in aux:
-            msg = "af.Loss(loss=...): this name reports the total itself; take another."
+            msg = "af.Loss(loss=...): this name reports the total itself; use another."
             raise LossError(msg)
         for name, entry in aux.items():
             _check_pair(name, entry)
@@ -88,15 +88,15 @@ class Loss:
 
 
 def own_number(value: Number) -> Number:
-    """Return a number that nobody else writes to, as a counter or a parameter is."""
+    """Copy a tensor that other code may write into; return a plain number as it is."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_whole(returned: object, name: str) -> None:
-    """Refuse what a function computed of parts that ranks have, as if they were the whole.
+    """Raise if a loss function returned values computed from shards of parameters.
 
     Raises:
-        LossError: a number, or one of a pair, is a DTensor.
+        LossError: a value is a DTensor.
     """
     for each in returned if isinstance(returned, tuple) else (returned,):
         if type(each) is not torch.Tensor and is_shard(each):
@@ -112,7 +112,7 @@ def check_whole(returned: object, name: str) -> None:
 
 
 def _pair(name: str, entry: object) -> "WeightedSum":
-    """Return the sum that a total with its weight is."""
+    """Return a total and its weight as a `WeightedSum`."""
     pair = cast("tuple[Any, ...]", entry if isinstance(entry, tuple) else ())
     if len(pair) == 2 and all(map(is_scalar, pair)):
         amount, weight = cast("tuple[Number, Number]", entry)
@@ -156,7 +156,7 @@ def _check_weight(name: str, value: object) -> None:
 
 @attrs.frozen
 class WeightedSum:
-    """`amount * unit` summed over `weight`; the unit spares a multiplication per step.
+    """The total `amount * unit` with its `weight`; the unit saves a multiplication per step.
 
     A lone mean over n samples is `WeightedSum(mean, weight=n, unit=n)`.
     """
@@ -172,7 +172,7 @@ class WeightedSum:
 
     @property
     def mean(self) -> torch.Tensor:
-        """The sum over its weight; 0 where the weight is 0."""
+        """The total divided by its weight, or 0 if the weight is 0."""
         if self.unit is self.weight or self.unit == self.weight:
             mean = own_number(self.amount) if self.weight else 0.0
         elif isinstance(self.weight, torch.Tensor):
@@ -190,11 +190,11 @@ class WeightedSum:
 
 
 class Metrics(Mapping[str, torch.Tensor]):
-    """What a step saw on this rank, as weighted sums by name; nothing was communicated.
+    """Metrics of a step on this rank, as weighted sums by name, without communication.
 
-    Reading a name gives its mean as a scalar tensor. Metrics add, over steps say, and
-    `af.mean(metrics, world)` reduces them exactly over all ranks. On a device nothing is
-    copied to the host before it is read.
+    Reading a name gives its mean as a scalar tensor. You can add metrics, for example over
+    steps. `af.mean(metrics, world)` reduces them exactly over all ranks. On a device nothing
+    is copied to the host before you read it.
 
     Example:
         >>> a, b = Metrics({"loss": (6.0, 2)}), Metrics({"loss": (3.0, 1)})
@@ -225,7 +225,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         return MappingProxyType(self._sums)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return the mean of what this rank saw."""
+        """Return the mean of a metric on this rank."""
         if name not in self._sums:
             msg = f"No metric {name!r}; there are {sorted(self._sums)}."
             raise UnknownMetricError(msg)
@@ -243,7 +243,7 @@ class Metrics(Mapping[str, torch.Tensor]):
 
         def __getattr__(self, name: str) -> NoReturn:
             """Say how a metric is read."""
-            if name.startswith("_"):  # copy and pickle ask for some
+            if name.startswith("_"):  # copy and pickle look for hooks
                 raise AttributeError(name)
             advice = words.METRICS.get(name, f"there are {sorted(self._sums)}")
             if name in self._sums:
@@ -276,10 +276,10 @@ class Metrics(Mapping[str, torch.Tensor]):
         return self if nothing == 0 else NotImplemented
 
     def with_values(self, values: Mapping[str, Number]) -> "Metrics":
-        """Return the metrics with plain values beside them, each with weight 1.
+        """Return the metrics with more plain values, each with weight 1.
 
         Raises:
-            LossError: one has the name of a metric that is there.
+            LossError: a value has the name of an existing metric.
         """
         twice = self._sums.keys() & values.keys()
         if twice:
@@ -288,10 +288,10 @@ class Metrics(Mapping[str, torch.Tensor]):
                 " Let the loss give it another name."
             )
             raise LossError(msg)
-        added = {
+        new_sums = {
             name: WeightedSum(own_number(value), 1) for name, value in values.items()
         }
-        return Metrics({**self._sums, **added})
+        return Metrics({**self._sums, **new_sums})
 
     def __repr__(self) -> str:
         """Show the means."""
@@ -299,31 +299,29 @@ class Metrics(Mapping[str, torch.Tensor]):
         return f"Metrics({inside})"
 
 
-# `mean`: metrics over all ranks, the collective that a log line pays for.
-
-
 @explain_call_errors
 def mean(
     metrics: Metrics, world: World, *, label: str = "mean of metrics"
 ) -> dict[str, float]:
-    """Return the exact mean of each metric over all ranks: the visible collective.
+    """Compute the exact mean of every metric over all ranks, with a collective.
 
-    Totals and weights are added over ranks and divided once, so the result is the mean
-    over all that was seen, however uneven the shares. It reads the device, as a log line
-    must; a step does not.
+    Totals and weights are added over ranks and divided once. So the result is the mean over
+    all samples, even if ranks have different numbers of samples. The call reads the device,
+    as a log line must; a step does not.
 
     Args:
-        metrics: of this rank.
-        world: whose ranks saw them; of ranks that share a layer ("tp") one counts.
-        label: what the ranks are doing, for errors.
+        metrics: the metrics of this rank.
+        world: the ranks to reduce over; ranks that share a layer ("tp") count once.
+        label: name of the call for error messages.
 
-    Cost: one all-reduce of 16 float64 numbers, six of which tell the names; beyond five names
-    a second one, of two numbers each.
+    Cost: one all-reduce of 16 float64 numbers, including six to compare the names; for more
+    than five names a second all-reduce, of two numbers per name.
 
-    Law: on any number of ranks it is the metric of the union of what they saw.
+    Law: on any number of ranks the result is the metric of the union of their samples.
 
     Raises:
         CollectiveMismatchError: ranks have metrics of other names, or more.
+
         PeerFailedError: another rank failed.
     """
     if not isinstance(metrics, Metrics):

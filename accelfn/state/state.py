@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`TrainState`: all that training is at one moment, as a value.
+"""`TrainState`: the complete state of training at one moment, as a value.
 
-The record is frozen; its tensors are updated in place. A step is *given* its state, as
-JAX's donated buffers are: after it, the old records raise, and the new one owns the tensors.
-The lease belongs to the tensors, so all records that share them go together.
+The record is frozen; its tensors are updated in place. A step takes ownership of its state,
+like JAX's donated buffers: after the step, old records raise, and the new record owns the
+tensors. The lease belongs to the tensors, so all records that share tensors end together.
 """
 
 import inspect
@@ -45,7 +45,7 @@ from accelfn.state.update import (
 )
 from accelfn.world import World
 
-# Whether ranks hold the same state: what each says of it, a row a tensor or a number.
+# Compare states over ranks: every rank sends a row per tensor or number.
 
 
 _LABEL = "replicas agree"
@@ -54,23 +54,23 @@ _LABEL = "replicas agree"
 def check_same_values(
     fields: Mapping[str, Any], world: World, *, is_split: bool, advice: str
 ) -> None:
-    """Raise, on all ranks, unless they hold the same fields of a state, bit by bit.
+    """Raise, on all ranks, unless fields of a state are bitwise equal on all of them.
 
     Args:
-        fields: in the order in which they are compared.
-        world: whose ranks hold them.
-        is_split: whether ranks hold parts, of which copies are compared.
-        advice: how the error ends.
+        fields: the values by field, compared in this order.
+        world: the ranks to compare.
+        is_split: whether ranks hold parts; then copies of the same part are compared.
+        advice: the last sentences of the error.
 
-    Cost: a few passes over every tensor, and two gathers, of a line for each.
+    Cost: a few passes over every tensor, and two gathers of a line per tensor.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: the first difference, with a row per rank.
     """
     if world.size == 1:
         return
     rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
-    if is_split:  # parts are summed up together
+    if is_split:  # the checksum is of all parts together
         shapes = {n: format_tensor(r) if _is_tensor(r) else r for n, r in rows.items()}
         check_rows(shapes, world, label=_LABEL, advice=advice)
     check_rows(_add_checksums(rows, world), world, label=_LABEL, advice=advice)
@@ -79,12 +79,12 @@ def check_same_values(
 def shared_slots(
     slots: Mapping[str, Any], own: Collection[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return slots without the entries that are each rank's own, named by slot and in it."""
+    """Return slots without per-rank entries, which `own` lists as (slot, entry)."""
     return {name: _without_own(name, slot, own) for name, slot in slots.items()}
 
 
 def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
-    """Return rows in which tensors are told by their shapes and checksums."""
+    """Replace the tensors in rows by their shapes and checksums."""
     tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
     if not tensors:
         return dict(rows)
@@ -101,14 +101,14 @@ def _is_tensor(row: Any) -> bool:
 
 
 def _without_own(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
-    """Return a slot without the entries that are each rank's own."""
+    """Return a slot without its per-rank entries."""
     if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
         return slot
     return {entry: each for entry, each in slot.items() if (name, entry) not in own}
 
 
 def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what there is at and below a place: a tensor, or what ranks say of it."""
+    """Yield the tensors and descriptions of plain values at and below a path."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -122,15 +122,12 @@ def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _rows(path, value.wait())
     elif has_state(value):
         yield from _rows(path, value.state_dict())
-    else:  # of an object of any other kind, which no checkpoint would have, its kind
+    else:  # any other object cannot be saved: compare its type
         plain = isinstance(value, (str, int, float, complex, bytes, NoneType))
         yield path, repr(value) if plain else type(value).__name__
 
 
-# The values of a state, field by field: where they lie, and whether ranks have the same.
-#
-# A setup that splits a model over ranks has them in parts; under another they lie
-# otherwise.
+# Values of a state under another setup: layouts over ranks, and agreement of replicas.
 
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
@@ -138,13 +135,13 @@ OptState: TypeAlias = dict[str, dict[str, Any]]
 
 @attrs.frozen
 class Values:
-    """What a state holds in tensors.
+    """The values of a state.
 
     Attributes:
         params: the parameters by name.
         buffers: the buffers by name.
-        opt_state: what the optimizer keeps, by the name of the parameter.
-        slots: what transforms and the user keep, by name.
+        opt_state: the optimizer's state by parameter name.
+        slots: the entries of transforms and of the user, by name.
     """
 
     params: dict[str, torch.Tensor]
@@ -154,27 +151,29 @@ class Values:
 
     @property
     def by_field(self) -> dict[str, Any]:
-        """The fields by name, without a copy of anything in them."""
+        """The fields by name, without copies."""
         return attrs.asdict(self, recurse=False)
 
 
 def carry_over(values: Values, before: Definition, after: Definition) -> Values:
-    """Return the values of one definition as another has them.
+    """Convert values from one definition to another.
 
-    Where ranks trained apart and now train together, they compare what is gone on with. Where
-    either definition cuts, values are laid out anew. Both are collectives.
+    If ranks trained independently and now train together, they compare their values. If a
+    definition splits the model, values move to the new layout. Both steps are collectives.
 
     Raises:
-        ReplicaMismatchError: ranks that trained apart hold other values.
+        ReplicaMismatchError: ranks that trained independently hold different values.
     """
     regrouped = after.copy_of_each not in ((), before.copy_of_each)
     if "apart" in before.setup.facts and (
         regrouped or "apart" not in after.setup.facts
     ):
         names = {each.name for each in after.setup}
-        kept = {name: slot for name, slot in values.slots.items() if name in names}
+        kept_slots = {
+            name: slot for name, slot in values.slots.items() if name in names
+        }
         check_replicas_agree(
-            attrs.evolve(values, slots=kept), before, by_rank(after.setup)
+            attrs.evolve(values, slots=kept_slots), before, by_rank(after.setup)
         )
     if before.layout or after.layout:
         values = move_to_device(move_layout(values, before, after), after)
@@ -184,17 +183,17 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
 def check_replicas_agree(
     values: Values, definition: Definition, own: Collection[tuple[str, str]]
 ) -> None:
-    """Raise unless ranks that trained apart hold the same; their buffers may differ.
+    """Raise unless independently trained ranks hold equal values, except buffers.
 
     Args:
-        values: with those slots that are gone on with.
-        definition: under which they trained apart.
-        own: what each rank keeps for itself from now on, by slot and entry.
+        values: the values, with the slots that the new setup keeps.
+        definition: the definition of the independent training.
+        own: per-rank entries of the new setup, by slot and entry.
 
     Raises:
-        ReplicaMismatchError: they do not.
+        ReplicaMismatchError: the values differ.
     """
-    (apart, *_) = (each for each in definition.setup if "apart" in facts_of(each))
+    (transform, *_) = (each for each in definition.setup if "apart" in facts_of(each))
     check_same_values(
         {
             "params": values.params,
@@ -204,31 +203,31 @@ def check_replicas_agree(
         definition.world,
         is_split=definition.layout is not None,
         advice=(
-            f"Under {apart!r} ranks trained apart, and now they would drift. Bring them"
-            " together first: state = af.finalize(state) averages parameters, and under"
-            " af.local_sgd(opt_state=True) what the optimizer keeps of them."
+            f"Under {transform!r} ranks trained independently, and now they would drift. Average"
+            " them first: state = af.finalize(state) averages parameters, and under"
+            " af.local_sgd(opt_state=True) the optimizer's state, too."
         ),
     )
 
 
 def cut_params(params: dict[str, torch.Tensor], layout: Any) -> dict[str, torch.Tensor]:
-    """Return parameters as a layout has them, of which some may be whole; None cuts nothing."""
+    """Cut whole parameters to their parts in a layout; None cuts nothing."""
     if layout is None:
         return params
     return {n: p if is_shard(p) else layout.cut(n, p) for n, p in params.items()}
 
 
 def move_layout(values: Values, before: Definition, definition: Definition) -> Values:
-    """Return values as the layout of a definition has them, which lay as that of another.
+    """Move values from the layout of one definition to that of another.
 
-    What was cut is gathered, which is a collective.
+    Shards are gathered, which is a collective.
     """
     from accelfn.definition import layout  # noqa: PLC0415 - rarely needed
 
-    wanted, world = definition.layout, definition.world
-    if wanted is not None and wanted.same(before.layout):
+    layout_after, world = definition.layout, definition.world
+    if layout_after is not None and layout_after.same(before.layout):
         return values
-    if before.layout is None:  # what is cut must have been the same on all ranks
+    if before.layout is None:  # whole values must have been equal on all ranks
         check_replicas(
             values.params,
             world,
@@ -238,20 +237,20 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     named = before.skeleton.module.named_parameters()
     shapes = {name: meta.shape for name, meta in named}
     with own_modes(world.device):
-        moved = [
-            layout.reshard_tree(each, wanted, shapes, world)
+        moved_fields = [
+            layout.reshard_tree(each, layout_after, shapes, world)
             for each in (values.params, values.opt_state, values.slots)
         ]
-    params, opt_state, slots = moved
+    params, opt_state, slots = moved_fields
     return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
 
 
 def move_to_device(values: Values, definition: Definition) -> Values:
-    """Return values of which what was not split is on the device, and parts where they were."""
+    """Move whole values to the device; parts stay on their devices."""
     device = definition.world.device
     params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
     buffers = {name: each.to(device) for name, each in values.buffers.items()}
-    # dicts: an engine may have kept values in another order, which others do not know
+    # dicts: an engine may have kept values in another order
     module = definition.skeleton.module
     opt_state = place_opt_state(values.opt_state, params, definition.optimizer, module)
     return attrs.evolve(values, params=params, buffers=buffers, opt_state=opt_state)
@@ -265,17 +264,17 @@ def move_to_device(values: Values, definition: Definition) -> Values:
 )
 @attrs.frozen(kw_only=True, eq=False)
 class TrainState:
-    """A frozen record of all that training is at one moment.
+    """A frozen record of the complete state of training at one moment.
 
-    Saved: `params`, `buffers`, `opt_state`, `step`, `cursor`, `seed`, `slots`. Beside
-    them the definition, which is not: `optimizer`, `schedule`, `data`, `setup`, `world`,
-    `name`. Make one with `TrainState.create`; a step returns the next.
+    Checkpoints hold `params`, `buffers`, `opt_state`, `step`, `cursor`, `seed` and `slots`.
+    They do not hold the definition: `optimizer`, `schedule`, `data`, `setup`, `world` and
+    `name`. Create a state with `TrainState.create`; a step returns the next state.
 
     Attributes:
-        step: how many updates the optimizer has taken.
-        cursor: which samples those updates have seen.
-        seed: what every random draw is derived from.
-        num_skipped: how many updates were skipped, by a transform's wish.
+        step: number of updates that the optimizer has taken.
+        cursor: the samples that those updates have seen.
+        seed: the seed of all random numbers.
+        num_skipped: number of updates that transforms have skipped.
     """
 
     _params: dict[str, torch.Tensor] = attrs.field(alias="params")
@@ -304,57 +303,56 @@ class TrainState:
         name: str = "state",
         init: Literal["whole", "shard"] = "whole",
     ) -> Self:
-        """Return the state before the first update.
+        """Create the initial state from a model, an optimizer and optional data and setup.
 
-        With init="shard" no process ever holds the model whole. The factory runs with its
-        parameters on the meta device, and its buffers as it makes them. Then module after
-        module is drawn on the CPU, by its `reset_parameters()`, or by the `_init_weights(module)`
-        of Transformers' models, and cut to this rank's part before the next one is. The values
-        are the same on any number of ranks and in any layout, and others than init="whole"
-        draws of the same seed: each module draws from a generator of its own name. A tied
-        parameter is drawn once, under its first name.
+        With init="shard" no process ever holds the whole model. The factory runs with its
+        parameters on the meta device. Then accelfn initializes module after module on the
+        CPU, by `reset_parameters()`, or by `_init_weights(module)` of Transformers' models,
+        and cuts each to this rank's part before the next. The values are the same on any
+        number of ranks and in any layout. They differ from those of init="whole" with the
+        same seed, because each module has a generator of its name. A tied parameter is
+        initialized once, under its first name.
 
-        What the factory does to parameters beside that is looked for, for it would be lost: a
-        parameter that it loads, or sets otherwise than the module's own method or that of one
-        around it, is refused. So is one that nothing sets.
+        With init="shard" other changes of parameters by the factory would be lost. So
+        `create` raises if the factory loads a parameter, or sets it outside the method of its
+        module or of a module around it, and if no method sets a parameter.
 
         Args:
-            model: a factory, drawn from the seed on every rank alike, or an instance,
-                which is given away.
+            model: a factory, called with the same seed on every rank, or an instance; the
+                state takes ownership of the instance.
             optimizer: a factory that takes a list of `(name, parameter)`, such as
                 `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
-                parameters of a model instance, which is given away like that.
+                parameters of a model instance; the state takes ownership of it.
             schedule: update number -> factor of the learning rate; see `af.schedules`.
             data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None. A loader's
-                batch size is that of an update: where the setup splits it, an `af.Warning`
-                says so, and what to write.
+                batch size is that of an update: if the setup splits it, an `af.Warning`
+                gives the code to write.
             setup: transforms; the same as `setup(TrainState.create(...))`.
             world: default `World.single()`.
-            seed: of parameters, sample order and every draw in a step.
-            name: tells the draws of several states apart, as a GAN's two.
-            init: "whole" draws the model as its factory does, on the host of each rank, and
-                cuts it then if the setup splits it; "shard" draws and cuts it module by
-                module.
+            seed: the seed of parameters, sample order and all random numbers in a step.
+            name: gives several states different random numbers, such as the two of a GAN.
+            init: "whole" runs the factory on the host of each rank, and then cuts the model
+                if the setup splits it; "shard" initializes and cuts module by module.
 
         Law:
-            With init="shard", what ranks hold together is bitwise the same for every number
-            of ranks, axes and layout.
+            With init="shard", the values on all ranks together are bitwise the same for
+            every number of ranks, axes and layout.
 
         Cost:
-            With init="shard", a rank holds its parts and the parameters of one module, with
-            those of modules inside that are set by the same call. Methods that set parameters
-            run once more on meta.
+            With init="shard", a rank holds its parts and the parameters of one module, and of
+            inner modules that the same call sets. Methods that set parameters run once more
+            on meta.
 
         Raises:
-            ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is none.
+            ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
             ModelError: no trainable parameter, meta tensors, or parameters that another
-                state has taken. With init="shard": an instance, a parameter that no method
-                sets, or that the factory sets otherwise.
-            OptimizerError: it does not belong to the model, or needs a closure.
+                state owns. With init="shard": an instance, a parameter that no method
+                sets, or that the factory sets outside of one.
+            OptimizerError: the optimizer does not belong to the model, or needs a closure.
             WorldError: ranks along an axis would all do the same.
         """
         composed = chain() if setup is None else chain(setup)
-        begun, definition = begin(
+        beginning, definition = begin(
             model,
             optimizer,
             schedule=schedule,
@@ -366,9 +364,9 @@ class TrainState:
             init=init,
         )
         state = cls(
-            params=begun.params,
-            buffers=begun.buffers,
-            opt_state=begun.opt_state,
+            params=beginning.params,
+            buffers=beginning.buffers,
+            opt_state=beginning.opt_state,
             step=0,
             cursor=Cursor(),
             seed=seed,
@@ -376,34 +374,34 @@ class TrainState:
             definition=definition,
         ).with_setup(composed)
         warn_of_batch_size(data, state.definition)
-        give_away(begun.module, name)
+        give_away(beginning.module, name)
         seal_optimizer(optimizer, name)
         return state
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
         """The parameters by name; a tied one under its first name."""
-        return self._shown("params")
+        return self._readonly_view("params")
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """The buffers by name, persistent or not."""
-        return self._shown("buffers")
+        return self._readonly_view("buffers")
 
     @property
     def opt_state(self) -> Mapping[str, Mapping[str, Any]]:
         """Tensors and changing numbers of the optimizer, by parameter name.
 
-        Numbers that belong to a whole parameter group stand under `<group 0>` and so on.
+        Numbers of a whole parameter group are under `<group 0>` and so on.
         """
-        return self._shown("opt_state")
+        return self._readonly_view("opt_state")
 
     @property
     def slots(self) -> Mapping[str, Any]:
         """The transforms' entries and the user's own, by name."""
-        return self._shown("slots")
+        return self._readonly_view("slots")
 
-    def _shown(self, field: str) -> Mapping[str, Any]:
+    def _readonly_view(self, field: str) -> Mapping[str, Any]:
         check, values = self.lease.check, getattr(self, f"_{field}")
         check()
         self.definition.cache.has_shown = True
@@ -426,7 +424,7 @@ class TrainState:
 
     @property
     def data(self) -> Data | None:
-        """What it is trained on, if it knows."""
+        """The training data, or None."""
         return self.definition.data
 
     @property
@@ -436,46 +434,46 @@ class TrainState:
 
     @property
     def name(self) -> str:
-        """What tells its random draws from those of other states."""
+        """The name that gives this state other random numbers than other states."""
         return self.definition.name
 
     @property
     def step(self) -> int:
-        """How many updates the optimizer has taken."""
+        """The number of updates that the optimizer has taken."""
         step = self._step
         return step.tried - step.read() if isinstance(step, Skips) else step
 
     @property
     def num_skipped(self) -> int:
-        """How many updates were skipped, by a transform's wish."""
+        """The number of updates that transforms have skipped."""
         step = self._step
         return step.read() if isinstance(step, Skips) else self._num_skipped
 
     @property
     def num_tried(self) -> int:
-        """How many updates were taken or skipped; it tells the draws of each apart."""
+        """The number of updates taken or skipped; random numbers depend on it."""
         step = self._step
         return step.tried if isinstance(step, Skips) else step + self._num_skipped
 
     @property
     def skips(self) -> Skips | None:
-        """The count that a device keeps of them, if one does."""
+        """The count of skipped updates on a device, or None."""
         return self._step if isinstance(self._step, Skips) else None
 
     @property
     def lrs(self) -> tuple[float, ...]:
-        """The learning rates of the next update, one a parameter group.
+        """The learning rates of the next update, one per parameter group.
 
-        The schedule's; where a transform's `hyper` sets others, those. In a `hyper`, those that
-        it is given: of the schedule, of transforms to its left, or else the optimizer's own.
+        A transform's `hyper` takes precedence over the schedule. Inside a `hyper`, the rates are
+        those of transforms to its left, of the schedule, or of the optimizer.
         """
         return next_rates(self, self._slots)
 
     @explain_call_errors
     def copy(self) -> Self:
-        """Return an equal state with tensors of its own; a step on one leaves the other.
+        """Copy the state and its tensors; a step on one does not change the other.
 
-        What is one tensor in this state is one in the copy. Cost: a copy of every tensor.
+        Shared tensors stay shared in the copy. Cost: a copy of every tensor.
         """
         self.lease.check()
         with own_modes(self.world.device):
@@ -498,11 +496,11 @@ class TrainState:
         return self
 
     def __deepcopy__(self, memo: Mapping[int, Any]) -> Self:
-        """Return a copy with tensors of its own."""
+        """Return a copy of the state and its tensors."""
         return self.copy()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        """Refuse pickle, and so torch.save: a definition holds functions."""
+        """Raise for pickle and torch.save, because a definition holds functions."""
         msg = (
             "A TrainState is not pickled: write af.save(state, directory), which af.load"
             " reads, or torch.save(af.full_params(state), file) for parameters alone."
@@ -511,13 +509,14 @@ class TrainState:
 
     @explain_call_errors
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
-        """Return the state with copies of other parameters in place of its own.
+        """Return the state with copies of the given parameters.
 
-        Copies, because they may be another state's, which a step would then change. Before the
-        first update slots begin with them, as an average does; later on they stay.
+        The parameters are copied, because a step would otherwise change the tensors of another
+        state. Before the first update, slots such as an average begin with the new
+        parameters; later slots stay as they are.
 
         Raises:
-            StateError: names, shapes, dtypes or devices are not the model's.
+            StateError: names, shapes, dtypes or devices do not match the model.
         """
         self.lease.check()
         check_params(params, self._params, self.definition.skeleton.aliases)
@@ -529,35 +528,35 @@ class TrainState:
 
     @explain_call_errors
     def with_slot(self, name: str, value: Any) -> Self:
-        """Return the state with an entry of the user's own, saved like all others.
+        """Return the state with a user entry, which checkpoints include.
 
         Args:
-            name: of the entry; not that of a transform in the setup.
-            value: a tree of tensors and plain data; the state's own follow the training.
+            name: the name of the entry; not the name of a transform in the setup.
+            value: a tree of tensors and plain data; tensors of the state follow the training.
 
         Raises:
-            StateError: the name is a transform's.
+            StateError: the name belongs to a transform.
         """
         self.lease.check()
         entries.check_own_name(name, [each.name for each in self.setup])
-        own = [self._params, self._buffers, self._opt_state]
-        entries.say_what_follows(name, value, own)
+        own_tensors = [self._params, self._buffers, self._opt_state]
+        entries.say_what_follows(name, value, own_tensors)
         return attrs.evolve(self, slots={**self._slots, name: value})
 
     @explain_call_errors
     def with_setup(self, setup: Any) -> Self:
         """Return the state with another setup; it shares this one's tensors.
 
-        Slots of transforms with the same name are kept, new ones begin, those of
-        transforms that are gone are dropped. The user's own entries stay. Where ranks trained
-        apart, under `local_sgd`, and now train together, they compare what they hold, which
-        is a collective; buffers are those of rank 0 from then on.
+        Transforms with the same name keep their slots, new transforms get new slots, and slots
+        of removed transforms are dropped. User entries stay. If ranks trained independently,
+        under `local_sgd`, and now train together, they compare their values, which is a
+        collective; buffers are those of rank 0 from then on.
 
         Raises:
-            ReplicaMismatchError: ranks that trained apart hold other parameters, optimizer
-                state or slots.
-            StateError: a new transform has the name of an entry of the user's own.
-            CompositionError: a transform needs another that is not there.
+            ReplicaMismatchError: ranks that trained independently hold different parameters,
+                optimizer state or slots.
+            StateError: a new transform has the name of a user entry.
+            CompositionError: a transform needs another transform that is missing.
             WorldError: ranks along an axis would all do the same.
             OptimizerError: a transform does not go with the optimizer.
         """
@@ -577,25 +576,25 @@ class TrainState:
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
         """Return the state with other parameters trained; it shares this one's tensors.
 
-        The others are frozen: no update changes a bit of them, weight decay and momentum
-        included. Their optimizer state is kept, and gone on with when they are thawed. What
-        is trained belongs to the definition: `load` takes the given state's, and warns if another
-        set was trained.
-        Modules stay in their modes, so batch statistics go on moving; `local_sgd` and
-        `diloco` go on averaging what ranks had trained before.
+        The other parameters are frozen: no update changes a bit of them, weight decay and
+        momentum included. Their optimizer state is kept for when they are trained again. The
+        trained set belongs to the definition: `load` uses that of the given state, and warns
+        if the checkpoint trained another set.
+        Modules stay in their modes, so batch statistics still change; `local_sgd` and
+        `diloco` still average parameters that ranks had trained before.
 
         Args:
-            predicate: a function of a parameter's name (the first, of a tied one) and the
-                parameter: whether it is trained from now on. The same on all ranks.
+            predicate: a function of a parameter's name (the first name, if tied) and the
+                parameter: whether to train it from now on. The same on all ranks.
 
-        Law: what is not trained stays bitwise as it is, and the rest are updated as by a
+        Law: frozen parameters stay bitwise as they are, and the rest are updated as by a
         loop that sets `requires_grad`.
 
         Cost: an engine is built at the first step, as after `with_setup`.
 
         Raises:
-            OptimizerError: a parameter would be trained that the optimizer does not have.
-            ModelError: none would be trained.
+            OptimizerError: the optimizer does not have a parameter that would be trained.
+            ModelError: no parameter would be trained.
 
         Example:
             >>> head_only = lambda name, parameter: name.startswith("head.")
@@ -607,12 +606,12 @@ class TrainState:
         if names == set(skeleton.trainable):
             definition.cache.is_to_compare = True  # another rank may have other names
             return self
-        changed = attrs.evolve(definition, skeleton=skeleton.training(names))
-        return attrs.evolve(self, definition=changed)
+        new_definition = attrs.evolve(definition, skeleton=skeleton.training(names))
+        return attrs.evolve(self, definition=new_definition)
 
     def __repr__(self) -> str:
-        """Show what can be said in a line, donated or not."""
-        # of their definition, for an engine may have to bring values together first
+        """Show a summary in one line, also of a donated state."""
+        # from the definition, because an engine may have to gather values first
         metas = self.definition.skeleton.module.parameters()
         count = sum(meta.numel() for meta in metas)
         donated = " donated" if self.lease.is_over else ""
@@ -623,14 +622,11 @@ class TrainState:
         )
 
 
-# A call's argument that is to be a state, looked at before anything is done with it.
-
-
 def check_state(call: str, value: object) -> None:
-    """Raise unless a call, as the user wrote it, was given a state.
+    """Raise unless the argument of a call is a state; `call` is the user's code.
 
     Raises:
-        ArgumentError: it was given something else.
+        ArgumentError: the argument is not a state.
     """
     if isinstance(value, TrainState):
         return
@@ -646,7 +642,7 @@ def check_state(call: str, value: object) -> None:
     raise ArgumentError(msg)
 
 
-# The state after another: made by the step, which can do without a look at the call.
+# Next states, created without checks of arguments.
 
 
 _fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
@@ -661,9 +657,10 @@ def next_state(
     flag: torch.Tensor | None,
     params: Any = None,
 ) -> TrainState:
-    """Return the state after an update that the optimizer has taken, unless a flag says no.
+    """Create the state after an optimizer step; a `flag` on the device may skip the step.
 
-    It has the tensors of the state before it, or the given parameters, and a lease of its own.
+    The next state has the tensors of the state before, or the given parameters, and a new
+    lease.
     """
     cursor, num_skipped = update.grads.taken.cursor, state._num_skipped  # pyright: ignore[reportPrivateUsage]
     step = state._step  # pyright: ignore[reportPrivateUsage]
@@ -689,7 +686,7 @@ def next_state(
 
 
 def skip_update(update: Update, state: TrainState) -> TrainState:
-    """Return the state after an update that is left out: the same, after the batch."""
+    """Create the state after a skipped update: unchanged, but after the batch."""
     cursor = update.grads.taken.cursor
     return evolve_state(
         state,
@@ -702,31 +699,31 @@ def skip_update(update: Update, state: TrainState) -> TrainState:
 
 def evolve_state(state: TrainState, **fields: Any) -> TrainState:
     """Return the state with other fields, as `attrs.evolve` does."""
-    made = object.__new__(TrainState)
+    new_state = object.__new__(TrainState)
     for name, alias in _FIELDS:
         if alias not in fields:
             fields[alias] = getattr(state, name)
-    _fill(made, **fields)
-    return made
+    _fill(new_state, **fields)
+    return new_state
 
 
 def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
-    """Let a state flow through the transforms that have a say in it, with their slots.
+    """Apply a method of all transforms to a state and their slots.
 
-    After an update that was skipped, only those are asked that see skips.
+    After a skipped update, only transforms that see skips are called.
     """
     owners = update.state.definition.setup.owners[field]
     if update.skipped:
         owners = [each for each in owners if "sees_skips" in facts_of(each)]
     if not owners:
         return state
-    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     with shared_draws(state, field), torch.no_grad():
         for owner in owners:
             slot = update.slots.get(owner.name)
-            with span("accelfn", field, owner.name) if profiled else NOTHING:
+            with span("accelfn", field, owner.name) if is_profiling else NOTHING:
                 returned = getattr(owner, field)(state, slot, update)
-            after, kept = pair(owner, field, returned, TrainState)
+            after, new_slot = pair(owner, field, returned, TrainState)
             if update.skipped and after is not state:
                 msg = (
                     f"{owner!r}.{field} returned another state after a skipped update, which"
@@ -735,14 +732,14 @@ def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
                 raise ArgumentError(msg)
             state = after
             slots = state._slots  # pyright: ignore[reportPrivateUsage] - as they are shown, in less time
-            if kept is not slots.get(owner.name):
-                state = evolve_state(state, slots=set_slot(slots, owner.name, kept))
+            if new_slot is not slots.get(owner.name):
+                state = evolve_state(state, slots=set_slot(slots, owner.name, new_slot))
     return state
 
 
 def _count_skips(state: TrainState, flag: torch.Tensor | None) -> Skips:
-    """Return how many updates were skipped, after one of which a device knows."""
+    """Return the number of skipped updates, after an update that the device may skip."""
     skips = state.skips
     before = state.num_skipped if skips is None else skips.count
     count = before if flag is None else before + flag.long()
-    return Skips.sent(state.num_tried + 1, torch.as_tensor(count))
+    return Skips.start_copy(state.num_tried + 1, torch.as_tensor(count))

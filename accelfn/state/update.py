@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Update`: what a step makes once, and hands down to all that have a say in it."""
+"""`Update`: the record of one update that a step passes to all transforms."""
 
 import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
@@ -28,18 +28,18 @@ from accelfn.world import World
 if TYPE_CHECKING:
     from accelfn.state.state import TrainState
 
-# What transforms draw: the same numbers on all ranks, a function of the state.
+# Random numbers of transforms: equal on all ranks, and a function of the state.
 #
-# For what is split over the ranks, each draws its part of what one rank would draw.
+# For a tensor that is split over the ranks, each rank draws its part of the whole.
 
 
 def shared_draws(
     state: "TrainState", field: str, purpose: str | None = None
 ) -> AbstractContextManager[object]:
-    """Return a context in which draws are the same on all ranks.
+    """Return a context that makes random numbers equal on all ranks.
 
-    Whatever calls a transform's field with a state calls it in one, of the field's name or
-    another purpose. Transforms that draw nothing say so: seeding for nobody would cost 5 µs.
+    Every call of a transform's method with a state runs in such a context, of the method's
+    name or another purpose. Transforms declare whether they draw: seeding costs 5 µs.
     """
     if field not in state.definition.setup.drawing:
         return NOTHING
@@ -47,13 +47,13 @@ def shared_draws(
 
 
 def draws_for(state: "TrainState", purpose: str) -> AbstractContextManager[object]:
-    """Return a context in which draws are a function of the state and a purpose, on any rank."""
+    """Return a context that makes random numbers a function of the state and a purpose."""
     definition = state.definition
     keys, name = definition.cache.keys, definition.name
-    known = keys.get(purpose)
-    if known is None or known[0] != state.seed:
-        known = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
-    key = draws.fold(known[1], state.num_tried)
+    cached = keys.get(purpose)
+    if cached is None or cached[0] != state.seed:
+        cached = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
+    key = draws.fold(cached[1], state.num_tried)
     seeded = draws.seeded(key, definition.world.device)
     return seeded if definition.layout is None else _of_wholes(seeded)
 
@@ -69,17 +69,17 @@ _NONE = Grads(tensors={}, taken=GradInfo(divisor=0))
 
 @attrs.frozen(kw_only=True, eq=False)
 class Update:
-    """One update on its way, to be read: the third argument of a transform's methods.
+    """A read-only record of the current update: the third argument of a transform's methods.
 
-    Each stage of a step makes the next of it. Outside of a step, where `eval_params`,
-    `observe` and `finalize` are called, it is that of nothing tried, without gradients.
+    Each stage of a step creates the next record. Outside of a step (in `eval_params`,
+    `observe` and `finalize`) the record has no gradients.
 
     Attributes:
-        state: before the update. In `after_update` its numbers can be read, but no tensors:
-            by then these are the next state's.
-        slots: of all transforms, as they are at this stage; a method changes its own alone.
-        grads: as they are at this stage; outside of a step there are none, of no weight.
-        skipped: whether the update is left out.
+        state: the state before the update. In `after_update` you can read its numbers, but
+            not its tensors, because the next state owns them.
+        slots: the slots of all transforms at this stage; a method changes only its own.
+        grads: the gradients at this stage; outside of a step they are empty, of weight 0.
+        skipped: whether the update is skipped.
     """
 
     state: "TrainState"
@@ -89,22 +89,22 @@ class Update:
 
     @property
     def world(self) -> World:
-        """The ranks that take it."""
+        """The ranks that take the update."""
         return self.state.definition.world
 
     @property
     def num_tried(self) -> int:
-        """How many updates were tried before it, those too that were skipped."""
+        """The number of updates before this one, skipped updates included."""
         return self.state.num_tried
 
     @property
     def weight(self) -> Number:
-        """What the gradients' losses weigh: of all ranks, once they are reduced."""
+        """The weight of the gradients' losses; of all ranks, once they are reduced."""
         return self.grads.weight
 
     @property
     def replicated(self) -> bool:
-        """Whether each rank has all gradients, the same on all: reduced, and no parts."""
+        """Whether every rank has the same gradients: reduced, and not split."""
         grads, apart = self.grads, self.state.definition.trains_apart
         return grads.reduced and not (apart or have_shards(grads.as_taken.values()))
 
@@ -115,7 +115,7 @@ class Update:
         )
 
     def with_slot(self, name: str, slot: Any) -> "Update":
-        """Return the update in which a transform has another slot; None leaves it without."""
+        """Return the update with another slot of a transform; None adds no slot."""
         slots = set_slot(self.slots, name, slot)
         return Update(
             state=self.state, slots=slots, grads=self.grads, skipped=self.skipped
@@ -125,17 +125,17 @@ class Update:
 def apply_readonly(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> Any:
-    """Return what becomes of a value, where no slot may change.
+    """Apply a method of all transforms to a value, without changes of slots.
 
     Raises:
-        ArgumentError: a transform returned another slot; or something else than the value.
+        ArgumentError: a transform returned another slot, or a value of another type.
     """
     value, after = apply_transforms(field, value, update, kind)
     for name, slot in after.slots.items():
         if update.slots.get(name) is not slot:
             msg = (
-                f"{field} of the transform {name!r} returned another slot, which nothing"
-                " would keep: it is asked as often as somebody looks. Return the slot that"
+                f"{field} of the transform {name!r} returned another slot, which would be"
+                " lost: accelfn may call this method any number of times. Return the slot that"
                 " was given; after_update may change it."
             )
             raise ArgumentError(msg)
@@ -143,7 +143,7 @@ def apply_readonly(
 
 
 def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any]:
-    """Return slots of which one is another; None leaves a transform without one."""
+    """Return slots with one replaced; None adds no slot."""
     if slot is None and name not in slots:
         return slots
     return {**slots, name: slot}
@@ -152,38 +152,38 @@ def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any
 def apply_transforms(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> tuple[Any, Update]:
-    """Let a value flow through the transforms that have a say in it, left to right.
+    """Apply a method of all transforms to a value, from left to right.
 
     Raises:
-        ArgumentError: one returned something else than a value of a kind, and a slot.
+        ArgumentError: a transform did not return a value of the expected type, and a slot.
     """
     state = update.state
-    profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     with shared_draws(state, field), torch.no_grad():
         for owner in state.definition.setup.owners[field]:
             slot = update.slots.get(owner.name)
-            with span("accelfn", field, owner.name) if profiled else NOTHING:
+            with span("accelfn", field, owner.name) if is_profiling else NOTHING:
                 returned = getattr(owner, field)(value, slot, update)
-            value, kept = pair(owner, field, returned, kind)
-            if kept is not slot:
-                update = update.with_slot(owner.name, kept)
+            value, new_slot = pair(owner, field, returned, kind)
+            if new_slot is not slot:
+                update = update.with_slot(owner.name, new_slot)
     return value, update
 
 
-# How many updates were skipped, where a device has decided it and nobody has asked yet.
+# The number of skipped updates, which a device counts without the host.
 
 
 LOOK_EVERY = 100
-"""Updates after which a device is asked for what it counts, where nobody else asks."""
+"""Number of updates after which the count is read from the device."""
 
 
 @attrs.define(eq=False)
 class Skips:
-    """A count on a device, under way to the host; whoever reads it waits for it alone.
+    """A count on a device with its asynchronous copy to the host; reading waits for the copy.
 
     Attributes:
-        tried: how many updates there were, skipped or not.
-        count: how many of them were skipped, a scalar on the device.
+        tried: number of updates, skipped or not.
+        count: number of skipped updates, a scalar on the device.
     """
 
     tried: int
@@ -193,8 +193,8 @@ class Skips:
     _known: int | None = None
 
     @classmethod
-    def sent(cls, tried: int, count: torch.Tensor) -> "Skips":
-        """Return a count that is on its way from now on."""
+    def start_copy(cls, tried: int, count: torch.Tensor) -> "Skips":
+        """Start the copy of a count to the host."""
         if count.is_cpu:
             return cls(tried, count, count, None)
         host = host_memory(count.shape, count.dtype, count.device)
@@ -204,7 +204,7 @@ class Skips:
         return cls(tried, count, host, arrived)
 
     def read(self) -> int:
-        """Return the count; work that was given to the device since is not waited for."""
+        """Return the count, without waiting for later work on the device."""
         if self._known is None:
             if self._arrived is not None:
                 self._arrived.synchronize()
@@ -212,14 +212,14 @@ class Skips:
         return self._known
 
 
-# The hyperparameters of an update: the optimizer's own, the schedule's, then `hyper`'s.
+# Hyperparameters of an update: the optimizer's, then the schedule's, then those of `hyper`.
 
 
 def plan_hyper(update: Update) -> tuple[Assignments, Update]:
-    """Return what the schedule and the transforms set for the update that is taken now.
+    """Return the hyperparameters that the schedule and transforms set for this update.
 
     Raises:
-        OptimizerError: a parameter group or a hyperparameter is not there.
+        OptimizerError: a parameter group or a hyperparameter does not exist.
     """
     definition = update.state.definition
     if definition.rates is None and not definition.setup.owners["hyper"]:
@@ -231,9 +231,9 @@ def plan_hyper(update: Update) -> tuple[Assignments, Update]:
 
 
 def _plan(update: Update) -> tuple[Assignments, bool, Update]:
-    """Return what is set, the last one having the say; and whether the schedule is over.
+    """Return the hyperparameters, and whether the schedule is over; the last setter wins.
 
-    Where transforms set rates, nobody can tell.
+    If transforms set rates, the schedule does not count as over.
     """
     state = update.state
     definition = state.definition
@@ -249,11 +249,11 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
                 definition.cache.planned = planned
                 slot = update.slots.get(owner.name)
                 returned = owner.hyper(MappingProxyType(planned), slot, update)
-                found, kept = pair(owner, "hyper", returned, Mapping)
-                planned = override_hyper(groups, planned, found)
-                named.update(w if isinstance(w, str) else w[-1] for w in found)
-                if kept is not slot:
-                    update = update.with_slot(owner.name, kept)
+                hyper, new_slot = pair(owner, "hyper", returned, Mapping)
+                planned = override_hyper(groups, planned, hyper)
+                named.update(w if isinstance(w, str) else w[-1] for w in hyper)
+                if new_slot is not slot:
+                    update = update.with_slot(owner.name, new_slot)
     finally:
         definition.cache.planned = None
     return planned, is_over and "lr" not in named, update
@@ -261,12 +261,12 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
 
 def _is_over(planned: Assignments) -> bool:
     rate = planned.get((0, "lr"))
-    # a rate that is a tensor may be on a device, which nobody waits for
+    # a tensor may be on a device, and reading it would wait
     return type(rate) is float and rate == 0.0
 
 
 def _notice_end(state: "TrainState") -> None:
-    """Warn of a schedule that is over, and no transform sets a rate."""
+    """Warn that the schedule is over, and no transform sets a rate."""
     definition = state.definition
     if definition.rates is not None and definition.world.is_main:
         cache = definition.cache
@@ -274,9 +274,9 @@ def _notice_end(state: "TrainState") -> None:
 
 
 def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
-    """Return all that is set for a state's next update; the rest is the optimizer's own.
+    """Return all hyperparameters that are set for the next update.
 
-    In a transform's `hyper`, what is set so far.
+    Inside a transform's `hyper`, return the hyperparameters that are set so far.
     """
     planned = state.definition.cache.planned
     return _plan(Update(state=state, slots=slots))[0] if planned is None else planned
@@ -291,15 +291,15 @@ def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ..
 def override_hyper(
     groups: Sequence[Mapping[str, Any]], planned: Assignments, hyper: Hyper
 ) -> Assignments:
-    """Return what an update sets in parameter groups, with `hyper` laid over it.
+    """Return hyperparameters by parameter group, overridden by those of `hyper`.
 
     Args:
-        groups: of the optimizer, with its own values.
-        planned: by (group, name).
-        hyper: by name, of all groups, or by (group, name).
+        groups: the optimizer's parameter groups, with their own values.
+        planned: the hyperparameters so far, by (group, name).
+        hyper: new values, by name for all groups, or by (group, name).
 
     Raises:
-        OptimizerError: a parameter group or a hyperparameter is not there.
+        OptimizerError: a parameter group or a hyperparameter does not exist.
     """
     planned = dict(planned)
     for where, value in hyper.items():
@@ -319,22 +319,24 @@ def _chosen(
 ) -> Iterable[int]:
     if isinstance(where, str):
         return range(len(groups))
-    wanted = where[0] if isinstance(where, tuple) and len(where) == 2 else None
-    if isinstance(wanted, int) and 0 <= wanted < len(groups):
-        return [wanted]
-    found = [i for i, group in enumerate(groups) if group.get("name") == wanted]
-    if wanted is None or not found:
+    name_or_index = where[0] if isinstance(where, tuple) and len(where) == 2 else None
+    if isinstance(name_or_index, int) and 0 <= name_or_index < len(groups):
+        return [name_or_index]
+    matching = [
+        i for i, group in enumerate(groups) if group.get("name") == name_or_index
+    ]
+    if name_or_index is None or not matching:
         known = [group.get("name", i) for i, group in enumerate(groups)]
         msg = (
             f"hyper {where!r}: expected a hyperparameter's name, or (group, name) with"
             f" one of the parameter groups {known}."
         )
         raise OptimizerError(msg)
-    return found
+    return matching
 
 
 def _check_number(key: str, value: object, base: object) -> None:
-    """Refuse what would be in place of a number, and none that an update can use."""
+    """Raise unless the value of a numeric hyperparameter is a finite number."""
     if not is_number(base) or isinstance(value, torch.Tensor):
         return
     if not is_number(value) or not math.isfinite(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules lent from a state: to look at, evaluate or teach with, never the engine's own."""
+"""Modules, parameters and random numbers from a state: `bind`, `frozen`, `eval_params`, `rng`."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -20,15 +20,15 @@ from accelfn.state.update import Update, apply_readonly
 
 _ENDED = "_accelfn_was_lent"
 _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
-"""Where a tensor's memory is, and what kind it is of."""
+"""A tensor's address, shape and dtype."""
 
 
 @explain_call_errors
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
-    """Return the parameters to evaluate and export, as the setup's transforms say.
+    """Return the parameters to evaluate and export, as the setup's transforms define.
 
-    The state's own, unless a transform such as `ema` or `local_sgd` has others; the
-    latter communicates, so call it on all ranks.
+    They are the state's parameters, unless a transform such as `ema` or `local_sgd` returns
+    others. `local_sgd` communicates, so call this on all ranks.
     """
     check_state("af.eval_params(state)", state)
     params = state.params
@@ -37,27 +37,27 @@ def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     update = Update(state=state, slots=state.slots)
     before = _versions(params)
     with own_modes(state.world.device):
-        found = apply_readonly("eval_params", params, update, Mapping)
+        eval_tensors = apply_readonly("eval_params", params, update, Mapping)
     after = _versions(params)
     if before != after:
         at = [old == new for old, new in zip(before, after, strict=True)].index(False)
         owners = ", ".join(map(repr, state.setup.owners["eval_params"]))
         msg = (
-            f"eval_params of {owners} wrote into the state's {[*params][at]!r}, of which nothing"
-            " is left: load a checkpoint. Return tensors of your own, p * 0.5 and not"
+            f"eval_params of {owners} wrote into the state's {[*params][at]!r}, so its values"
+            " are lost: load a checkpoint. Return new tensors, such as p * 0.5 instead of"
             " p.mul_(0.5)."
         )
         raise StateError(msg)
-    return found
+    return eval_tensors
 
 
 def params_at(
     state: TrainState, call: str, at: str | None
 ) -> Mapping[str, torch.Tensor]:
-    """Return a state's parameters where it trains, or where it is evaluated.
+    """Return a state's parameters for training, or for evaluation.
 
     Raises:
-        ArgumentError: `at` is neither; or None, where transforms tell the two apart.
+        ArgumentError: `at` is neither, or is None although the two differ.
     """
     state.lease.check()
     owners = state.setup.owners["eval_params"]
@@ -68,7 +68,7 @@ def params_at(
     if at is None:
         msg = (
             f"{call}: {owners[0]!r} evaluates other parameters than those that are trained."
-            f' Say which: at="train", or at="eval".'
+            f' Pass at="train" or at="eval".'
         )
         raise ArgumentError(msg)
     msg = f'{call}, at={at!r}: expected "train" or "eval".'
@@ -85,23 +85,23 @@ def bind(
 ) -> Generator[nn.Module]:
     """Lend a module that holds the state's parameters and buffers, for a `with` block.
 
-    It is a structural copy around the state's own tensors, in training mode: call
-    `.eval()` on it as you need. What is written into its parameters is written into the
-    state; before the first update slots begin with it, as an average does. After the block it
-    is empty, and what else was set on it is gone with it.
+    The module is a structural copy around the state's tensors, in training mode: call
+    `.eval()` on it if you need. Writing into its parameters changes the state; before the
+    first update, slots such as an average then begin with the new values. After the block
+    the module is empty, and other changes of it are lost.
 
     Args:
         state: not donated.
-        at: "train" lends the parameters that are trained, "eval" those that are evaluated
-            (see `ema`). It may be left out where these are the same.
-        gather: whether to lend copies of whole parameters where each rank has a part; call it
-            on all ranks then. What is written into these is lost.
+        at: "train" lends the trained parameters, "eval" the parameters for evaluation
+            (see `ema`). You may omit it if these are the same.
+        gather: whether to lend copies of whole parameters if each rank has a part; then call
+            it on all ranks. Changes of the copies are lost.
 
     Raises:
-        ArgumentError: they are not the same, and nothing says which.
-        StateError: each rank has a part of them, and `gather` is not asked for. Or the block
-            froze parameters, or thawed some, of a module that is not the one that is trained;
-            or put other tensors in their place, which the state would not have.
+        ArgumentError: the parameters differ, and `at` is missing.
+        StateError: each rank has a part of the parameters, and `gather` is False. Or the block
+            changed `requires_grad` of some parameters, which has no effect on the state; or
+            replaced tensors, which the state would not see.
 
     Cost:
         2 ms for 100 layers; no tensor is copied.
@@ -131,7 +131,7 @@ def bind(
 
 
 def _end(module: nn.Module) -> None:
-    """Empty a module that was lent, and let nobody call it."""
+    """Empty a lent module, and make its calls raise."""
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         setattr(tensor, _ENDED, True)
@@ -140,7 +140,7 @@ def _end(module: nn.Module) -> None:
 
 
 def was_lent(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is of a module that `bind` has lent, and whose block has ended."""
+    """Return whether a tensor belongs to a module of a `bind` block that has ended."""
     return hasattr(tensor, _ENDED)
 
 
@@ -158,19 +158,19 @@ def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
 
 
 def _check_trained(module: nn.Module, state: TrainState) -> None:
-    """Refuse a block that set what is trained, which would be without effect.
+    """Raise if the block changed the set of trained parameters, which would have no effect.
 
-    To freeze the whole module is to use it, as a teacher say, and not to train less.
+    Freezing the whole module is allowed, for example to use it as a teacher.
     """
-    there = dict(module.named_parameters())
-    trained = {n for n, p in there.items() if p.requires_grad and n in state.params}
-    before = set(state.trainable) & there.keys()
+    params = dict(module.named_parameters())
+    trained = {n for n, p in params.items() if p.requires_grad and n in state.params}
+    before = set(state.trainable) & params.keys()
     if trained and trained != before:
         changed = sorted(trained ^ before)
         msg = (
             f"The block of af.bind(state) changed requires_grad of {', '.join(changed[:5])},"
-            " of a module that is lent and not trained. Which parameters are trained belongs"
-            " to the state: state = state.with_trainable(lambda name, param: ...)."
+            " of a module that is lent and not trained. Choose the trained parameters in the"
+            " state: state = state.with_trainable(lambda name, param: ...)."
         )
         raise StateError(msg)
 
@@ -185,9 +185,9 @@ def _place(tensor: torch.Tensor) -> _Place:
 
 
 def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -> None:
-    """Refuse a block that put others of their kind in the place of the state's tensors.
+    """Raise if the block replaced tensors of the state by others of the same shape and dtype.
 
-    Others of another kind, and parts taken out, are for a look at another model.
+    Tensors of another shape or dtype, and removed parts, are a deliberate change of the model.
     """
     now = {name: (id(each), _place(each)) for name, each in _tensors(module)}
     replaced = [
@@ -197,8 +197,8 @@ def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -
     ]
     if replaced:
         msg = (
-            f"The block of af.bind(state) put other tensors in the place of"
-            f" {', '.join(replaced[:5])}, of a module that is lent: the state keeps its own."
+            f"The block of af.bind(state) replaced the tensors"
+            f" {', '.join(replaced[:5])} of a module that is lent: the state keeps the old ones."
             " Write into them, as module.load_state_dict(values) does without assign=True, or"
             " weight.copy_(values) under torch.no_grad(); or state ="
             " state.with_params(values)."
@@ -208,8 +208,8 @@ def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -
 
 _PARTS = (
     "af.bind(state): each rank has a part of the parameters, which no plain module can hold."
-    " Call af.bind(state, gather=True) on all ranks, for copies of the whole; af.evaluate and"
-    " af.predict gather one unit at a time."
+    " Call af.bind(state, gather=True) on all ranks, for copies of whole parameters; af.evaluate"
+    " and af.predict gather one unit at a time."
 )
 
 
@@ -217,20 +217,20 @@ _PARTS = (
 def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
-    It has values of its own, which nothing updates, and requires no gradient. Where each
-    rank has a part of the parameters, they are gathered: call it on all ranks then.
+    The module has independent values, which no step updates, and requires no gradient. If
+    each rank has a part of the parameters, they are gathered: then call it on all ranks.
 
     Args:
         state: not donated; it stays as it is.
-        at: "train" takes the parameters that are trained, in place of those to evaluate.
+        at: "train" takes the trained parameters instead of those for evaluation.
 
-    Law: whatever becomes of the state, the module stays bitwise as it was lent; and whatever
-        is written into the module, the state stays.
+    Law: later updates of the state leave the module bitwise unchanged, and changes of the
+        module leave the state unchanged.
 
     Cost:
         3 ms for 100 layers. On the CPU memory is shared until one of the two is written: the
-        next update copies what somebody still holds of the module, and nothing where nobody
-        does. On a device a copy of the parameters and buffers, at once.
+        next update copies tensors of the module that are still referenced. On a device the
+        parameters and buffers are copied at once.
     """
     check_state("af.frozen(state)", state)
     with own_modes(
@@ -249,17 +249,18 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
 
 @explain_call_errors
 def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
-    """Return a context in which draws are a function of the state and a purpose.
+    """Return a context that makes random numbers a function of the state and a purpose.
 
     Inside, the default generators of torch, numpy and Python are seeded from (seed, the
-    state's name, purpose, step) and, unless `shared`, the rank; after it they are as before.
+    state's name, purpose, step) and, unless `shared`, the rank; afterwards they are restored.
 
     Args:
-        state: the moment that the draws belong to.
-        purpose: a word that tells these draws from others.
-        shared: the same draws on all ranks.
+        state: the state that the random numbers depend on.
+        purpose: a word; other purposes give other random numbers.
+        shared: whether the random numbers are the same on all ranks.
 
-    Law: the same state and purpose draw the same numbers, in any process.
+    Law: the same state and purpose give the same random numbers, in any process.
+
 
     Example:
         >>> with af.rng(state, "latents"):  # doctest: +SKIP

@@ -290,7 +290,7 @@ def take_update(
                 opt_state = _step_optimizer(state, ready, assignments, flag, engine)
                 if ready is not update.grads:
                     update = update.with_grads(ready)
-                if ready.taken.is_held:
+                if ready.taken.owned_by_engine:
                     update = _add_engine_reports(
                         update, engine, is_taken=opt_state is not None
                     )
@@ -362,7 +362,7 @@ def reduce_grads(update: Update) -> Update:
         return update
     owners = definition.setup.owners["reduce"]
     if not owners:
-        unfinished = grads.taken.is_held
+        unfinished = grads.taken.owned_by_engine
         raise GradsError(
             _UNFINISHED if unfinished else _explain_unreduced(definition.copy)
         )
@@ -382,7 +382,10 @@ def reduce_grads(update: Update) -> Update:
 
 def transform_grads(update: Update) -> Update:
     """Divide gradients by their weight, and apply the `grads` methods of transforms."""
-    if not update.state.definition.setup.owners["grads"] or update.grads.taken.is_held:
+    if (
+        not update.state.definition.setup.owners["grads"]
+        or update.grads.taken.owned_by_engine
+    ):
         return (
             update  # the engine's optimizer divides them, and may apply the transforms
         )
@@ -709,7 +712,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     ranks = state.definition.copy
     if ranks.size == 1:
         return attrs.evolve(grads, reduced=True)
-    if grads.taken.is_held:
+    if grads.taken.owned_by_engine:
         msg = (
             "sync_grads: DeepSpeed holds these gradients. Let the last micro-batch reduce them:"
             " value_and_grad(state, batch, into=grads), with sync=True."

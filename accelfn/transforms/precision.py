@@ -412,7 +412,7 @@ class skip_nonfinite:
         """Raise after too many skips, with details of all ranks; a collective."""
         if count <= self.max_consecutive:
             return
-        if grads.taken.is_held:
+        if grads.taken.owned_by_engine:
             own = "not told by DeepSpeed, which holds them"
         else:
             bad = [n for n, g in grads.as_taken.items() if tree.non_finite([g])]

@@ -123,7 +123,7 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
     state = state_of()
     with (
         pytest.raises(
-            af.StateError, match=r"in the place of weight.* state\.with_params"
+            af.StateError, match=r"replaced the tensors weight.* state\.with_params"
         ),
         af.bind(state) as module,
     ):
@@ -311,7 +311,7 @@ def test_a_weight_with_a_gradient_is_refused():
         outputs = model(batch)
         return af.Loss(outputs.square().sum(), outputs.abs().sum())
 
-    with pytest.raises(af.LossError, match=r"has a gradient, .* Detach it"):
+    with pytest.raises(af.LossError, match=r"has a gradient, .* Detach the weight"):
         af.value_and_grad(loss)(state, INPUTS)
 
 

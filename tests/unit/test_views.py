@@ -259,6 +259,6 @@ def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
 
     state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
     new = torch.zeros(2)
-    words = rf"put other tensors in the place of {name}, of a module that is lent"
+    words = rf"replaced the tensors {name} of a module that is lent"
     with pytest.raises(af.StateError, match=words), af.bind(state) as model:
         setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)
