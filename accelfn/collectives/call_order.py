@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CallOrder`: all ranks make the collectives of a pass in one order, whatever each needs.
+"""Keep the collectives of a pass in one order on all ranks.
 
 A collective needs all ranks at once, so they follow one plan, the order of the last pass. A
 rank that needs another call first takes part in the planned one with nothing to add. At the end
@@ -22,22 +22,22 @@ from accelfn.world import World
 
 _LABEL = "order of calls"
 _END = -1
-"""No call: the pass is over. Numbers below stand for calls that need all ranks."""
+"""Marks the end of the pass. Lower numbers are calls that need all ranks."""
 
 
 class CallOrder:
-    """The order of the collectives that the ranks of a world make in a pass.
+    """The order of the collectives of a pass on the ranks of a world.
 
-    Cost: one all-gather of 24 bytes a pass. If ranks differ, one more for each call that the
-    plan lacks, and an all-reduce to drop what no rank needs any more.
+    Cost: one all-gather of 24 bytes per pass. If ranks differ, one more for each call missing
+    from the plan, and an all-reduce to drop unneeded calls.
     """
 
     def __init__(self, ranks: World, calls: Mapping[str, Callable[[], object]]) -> None:
-        """Take the ranks, and by label how a rank takes part in a call that others need."""
+        """Take the ranks, and by label the function that takes part in a call."""
         self._ranks = attrs.evolve(ranks, group=ranks.connection, checked=False)
         self._labels, self._takes = list(calls), list(calls.values())
         self._turns = {label: turn for turn, label in enumerate(calls)}
-        host = torch.device("cpu")  # where reading does not wait for a device
+        host = torch.device("cpu")  # reading does not wait for a device
         joins_host = ranks.size > 1 and ranks.connection.joins(host)
         self._device = host if joins_host else readable(ranks.device)
         self._plans: dict[bool, list[int]] = {}
@@ -46,7 +46,7 @@ class CallOrder:
 
     @contextmanager
     def begins(self, *, kind: bool = False) -> Generator[None]:
-        """Begin a pass; passes of a kind have a plan of their own."""
+        """Begin a pass; each kind of pass has a separate plan."""
         self._plan = self._plans.setdefault(kind, [])
         self._at, self._needed = 0, {}
         with self.goes_on():
@@ -54,7 +54,7 @@ class CallOrder:
 
     @contextmanager
     def goes_on(self) -> Generator[None]:
-        """Let collectives of the loss wait for their turn."""
+        """Make collectives of the loss wait for their turn."""
         activity = self._ranks.connection.activity
         activity.before_call = self.reach
         try:
@@ -63,10 +63,10 @@ class CallOrder:
             activity.before_call = None
 
     def reach(self, label: str, world: World | None = None) -> None:
-        """Take part in what other ranks need first; return when it is a call's turn.
+        """Take part in earlier calls of other ranks; return at the call's turn.
 
         Raises:
-            CollectiveMismatchError: it needs all ranks, and they come to different calls.
+            CollectiveMismatchError: the call needs all ranks, and ranks make different calls.
         """
         if world is not None and world.group is not self._ranks.group:
             return
@@ -81,10 +81,10 @@ class CallOrder:
         self._needed[self._at - 1] = label
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return what each of them noted."""
+        """End the pass on all ranks; return each rank's note."""
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
-        if all(idle for _, idle, _ in rows):  # else one rank needed all of it
+        if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
             needed = [i in self._needed for i in range(self._at)]
             uses = torch.tensor(needed, dtype=torch.int64, device=self._device)
             sum_(uses, self._ranks, label=_LABEL)
@@ -92,7 +92,7 @@ class CallOrder:
         return [note for *_, note in rows]
 
     def refuse(self, words: str) -> NoReturn:
-        """Raise on all ranks what each of them says.
+        """Raise an error with each rank's words on all ranks.
 
         Raises:
             CollectiveMismatchError: always.
@@ -107,17 +107,17 @@ class CallOrder:
         raise CollectiveMismatchError(msg)
 
     def _reach(self, turn: int, note: int = 0, words: str = "") -> list[list[int]]:
-        """Do what comes before a turn; return what ranks said, if it needs all of them."""
+        """Make the calls before a turn; return all ranks' rows if the turn needs all ranks."""
         while True:
             while self._at < len(self._plan) and self._plan[self._at] >= 0:
-                planned = self._plan[self._at]
+                call = self._plan[self._at]
                 self._at += 1
-                self._ranks.connection.activity.label = self._labels[planned]
-                if planned == turn:
+                self._ranks.connection.activity.label = self._labels[call]
+                if call == turn:
                     return []
-                self._takes[planned]()
-            said = [turn, self._at - len(self._needed), note]
-            row = torch.tensor(said, device=self._device)
+                self._takes[call]()
+            values = [turn, self._at - len(self._needed), note]
+            row = torch.tensor(values, device=self._device)
             rows = torch.stack(all_gather(row, self._ranks, label=_LABEL)).tolist()
             turns = {turn for turn, *_ in rows}
             if any(turn >= 0 for turn in turns):

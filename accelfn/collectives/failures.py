@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`naming`: a backend's failure says what the ranks were doing."""
+"""Name backend failures, find the rank that caused them, and compare calls across ranks."""
 
 import contextlib
 import functools
@@ -57,13 +57,13 @@ class naming:
     __slots__ = ("_begins", "_label", "_outer", "_world")
 
     def __init__(self, label: str, world: World, *, begins: bool = True) -> None:
-        """Take what the ranks are doing, in which world, and whether they begin it here."""
+        """Take the label of the operation, the world, and whether the operation begins."""
         self._label, self._begins = label, begins
         self._world = world
         self._outer: str | None = None
 
     def __enter__(self) -> None:
-        """Let it be known what this rank does."""
+        """Record the label of this rank's operation."""
         connection = self._world.connection
         if connection.is_lent:
             connection.check_not_lent()
@@ -75,7 +75,7 @@ class naming:
     def __exit__(
         self, kind: object, error: BaseException | None, trace: object
     ) -> None:
-        """Name the failure, if it is one of the connection."""
+        """Raise `PeerFailedError` for a failure of the connection."""
         activity = self._world.connection.activity
         activity.label, activity.structure = self._outer, None
         if isinstance(error, PeerFailedError):
@@ -91,7 +91,7 @@ class naming:
                 f"{self._when()}, but {missing(self._world, self._label)}"
                 f" ({_in_short(str(error))})"
             )
-            # the backend's own traceback says nothing more; it stays as the context
+            # the backend's traceback adds nothing; it stays as the context
             raise PeerFailedError(msg) from None
 
     def _when(self) -> str:
@@ -100,12 +100,12 @@ class naming:
 
 
 def _in_short(words: str) -> str:
-    """Return what a backend says, without where in its source it says so and what it guesses."""
+    """Shorten a backend's error: drop its source location and its guesses."""
     first = _WHERE_IN_SOURCE.sub("", words.splitlines()[0])
     return first.partition(". ")[0]
 
 
-# `missing`: whom ranks waited for in vain, as far as they can tell each other.
+# Finding the ranks that failed or did not arrive.
 
 
 _AT_ONCE = timedelta(milliseconds=1)
@@ -114,7 +114,7 @@ _LOOK = "Look at its output for the cause."
 
 
 def missing(world: World, label: str) -> str:
-    """Say in words which rank failed, left or did not arrive while this one waited."""
+    """Describe the rank that failed, left or did not arrive."""
     whole = world.whole
     roll = whole.connection.roll_call
     if roll is None:
@@ -128,7 +128,7 @@ def missing(world: World, label: str) -> str:
 
 
 def break_off(world: World, error: BaseException) -> None:
-    """Let ranks that wait for this one fail now, and hear of it: it will not come."""
+    """Make ranks that wait for this rank fail now, with its error."""
     whole = world.whole
     whole.connection.fail(error)
     wake(whole)
@@ -149,16 +149,16 @@ def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
         if rank not in gone and str(each) != str(mine)
     }
     if gone:
-        said = f"{_list_standings(gone)}."
+        summary = f"{_list_standings(gone)}."
     elif silent:
-        said = f"{named(silent)} {_GONE}. {_LOOK}"
+        summary = f"{named(silent)} {_GONE}. {_LOOK}"
     else:
-        said = "no rank failed: one came later than the timeout, or their connection broke."
-    return f"{said} Elsewhere, {_list_standings(astray)}." if astray else said
+        summary = "no rank failed: one came later than the timeout, or their connection broke."
+    return f"{summary} Elsewhere, {_list_standings(astray)}." if astray else summary
 
 
 def wake(world: World) -> None:
-    """Let ranks that wait for this one fail too, and not at their timeout: it is broken.
+    """Make ranks that wait for this rank fail now, not at their timeout.
 
     Gloo closes all of a rank's connections when a call on one of them times out.
     """
@@ -171,12 +171,12 @@ def wake(world: World) -> None:
             continue
         for peer in range(group.size()):
             if peer != group.rank():
-                with suppress(RuntimeError):  # which is what it is for
+                with suppress(RuntimeError):  # the timeout is intended
                     group.recv([torch.empty(1)], peer, 0).wait(_AT_ONCE)
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Return what a sentence calls some ranks."""
+    """Format ranks for a sentence, such as "ranks 1, 2 and 3"."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
 
@@ -185,17 +185,17 @@ def _list_standings(standings: dict[int, Standing]) -> str:
     return ", ".join(f"rank {rank} {each}" for rank, each in standings.items())
 
 
-# How a call is told: what it gives, where the user's code made it, and ranks beside ranks.
+# Descriptions of a call: its tensors, its line in the user's code, a table of ranks.
 
 
 def format_tensor(tensor: torch.Tensor) -> str:
-    """Name a tensor's shape and dtype, and its layout if that is not the common one."""
+    """Format a tensor's shape and dtype, and its layout if not strided."""
     layout = "" if tensor.layout is torch.strided else f" {tensor.layout}"
     return f"{tuple(tensor.shape)} {tensor.dtype}{layout}".replace("torch.", "")
 
 
 def table(rows: Mapping[int, tuple[str, ...]]) -> str:
-    """Return one aligned line a rank."""
+    """Format one aligned line per rank."""
     width = max(len(row) for row in rows.values())
     padded = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
     widths = [max(len(row[i]) for row in padded.values()) for i in range(width)]
@@ -218,7 +218,7 @@ _NOT_USERS = (
 
 
 def site() -> str:
-    """Return file and line of the innermost frame that is neither torch's nor accelfn's."""
+    """Return file and line of the innermost frame outside torch and accelfn."""
     frame: FrameType | None = sys._getframe(1)  # pyright: ignore[reportPrivateUsage]
     while frame is not None:
         path = frame.f_code.co_filename
@@ -233,11 +233,10 @@ def _is_users(path: str) -> bool:
     return not path.startswith(_NOT_USERS)
 
 
-# Checked worlds: ranks compare what they are about to do before they do it.
+# Checked worlds: ranks compare their calls before they make them.
 #
-# A backend that is given different things on different ranks waits until its timeout,
-# aborts the process or returns numbers that nobody meant. Eight bytes a rank tell
-# beforehand.
+# If ranks make different calls, a backend waits until its timeout, aborts the process or
+# returns wrong numbers. Comparing 8 bytes per rank detects this beforehand.
 
 
 def check_same_call(
@@ -251,35 +250,35 @@ def check_same_call(
     root: int | None = None,
     grad: bool = False,
 ) -> World:
-    """Return the world to make a call in, once all ranks are known to make the same one.
+    """Check that all ranks make the same call, and return the world for the call.
 
     Args:
-        world: nothing is compared unless it is `checked`, or simulated.
-        kind: which collective.
-        label: what the ranks are doing.
-        values: a tree of tensors that must be alike on all ranks; other leaves may differ.
-        free: the dimension of tensors in which they may differ all the same; ... for all.
+        world: compared only if it is `checked` or simulated.
+        kind: the name of the collective.
+        label: the operation, for errors.
+        values: a tree; tensors need equal shapes and dtypes, and other leaves may differ.
+        free: the dimension that may differ between ranks; ... allows all dimensions.
         op: the reduction.
-        root: the one rank that sends.
-        grad: whether tensors must be alike in that they require gradients, too.
+        root: the rank that sends.
+        grad: whether `requires_grad` must be equal, too.
 
-    Cost: none in a world that is not checked, else one all-gather of 8 bytes.
+    Cost: none in an unchecked world; otherwise one all-gather of 8 bytes.
 
     Raises:
-        ArgumentError: it is no world.
-        CollectiveMismatchError: ranks are about to make different calls; all of them raise it.
+        ArgumentError: `world` is not a World.
+        CollectiveMismatchError: ranks make different calls; all ranks raise it.
     """
     check_world(label, world)
     connection = world.connection
     await_turn(label if label == kind else f"{kind} {label}", world)
-    # alone a rank makes no call, which would take this for its own
+    # a single rank makes no call that would consume the structure
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
     return _compare_calls(world, (kind, op, root, label), values, free, grad=grad)
 
 
 def await_turn(label: str, world: World) -> None:
-    """Let come first what ranks do, in another order, before a collective of a loss."""
+    """Wait for a collective's turn in the order of the pass."""
     before_call = world.connection.activity.before_call
     if before_call is not None and world.size > 1:
         before_call(label, world)
@@ -293,15 +292,15 @@ def check_same_tensors(
     *,
     root: int | None = None,
 ) -> World:
-    """Do the same for a call on tensors that are in no tree of the user's."""
+    """Check that all ranks make the same call on a list of tensors."""
     return _compare_calls(world, (kind, None, root, label), list(tensors), None)
 
 
 def check_world(call: str, world: object) -> None:
-    """Raise unless it is a world.
+    """Raise unless an argument is a World.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the argument has another type.
     """
     if not isinstance(world, World):
         msg = f"{call}: expected an af.World, got {world!r}. Make one with af.World.from_env()."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers in 16, 8 or 4 bits: blocks of integers, with a power of two for each.
+"""Quantize numbers to 16, 8 or 4 bits: blocks of integers with a power-of-two scale each.
 
-A power of two, so that what rounding leaves out of a number is itself a number of its dtype:
-nothing is lost of what a sender remembers.
+With a power of two, the rounding error of a number is exact in the number's dtype. A sender
+can therefore keep the error without loss (error feedback).
 """
 
 from collections.abc import Callable
@@ -16,23 +16,23 @@ from accelfn.collectives.neighbors import Work, start_spread, start_swap
 from accelfn.world import World
 
 BLOCK = 128
-"""Numbers that share a power of two, which is a byte more: 0.06 bits a number."""
+"""Numbers per scale; the scale takes a byte, 0.06 bits per number."""
 _NOT_FINITE = -128
-"""In the place of an exponent: the block has a number that is NaN or infinite."""
+"""The exponent that marks a block with a NaN or infinite number."""
 _SMALLEST, _LARGEST = -126, 127
 
 
 def num_bytes(count: int, bits: int) -> int:
-    """Return the bytes of so many numbers, a multiple of `BLOCK`."""
+    """Return the bytes of `count` quantized numbers, a multiple of `BLOCK`."""
     return count * bits // 8 + count // BLOCK
 
 
 def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return numbers in few bits, to the nearest that there is.
+    """Round numbers to `bits` bits, to the nearest value.
 
     Args:
         values: rows of floating-point numbers, each a multiple of `BLOCK` long.
-        bits: of a number.
+        bits: the size of a number.
 
     Returns: rows of bytes: integers, then exponents.
     """
@@ -41,26 +41,26 @@ def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
     most = (1 << (bits - 1)) - 1
     largest = blocks.abs().amax(-1)
     fraction, exponent = torch.frexp(largest / most)
-    exponent -= (fraction == 0.5).int()  # a power of two itself
+    exponent -= (fraction == 0.5).int()  # an exact power of two
     exponent = exponent.clamp(_SMALLEST, _LARGEST)
-    finite = largest.isfinite()
-    exponent = torch.where(finite, exponent, 0)
+    is_finite = largest.isfinite()
+    exponent = torch.where(is_finite, exponent, 0)
     steps = blocks * _power(-exponent, values.dtype)
-    steps = torch.where(finite.unsqueeze(-1), steps, 0).round_().clamp_(-most, most)
-    told = torch.where(finite, exponent, _NOT_FINITE).to(torch.int8)
+    steps = torch.where(is_finite.unsqueeze(-1), steps, 0).round_().clamp_(-most, most)
+    exponents = torch.where(is_finite, exponent, _NOT_FINITE).to(torch.int8)
     return torch.cat(
-        [_pack_bits(steps, bits).view(rows, -1), told.view(torch.uint8)], 1
+        [_pack_bits(steps, bits).view(rows, -1), exponents.view(torch.uint8)], 1
     )
 
 
 def dequantize(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the numbers that rows of bytes stand for; a block that was not finite is NaN."""
+    """Restore numbers from rows of bytes; a block with a non-finite number becomes NaN."""
     rows, size = coded.shape
     count = size * BLOCK // (BLOCK * bits // 8 + 1)
     split = [count * bits // 8, count // BLOCK]
-    # of one row a slice passes for contiguous, and cannot be viewed as wider numbers
-    integers, told = (part.reshape(-1).clone() for part in coded.split(split, 1))
-    exponent = told.view(torch.int8).view(rows, -1)
+    # a slice of one row counts as contiguous but cannot be viewed as a wider dtype
+    integers, exponents = (part.reshape(-1).clone() for part in coded.split(split, 1))
+    exponent = exponents.view(torch.int8).view(rows, -1)
     steps = _unpack_bits(integers, bits).to(dtype).view(rows, -1, BLOCK)
     values = steps * _power(exponent.to(torch.int32), dtype)
     lost = (exponent == _NOT_FINITE).unsqueeze(-1)
@@ -68,13 +68,13 @@ def dequantize(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tens
 
 
 def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a power of two for each block; one for each number would take ten times as long."""
+    """Return a power of two per block; one per number would take ten times as long."""
     ones = torch.ones(exponent.shape, dtype=dtype, device=exponent.device)
     return torch.ldexp(ones, exponent).unsqueeze(-1)
 
 
 def _pack_bits(steps: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return whole numbers as bytes; of 4 bits two in each."""
+    """Pack integers into bytes, two 4-bit integers per byte."""
     if bits == 16:
         return steps.to(torch.int16).view(torch.uint8)
     whole = steps.to(torch.int8)
@@ -89,25 +89,25 @@ def _unpack_bits(coded: torch.Tensor, bits: int) -> torch.Tensor:
         return coded.view(torch.int16)
     if bits == 8:
         return coded.view(torch.int8)
-    # a shift to the left, then one of a signed number to the right, repeats the sign
+    # a left shift and an arithmetic right shift extend the sign
     low, high = (coded << 4).view(torch.int8) >> 4, coded.view(torch.int8) >> 4
     return torch.stack([low, high], -1)
 
 
-# The mean over ranks by weight of numbers that cross them in few bits.
+# Weighted mean over ranks of quantized numbers.
 #
-# In two halves, as a sum over a ring is made: each rank sends every other its part of the
-# numbers, in few bits, and adds up those that it gets, as they are; then it sends the mean
-# of its part to all, in few bits again. So each number crosses twice, however many ranks
-# there are. What rounding leaves out is told to who rounds, who sends it the next time.
+# Two halves, like a ring all-reduce. First each rank sends every other rank its part of the
+# numbers, quantized, and sums the parts that it receives in full precision. Then each rank
+# sends the mean of its part to all ranks, quantized again. Each number is sent twice for any
+# number of ranks. The rank that rounds keeps the rounding error and sends it the next time.
 
 
 _OF_WEIGHT = 8
-"""Bytes: a float64, at the end of what one rank sends another."""
+"""Bytes of the weight, a float64 at the end of each message."""
 
 
 def part_size(count: int, ranks: int) -> int:
-    """Return how many of so many numbers a rank adds up: the same on all, in whole blocks."""
+    """Return the numbers that each rank sums: equal on all ranks, in whole blocks."""
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
@@ -116,22 +116,22 @@ def start_parts(
 ) -> tuple[Pending, torch.Tensor]:
     """Begin the first half: send each rank its part of a vector.
 
-    Returns: what `start_mean` takes; and what rounding left out of the vector.
+    Returns: the input of `start_mean`, and the rounding error of the vector.
     """
     count, size = flat.numel(), part_size(flat.numel(), ranks.size)
     rows = flat.new_zeros(ranks.size, size)
     rows.view(-1)[:count] = flat
     coded = quantize(rows, bits)
-    left = (rows - dequantize(coded, bits, flat.dtype)).view(-1)[:count]
+    error = (rows - dequantize(coded, bits, flat.dtype)).view(-1)[:count]
     seen = torch.zeros(1, dtype=torch.float64, device=flat.device) + weight
-    told = seen.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
-    given = torch.cat([coded, told], 1)
-    got = torch.empty_like(given)
-    ranks = check_same_tensors(ranks, "all_to_all_single", label, [given])
+    weights = seen.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
+    outgoing = torch.cat([coded, weights], 1)
+    got = torch.empty_like(outgoing)
+    ranks = check_same_tensors(ranks, "all_to_all_single", label, [outgoing])
     if ranks.size == 1:
-        return Pending.of(given), left
+        return Pending.of(outgoing), error
 
-    return _start_exchange(start_swap, got, given, ranks, label), left
+    return _start_exchange(start_swap, got, outgoing, ranks, label), error
 
 
 def start_mean(
@@ -145,30 +145,32 @@ def start_mean(
     """Begin the second half: send all ranks the mean of this rank's part.
 
     Args:
-        received: what arrived of the first half.
-        ranks: who takes part.
-        bits: of a number.
-        dtype: in which numbers are added up.
-        label: what the ranks are doing.
+        received: the result of the first half.
+        ranks: the ranks that take part.
+        bits: the size of a number.
+        dtype: the dtype of the sum.
+        label: the operation, for errors.
 
-    Returns: what `mean_of` takes; what rounding left out of this rank's part of the mean; and
-        the weight of all ranks. Where that is 0 the mean is 0.
+    Returns: the input of `mean_of`, the rounding error of this rank's part of the mean, and
+        the total weight. If the total weight is 0, the mean is 0.
     """
-    coded, left, total = reduce_quantized(received, bits, dtype)
+    coded, error, total = reduce_quantized(received, bits, dtype)
     got = coded.new_empty(ranks.size, coded.numel())
     ranks = check_same_tensors(ranks, "all_gather", label, [coded])
     if ranks.size == 1:
-        return Pending.of(coded), left, total
+        return Pending.of(coded), error, total
 
-    return _start_exchange(start_spread, got, coded[0], ranks, label), left, total
+    return _start_exchange(start_spread, got, coded[0], ranks, label), error, total
 
 
 def reduce_quantized(
     received: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the mean of a part in few bits, what they leave out, and the weight of all."""
-    coded, told = received.split([received.shape[1] - _OF_WEIGHT, _OF_WEIGHT], 1)
-    weights = told.reshape(-1).clone().view(torch.float64).unsqueeze(1)
+    """Return a part's quantized mean, its rounding error, and the total weight."""
+    coded, weight_bytes = received.split(
+        [received.shape[1] - _OF_WEIGHT, _OF_WEIGHT], 1
+    )
+    weights = weight_bytes.reshape(-1).clone().view(torch.float64).unsqueeze(1)
     total = weights.sum()
     share = torch.where(total > 0, weights / total, 0).to(dtype)
     mean = (dequantize(coded, bits, dtype) * share).sum(0, keepdim=True)
@@ -177,19 +179,19 @@ def reduce_quantized(
 
 
 def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return the mean, and what fills up the last part, of what arrived of the second half."""
+    """Return the mean from the second half, including the padding of the last part."""
     return dequantize(gathered, bits, dtype).view(-1)
 
 
 def _start_exchange(
     start: Callable[[torch.Tensor, torch.Tensor, World], Work],
     got: torch.Tensor,
-    given: torch.Tensor,
+    outgoing: torch.Tensor,
     ranks: World,
     label: str,
 ) -> Pending:
     with naming(label, ranks):
-        work = start(got, given, ranks)
+        work = start(got, outgoing, ranks)
 
     def wait() -> torch.Tensor:
         with naming(label, ranks, begins=False):

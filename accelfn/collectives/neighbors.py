@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks pass on to the next, until it has been with all of them: a ring.
+"""Point-to-point exchanges: a ring, and all-to-all messages for Gloo.
 
-Each pass is under way while ranks compute with what they have.
+In the ring each rank passes tensors to the next while it computes with the current tensors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ from accelfn.world import World
 
 
 def owners(ranks: World) -> list[int]:
-    """Return whose tensors a rank has, in order: its own first, then those of ranks before it."""
+    """Return the owners of the tensors that a rank holds, in order, its own first."""
     return [(ranks.rank - hop) % ranks.size for hop in range(ranks.size)]
 
 
@@ -24,47 +24,47 @@ def pass_ring(
 ) -> Iterator[tuple[torch.Tensor, ...]]:
     """Yield every rank's tensors, in the order of `owners`.
 
-    The next ones travel while the caller has what was yielded.
+    The next tensors are in flight while the caller uses the yielded tensors.
 
     Args:
-        tensors: of one dtype, and of the same shapes on all ranks.
-        ranks: who passes them on.
-        label: what the ranks are doing.
+        tensors: tensors of one dtype, with the same shapes on all ranks.
+        ranks: the ranks of the ring.
+        label: the operation, for errors.
     """
-    held = _flat(tensors)
+    current = _flat(tensors)
     for _ in range(ranks.size - 1):
-        coming = _RingStep(held, ranks, label)
-        yield _split_flat(held, tensors)
-        held = coming.arrived()
-    yield _split_flat(held, tensors)
+        coming = _RingStep(current, ranks, label)
+        yield _split_flat(current, tensors)
+        current = coming.arrived()
+    yield _split_flat(current, tensors)
 
 
 class Homewards:
-    """Sums that go round behind what is passed on, and end with its owner."""
+    """Sums that follow the tensors around the ring and end at their owner."""
 
     def __init__(
         self, like: Sequence[torch.Tensor], ranks: World, *, label: str
     ) -> None:
-        """Begin with zeros, of the dtype and shapes of what each rank has."""
+        """Begin with zeros of the dtype and shapes of each rank's tensors."""
         self._like, self._ranks, self._label = like, ranks, label
         self._begun = torch.zeros_like(_flat(like))
         self._coming: _RingStep | None = None
 
     def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
-        """Add to the sums of whose tensors this rank has, at places of dim 2; pass them on."""
+        """Add to the current owner's sums, at `columns` of dim 2, and pass them on."""
         sums = self._begun if self._coming is None else self._coming.arrived()
         for whole, part in zip(_split_flat(sums, self._like), parts, strict=True):
             whole[:, :, columns] += part
         self._coming = _RingStep(sums, self._ranks, self._label)
 
     def arrived(self) -> tuple[torch.Tensor, ...]:
-        """Return this rank's own sums, after as many additions as there are ranks."""
+        """Return this rank's sums after all ranks have added to them."""
         sums = self._begun if self._coming is None else self._coming.arrived()
         return _split_flat(sums, self._like)
 
 
 class _RingStep:
-    """A vector on its way to the next rank, and the one that comes from before."""
+    """A vector in flight to the next rank, and the vector from the previous rank."""
 
     def __init__(self, sent: torch.Tensor, ranks: World, label: str) -> None:
         size = ranks.size
@@ -90,34 +90,33 @@ def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _split_flat(
     flat: torch.Tensor, like: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return views of a vector, of these shapes."""
+    """Split a vector into views with the shapes of `like`."""
     parts = flat.split([each.numel() for each in like])
     return tuple(p.view(each.shape) for p, each in zip(parts, like, strict=True))
 
 
-# Rows that ranks give one another while they go on, with links busy both ways at once.
+# Asynchronous exchange of rows that uses links in both directions at once.
 #
-# Gloo's all-to-all and all-gather begin to send before they ask for what is to come. Of two
-# ranks the one that comes later finds the other's request there, sends all that it has, and
-# its own request stands in line behind that: first one link is busy, then the other. So
-# here each rank asks for everything before it sends anything. On a link of 1 Mbit/s that
-# made an exchange of numbers in 8 bits a fifth faster.
+# Gloo's all-to-all and all-gather send before they post their receives. The later of two
+# ranks finds the other's request, sends all its data, and queues its own request behind the
+# data, so the two directions are used one after the other. Here each rank posts all receives
+# before it sends. On a link of 1 Mbit/s this made an exchange of 8-bit numbers a fifth faster.
 
 
 _TAG_OF_PAIRS = 0x6163
-"""Of the messages, so that those that a user's loop sends are none of them."""
+"""Message tag, different from the tags of a user's loop."""
 
 
 class Work(Protocol):
-    """What is under way."""
+    """A collective in flight."""
 
     def wait(self) -> object:
-        """Return when it has arrived."""
+        """Wait until the collective is complete."""
         ...
 
 
 def start_swap(got: torch.Tensor, given: torch.Tensor, ranks: World) -> Work:
-    """Begin to give each rank its row of a tensor, and to get one from each."""
+    """Start an all-to-all: send each rank a row, and receive a row from each."""
     if _by_gloo(got, ranks):
         return _Messages(got, given, ranks)
     begun = dist.all_to_all_single(got, given, group=ranks.group, async_op=True)
@@ -125,7 +124,7 @@ def start_swap(got: torch.Tensor, given: torch.Tensor, ranks: World) -> Work:
 
 
 def start_spread(got: torch.Tensor, row: torch.Tensor, ranks: World) -> Work:
-    """Begin to give all ranks one row, and to get one from each."""
+    """Start an all-gather of one row per rank."""
     if _by_gloo(got, ranks):
         return _Messages(got, row.expand_as(got), ranks)
     begun = dist.all_gather(list(got), row, group=ranks.group, async_op=True)
@@ -133,59 +132,58 @@ def start_spread(got: torch.Tensor, row: torch.Tensor, ranks: World) -> Work:
 
 
 def _by_gloo(got: torch.Tensor, ranks: World) -> bool:
-    # what lies on a device Gloo takes in its collectives, and in no message
-    is_there = got.device.type == "cpu"
-    return is_there and ranks.connection.backend(got.device) == "gloo"
+    # Gloo sends device tensors in collectives, but not in messages
+    on_host = got.device.type == "cpu"
+    return on_host and ranks.connection.backend(got.device) == "gloo"
 
 
 class _Messages:
-    """A row to each other rank, and one from each."""
+    """Messages of one row to and from each other rank."""
 
-    def __init__(self, got: torch.Tensor, given: torch.Tensor, ranks: World) -> None:
+    def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
         others = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]
         among: dict[str, Any] = {"group": ranks.group, "tag": _TAG_OF_PAIRS}
-        asked = [dist.irecv(got[each], group_src=each, **among) for each in others]
-        sent = [dist.isend(given[each], group_dst=each, **among) for each in others]
-        got[ranks.rank] = given[ranks.rank]
-        self._works = cast("list[Work]", [*asked, *sent])
-        self._given = given  # which must not go before it is sent
+        receives = [dist.irecv(got[each], group_src=each, **among) for each in others]
+        sends = [dist.isend(outgoing[each], group_dst=each, **among) for each in others]
+        got[ranks.rank] = outgoing[ranks.rank]
+        self._works = cast("list[Work]", [*receives, *sends])
+        self._given = outgoing  # keeps the memory alive until it is sent
 
     def wait(self) -> None:
         for work in self._works:
             work.wait()
 
 
-# Parts that Gloo carries from each rank to each other that needs them, and no further.
+# All-gather and reduce-scatter for Gloo by all-to-all.
 #
-# For its own all-gather Gloo passes parts round a ring, in as many rounds as there are
-# others, and for its reduce-scatter all ranks add up everything. On two processes a gather
-# of 800 kB took 0.3 ms of the processor by all-to-all, and 0.8 by Gloo's own; a
-# reduce-scatter took 0.3, and 1.2. Of 25 MB the first two took the same, and the last ones
-# 6 ms and 15.
+# Gloo's all-gather passes parts round a ring, one round per other rank, and its reduce-scatter
+# sums everything on all ranks. On two processes a gather of 800 kB took 0.3 ms of processor
+# time by all-to-all and 0.8 ms by Gloo's all-gather. A reduce-scatter took 0.3 and 1.2 ms. For
+# 25 MB the gathers took equal time, and the reduce-scatters 6 and 15 ms.
 #
-# Messages take some 0.6 of an all-to-all's time for large tensors, where ranks come to them
-# together; where they do not, as among the units of a model, they take longer than one.
+# Messages take about 0.6 of an all-to-all's time for large tensors if ranks arrive together.
+# Otherwise, such as between the units of a model, they take longer than an all-to-all.
 
 
 _TAG_OF_GLOO = 0x6167
-"""Of the messages, so that those that a user's loop sends are none of them."""
+"""Message tag, different from the tags of a user's loop."""
 
 
 def carries(group: Any, device: torch.device) -> bool:
-    """Whether it is Gloo that joins the ranks of a group for what lies on the host."""
+    """Return whether Gloo is a group's backend for host tensors."""
     if device.type != "cpu":
         return False
     return group._get_backend(device).name() == "gloo"
 
 
 def gather_(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
-    """Fill a vector with all ranks' parts, in their order; `part` may lie in it."""
+    """All-gather parts into a vector, in rank order; `part` may be a view of it."""
     given = part.repeat(group.size())
     dist.all_to_all_single(whole, given, group=group)
 
 
 def reduce_scatter_(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
-    """Fill `part` with the sum of what all ranks have for this one, in the ranks' order."""
+    """Reduce-scatter a vector into `part`, summed in rank order."""
     rows = torch.empty_like(whole).view(group.size(), *part.shape)
     dist.all_to_all_single(rows.view_as(whole), whole, group=group)
     torch.sum(rows, 0, dtype=part.dtype, out=part)
@@ -194,39 +192,39 @@ def reduce_scatter_(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None
 def reduce_to_holders_(
     tensors: Sequence[torch.Tensor], holders: Sequence[int], group: Any
 ) -> None:
-    """Sum tensors over the ranks, each where it is held; elsewhere they stay as they are.
+    """Sum each tensor over the ranks on its holder; other ranks keep their values.
 
-    Each rank asks for all that is to come before it sends anything.
+    Each rank posts all receives before it sends.
 
     Args:
-        tensors: contiguous ones, of the same shapes on all ranks.
-        holders: the rank of the group that holds each.
-        group: which ranks.
+        tensors: contiguous tensors with the same shapes on all ranks.
+        holders: for each tensor, the rank of the group that gets the sum.
+        group: the process group.
     """
     size, rank = group.size(), group.rank()
     pairs = list(zip(tensors, holders, strict=True))
     mine = [tensor for tensor, holder in pairs if holder == rank]
-    others = [each for each in range(size) if each != rank]
-    got = {each: [torch.empty_like(tensor) for tensor in mine] for each in others}
+    others = [peer for peer in range(size) if peer != rank]
+    got = {peer: [torch.empty_like(tensor) for tensor in mine] for peer in others}
     among: dict[str, Any] = {"group": group, "tag": _TAG_OF_GLOO}
-    asked: list[Any] = [
-        dist.irecv(tensor, group_src=each, **among)
-        for each in others
-        for tensor in got[each]
+    receives: list[Any] = [
+        dist.irecv(tensor, group_src=peer, **among)
+        for peer in others
+        for tensor in got[peer]
     ]
-    sent: list[Any] = [
+    sends: list[Any] = [
         dist.isend(tensor, group_dst=holder, **among)
         for tensor, holder in pairs
         if holder != rank
     ]
-    for work in asked:
+    for work in receives:
         work.wait()
     got[rank] = mine
     for i, tensor in enumerate(mine):
         total = got[0][i]
-        for each in range(1, size):
-            total.add_(got[each][i])
+        for peer in range(1, size):
+            total.add_(got[peer][i])
         if rank:
             tensor.copy_(total)
-    for work in sent:
+    for work in sends:
         work.wait()

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors across ranks: each call has a label, and its failure a name.
+"""Labeled collectives on lists of tensors, packed into one buffer per dtype.
 
-Tensors travel packed in one contiguous buffer: one call for any number of them, and
-non-contiguous ones, which Gloo would reduce wrongly and silently, are safe.
+One call sends any number of tensors in a contiguous buffer. Non-contiguous tensors are safe;
+Gloo would silently reduce them wrongly.
 """
 
 import hashlib
@@ -38,12 +38,11 @@ from accelfn.errors import ArgumentError, CollectiveMismatchError, LossError
 from accelfn.world import World
 
 _TOGETHER = 16
-"""Numbers of the first message in which ranks add up what they have under names: six that tell
-the names, and five metrics."""
+"""Numbers of the first message of a sum by name: six for the names, and five metrics."""
 
 
 def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of tensors of one dtype as one vector, with memory of its own."""
+    """Copy tensors of one dtype into one vector."""
     with torch.no_grad():
         if len(tensors) == 1:  # torch would return the tensor itself
             return torch.cat([tensors[0].reshape(-1)])
@@ -53,12 +52,12 @@ def pack(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def split_vector(
     flat: torch.Tensor, tensors: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
-    """Return parts of a vector, shaped like the tensors that it was packed from."""
+    """Split a packed vector into parts with the shapes of `tensors`."""
     return _unflatten_dense_tensors(flat, tensors)
 
 
 def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Write a vector's elements back into the tensors that it was packed from."""
+    """Write a packed vector's elements back into its tensors."""
     sizes = [tensor.numel() for tensor in tensors]
     parts = flat.split(sizes)
     views = [part.view_as(t) for part, t in zip(parts, tensors, strict=True)]
@@ -73,11 +72,11 @@ _MOVED = frozenset(
         *(torch.complex64, torch.complex128),
     }
 )
-"""What Gloo carries; anything else travels as bytes."""
+"""Dtypes that Gloo sends; other dtypes are sent as bytes."""
 
 
 def _as_sendable(flat: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a dtype that every backend carries."""
+    """View a tensor as a dtype that every backend sends."""
     return flat if flat.dtype in _MOVED else flat.view(torch.uint8)
 
 
@@ -90,7 +89,7 @@ def sum_(flat: torch.Tensor, world: World, *, label: str) -> None:
 
 
 def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], None]:
-    """Begin to sum one contiguous tensor over all ranks, in place; return what waits for it."""
+    """Start to sum one contiguous tensor over all ranks, in place; return its wait function."""
     world = check_same_tensors(world, "all_reduce", label, [flat])
     if world.size == 1:
         return lambda: None
@@ -105,7 +104,7 @@ def start_sum_(flat: torch.Tensor, world: World, *, label: str) -> Callable[[], 
 
 
 def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) -> None:
-    """Sum tensors over all ranks, in place, in one call a dtype."""
+    """Sum tensors over all ranks, in place, in one call per dtype."""
     if world.size == 1:
         return
     world = check_same_tensors(world, "all_reduce", label, tensors)
@@ -119,7 +118,7 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
 def broadcast_(
     tensors: Sequence[torch.Tensor], world: World, *, label: str, root: int = 0
 ) -> None:
-    """Give every rank the values of rank `root`, in place, in one call a dtype."""
+    """Broadcast the values of rank `root`, in place, in one call per dtype."""
     if world.size == 1:
         return
     world = check_same_tensors(world, "broadcast", label, tensors, root=root)
@@ -132,7 +131,7 @@ def broadcast_(
 
 
 def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.Tensor]:
-    """Return every rank's tensor, in rank order; shape and dtype are equal on all."""
+    """Return every rank's tensor, in rank order; shapes and dtypes must be equal."""
     if world.size == 1:
         return [tensor.clone()]
     world = check_same_tensors(world, "all_gather", label, [tensor])
@@ -154,20 +153,20 @@ def all_gather_rows(
     *,
     label: str,
 ) -> list[torch.Tensor]:
-    """Return the rows of every rank, concatenated in rank order, in one call a dtype.
+    """Return the rows of every rank, concatenated in rank order, in one call per dtype.
 
     Args:
-        tensors: this rank's; all but dim 0 is the same on all ranks.
-        counts: for each tensor, how many rows each rank has.
-        world: whose ranks take part.
-        label: what the ranks are doing.
+        tensors: this rank's tensors; all dimensions but dim 0 are equal on all ranks.
+        counts: for each tensor, the rows of each rank.
+        world: the ranks that take part.
+        label: the operation, for errors.
     """
     if world.size == 1:
         each = zip(tensors, counts, strict=True)
         return [
             _pad_rows(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each
         ]
-    found: dict[int, torch.Tensor] = {}
+    gathered: dict[int, torch.Tensor] = {}
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
         filled = [_pad_rows(tensors[i], max(counts[i])) for i in places]
@@ -176,12 +175,14 @@ def all_gather_rows(
         of_ranks = zip(*(flat.split(sizes) for flat in flats), strict=True)
         for i, like, parts in zip(places, filled, of_ranks, strict=True):
             whole = zip(parts, counts[i], strict=True)
-            found[i] = torch.cat([part.view_as(like)[:count] for part, count in whole])
-    return [found[i] for i in range(len(tensors))]
+            gathered[i] = torch.cat(
+                [part.view_as(like)[:count] for part, count in whole]
+            )
+    return [gathered[i] for i in range(len(tensors))]
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return a tensor with so many rows, the last ones zero."""
+    """Pad a tensor with rows of zeros."""
     plain = tensor.detach().resolve_conj().resolve_neg()
     if len(plain) == rows:
         return plain
@@ -193,7 +194,7 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def broadcast_bytes(
     data: bytes | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Return what rank `root` has; others give None."""
+    """Return the bytes of rank `root`; other ranks pass None."""
     if data is not None and world.size == 1:
         return data
     world = check_same_tensors(world, "broadcast_bytes", label, root=root)
@@ -207,7 +208,7 @@ def broadcast_bytes(
 def scatter_bytes(
     parts: Sequence[bytes] | None, world: World, *, label: str, root: int = 0
 ) -> bytes:
-    """Return this rank's part of what rank `root` has for each; others give None."""
+    """Return this rank's part from rank `root`; other ranks pass None."""
     if parts is not None and world.size == 1:
         return parts[0]
     world = check_same_tensors(world, "scatter_bytes", label, root=root)
@@ -227,7 +228,7 @@ def scatter_bytes(
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
-    """Return bytes as a tensor of a length, filled up with zeros."""
+    """Return bytes as a tensor, padded with zeros to a length."""
     if not length:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
@@ -235,7 +236,7 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
 
 @explain_call_errors
 def barrier(world: World, *, label: str = "barrier") -> None:
-    """Wait until every rank is here; `label` says for what, in errors."""
+    """Wait until every rank arrives; errors quote `label`."""
     check_world("barrier", world)
     all_reduce_([torch.zeros(1, device=world.device)], world, label=label)
 
@@ -248,26 +249,26 @@ def sum_named(
     label: str,
     what: str,
 ) -> dict[str, list[float]]:
-    """Return the sums over all ranks of some numbers under each name.
+    """Return the sums over all ranks of the numbers under each name.
 
     Args:
-        numbers: as many under each name; ranks may have the names in any order.
-        world: whose ranks add.
-        kind: which collective this is, where ranks compare their calls.
-        label: what the ranks are doing.
-        what: the things that have these names, as an error calls them.
+        numbers: equally many numbers for each name; ranks may order the names differently.
+        world: the ranks that add.
+        kind: the collective's name when ranks compare their calls.
+        label: the operation, for errors.
+        what: the named things, for errors.
 
     Raises:
-        CollectiveMismatchError: ranks have other names, or more.
+        CollectiveMismatchError: ranks have different names.
     """
     names = sorted(numbers)  # the same order on all ranks
     world = check_same_call(world, kind, label, dict.fromkeys(names))
-    told = (
+    values = (
         *_fingerprint(json.dumps(names)),
         *(x for name in names for x in numbers[name]),
     )
-    # as long on all ranks, whatever they have: Gloo aborts a process that gets too much
-    first, rest = told[:_TOGETHER], told[_TOGETHER:]
+    # equally long on all ranks: Gloo aborts a process that receives too much
+    first, rest = values[:_TOGETHER], values[_TOGETHER:]
     first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
     summed = _sum_numbers(first, world, label)
     if _differ(summed[:6], world):
@@ -286,27 +287,27 @@ def _sum_numbers(numbers: Sequence[Number], world: World, label: str) -> list[fl
 
 
 def _adds_on(world: World) -> torch.device:
-    """Return where numbers are added in float64: on the host if this rank adds alone."""
+    """Return the device for sums in float64: the host for a single rank."""
     has_no_float64 = world.device.type == "mps"
     here = world.size == 1 or has_no_float64
     return torch.device("cpu") if here else readable(world.device)
 
 
 def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
-    """Return numbers as one vector on a device, to which the host's are under way together."""
-    there = {
+    """Stack numbers into a vector on a device; host numbers are copied together."""
+    on_device = {
         i: number
         for i, number in enumerate(numbers)
         if isinstance(number, torch.Tensor) and not number.is_cpu
     }
-    here = [
-        0.0 if i in there else _to_float(number) for i, number in enumerate(numbers)
+    values = [
+        0.0 if i in on_device else _to_float(number) for i, number in enumerate(numbers)
     ]
-    row = send_async(torch.tensor(here, dtype=torch.float64), device)
-    if not there:
+    row = send_async(torch.tensor(values, dtype=torch.float64), device)
+    if not on_device:
         return row
     parts = [*row.unbind()]
-    for i, number in there.items():
+    for i, number in on_device.items():
         parts[i] = number.detach().reshape(()).to(device).double()
     return torch.stack(parts)
 
@@ -316,26 +317,28 @@ def _to_float(number: Number) -> float:
 
 
 def _fingerprint(text: str) -> list[int]:
-    """Return three numbers that a text is known by, and their squares."""
+    """Return three hash numbers of a text, and their squares."""
     digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
     parts = [int.from_bytes(digest[i : i + 2], "little") for i in (0, 2, 4)]
     return [*parts, *(part**2 for part in parts)]
 
 
 def _differ(sums: Sequence[float], world: World) -> bool:
-    """Return whether ranks told different numbers: if so the sum of squares is too large.
+    """Return whether ranks have different numbers; then the sum of squares is too large.
 
-    By Cauchy and Schwarz, so all ranks know; the sums are integers below 2**53, thus exact.
+    By the Cauchy-Schwarz inequality. The sums are integers below 2**53, thus exact, and all
+    ranks get the same answer.
     """
-    told = [int(each) for each in sums]
-    pairs = zip(told[:3], told[3:], strict=True)
+    numbers = [int(each) for each in sums]
+    pairs = zip(numbers[:3], numbers[3:], strict=True)
     return any(world.size * squares != total**2 for total, squares in pairs)
 
 
 def is_same_text(text: str, world: World, *, label: str) -> bool:
-    """Return whether all ranks say the same text, of which none is sent: six numbers are added.
+    """Return whether all ranks have the same text, by summing six numbers.
 
-    As much on any number of ranks. Two texts are taken for one by chance, one in 2**48.
+    The cost does not depend on the number of ranks. Two different texts are taken as equal
+    with probability 1 in 2**48.
     """
     flat = _in_a_row(_fingerprint(text), _adds_on(world))
     sum_(flat, world, label=label)
@@ -343,8 +346,8 @@ def is_same_text(text: str, world: World, *, label: str) -> bool:
 
 
 def _refuse_names(names: list[str], world: World, label: str, what: str) -> NoReturn:
-    told = gather_text(json.dumps(names), world, label=label)
-    rows = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(told))
+    rows_by_rank = gather_text(json.dumps(names), world, label=label)
+    rows = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(rows_by_rank))
     msg = (
         f"Rank {world.rank} of {world.size}: the ranks have {what} of different names,"
         f" which cannot be added:\n{rows}"
@@ -369,10 +372,10 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     return [joined[i * longest : i * longest + n] for i, n in enumerate(counts)]
 
 
-# What a reduction of tensors of one dtype sends, so that it means the same everywhere.
+# Reductions of tensors of one dtype with equal results on every backend.
 #
-# Gloo does not know every dtype, adds up 8-bit integers in 8 bits, and lets NaN win or
-# vanish as ranks happen to come.
+# Gloo does not know every dtype, adds 8-bit integers in 8 bits, and keeps or drops NaN
+# depending on the order of the ranks.
 
 
 _OPS = {
@@ -388,7 +391,7 @@ _WIDER = {
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
 }
-"""What Gloo reduces in place of a dtype; sums and products wrap around as its own would."""
+"""Wider dtypes that Gloo reduces; sums and products wrap around as in the original dtype."""
 _REAL = frozenset(
     {
         *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
@@ -400,10 +403,10 @@ _COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 
 def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
-    """Raise unless ranks can combine tensors of these dtypes in that way.
+    """Raise unless ranks can reduce these dtypes with `op`.
 
     Raises:
-        ArgumentError: they cannot, or there is no such way.
+        ArgumentError: the dtype cannot be reduced, or `op` is unknown.
     """
     if not isinstance(op, str) or op not in _OPS:
         msg = f"af.reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
@@ -420,11 +423,11 @@ def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
 
 
 def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
-    """Raise unless a reduction can be by weight, and this is one.
+    """Raise unless a reduction is a mean, and its weight is a number.
 
     Raises:
-        ArgumentError: it is no mean; or the weight is no number, or less than 0; or the size
-            of buffers is none.
+        ArgumentError: the reduction is not a mean, the weight is not a number of at least 0,
+            or the buffer size is not positive.
     """
     if weight is None and bucket_cap_mb is None:
         return
@@ -450,13 +453,13 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
 
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor whose mean can be taken in its dtype."""
+    """Convert a tensor to a dtype that can represent its mean."""
     given = tensor.is_floating_point() or tensor.is_complex()
     return tensor.detach() if given else tensor.to(torch.float64)
 
 
 def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    """Return a mean as one of a tensor of such a dtype is given: of integers as a float."""
+    """Return a mean in its tensor's dtype, or the default dtype for integers."""
     kept = given.is_floating_point() or given.is_complex()
     return mean if kept else mean.to(torch.get_default_dtype())
 
@@ -464,14 +467,14 @@ def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
 def reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Sequence[torch.Tensor]:
-    """Return tensors of one dtype combined over all ranks: parts of one vector."""
+    """Reduce tensors of one dtype over all ranks; return parts of one vector."""
     return start_reduce_same(same, world, op, label)()
 
 
 def start_reduce_same(
     same: Sequence[torch.Tensor], world: World, op: str, label: str
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """Begin to combine tensors of one dtype; return what waits for them."""
+    """Start to reduce tensors of one dtype; return a function that waits for them."""
     dtype = same[0].dtype
     ordered = op in ("min", "max") and dtype.is_floating_point
     flat = pack(same)
@@ -502,7 +505,7 @@ def start_reduce_same(
 def _start_all_reduce(
     flat: torch.Tensor, world: World, op: str, label: str
 ) -> Callable[[], object]:
-    """Begin to reduce a vector in place; return what waits for it."""
+    """Start to reduce a vector in place; return its wait function."""
     numbers = torch.view_as_real(flat) if flat.dtype.is_complex else flat
     with naming(label, world):
         work = dist.all_reduce(numbers, op=_OPS[op], group=world.group, async_op=True)
@@ -515,7 +518,7 @@ def _start_all_reduce(
 
 
 def _dtype_of_sum(dtype: torch.dtype) -> torch.dtype:
-    """Return in what numbers are added up for their mean."""
+    """Return the dtype of the sum for a mean."""
     if dtype in (torch.float16, torch.bfloat16):
         return torch.float32
     return dtype if dtype.is_floating_point or dtype.is_complex else torch.float64
@@ -530,7 +533,7 @@ _ORDERED = {
 
 
 def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
-    """Return integers in the order of floats; NaN is beyond all that it is compared with."""
+    """Map floats to integers of the same order; NaN wins every comparison."""
     wide, integer = _ORDERED[floats.dtype]
     limits = torch.iinfo(integer)
     bits = floats.to(wide).view(integer)
@@ -540,14 +543,14 @@ def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
 
 
 def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the floats that integers stand for."""
+    """Map integers back to floats."""
     wide, integer = _ORDERED[dtype]
     limits = torch.iinfo(integer)
     bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
     return bits.view(wide).to(dtype)
 
 
-# The mean over ranks by weight, in place, in buffers of a bounded size.
+# Weighted mean over ranks, in place, in buffers of a bounded size.
 
 
 _MIB = 1 << 20
@@ -563,15 +566,15 @@ def average_(
 ) -> None:
     """Set floating-point tensors to their mean over ranks by weight, in place.
 
-    The weight travels at the end of each buffer; if it is 0 on all ranks, they are asked again
-    for the plain mean. Integer tensors are left alone. Of a DTensor it is the rank's part.
+    The weight is sent at the end of each buffer. If the weight is 0 on all ranks, they compute
+    the plain mean. Integer tensors are unchanged. For a DTensor, the local shard is averaged.
 
     Args:
-        tensors: of the same shapes and dtypes on all ranks.
-        weight: of this rank, 0 or more.
-        world: whose ranks have them.
-        label: what the ranks are doing.
-        bucket_cap_mb: the size of a buffer in MiB; None is one buffer a dtype.
+        tensors: tensors with equal shapes and dtypes on all ranks.
+        weight: this rank's weight, 0 or more.
+        world: the ranks that average.
+        label: the operation, for errors.
+        bucket_cap_mb: the size of a buffer in MiB; None uses one buffer per dtype.
     """
     parts = map(local, tensors)
     moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
@@ -587,7 +590,7 @@ def _average_bucket_(
     same: Sequence[torch.Tensor], weight: Number, world: World, label: str
 ) -> None:
     dtype = same[0].dtype
-    # below float32 a weight could not be counted: average in float32
+    # dtypes below float32 cannot represent a weight, so average in float32
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     seen = torch.zeros(1, dtype=wide, device=world.device) + weight
     seen = seen.to(same[0].device)  # parts may lie on the host
@@ -603,16 +606,16 @@ def _average_bucket_(
 
 
 def _may_be_zero(weight: Number) -> bool:
-    """Whether the sum of all ranks' weights must be looked at; a device is waited for."""
+    """Return whether to check the total weight; the check waits for a device."""
     return isinstance(weight, torch.Tensor) or weight == 0
 
 
 def _buckets(
     tensors: Sequence[torch.Tensor], bucket_cap_mb: float | None
 ) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield tensors of one dtype, in order, as many at once as a buffer holds.
+    """Yield lists of tensors of one dtype that fit in a buffer, in order.
 
-    A larger one comes in pieces, if its elements lie one after the other.
+    A larger contiguous tensor is split into pieces.
     """
     if bucket_cap_mb is None:
         yield tensors
@@ -632,26 +635,25 @@ def _buckets(
         yield bucket
 
 
-# A gather that is differentiated: its backward pass is a collective, and has one of its
-# own.
+# Differentiable all-gather; its backward pass is a collective and is differentiable, too.
 
 
 def gather_with_grad(
     mine: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
 ) -> torch.Tensor:
-    """Return all ranks' rows; the gradient of a rank's is the sum of what all have for it.
+    """Gather all ranks' rows; the gradient of a rank's rows is summed over all ranks.
 
     Args:
         mine: this rank's rows.
-        counts: how many each rank has.
-        worlds: in which to gather them, and in which to pass gradients, whenever that is.
-        label: what the ranks are doing.
+        counts: the number of rows of each rank.
+        worlds: the world of the gather, and the world of the backward pass.
+        label: the operation, for errors.
     """
     return cast("Any", _Gather).apply(mine, counts, worlds, label)
 
 
 class _Gather(torch.autograd.Function):
-    """An all-gather whose backward pass sums, over the ranks, the gradients of a part."""
+    """An all-gather; its backward pass sums the gradients of this rank's part over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, *told: Any) -> torch.Tensor:
@@ -667,7 +669,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _SumOfMine(torch.autograd.Function):
-    """This rank's rows of the sum over the ranks; what an all-gather is the transpose of."""
+    """A reduce-scatter, the transpose of an all-gather."""
 
     @staticmethod
     def forward(ctx: Any, everyone: torch.Tensor, *told: Any) -> torch.Tensor:
@@ -691,12 +693,12 @@ class _SumOfMine(torch.autograd.Function):
 
 
 def uneven_counts(world: World, label: str) -> list[int] | None:
-    """Return how many samples of a loss each rank has; None outside of one, or if all agree.
+    """Return each rank's number of samples in a loss; None if equal or outside a loss.
 
-    All ranks know without a collective whether shares differ. Where no rank of this world has
-    a sample, as in a part of a world, all stand-ins count alike: None.
+    All ranks know without a collective whether shares differ. If no rank of this world has a
+    sample, as can happen in a part of a world, all stand-ins count equally: None.
 
-    Cost: one all-gather of an integer, only where shares differ.
+    Cost: one all-gather of an integer, only if shares differ.
     """
     counts = _counts(world, label)
     if not counts or (None not in counts and len({*counts}) == 1):
@@ -704,12 +706,12 @@ def uneven_counts(world: World, label: str) -> list[int] | None:
     await_turn(f"samples of {label}", world)
     known = world.connection.activity.samples.known
     mine = torch.tensor([1 if known is None else known], device=readable(world.device))
-    held = torch.cat(all_gather(mine, world, label=label)).tolist()
-    return held if any(held) else None
+    all_counts = torch.cat(all_gather(mine, world, label=label)).tolist()
+    return all_counts if any(all_counts) else None
 
 
 def check_stand_ins(call: str, world: World) -> None:
-    """Raise in a loss that does not ask which samples count, if a rank has a stand-in only.
+    """Raise in a loss without `sample_weight`, if a rank has only a stand-in.
 
     Raises:
         LossError: the values of stand-ins would count; all ranks raise it.
@@ -727,7 +729,7 @@ def check_stand_ins(call: str, world: World) -> None:
 
 
 def warn_of_parts(world: World) -> None:
-    """Warn in a loss on one of several micro-batches, whose samples alone are gathered."""
+    """Warn in a loss on one of several micro-batches: the gather covers only its samples."""
     samples = world.connection.activity.samples
     if samples is not None and not samples.is_whole:
         advise(
@@ -738,7 +740,7 @@ def warn_of_parts(world: World) -> None:
 
 
 def _counts(world: World, label: str) -> Sequence[int | None]:
-    """Return how many samples of a loss each share has; nothing outside of one."""
+    """Return each share's number of samples in a loss; () outside a loss."""
     check_world(label, world)
     activity = world.connection.activity
     if activity.samples is None or world.size == 1:
