@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the ranks of a run must say alike of their states, before they train together."""
+"""Find mistakes: differing ranks, hidden counters, untracked parameters, wrong losses."""
 
 import math
 import re
@@ -37,20 +37,20 @@ from accelfn.world import World
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _FAR = 1e-2
-"""How much of their length gradients may differ by, as the order of sums decides."""
+"""The relative tolerance of gradients, for the order of sums."""
 _ASKED = 0, 1, 10, 100, 1000
-"""Updates at which a schedule is asked: of two functions, only what they return compares."""
+"""Updates at which schedules are compared by their values: functions cannot be compared."""
 
 
 def check_definitions(state: TrainState) -> None:
-    """Raise unless all ranks have one setup, optimizer, schedule and seed, and one data.
+    """Raise unless setup, optimizer, schedule, seed and data are equal on all ranks.
 
-    Data is compared where ranks share it, by `shard_data`: elsewhere each may have its own.
+    Data must be equal if ranks share it (`shard_data`); otherwise each rank may have its own.
 
-    Cost: a small all-reduce, once a state, and another for data (see `check_alike`).
+    Cost: a small all-reduce, once per state, and another for data (see `check_alike`).
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: names the first difference, with one row per rank.
     """
     check_definition_rows(_rows(state), state.world)
     data, definition = state.data, state.definition
@@ -66,12 +66,12 @@ def check_definitions(state: TrainState) -> None:
 def check_gradients(
     trained: Iterable[str], gradients: Mapping[str, torch.Tensor], ranks: World
 ) -> None:
-    """Raise unless ranks along "tp" have the same gradients of what all of them hold.
+    """Raise unless ranks along "tp" have equal gradients of unsplit parameters.
 
-    Cost: one sum of these gradients over the ranks, once an engine.
+    Cost: one sum of these gradients over the ranks, once per engine.
 
     Raises:
-        LossError: one was computed for the features alone that a rank has.
+        LossError: a gradient was computed from a rank's own features only.
     """
     alike = {
         name: local(gradients[name]).detach().double()
@@ -102,7 +102,7 @@ def check_gradients(
 def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
-    rows = readers_told(definition.data)  # first, as ranks say it that read together
+    rows = readers_told(definition.data)  # first: ranks that read together report it
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
         rows[f"transform {i}"] = _format_transform(each)
@@ -122,7 +122,7 @@ def _rows(state: TrainState) -> dict[str, str]:
 
 
 def _format_transform(transform: Any) -> str:
-    """Return a transform of ours as it is written; of another's the name alone."""
+    """Format a transform: accelfn's own in full, others by name."""
     own = type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
     return _ADDRESS.sub("", repr(transform)) if own else transform.name
 
@@ -139,30 +139,35 @@ def _sample_schedule(rates: Rates, schedule: object) -> str:
     try:
         for update in _ASKED:
             found += [_plain(value) for value in rates(update).values()]
-    except (ArithmeticError, LookupError, ValueError, Error):  # it ends before
+    except (
+        ArithmeticError,
+        LookupError,
+        ValueError,
+        Error,
+    ):  # the schedule ends earlier
         found.append(getattr(schedule, "__qualname__", type(schedule).__name__))
     return str(found)
 
 
-# What a module, or an optimizer, counts on or writes into for itself, which no state has.
+# Counters in modules and optimizers outside the state.
 
 
 _PASSES = 4
-"""Forward passes that are looked at: three times the same change is a count, or a decay.
+"""The number of passes to compare: three equal changes mean a count or a decay.
 
-What a pass notes of its batch, as the length of its sequences, changes otherwise.
+Values that depend on the batch, such as a sequence length, change irregularly.
 """
 _Numbers: TypeAlias = dict[tuple[str, str], float]
 
 
 class Counters:
-    """Looks at what objects keep beside a state, in the first passes or updates.
+    """Finds counters that objects keep outside the state, in the first passes or updates.
 
-    torch's own keep nothing there, and are not looked at.
+    torch's own classes keep none, and are not checked.
     """
 
     def __init__(self, owners: Iterable[tuple[str, object]], said: str) -> None:
-        """Begin before the first of these, with names of the objects, and what is said at last."""
+        """Take the objects with their names, and the text of the warning."""
         self._owners = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
@@ -172,16 +177,16 @@ class Counters:
 
     @classmethod
     def of_modules(cls, module: nn.Module) -> "Counters":
-        """Return what looks at a module's parts, behind each forward pass."""
+        """Return a check of a module's submodules, after each forward pass."""
         return cls(module.named_modules(), _OF_MODULES)
 
     @classmethod
     def of_optimizers(cls, optimizers: Iterable[Optimizer]) -> "Counters":
-        """Return what looks at optimizers, behind each update."""
+        """Return a check of optimizers, after each update."""
         return cls((("", each) for each in optimizers), _OF_OPTIMIZERS)
 
     def look(self) -> bool:
-        """Look behind a pass, and say at last if one counts; return whether to look again."""
+        """Record values after a pass, and finally warn; return whether to continue."""
         self._seen.append(
             {
                 (path, name): value
@@ -203,9 +208,10 @@ class Counters:
 
 
 def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield what are numbers, those that a dict has, and how long lists are, by name.
+    """Yield an object's numbers by name: values, dict values, and lengths of lists.
 
-    Of a tensor it is how often it was written into: one that is new in each pass never was more.
+    For a tensor it is the number of writes; a tensor that is new in each pass has a constant
+    number.
     """
     for name, value in kept.items():
         if type(value) in (int, float):
@@ -224,7 +230,7 @@ def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, float]]:
-    if not tensor.is_inference():  # which has no version
+    if not tensor.is_inference():  # inference tensors have no version
         yield f"{name}'s number of writes", tensor._version
     is_number = tensor.dtype != torch.bool and not tensor.is_complex()
     if tensor.numel() == 1 and is_number and not tensor.is_meta:
@@ -232,7 +238,7 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, float]]:
 
 
 def _counts(values: list[Any]) -> bool:
-    """Whether numbers change, and each time by the same, or in the same ratio."""
+    """Whether values change by a constant difference or ratio."""
     if None in values or values[0] == values[1] or not all(map(math.isfinite, values)):
         return False
     pairs = list(pairwise(values))
@@ -264,32 +270,31 @@ _OF_OPTIMIZERS = (
 )
 
 
-# Leaves of a loss's graph that nobody trains: a criterion's parameters, or those given
-# away.
+# Untracked leaves of a loss's graph, such as a criterion's parameters.
 
 
 class UntrackedLeaves:
-    """The leaves of a loss function's first graph that are none of the state's.
+    """The leaves of a loss function's first graph that do not belong to the state.
 
-    No pass adds to their `grad`, or a step would depend on the steps before it.
+    No pass may add to their `grad`, or a step would depend on earlier steps.
     """
 
     def __init__(self, loss: torch.Tensor, known: Container[int]) -> None:
-        """Warn if some are parameters.
+        """Warn if some leaves are parameters.
 
         Args:
-            loss: whose graph is looked through.
-            known: ids of the parameters that the model has as it runs.
+            loss: the loss; its graph is searched.
+            known: ids of the running model's parameters.
 
         Raises:
-            LossError: some are of a module that was lent, and is empty by now.
+            LossError: a leaf belongs to a module of `af.bind` whose with block has ended.
         """
         found = [each for each in _leaves_of(loss) if id(each) not in known]
         _warn_of([each for each in found if isinstance(each, nn.Parameter)])
         self.leaves = [ref(each) for each in found]
 
     def set_aside(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Let those that still live have no gradient; return them with what they had."""
+        """Clear gradients of the leaves that still exist; return leaves and old gradients."""
         aside = [
             (each, each.grad) for one in self.leaves if (each := one()) is not None
         ]
@@ -319,7 +324,7 @@ def _warn_of(strangers: list[nn.Parameter]) -> None:
 
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors at the ends of a graph."""
+    """Return the leaf tensors of a graph."""
     found: list[torch.Tensor] = []
     seen, left = set[Any](), [loss.grad_fn]
     while left:
@@ -333,11 +338,11 @@ def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     return found
 
 
-# Which parameters have a gradient: none before a backward pass, all after one that reduces.
+# Missing and unexpected gradients.
 
 
 def reject_own_backward() -> NoReturn:
-    """Refuse a loss function that has run a backward pass of its own.
+    """Reject a loss function that ran a backward pass itself.
 
     Raises:
         LossError: always.
@@ -350,14 +355,14 @@ def reject_own_backward() -> NoReturn:
 
 
 def reject_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
-    """Refuse a loss function that froze parameters, once they are trained again.
+    """Reject a loss function that froze parameters, and unfreeze them.
 
     Args:
-        trained: what is to have a gradient, by name.
-        found: what has one.
+        trained: the trained parameters, by name.
+        found: the names of parameters with a gradient.
 
     Raises:
-        LossError: it froze some, which are named.
+        LossError: names the frozen parameters.
     """
     frozen = [n for n, p in trained.items() if n not in found and not p.requires_grad]
     for name in frozen:
@@ -373,7 +378,7 @@ def reject_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) ->
 
 
 def reject_disconnected() -> NoReturn:
-    """Refuse a loss of which no trained parameter has a gradient.
+    """Reject a loss that does not depend on any trained parameter.
 
     Raises:
         LossError: always.
@@ -386,14 +391,14 @@ def reject_disconnected() -> NoReturn:
 
 
 def reject_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
-    """Refuse parameters for whose gradients the ranks would wait.
+    """Reject unused parameters, whose gradients other ranks would wait for.
 
     Args:
-        unused: their names.
-        are_held: whether gradients are DeepSpeed's, which knows no option for it.
+        unused: the names of the unused parameters.
+        are_held: whether DeepSpeed holds the gradients, which has no option for them.
 
     Raises:
-        UnusedParametersError: always; they are named.
+        UnusedParametersError: always; names the parameters.
     """
     names = list(unused)
     options = (
@@ -411,22 +416,18 @@ def reject_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
 
 
 def _list_names(names: list[str]) -> str:
-    """Return the first names, and how many more there are."""
+    """Format the first names and the number of others."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
-# A loss that failed because its batch is on another device than the state.
+# Batches on another device than the state.
 
 
 def reject_device_mismatch(
     samples: Samples, device: torch.device, error: BaseException
 ) -> None:
-    """Say so if tensors of a loss's arguments are elsewhere; the loss could have moved them.
-
-    Raises:
-        BatchError: some are.
-    """
+    """Explain a failed loss if its arguments are on another device."""
     given = tree.tensor_leaves((samples.value, samples.extras))
     strange = {str(each.device) for each in given if each.device.type != device.type}
     if not strange:
@@ -440,21 +441,21 @@ def reject_device_mismatch(
     raise BatchError(msg) from error
 
 
-# A first look at a loss: it is computed twice on one sample, before anything is trained.
+# Comparing a loss with itself on one sample, before training.
 
 
 class Coarsest(TorchFunctionMode):
-    """Notes the precision in which torch computes inside: the largest `eps`."""
+    """A mode that records the lowest precision of torch's results: the largest `eps`."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Start without results."""
         super().__init__()
         self.eps = 0.0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, and look at what it returns."""
+        """Call a function, and record the precision of its result."""
         del types
         found = func(*args, **(kwargs or {}))
         if isinstance(found, torch.Tensor) and found.is_floating_point():
@@ -466,7 +467,7 @@ class Coarsest(TorchFunctionMode):
 
 @contextmanager
 def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
-    """Let a model be evaluated, and leave it and the default generators as they are.
+    """Evaluate a model, then restore the model and the default generators.
 
     Yields: a function that says whether random numbers were drawn.
     """
@@ -491,7 +492,7 @@ def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
 
 
 def first_of(batch: Any) -> Any:
-    """Return the first sample of a batch, or all where some tensor goes by no sample."""
+    """Return a batch's first sample, or the whole batch if tensors have different rows."""
     try:
         tree.num_rows(batch)
     except BatchError:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of a model by class or by predicate, for what is done to some of its modules."""
+"""Change modules of a model: choose modules, float8 layers, synchronized BatchNorm."""
 
 import importlib.util
 import weakref
@@ -26,10 +26,10 @@ Regions: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | Predicate
 
 
 def are_regions(call: str, value: object) -> None:
-    """Refuse what is no module class, several, or a predicate.
+    """Reject anything but a module class, a tuple of classes, or a predicate.
 
     Raises:
-        ArgumentError: `value` is something else; `call` is where it was given.
+        ArgumentError: `value` is something else; the error names `call`.
     """
     several = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
     classes = [isinstance(each, type) for each in several]
@@ -48,13 +48,13 @@ def are_regions(call: str, value: object) -> None:
 def select_modules(
     module: nn.Module, regions: Regions | None, whose: str
 ) -> list[nn.Module]:
-    """Return the modules that are meant, without those that lie inside another of them.
+    """Return the chosen modules, without modules inside another chosen module.
 
-    None means the model's own children; of a container without a forward, its members.
+    None means the model's direct children, and the members of containers without a forward.
 
     Raises:
-        ModelError: there is none, and the error names the classes that exist; or a module
-            has no forward, so nothing ever calls it.
+        ModelError: no module matches (the error names the existing classes), or a chosen module
+        has no forward, so it is never called.
     """
     is_meant: Predicate
     if isinstance(regions, (type, tuple)):
@@ -114,16 +114,16 @@ def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Mod
     ]
 
 
-# The engine's own module, as transforms make it.
+# Transforms of the engine's module.
 
 
 def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
-    """Return the engine's own module as the setup's transforms make it.
+    """Apply the setup's transforms to the engine's module.
 
-    It is changed in place: its parameters have their home in it.
+    The module is changed in place, because its parameters are bound to the state.
 
     Raises:
-        ModelError: a transform returned one of other parameters.
+        ModelError: a transform returned a module with other parameters or buffers.
     """
     for owner in state.definition.setup.owners["module"]:
         before = _held_by(module)
@@ -149,7 +149,7 @@ def _held_by(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-# Linear layers whose matrix products are in float8, by torchao.
+# Linear layers with float8 matrix products, by torchao.
 
 
 Chosen: TypeAlias = Callable[[str, nn.Module], bool]
@@ -160,10 +160,10 @@ _CONVERTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def check_installed(call: str) -> None:
-    """Refuse float8 without torchao.
+    """Reject float8 without torchao.
 
     Raises:
-        ArgumentError: it is not installed.
+        ArgumentError: torchao is not installed.
     """
     if importlib.util.find_spec("torchao") is None:
         msg = f"{call}: float8 is torchao's. Install it: pip install 'accelfn[fp8]'."
@@ -171,13 +171,13 @@ def check_installed(call: str) -> None:
 
 
 def to_float8(model: nn.Module, layers: Chosen | None, call: str) -> None:
-    """Let the linear layers of a module multiply in float8; its structure stays.
+    """Let the linear layers of a module multiply in float8, without changing its structure.
 
-    Done once a module. Both sizes of a layer are multiples of 16, on every device, for
-    that is what a GPU can multiply.
+    A module is converted once. Both sizes of a layer must be multiples of 16, on every device,
+    as GPUs require.
 
     Raises:
-        ModelError: a layer's size is no multiple of 16, or no layer is meant.
+        ModelError: a layer's size is not a multiple of 16, or no layer is chosen.
         ArgumentError: the device cannot multiply in float8.
     """
     if model in _CONVERTED:
@@ -191,7 +191,7 @@ def to_float8(model: nn.Module, layers: Chosen | None, call: str) -> None:
     _check_device(named[0][1].weight.device, call)
     float8 = cast("Any", importlib.import_module("torchao.float8.float8_linear"))
     for _, module in named:
-        # a layer over the very same parameters, of which only the forward is used
+        # a layer over the same parameters; only its forward is used
         twin = float8.Float8Linear.from_float(module)
         vars(module)["forward"] = partial(_forward, twin)
     _CONVERTED.add(model)
@@ -201,7 +201,7 @@ def _forward(twin: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind):
         inputs = inputs.to(torch.get_autocast_dtype(kind))
-    # torchao would cast them too, on CUDA alone, by a call that torch warns of
+    # torchao would also cast them, only on CUDA, by a deprecated call
     with torch.autocast("cuda", enabled=False):
         return twin.forward(inputs)
 
@@ -241,36 +241,36 @@ def _check_device(device: torch.device, call: str) -> None:
     raise ArgumentError(msg)
 
 
-# Batch normalisation by the statistics of all ranks' samples.
+# Batch normalization by the statistics of all ranks' samples.
 #
-# Each rank's count, means and centred sums of squares cross the ranks once, in float64, and
-# are combined in rank order (Chan, Golub, LeVeque 1979), so all ranks hold the same
-# numbers. The backward pass sums two numbers a channel. torch's own SyncBatchNorm does the
-# same with CUDA kernels, and has none for the CPU.
+# # Each rank's count, means and centered sums of squares are all-gathered once, in float64, and
+# combined in rank order (Chan, Golub, LeVeque 1979), so all ranks have the same numbers. The
+# backward pass sums two numbers per channel. torch's SyncBatchNorm does the same with CUDA
+# kernels, and has no CPU kernels.
 
 
 BatchNorm: TypeAlias = _BatchNorm
-"""Every layer of torch's that normalises batches, lazy and synchronised ones among them."""
+"""The base class of torch's batch normalization, including lazy and synchronized layers."""
 
 _LABEL = "sync_batchnorm"
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 _SYNCED = "_accelfn_synced"
-"""Under which a layer over all ranks has its `SyncedNorm`."""
+"""The attribute of a synchronized layer with its `SyncedNorm`."""
 
 
 class NormOrder(CallOrder):
-    """The order of layers in a forward pass; ranks that run other layers raise an error.
+    """Compares the order of synchronized layers in a forward pass between ranks.
 
-    A layer normalizes the samples of all ranks at once, so each rank must run it.
+    A layer normalizes the samples of all ranks together, so each rank must run it.
     """
 
     def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward pass that compares which layers ranks ran.
+        """Return a forward pass that compares the ranks' layers.
 
         Raises:
-            CollectiveMismatchError: by that pass, on all ranks: they ran different layers.
+            CollectiveMismatchError: by that pass, on all ranks, if they ran different layers.
         """
 
         def compared(*args: Any, **kwargs: Any) -> Any:
@@ -285,32 +285,34 @@ class NormOrder(CallOrder):
 
 
 class SyncedNorm:
-    """The forward of a batch normalisation layer over all ranks, in its own one's place."""
+    """The forward of a batch normalization layer over all ranks."""
 
     def __init__(self, layer: BatchNorm, ranks: World, label: str) -> None:
-        """Take the layer, whose parameters, buffers and options stay its own."""
+        """Take the layer, which keeps its parameters, buffers and options."""
         self._layer, self.ranks, self.label = layer, ranks, label
 
     def take_part(self) -> None:
-        """Let other ranks normalize, without samples of this one."""
+        """Take part in the collective without samples."""
         nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
         _combine_statistics(nothing.to(self.ranks.device), self.ranks, self.label)
 
     def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        """Normalise; ranks meet where it is by the batch's own statistics."""
+        """Normalize; a collective if batch statistics are used."""
         layer = self._layer
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, given)
         layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
         samples = self.ranks.connection.activity.samples
-        counts = samples is None or samples.known != 0  # not an empty share's stand-in
+        counts = (
+            samples is None or samples.known != 0
+        )  # not an empty share's placeholder
         normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
             *(given, layer.weight, layer.bias, layer.eps),
             *(self.ranks, counts, self.label),
         )
         if given.is_cpu and count == 1:
             size = given.size()
-            msg = (  # what torch says of a whole batch like this
+            msg = (  # torch's message for such a batch
                 "Expected more than 1 value per channel when training, got input size"
                 f" {size}, and no value from other ranks in {self.label!r}"
             )
@@ -322,7 +324,7 @@ class SyncedNorm:
     def _track(
         self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
     ) -> None:
-        """Move running statistics as torch does; where nothing counted, they stay."""
+        """Update running statistics as torch does; without samples they do not change."""
         layer, seen = self._layer, count > 0
         factor: Any = 0.0 if layer.momentum is None else layer.momentum
         unbiased = var * (count / (count - 1).clamp(min=1))
@@ -339,7 +341,7 @@ class SyncedNorm:
 
 
 class _Normed(torch.autograd.Function):
-    """Normalise rows by what all ranks' rows have in common."""
+    """Normalize by the statistics of all ranks."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - a Function takes no keywords
@@ -374,10 +376,10 @@ class _Normed(torch.autograd.Function):
         wide = _wide(given)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
-        saved = mean.new_empty(0)  # none; CUDA asks for a tensor that says so
+        saved = mean.new_empty(0)  # CUDA needs an empty tensor for "none"
         plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
             *(grads[0].to(wide), wide, scale, mean, var, saved, saved),
-            *(False, ctx.eps, masks),  # by statistics that are given
+            *(False, ctx.eps, masks),  # by given statistics
         )
         # whether an input needs a gradient may differ between ranks, so all of them sum
         sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
@@ -387,7 +389,7 @@ class _Normed(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             total = (sums / count.to(sums)).split(len(mean))
             moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
-            # what did not count moves no statistic
+            # samples that did not count do not affect the statistics
             passed = plain - moved if ctx.counts else plain
             passed = passed.to(given.dtype)
         needs = ctx.needs_input_grad[1:3]
@@ -405,7 +407,7 @@ def _through_statistics(
     mean: torch.Tensor,
     var: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what a gradient lacks in which mean and variance are constants."""
+    """Return the gradient through mean and variance."""
     by_weight, by_bias = total
     inverse = torch.rsqrt(var)
     slope = scale * inverse * inverse * by_weight
@@ -414,7 +416,7 @@ def _through_statistics(
 
 
 def _wide(given: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in which sums can be taken."""
+    """Return a tensor in float32 or wider, for sums."""
     return given.float() if given.dtype.itemsize < 4 else given
 
 
@@ -423,7 +425,7 @@ def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
-    """Return this rank's means, centred sums of squares and count, in float64."""
+    """Return this rank's means, centered sums of squares and count, in float64."""
     num_channels = wide.shape[1]
     num_values = wide.numel() // num_channels
     packed = wide.new_zeros(2 * num_channels + 1, dtype=torch.float64)
@@ -439,7 +441,7 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
 def _combine_statistics(
     packed: torch.Tensor, ranks: World, label: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and variances of all ranks; of no values, those of a standard."""
+    """Return count, means and variances of all ranks; without samples, mean 0 and variance 1."""
     num_channels = (len(packed) - 1) // 2
     rows = torch.stack(all_gather(packed, ranks, label=label))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
@@ -451,16 +453,16 @@ def _combine_statistics(
 
 
 class _AnyDims(BatchNorm):
-    """Batch normalisation of inputs of any dims, as SyncBatchNorm takes them."""
+    """Batch normalization of inputs with any number of dims, like SyncBatchNorm."""
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
 
 
 def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -> None:
-    """Let a module's batch normalisations be over all ranks; names stay.
+    """Synchronize a module's batch normalization layers over the ranks.
 
     Raises:
-        ModelError: one computes otherwise than torch's, or has ranks of its own.
+        ModelError: a layer has a custom forward or its own process group.
     """
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
@@ -481,17 +483,17 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
             )
             raise ModelError(msg)
         if isinstance(layer, nn.SyncBatchNorm):
-            # DistributedDataParallel refuses this class on the CPU
+            # DistributedDataParallel rejects this class on the CPU
             cast("Any", layer).__class__ = _AnyDims
         synced: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
         vars(layer)[_SYNCED] = synced
-        if compiled:  # ranks meet between graphs
+        if compiled:  # collectives run between graphs
             synced = torch.compiler.disable(synced.__call__)
         vars(layer)["forward"] = synced
 
 
 def norm_order(module: nn.Module) -> NormOrder | None:
-    """Return the order of a module's layers over all ranks, if it has any."""
+    """Return the order of a module's synchronized layers, or None if there are none."""
     found: list[SyncedNorm] = [
         vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
     ]
@@ -501,7 +503,7 @@ def norm_order(module: nn.Module) -> NormOrder | None:
 
 
 def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:
-    """Return the names of running statistics: of all ranks' samples, or of a rank's own."""
+    """Return the names of running statistics, synchronized or per rank."""
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from accelfn.megatron.parallel_layers import Column, Row, Vocabulary
 
 _AS_TORCH = partial(nn.init.kaiming_uniform_, a=5**0.5)
-"""Draws a weight as torch's linear layers do."""
+"""Initializes a weight as torch's linear layers do."""
 
 
 @attrs.frozen
 class Layers:
-    """Makes Megatron-core's layers, of which each rank along "tp" has a part.
+    """Makes Megatron-core's layers, which are split over the ranks along "tp".
 
-    They compute as Megatron's do, whose forward and backward pass they run, and give an output
-    and a bias: `layer(x)[0]`. Each is made whole, so that a state begins with the same for any
-    number of ranks, and with `tensor_parallel()` in its setup each rank gets its part.
+    The layers run Megatron's forward and backward passes, and return an output and a bias:
+    `layer(x)[0]`. Each layer is created whole, so that a state starts with the same values for
+    any number of ranks; with `tensor_parallel()` in the setup each rank gets its shard.
 
     Attributes:
-        config: Megatron's settings of them.
+        config: Megatron's config of the layers.
     """
 
     config: Any
@@ -44,18 +44,18 @@ class Layers:
         skip_bias_add: bool = False,
         init_method: Callable[[torch.Tensor], object] = _AS_TORCH,
     ) -> "Column":
-        """Return a linear layer of whose output features each rank has some.
+        """Return a linear layer split by output features.
 
         Args:
-            input_size: how many features it is given, (..., input_size).
-            output_size: how many it makes, a multiple of the ranks.
-            bias: whether it has one, which begins with 0.
-            gather_output: gives each rank the features of all.
-            skip_bias_add: gives the bias of its features on, for others to add.
-            init_method: draws the weight.
+            input_size: the number of input features, (..., input_size).
+            output_size: the number of output features, a multiple of the number of ranks.
+            bias: whether the layer has a bias, initialized to 0.
+            gather_output: whether each rank gets the features of all ranks.
+            skip_bias_add: whether to return the bias instead of adding it.
+            init_method: initializes the weight.
 
         Raises:
-            ArgumentError: it gathers features and gives the bias of some on.
+            ArgumentError: gather_output and skip_bias_add are both True.
         """
         return _import_layers().Column(
             input_size,
@@ -77,16 +77,16 @@ class Layers:
         skip_bias_add: bool = False,
         init_method: Callable[[torch.Tensor], object] = _AS_TORCH,
     ) -> "Row":
-        """Return a linear layer that takes the features of each rank, and adds up.
+        """Return a linear layer split by input features, which sums over the ranks.
 
         Args:
-            input_size: how many features all ranks have, a multiple of the ranks.
-            output_size: how many it makes, (..., output_size), the same on all ranks.
-            bias: whether it has one, which begins with 0, and is added once.
-            input_is_parallel: each rank gives it some features, as behind a column layer;
-                otherwise all give it all.
-            skip_bias_add: gives the bias on, for others to add.
-            init_method: draws the weight.
+            input_size: the number of input features, a multiple of the number of ranks.
+            output_size: the number of output features, (..., output_size), equal on all ranks.
+            bias: whether the layer has a bias, initialized to 0 and added once.
+            input_is_parallel: whether each rank passes its own features, as after a column
+            layer; otherwise each rank passes all features.
+            skip_bias_add: whether to return the bias instead of adding it.
+            init_method: initializes the weight.
         """
         return _import_layers().Row(
             input_size,
@@ -105,12 +105,12 @@ class Layers:
         *,
         init_method: Callable[[torch.Tensor], object] = nn.init.normal_,
     ) -> "Vocabulary":
-        """Return an embedding of whose words each rank has the vectors of some.
+        """Return an embedding split by words.
 
         Args:
-            num_embeddings: how many words there are, a multiple of the ranks.
-            embedding_dim: how many features each gets, (..., embedding_dim).
-            init_method: draws the vectors.
+            num_embeddings: the number of words, a multiple of the number of ranks.
+            embedding_dim: the number of features of a word, (..., embedding_dim).
+            init_method: initializes the vectors.
         """
         return _import_layers().Vocabulary(
             num_embeddings, embedding_dim, init_method=init_method, config=self.config
@@ -118,22 +118,22 @@ class Layers:
 
 
 def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
-    """Return what makes Megatron-core's layers, for the ranks of a world along "tp".
+    """Return a maker of Megatron-core's layers for the ranks of a world along "tp".
 
-    `af.tensor_parallel()` splits them, without a plan, for they say for themselves how; what
-    stands between a column and a row layer is named in it as ever: `{"*.norm_of_heads":
-    "replicated"}`. Megatron's `parallel_state` is not asked for: groups are those of the world.
+    `af.tensor_parallel()` splits these layers without a plan. Modules between a column and a
+    row layer still need a plan: `{"*.norm_of_heads": "replicated"}`. You do not need Megatron's
+    `parallel_state`: the world provides the process groups.
 
     Args:
-        world: whose ranks along "tp" share each layer.
-        dtype: of their parameters.
+        world: the world; its ranks along "tp" share each layer.
+        dtype: the dtype of the parameters.
 
     Law:
-        Parameters, optimizer state and metrics are those of torch's layers, whole, up to
-        rounding, and checkpoints and exports theirs, bitwise.
+        Parameters, optimizer state and metrics are those of torch's whole layers, up to
+        rounding. Checkpoints and exports have torch's layout, bitwise.
 
     Cost:
-        That of `tensor_parallel`. The first call imports Megatron-core, which takes seconds.
+        As `tensor_parallel`. The first call imports Megatron-core, which takes seconds.
 
     Raises:
         ArgumentError: Megatron-core is not installed.

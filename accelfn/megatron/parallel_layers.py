@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core's parallel layers: made whole, and split by their own constructor.
+"""Megatron-core's parallel layers: created whole, and split by their own constructor.
 
-A layer is made whole, so that a state has the same values for any number of ranks. Where ranks
-along "tp" compute, Megatron makes it once more, for their group and without values, and a
-rank's parts take the place of its parameters.
+A layer is created whole, so that a state has the same values for any number of ranks. With
+several ranks along "tp", Megatron's constructor runs once more for their group, without values,
+and the rank's shards replace the parameters.
 """
 
 import warnings
@@ -20,7 +20,7 @@ from accelfn.errors import ArgumentError, ModelError
 
 # pyright: reportPrivateUsage=false
 
-with warnings.catch_warnings():  # Megatron's, of what else it could have used
+with warnings.catch_warnings():  # Megatron warns about optional packages
     warnings.simplefilter("ignore")
     from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.tensor_parallel.layers import (
@@ -31,19 +31,19 @@ with warnings.catch_warnings():  # Megatron's, of what else it could have used
         set_tensor_model_parallel_attributes,
     )
 
-# how a module keeps its parameters has no public name
+# a module's tables of parameters have no public name
 
 OutputAndBias: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Megatron(SelfSplittingLayer):
-    """A layer of Megatron's, which knows how it was made.
+    """A Megatron layer that keeps its constructor's arguments.
 
     Attributes:
-        word: what a plan would call it.
-        cuts: at which dim each of its parameters is cut.
+        word: the equivalent word of a plan.
+        cuts: the split dim of each split parameter.
         place: its name in the model, once it is split.
-        layers: what it shares with others then.
+        layers: the state that it shares with other layers, once it is split.
     """
 
     word: ClassVar[str]
@@ -54,7 +54,7 @@ class Megatron(SelfSplittingLayer):
     _made: tuple[tuple[int, ...], dict[str, Any]]
 
     def __init__(self, *sizes: int, **options: Any) -> None:
-        """Make it whole, and draw its parameters."""
+        """Create the whole layer, and initialize its parameters."""
         super().__init__(*sizes, **options)
         self._made = sizes, options
         dim = self.cuts["weight"]
@@ -64,14 +64,14 @@ class Megatron(SelfSplittingLayer):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weight as it was asked for; a bias is 0."""
+        """Initialize the weight by `init_method`, and the bias to 0."""
         self._made[1]["init_method"](self.weight)
         bias = self._parameters.get("bias")
         if bias is not None:
             nn.init.zeros_(bias)
 
     def split(self, layers: Layers, place: str) -> None:
-        """Compute as one of the ranks from now on, whose parts its parameters are."""
+        """Switch to this rank's shards of the parameters."""
         if (
             layers.ranks.device.type != "cuda"
         ):  # its advice would be about streams of GPUs
@@ -85,10 +85,10 @@ class Megatron(SelfSplittingLayer):
         self._made, self.place, self.layers = (sizes, options), place, layers
 
     def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
-        """Refuse ranks that cannot share it.
+        """Reject a number of ranks that cannot share the layer.
 
         Raises:
-            ModelError: they cannot.
+            ModelError: the ranks cannot.
         """
         made_for = self._made[1]["config"].tensor_model_parallel_size
         if made_for != size:
@@ -118,7 +118,7 @@ class Megatron(SelfSplittingLayer):
             raise ModelError(msg)
 
     def full_param(self, name: str) -> torch.Tensor | None:
-        """Return all of a parameter; a collective."""
+        """Return a whole parameter; a collective if it is split."""
         param: torch.Tensor | None = getattr(self, name)
         if param is None or self.layers is None or name not in self.cuts:
             return param
@@ -126,34 +126,34 @@ class Megatron(SelfSplittingLayer):
 
 
 class Linear(Megatron):
-    """A linear layer, which gives its bias for others to add, or adds it.
+    """A linear layer that returns its bias, or adds it.
 
-    Megatron's never adds it here: where a weight is frozen, it forgets the gradient of the
-    bias that it adds.
+    Megatron's own code never adds the bias here: with a frozen weight, it would lose the bias's
+    gradient.
     """
 
     def __init__(
         self, input_size: int, output_size: int, *, skip_bias_add: bool, **options: Any
     ) -> None:
-        """Make it whole."""
+        """Create the whole layer."""
         self.gives_bias = skip_bias_add
         super().__init__(input_size, output_size, **options, skip_bias_add=True)
 
     def in_one_piece(self, given: torch.Tensor) -> OutputAndBias:
-        """Return what a whole layer makes, of weights that are gathered for it."""
+        """Compute with gathered, whole weights."""
         weight = self.full_param("weight")
         assert weight is not None  # noqa: S101 - none is made without
         return self.with_bias(F.linear(given, weight), self.full_param("bias"))
 
     def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
-        """Return an output and the bias, or both in one."""
+        """Return an output and a bias; add the bias unless it is skipped."""
         if self.gives_bias or bias is None:
             return made, bias
         return made + bias, None
 
 
 class Column(Linear, ColumnParallelLinear):
-    """Has some of the output features."""
+    """A linear layer split by output features."""
 
     word = "column"
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
@@ -161,7 +161,7 @@ class Column(Linear, ColumnParallelLinear):
     def __init__(
         self, input_size: int, output_size: int, *, gather_output: bool, **options: Any
     ) -> None:
-        """Make it whole."""
+        """Create the whole layer."""
         if gather_output and options["skip_bias_add"]:
             msg = (
                 "af.megatron.layers: a column layer has gather_output=True and"
@@ -180,14 +180,14 @@ class Column(Linear, ColumnParallelLinear):
         if layers is None or layers.is_whole:
             return self.in_one_piece(input_)
         made, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
-        if self.gathers:  # Megatron gathers on GPUs alone
+        if self.gathers:  # Megatron's gather only works on GPUs
             return vocabulary.gather_from_ranks(made, -1, layers.ranks), bias
         layers.begin_region(self.place, training=self.training)
         return made, bias
 
 
 class Row(Linear, RowParallelLinear):
-    """Has some of the input features, and adds up what ranks make of theirs."""
+    """A linear layer split by input features; sums over the ranks."""
 
     word = "row"
     cuts = {"weight": 1}  # noqa: RUF012 - of all
@@ -200,7 +200,7 @@ class Row(Linear, RowParallelLinear):
         input_is_parallel: bool,
         **options: Any,
     ) -> None:
-        """Make it whole."""
+        """Create the whole layer."""
         self.takes_some = input_is_parallel
         super().__init__(input_size, output_size, **options, input_is_parallel=True)
 
@@ -215,19 +215,19 @@ class Row(Linear, RowParallelLinear):
             return self.in_one_piece(input_)
         if self.takes_some:
             layers.end_region()
-        else:  # Megatron gathers the gradient of it on GPUs alone
+        else:  # Megatron's scatter only works on GPUs
             input_ = vocabulary.scatter_to_ranks(input_, -1, layers.ranks)
         return self.with_bias(*RowParallelLinear.forward(self, input_))
 
 
 class Vocabulary(Megatron, VocabParallelEmbedding):
-    """Has the vectors of some of the words."""
+    """An embedding split by words."""
 
     word = "vocabulary"
     cuts = {"weight": 0}  # noqa: RUF012 - of all
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of all words, each from the rank that has it."""
+        """Return the vectors of all words, each from its rank."""
         if self.layers is None or self.layers.is_whole:
             weight = self.full_param("weight")
             assert weight is not None  # noqa: S101 - as above
@@ -236,7 +236,7 @@ class Vocabulary(Megatron, VocabParallelEmbedding):
 
 
 def config_of(world_size: int, dtype: torch.dtype) -> ModelParallelConfig:
-    """Return Megatron's settings for layers that draw for themselves, without its globals."""
+    """Return a Megatron config for layers without Megatron's global state."""
     return ModelParallelConfig(
         tensor_model_parallel_size=world_size,
         use_cpu_initialization=True,
