@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Zero`: DeepSpeed's engine of a stage, as flat tensors that are stepped.
+"""`Zero`: DeepSpeed's engine of a ZeRO stage, with the flat tensors that it steps.
 
-Stages 1 and 2 have a whole model on each rank, in one flat tensor a parameter group, and of
-that a float32 part that the optimizer steps. Stage 3 has parts of each parameter alone, one
-after the other in the flat tensor that is stepped, and gathers a module's when it runs. In all
-of them what a state has is the part that is stepped: it is exchanged by pointers, and what the
-model computes with is made of it.
+Stages 1 and 2 keep the whole model on each rank, with one flat tensor per parameter group and a
+float32 shard of it that the optimizer steps. Stage 3 keeps only shards of each parameter,
+concatenated in the flat tensor that is stepped, and gathers a module's parameters when the
+module runs. In all stages a state has the stepped shard, which is bound by pointers; the
+model's weights are computed from it.
 """
 
 import json
@@ -33,12 +33,12 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false
 
-# `Course`: whether ranks come to the same places of a model, before they wait there.
+# `ModuleOrder`: check that ranks reach the same places of a model before they wait there.
 
 
 Ways: TypeAlias = dict[str, "Ways"]
 _LARGEST = 2**16
-"""How many places are remembered: of a model that always goes elsewhere, not all."""
+"""The maximum number of remembered places, for models with ever new orders."""
 _LOOKS_EVERY = 0.01
 _LABEL = "compare where DeepSpeed is"
 _ADVICE = (
@@ -51,16 +51,16 @@ _ADVICE = (
 
 
 class ModuleOrder:
-    """What the ranks come to, one after the other, in an update: the same on all of them.
+    """Checks that all ranks reach the same places of a model in the same order.
 
-    Where all ranks have gone one way, they go it again without a word. Where they have never
-    been, or have parted ways before, they compare. A rank that leaves the one known way cannot
-    ask by a collective, since others may be in one of DeepSpeed's: it asks at the store at
-    which they met, for half of the time in which a collective fails.
+    If all ranks followed a known order before, nothing is compared. At new or ambiguous places
+    ranks compare. A rank that leaves the only known order cannot use a collective, because
+    other ranks may be in one of DeepSpeed's collectives. It asks through the rendezvous store
+    instead, and gives up after half of the collective timeout.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Begin without a known way; all ranks do."""
+        """Start without a known order, on all ranks."""
         self._ranks = ranks
         self._number = self._store.add(f"courses of {ranks.rank}", 1)
         self._root: Ways = {}
@@ -74,11 +74,11 @@ class ModuleOrder:
         self._at, self._depth = self._root, 0
 
     def come(self, place: str) -> None:
-        """Come to a place, as all ranks do.
+        """Record that this rank reached a place, and compare if needed.
 
         Raises:
-            LossError: others come to another; they raise it, too, or `PeerFailedError` if they
-                wait in DeepSpeed's own calls.
+            LossError: other ranks reached another place; they raise it too, or
+            `PeerFailedError` if they wait in DeepSpeed's own collectives.
         """
         ways = self._at
         if len(ways) != 1 or place not in ways:
@@ -88,7 +88,7 @@ class ModuleOrder:
         self._depth += 1
 
     def compare(self, place: str) -> None:
-        """Compare a place with the others', whether it is known or not.
+        """Compare a place with the other ranks' places.
 
         Raises:
             LossError: as `come`.
@@ -101,7 +101,7 @@ class ModuleOrder:
                 _raise_mismatch(dict(enumerate(places)))
 
     def _ask(self, place: str) -> None:
-        """Ask where the others go, that may go on."""
+        """Ask through the store which place the other ranks reached."""
         store, ranks = self._store, self._ranks
         self._num_asked += 1
         keys = [
@@ -126,7 +126,7 @@ class ModuleOrder:
 
     @property
     def _store(self) -> Any:
-        # not kept: an engine of DeepSpeed's is never collected, and a store has a port
+        # not cached: DeepSpeed's engine is never garbage collected, and a store keeps a port
         group: Any = self._ranks.connection.group
         store = dist.PrefixStore("accelfn DeepSpeed", group.get_group_store())
         store.set_timeout(timedelta(seconds=30))
@@ -148,15 +148,15 @@ def check_module_order(
     stay: Callable[[], bool],
     when_all_came: Callable[[], None],
 ) -> None:
-    """Have DeepSpeed's optimizer of stage 3 tell a course what it comes to.
+    """Hook a `ModuleOrder` into DeepSpeed's optimizer of stage 3.
 
     Args:
         zero: the optimizer.
-        course: the course.
-        names: of parameters, by their ids.
-        modules: what modules are called.
-        stay: whether the gradients of a pass stay on their rank.
-        when_all_came: is called when all have come, before the last are summed.
+        course: the order to check.
+        names: names of parameters by id.
+        modules: names of modules.
+        stay: returns whether the gradients of a pass stay on their rank.
+        when_all_came: called when all gradients are there, before the last reduction.
     """
     send = zero.reduce_ready_partitions_and_remove_grads
     end = zero.independent_gradient_partition_epilogue
@@ -187,9 +187,9 @@ def check_module_order(
 
 
 def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
-    """Return what gathers one parameter, or several; one is taken by name in a loss.
+    """Wrap a parameter's gather; compare ranks when a loss uses the parameter by name.
 
-    It is gathered where it was used from then on: this place is in no later course.
+    DeepSpeed gathers it at that module from then on, so this place is not in later orders.
     """
 
     def call(params: Any = None, **options: Any) -> Any:
@@ -200,14 +200,13 @@ def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
     return call
 
 
-# Gradients that cross to the ranks that hold their parts, where Gloo joins the ranks.
+# Reducing gradients with Gloo, only to the ranks that own their shards.
 #
-# DeepSpeed's stages 1 and 2 sum a bucket on all ranks, of which each keeps its own parts
-# alone.
+# # DeepSpeed's stages 1 and 2 all-reduce a bucket, although each rank only keeps its shards.
 
 
 def reduce_by_gloo(zero: Any, ranks: World) -> None:
-    """Have DeepSpeed's optimizer of stage 1 or 2 send each rank what it keeps, and no more.
+    """Let DeepSpeed's optimizer of stage 1 or 2 reduce gradients only to their owners.
 
     Args:
         zero: the optimizer.
@@ -237,30 +236,30 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
     zero.allreduce_and_copy_with_multiple_ranks = reduce
 
 
-# `Turns`: gradients cross the ranks in one order, in whichever they come.
+# `ReduceOrder`: reduce gradients in the same order on all ranks.
 
 
-# DeepSpeed has no types, and no public names for what it keeps
+# DeepSpeed has no types, and no public names for its state
 
 
 class ReduceOrder:
-    """In which order gradients cross the ranks: a given one, or that in which rank 0's came.
+    """The common order of gradient reductions: a given one, or rank 0's order.
 
-    DeepSpeed adds up what ranks send at the same time, and knows no names. So a gradient that
-    comes before its turn waits, and one that does not come at all has its turn at the end.
-    While the order is learnt, in the first pass, rank 0 tells the others of each gradient.
+    DeepSpeed reduces gradients as they come, without names. So an early gradient waits for its
+    turn, and a missing gradient is reduced at the end. In the first pass rank 0 broadcasts the
+    order.
     """
 
     def __init__(
         self, count: int, ranks: World, order: Sequence[int] | None = None
     ) -> None:
-        """Take how many parameters there are, which are numbers here, and their order."""
+        """Take the number of parameters, the ranks, and the order if it is known."""
         self._count, self._ranks = count, ranks
         self._order = [] if order is None else [*order]
         self._had, self._waiting = set[int](), set[int]()
 
     def come(self, number: int) -> Iterable[int]:
-        """Return whose turn it is now that a gradient has come."""
+        """Return the parameters to reduce, now that a gradient is complete."""
         turn = len(self._had)
         in_turn = turn < len(self._order) and self._order[turn] == number
         if in_turn and not self._waiting:  # as in nearly every pass
@@ -269,14 +268,14 @@ class ReduceOrder:
         return self._out_of_turn(number)
 
     def _out_of_turn(self, number: int) -> Iterator[int]:
-        if number in self._had:  # twice in a pass, which DeepSpeed refuses
+        if number in self._had:  # twice in a pass: DeepSpeed raises
             yield number
         self._waiting.add(number)
         while self._waiting and (turn := self._turn(number)) in self._waiting:
             yield self._take(turn)
 
     def rest(self) -> Iterator[int]:
-        """Yield all who have not had their turn, for the pass is over; then begin anew."""
+        """Yield the remaining parameters at the end of a pass; then reset."""
         while len(self._had) < self._count:
             told = {*self._order}
             untold = (i for i in range(self._count) if i not in told)
@@ -294,7 +293,7 @@ class ReduceOrder:
         return turn
 
     def _turn(self, own: int) -> int:
-        """Return whose turn it is; while that is not known, what comes to rank 0 decides."""
+        """Return the next parameter; if the order is unknown, rank 0 decides."""
         if len(self._had) == len(self._order):
             if len(self._order) == self._count:
                 return -1
@@ -310,18 +309,18 @@ def order_reductions(
     come_listed: Callable[[], bool],
     when_all_came: Callable[[], None],
 ) -> tuple[ReduceOrder, ReduceOrder]:
-    """Have DeepSpeed's optimizer of stage 1 or 2 send gradients of all parameters in turns.
+    """Let DeepSpeed's optimizer of stage 1 or 2 reduce all gradients in a common order.
 
-    What has none on a rank is sent as 0.
+    A missing gradient is reduced as 0.
 
     Args:
         zero: the optimizer.
         ranks: the ranks.
-        come_listed: whether the gradients of a pass come in the order of its parameters.
-        when_all_came: is called when all have had their turn, before the last are summed.
+        come_listed: returns whether a pass's gradients come in the order of its parameters.
+        when_all_came: called when all gradients are there, before the last reduction.
 
     Returns:
-        The turns of passes in which they do, and of those in which they do not.
+        The orders of passes with listed and with unlisted gradients.
     """
     listed_in: list[tuple[nn.Parameter, int]] = [
         (param, group)
@@ -330,7 +329,7 @@ def order_reductions(
         if param.requires_grad
     ]
     params = [param for param, _ in listed_in]
-    # by its id, for a tensor's own hash is a call of Python
+    # by id, because a tensor's hash is a Python call
     number_of = {id(param): number for number, param in enumerate(params)}
     listed = ReduceOrder(len(params), ranks, range(len(params)))
     learnt = ReduceOrder(len(params), ranks)
@@ -358,7 +357,7 @@ def order_reductions(
     return listed, learnt
 
 
-# DeepSpeed has no types, and no public names for what it keeps
+# DeepSpeed has no types, and no public names for its state
 
 
 class Zero:
@@ -371,7 +370,7 @@ class Zero:
         config: Mapping[str, Any],
         ranks: World,
     ) -> None:
-        """Let DeepSpeed take over the module's parameters; their values are none yet."""
+        """Let DeepSpeed take over the module's parameters, which have no values yet."""
         self.stage: int = config["zero_optimization"]["stage"]
         with use_deepspeed(ranks) as deepspeed:
             self._engine, *_ = deepspeed.initialize(
@@ -387,7 +386,7 @@ class Zero:
         self._drop_views()
 
     def _drop_views(self) -> None:
-        """Let go of what would keep the memory of flat tensors that others take the place of."""
+        """Drop views that would keep the memory of replaced flat tensors."""
         if self.stage == 3:
             self._optimizer.lp_param_buffer = None
         else:
@@ -401,7 +400,7 @@ class Zero:
 
     @property
     def flats(self) -> Sequence[torch.Tensor]:
-        """The tensors that are stepped, on this rank."""
+        """The flat tensors that this rank steps."""
         zero = self._optimizer
         if self.stage == 3:
             return zero.fp32_partitioned_groups_flat
@@ -409,17 +408,17 @@ class Zero:
 
     @property
     def norm(self) -> Any:
-        """The norm of the gradients of the last update."""
+        """The gradient norm of the last update."""
         return self._optimizer._global_grad_norm
 
     def where(self, names: Mapping[int, str], layout: Layout) -> Flats:
-        """Return where the parameters lie, whose names are given by their ids."""
+        """Return the places of parameters in flat tensors; `names` are by id."""
         find = self._places_of_parts if self.stage == 3 else self._places_of_groups
         sizes, device = [flat.numel() for flat in self.flats], self.flats[0].device
         return Flats(find(names), sizes, device, layout, self._ranks)
 
     def _places_of_groups(self, names: Mapping[int, str]) -> dict[str, Place]:
-        """Return the cuts of whole groups, each of which goes on over all ranks."""
+        """Return the places of parameters in groups that are sharded as a whole."""
         zero, rank, ranks = self._optimizer, self._ranks.rank, self._ranks.size
         places: dict[str, Place] = {}
         for i, params in enumerate(zero.round_robin_bit16_groups):
@@ -437,7 +436,7 @@ class Zero:
         return places
 
     def _places_of_parts(self, names: Mapping[int, str]) -> dict[str, Place]:
-        """Return the cuts of parameters, each in as many equal parts as there are ranks."""
+        """Return the places of parameters that are sharded one by one."""
         places: dict[str, Place] = {}
         for i, params in enumerate(self._optimizer.fp16_groups):
             offset = 0
@@ -449,7 +448,7 @@ class Zero:
         return places
 
     def point_at(self, flats: Mapping[int, torch.Tensor]) -> None:
-        """Step these tensors from now on, and compute with what they hold; a collective."""
+        """Switch to these flat tensors, and update the model's weights; a collective."""
         zero = self._optimizer
         with torch.no_grad():
             if self.stage != 3:
@@ -466,7 +465,7 @@ class Zero:
                 first.all_gather(zero.persistent_parameters)
 
     def keep(self, param: nn.Parameter, part: torch.Tensor) -> None:
-        """Give a parameter that is not trained what this rank holds of it."""
+        """Copy this rank's shard into a frozen parameter."""
         if self.stage == 3:
             held: Any = param
             held.ds_tensor.data[: part.numel()].copy_(part)
@@ -474,7 +473,7 @@ class Zero:
             param.data.copy_(part.view(param.shape))
 
     def runs_of(self, param: nn.Parameter) -> list[tuple[int, int]]:
-        """Return which elements each rank holds of a parameter that is not trained."""
+        """Return each rank's elements of a frozen parameter."""
         held: Any = param
         if self.stage == 3:
             return evenly(held.ds_numel, held.partition_numel(), self._ranks.size)
@@ -484,9 +483,9 @@ class Zero:
         """Return the loss.
 
         Args:
-            inputs: of the module.
-            reduces: whether the gradients cross the ranks in this pass.
-            ends: whether it is the last one of an update.
+            inputs: the module's inputs.
+            reduces: whether this pass reduces gradients.
+            ends: whether this is the last pass of an update.
         """
         if not reduces:
             self._coalesce(on=True)
@@ -498,14 +497,14 @@ class Zero:
     def backward(
         self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
     ) -> None:
-        """Add the gradients of a loss; in the last pass they are those of all ranks.
+        """Add the gradients of a loss; the last pass of an update reduces them.
 
         Args:
-            loss: that `forward` returned.
-            ends: whether the pass is the last one of an update.
-            when_all_came: is called in that, once all gradients have come, and before
-                DeepSpeed waits for the last sum of them: at the same place among its sums on
-                all ranks.
+            loss: the loss from `forward`.
+            ends: whether this is the last pass of an update.
+            when_all_came: called in the last pass when all gradients are there, before
+            DeepSpeed waits for the last reduction: at the same place in the order of
+            collectives on all ranks.
         """
         self._when_all_came = when_all_came if ends else None
         with patch_attributes(self._others):
@@ -515,7 +514,7 @@ class Zero:
         self._tell_all_came()
 
     def _flush(self) -> None:
-        """Let gradients cross that stayed on their ranks."""
+        """Reduce the gradients that stayed on their ranks."""
         self._coalesce(on=False)
         self._engine.set_gradient_accumulation_boundary(True)
         self._flushes = True
@@ -526,26 +525,26 @@ class Zero:
         self._flushes = False
 
     def _tell_all_came(self) -> None:
-        """Let it be known that all gradients have come, once in an update."""
+        """Call `when_all_came`, once per update."""
         tell, self._when_all_came = self._when_all_came, None
         if tell is not None:
             tell()
 
     def _coalesce(self, *, on: bool) -> None:
-        """Leave gradients on their rank, or no more.
+        """Keep gradients on their rank, or stop keeping them.
 
-        As DeepSpeed's context `coalesce_grad_reduction` does, which would reduce them, too,
-        when it is dropped with them.
+        DeepSpeed's context `coalesce_grad_reduction` does the same, but reduces dropped
+        gradients when it exits.
         """
         self._coalesces = on
         self._engine.inside_no_sync_ctxt = on
         self._optimizer._coalesce_grad_reduction = on
 
     def step(self, divisor: float) -> bool:
-        """Step, with gradients divided by a number; return whether they were finite.
+        """Step with gradients divided by `divisor`; return whether they were finite.
 
-        DeepSpeed takes the number for a scale of the loss, by which it divides before it looks
-        at the norm and clips.
+        DeepSpeed gets the divisor as a loss scale, and divides before it computes the norm and
+        clips.
         """
         scaler, zero = self._optimizer.loss_scaler, self._optimizer
         before, scaler.cur_scale = scaler.cur_scale, divisor
@@ -564,7 +563,7 @@ class Zero:
                 turns.begin()
 
     def align(self, names: Mapping[int, str]) -> None:
-        """Have gradients of all ranks meet those of the same parameters, named by their ids."""
+        """Install the common order of collectives; `names` are parameter names by id."""
         if self.stage == 3:
             named = {"": "the loss", "module": "the model"}
             modules = {
@@ -588,13 +587,13 @@ class Zero:
                 reduce_by_gloo(self._optimizer, self._ranks)
 
     def _come_listed(self) -> bool:
-        """Whether gradients of this pass are sent in the order of the list of parameters."""
+        """Whether this pass reduces gradients in the order of the parameters."""
         return self._flushes or (self.stage == 1 and not self._optimizer.overlap_comm)
 
     def free(self) -> None:
-        """Let go of all memory but that of states, whose flat tensors stay as they are.
+        """Free all memory except the states' flat tensors.
 
-        DeepSpeed's engine is referred to by hooks that torch keeps, and not collected.
+        torch's hooks refer to DeepSpeed's engine, so it is not garbage collected.
         """
         zero: Any = self._optimizer
         zero.optimizer.state.clear()
@@ -604,7 +603,7 @@ class Zero:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
         names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
         names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
-        # parts of gradients, which are views of the buffer that goes below
+        # gradient shards, which are views of the buffer dropped below
         names += ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",)
         for name in names:
             if hasattr(zero, name):
@@ -613,7 +612,7 @@ class Zero:
             zero.grad_partitions_flat_buffer = None
 
     def drop_gradients(self) -> None:
-        """Leave nothing of backward passes that no update will take."""
+        """Drop the gradients of backward passes that no update will apply."""
         zero, self._when_all_came = self._optimizer, None
         self._coalesce(on=False)
         for param in self._params:

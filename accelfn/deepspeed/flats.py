@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state's values in ZeRO's order: flat tensors, of which each rank has a part.
+"""Convert a state's values to and from ZeRO's sharded flat tensors.
 
-ZeRO keeps of each parameter group, or of a part of one, a flat tensor with this rank's elements
-of its parameters, and the optimizer steps that. A state's values are those elements by name and
-by rows, as every other transform, checkpoint and layout has them.
+For each parameter group, or a part of it, ZeRO keeps a flat tensor with this rank's elements,
+which the optimizer steps. A state has the same values by name, sharded by rows, as other
+transforms, checkpoints and layouts expect.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,31 +20,30 @@ from accelfn.model.optimizer import COUNTS
 from accelfn.state.state import OptState
 from accelfn.world import World
 
-# Where a parameter's elements lie over the ranks, and how they go from one place to
-# another.
+# Redistributing elements of parameters between two shardings.
 #
-# Of each parameter, flat, a rank has one run of elements: its rows in a state, and what
-# ZeRO cut for it in DeepSpeed. Both follow from shapes alone, so every rank knows what
-# every other one has, and nothing but elements crosses the ranks.
+# # A rank has one run of elements of each flattened parameter: its rows in a state, or its ZeRO
+# shard in DeepSpeed. Both follow from shapes, so each rank knows the runs of all ranks, and
+# only elements are sent.
 
 
 Run: TypeAlias = tuple[int, int]
-"""Where a rank's elements of a parameter begin, and where they end."""
+"""The begin and end of a rank's elements of a parameter."""
 Runs: TypeAlias = Mapping[str, Sequence[Run]]
-"""By parameter, the run of each rank."""
+"""The run of each rank, by parameter."""
 
 _AT_ONCE = 2**25
-"""Bytes of whole tensors that are moved in one call."""
+"""Bytes of whole tensors to move in one call."""
 
 
 def cut_of(run: Run, within: Run) -> Run:
-    """Return what of a run lies within another; nothing is an empty run."""
+    """Return the overlap of two runs; it may be empty."""
     begin = max(run[0], within[0])
     return begin, max(begin, min(run[1], within[1]))
 
 
 def evenly(count: int, part: int, ranks: int) -> list[Run]:
-    """Return the runs of ranks that have so many elements each, of a count in all."""
+    """Return the runs of ranks with `part` elements each, of `count` in total."""
     return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
 
 
@@ -56,14 +55,14 @@ def redistribute(
     *,
     label: str,
 ) -> dict[str, torch.Tensor]:
-    """Return the elements of this rank's runs, in memory of their own.
+    """Redistribute elements: return this rank's wanted runs, in new memory.
 
     Args:
-        pieces: by name, flat, what this rank has; of one dtype on all ranks.
-        have: which elements those are, on each rank. Of what several have, the first sends.
-        want: which each rank is to have.
-        among: these ranks; a collective.
-        label: what they are doing.
+        pieces: this rank's flat elements by name, with the same dtype on all ranks.
+        have: the runs that each rank has; if several ranks have an element, the first sends it.
+        want: the runs that each rank needs.
+        among: the ranks; a collective.
+        label: the name of the collective in error messages.
     """
     found: dict[str, torch.Tensor] = {}
     for names in _by_calls(pieces, have):
@@ -84,9 +83,9 @@ def redistribute(
 def _overlap(
     piece: torch.Tensor, runs: Sequence[Run], rank: int, want: Run
 ) -> torch.Tensor:
-    """Return what this rank gives of its piece to who wants a run."""
+    """Return the elements that this rank sends to a rank that needs a run."""
     begin, end = runs[rank]
-    for earlier in runs[:rank]:  # who has it too, and sends it
+    for earlier in runs[:rank]:  # earlier ranks with the same elements send them
         if earlier[0] < earlier[1] and begin < end:
             begin = max(begin, min(end, earlier[1]))
     low, high = cut_of(want, (begin, end))
@@ -96,7 +95,7 @@ def _overlap(
 
 
 def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[str]]:
-    """Yield names of what goes in one call, the same on all ranks."""
+    """Yield names of parameters to move in one call, equal on all ranks."""
     names: list[str] = []
     total = 0
     for name, piece in pieces.items():
@@ -116,12 +115,12 @@ _TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
 
 @attrs.frozen
 class Place:
-    """Where a parameter's elements lie in ZeRO.
+    """A parameter's place in ZeRO's flat tensors.
 
     Attributes:
-        flat: in which flat tensor.
-        offset: where this rank's elements begin in it.
-        runs: which elements each rank has.
+        flat: the index of the flat tensor.
+        offset: the offset of this rank's elements in the flat tensor.
+        runs: the elements that each rank has.
     """
 
     flat: int
@@ -131,13 +130,13 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Flats:
-    """Where all trained parameters lie, and how their values come from there and get there.
+    """The places of all trained parameters, and conversions to and from flat tensors.
 
     Attributes:
-        places: by name.
-        sizes: how many elements this rank has of each flat tensor, padding included.
-        device: where flat tensors are.
-        layout: how the state's values lie.
+        places: the places by name.
+        sizes: the number of this rank's elements of each flat tensor, including padding.
+        device: the device of flat tensors.
+        layout: the layout of the state's values.
         ranks: the ranks.
     """
 
@@ -153,7 +152,7 @@ class Flats:
         return {name: self._rows_of(name) for name in self.places}
 
     def _rows_of(self, name: str) -> list[Run]:
-        """Return which elements each rank has in a state: its rows, or all of what has none."""
+        """Return each rank's elements in a state: its rows, or all if not sharded."""
         shape, ranks = self.layout.shapes[name], self.ranks.size
         if name not in self.layout.cuts:
             return [(0, shape.numel())] * ranks
@@ -162,15 +161,15 @@ class Flats:
 
     @property
     def cuts(self) -> Runs:
-        """Which elements of each parameter each rank has in ZeRO."""
+        """Each rank's elements of each parameter in ZeRO."""
         return {name: place.runs for name, place in self.places.items()}
 
     def names_of(self, flat: int) -> list[str]:
-        """Return which parameters lie in a flat tensor."""
+        """Return the parameters in a flat tensor."""
         return [name for name, place in self.places.items() if place.flat == flat]
 
     def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return this rank's elements of each parameter, in the flat tensor's memory."""
+        """Return views of this rank's elements of each parameter in a flat tensor."""
         found: dict[str, torch.Tensor] = {}
         for name in self.names_of(flat):
             place = self.places[name]
@@ -179,11 +178,11 @@ class Flats:
         return found
 
     def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return what lies in flat tensors as values of a state; a collective."""
+        """Convert flat tensors to values of a state; a collective."""
         pieces: dict[str, torch.Tensor] = {}
         for flat, tensor in flats.items():
             pieces |= self.pieces(flat, tensor)
-        device = self.layout.device  # where the optimizer's part may not be
+        device = self.layout.device  # the optimizer's shard may be on another device
         pieces = {name: piece.to(device) for name, piece in pieces.items()}
         rows = redistribute(pieces, self.cuts, self.rows, self.ranks, label=_TO_ROWS)
         return {name: self._value(name, piece) for name, piece in rows.items()}
@@ -198,7 +197,7 @@ class Flats:
         return self.layout.held(name, made, like)
 
     def to_flats(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return flat tensors of values of a state, which all of a flat have; a collective."""
+        """Convert values of a state to flat tensors; a collective."""
         pieces = {
             name: tree.local(v).detach().reshape(-1) for name, v in values.items()
         }
@@ -214,7 +213,7 @@ class Flats:
 
 
 class _Read:
-    """What was read of flat tensors, and whether somebody has written to it since."""
+    """Values read from flat tensors; detects later writes to them."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
         """Take values by name."""
@@ -222,14 +221,14 @@ class _Read:
         self._versions = self._count_writes()
 
     def _count_writes(self) -> dict[str, int]:
-        # a DTensor's own operators count on it, and those on its part there
+        # operators on a DTensor increment its version, and those on its shard the shard's
         return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
 
     def check(self, field: str) -> None:
-        """Raise where a value was written to, which the flat tensors do not know.
+        """Raise if a value was written in place, because flat tensors do not change with it.
 
         Raises:
-            StateError: one was.
+            StateError: a value was written.
         """
         now = self._count_writes()
         written = [
@@ -246,11 +245,11 @@ class _Read:
 
 
 class FlatParams(Mapping[str, torch.Tensor]):
-    """A state's parameters while they lie in flat tensors; they are brought into rows when read.
+    """A state's parameters in flat tensors, converted to rows when read.
 
     Attributes:
-        flats: the tensors, which a step changes in place.
-        kept: parameters that are not trained, as the state has them.
+        flats: the flat tensors, which a step changes in place.
+        kept: the state's frozen parameters.
     """
 
     def __init__(
@@ -260,14 +259,14 @@ class FlatParams(Mapping[str, torch.Tensor]):
         flats: Mapping[int, torch.Tensor],
         kept: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take the names in the model's order, and where the elements are."""
+        """Take the names in the model's order, and the places of elements."""
         self._order, self.where = tuple(order), where
         self.flats, self.kept = flats, kept
         self._rows: dict[str, torch.Tensor] | None = None
         self._read = _Read({})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a value; the first to be read brings all into rows, a collective."""
+        """Return a value; the first read converts all values, a collective."""
         if name in self.kept:
             return self.kept[name]
         if self._rows is None:
@@ -277,7 +276,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether it is a parameter's name; nothing is read."""
+        """Whether a parameter has this name, without a conversion."""
         return name in self._order
 
     def __iter__(self) -> Iterator[str]:
@@ -285,27 +284,27 @@ class FlatParams(Mapping[str, torch.Tensor]):
         return iter(self._order)
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of entries."""
         return len(self._order)
 
     def mark_changed(self) -> None:
-        """Note that a step has changed the flat tensors."""
+        """Drop converted values after a step changed the flat tensors."""
         self._rows, self._read = None, _Read({})
 
     def check_read(self) -> None:
-        """Raise where what was read has been written to."""
+        """Raise if a converted value was written in place."""
         self._read.check("params")
 
 
 class FlatOptState(Mapping[str, dict[str, Any]]):
-    """A state's optimizer state while it lies in flat tensors; see `FlatParams`.
+    """A state's optimizer state in flat tensors; see `FlatParams`.
 
     Attributes:
-        held: what the optimizer has, by flat tensor, by group, and of what is not trained.
+        held: the optimizer's entries, by flat tensor, by group, and of frozen parameters.
     """
 
     def __init__(self, where: Flats, held: OptState) -> None:
-        """Take what the optimizer has."""
+        """Take the places and the optimizer's entries."""
         self.where, self.held = where, held
         self._rows: OptState | None = None
         self._read = _Read({})
@@ -319,7 +318,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         self._others = {key: entry for key, entry in held.items() if key not in flats}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """Return an entry; the first to be read brings all into rows, a collective."""
+        """Return an entry; the first read converts all entries, a collective."""
         if name in self._others:
             return self._others[name]
         if self._rows is None:
@@ -336,7 +335,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is an entry of that name; nothing is read."""
+        """Whether an entry has this name, without a conversion."""
         return name in self._names or name in self._others
 
     def __iter__(self) -> Iterator[str]:
@@ -344,19 +343,19 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         return iter((*self._names, *self._others))
 
     def __len__(self) -> int:
-        """Return how many there are."""
+        """Return the number of entries."""
         return len(self._names) + len(self._others)
 
     def mark_changed(self) -> None:
-        """Note that a step has changed the flat tensors."""
+        """Drop converted values after a step changed the flat tensors."""
         self._rows, self._read = None, _Read({})
 
     def check_read(self) -> None:
-        """Raise where what was read has been written to."""
+        """Raise if a converted value was written in place."""
         self._read.check("opt_state")
 
     def _read_entries(self) -> OptState:
-        """Return the entries of parameters."""
+        """Convert the entries of parameters to rows."""
         where, found = self.where, {name: dict[str, Any]() for name in self._names}
         by_key: dict[str, dict[int, torch.Tensor]] = {}
         for i, size in enumerate(where.sizes):
@@ -364,7 +363,9 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
                 if is_flat(value, size):
                     by_key.setdefault(key, {})[i] = value
                     continue
-                for name in where.names_of(i):  # a count, of which each has its own
+                for name in where.names_of(
+                    i
+                ):  # a count; each parameter gets its own copy
                     own = isinstance(value, torch.Tensor)
                     found[name][key] = value.clone() if own else value
         for key in sorted(by_key):
@@ -374,23 +375,23 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
 
 
 def flat_key(index: int) -> str:
-    """Return where what an optimizer has of a flat tensor stands."""
+    """Return the key of a flat tensor's optimizer entry."""
     return _FLAT.format(index)
 
 
 def is_flat(value: Any, size: int) -> bool:
-    """Whether an entry of an optimizer has an element for each of a flat tensor."""
+    """Whether an optimizer's value has one element per element of a flat tensor."""
     return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
 
 
 def flatten_opt_state(
     where: Flats, opt_state: Mapping[str, Mapping[str, Any]]
 ) -> OptState:
-    """Return an optimizer's state by flat tensor, of one by name; a collective.
+    """Convert optimizer state by name to state by flat tensor; a collective.
 
     Raises:
-        OptimizerError: parameters of one flat tensor have kept other counts, or some have kept
-            nothing.
+        OptimizerError: parameters of a flat tensor have different counts, or some have no
+        state.
     """
     held: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
     by_key: dict[str, dict[str, torch.Tensor]] = {}
@@ -401,7 +402,7 @@ def flatten_opt_state(
             continue
         _check_alike(names, entries, where)
         held[flat_key(i)] = {}
-        # one of which a count has another shape, if there is such a one
+        # prefer a parameter with dims, so that a count has another shape
         shaped = max(entries, key=lambda name: len(where.layout.shapes[name]))
         for key, value in entries[shaped].items():
             if _has_shape(key, value, shaped, where):
@@ -418,7 +419,7 @@ def flatten_opt_state(
 
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
-    """Whether an entry has an element for each of its parameter, which may be a lone number."""
+    """Whether a value has its parameter's shape; counts of scalars do not count."""
     shape = where.layout.shapes[name]
     is_alike = isinstance(value, torch.Tensor) and value.shape == shape
     return is_alike and (bool(shape) or key not in COUNTS)

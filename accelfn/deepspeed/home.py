@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ZeroHome`: the tensors of one state at a time live in DeepSpeed's."""
+"""`ZeroBinding`: bind the tensors of one state at a time to DeepSpeed's."""
 
 import weakref
 from collections import deque
@@ -41,10 +41,10 @@ _HELD = (
 
 
 class HeldGradients(Mapping[str, torch.Tensor]):
-    """In the place of gradients that DeepSpeed holds: whoever looks at them is told so."""
+    """A placeholder for gradients that DeepSpeed holds; reading them raises an error."""
 
     def __getitem__(self, name: str) -> NoReturn:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             GradsError: always.
@@ -52,20 +52,19 @@ class HeldGradients(Mapping[str, torch.Tensor]):
         raise GradsError(_HELD)
 
     def __iter__(self) -> Iterator[str]:
-        """Refuse."""
+        """Raise an error."""
         raise GradsError(_HELD)
 
     def __len__(self) -> int:
-        """Return 0, for none are there to be seen."""
+        """Return 0, because no gradient is visible."""
         return 0
 
 
 class ZeroBinding:
-    """A module whose parameters DeepSpeed has taken over, and the flat tensors of a state.
+    """Binds a state to DeepSpeed's module and flat tensors.
 
-    A state is bound by pointers if its elements lie in such flat tensors already, as those of
-    all states do that an engine of the same definition has stepped; or they are brought there,
-    which is a collective.
+    A state that an engine of the same definition has stepped is in flat tensors already, and is
+    bound by pointers. Other states are converted, which is a collective.
     """
 
     def __init__(
@@ -75,8 +74,8 @@ class ZeroBinding:
         config: Mapping[str, Any],
         ranks: World,
     ) -> None:
-        """Build the module, whose parameters have memory and no values."""
-        assert state.definition.layout is not None  # noqa: S101 - of a transform that cuts
+        """Build the module; its parameters have memory but no values."""
+        assert state.definition.layout is not None  # noqa: S101 - the transform has a layout
         self._definition, self._splitter = state.definition, splitter
         self._layout, self._config, self._ranks = state.definition.layout, config, ranks
         skeleton = state.definition.skeleton
@@ -91,14 +90,14 @@ class ZeroBinding:
         self.names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
-        # what the optimizer has of them, which it goes on with when they are thawed
+        # their optimizer state, for when they are trained again
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
         self._used: list[torch.Tensor] = []
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
-        """Let DeepSpeed take over a module that runs this home's, and an optimizer of it."""
+        """Let DeepSpeed take over a root around this binding's module, and its optimizer."""
         prototype, skeleton = self._definition.optimizer, self._definition.skeleton
         metas = skeleton.module.named_parameters()
         memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
@@ -106,19 +105,19 @@ class ZeroBinding:
         self.zero.align(self.names)
         self.where = self.zero.where(self.names, self._layout)
         for param in self.trained.values():
-            # the list's own method, for a function would be a call of Python's for each
+            # the list's own method, because a function would cost a Python call per parameter
             param.register_post_accumulate_grad_hook(self._used.append)
         weakref.finalize(self, self.zero.free)
         return self.zero
 
     @property
     def bound(self) -> FlatParams:
-        """The parameters that are bound, as long as they are."""
+        """The bound parameters."""
         assert self._bound is not None  # noqa: S101 - a step binds first
         return self._bound
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Step a state's flat tensors; one that has none is brought into such."""
+        """Bind a state's flat tensors; convert a state without them."""
         with torch.no_grad():
             kept = {name: params[name] for name in self._frozen}
             if isinstance(params, FlatParams) and self._lies_alike(params):
@@ -131,14 +130,14 @@ class ZeroBinding:
             self.zero.point_at(self._bound.flats)
 
     def _lies_alike(self, params: FlatParams) -> bool:
-        """Whether flat tensors are those of this home, or of one before it."""
+        """Whether flat tensors have the places and sizes of this binding."""
         return (params.where.places, params.where.sizes) == (
             self.where.places,
             self.where.sizes,
         )
 
     def _keep(self, kept: Mapping[str, torch.Tensor]) -> None:
-        """Let parameters that are not trained have a state's values; a collective for others."""
+        """Set frozen parameters to a state's values; a collective if they changed."""
         new = {n: v for n, v in kept.items() if self._kept.get(n) is not v}
         if not new:
             return
@@ -161,50 +160,50 @@ class ZeroBinding:
 
     @property
     def opt_state_view(self) -> Self:
-        """What knows a state's values of the optimizer's."""
+        """Converts optimizer state; this binding does."""
         return self
 
     @property
     def holder(self) -> Self:
-        """Who holds the gradients."""
+        """The holder of gradients; this binding is."""
         return self
 
     def reports(self) -> dict[str, float]:
-        """Return the norm of the gradients, where they are clipped."""
+        """Return the gradient norm, if gradients are clipped."""
         clips = self._config["gradient_clipping"] > 0
         return {"grad_norm": float(self.zero.norm)} if clips else {}
 
     def hidden(self) -> HeldGradients:
-        """Return what stands for the gradients that DeepSpeed holds now."""
+        """Return a placeholder for the gradients that DeepSpeed holds now."""
         self._held = HeldGradients()
         return self._held
 
     def has_gradients(self) -> bool:
-        """Whether some are where a backward pass of somebody else's would put them."""
+        """Whether a foreign backward pass left gradients; not known here."""
         return False
 
     def note_none(self) -> None:
-        """Begin an update, whose backward passes have come by no parameter yet."""
+        """Begin an update, without used parameters."""
         self._used.clear()
         self.zero.begin()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the parameters of which DeepSpeed has a gradient."""
+        """Return the parameters with a gradient in DeepSpeed."""
         unused = {*self.unused_params()}
         return {n: param for n, param in self.trained.items() if n not in unused}
 
     def unused_params(self) -> list[str]:
-        """Return the parameters of which there is no gradient on this rank."""
+        """Return the parameters without a gradient on this rank."""
         used = {*map(id, self._used)}
         if len(used) == len(self.trained):  # as in nearly every pass
             return []
         return [name for name, param in self.trained.items() if id(param) not in used]
 
     def put_gradients(self, grads: Grads) -> None:
-        """Leave the gradients that DeepSpeed holds where they are.
+        """Accept the gradients that DeepSpeed holds; do nothing.
 
         Raises:
-            GradsError: these are others.
+            GradsError: DeepSpeed does not hold these gradients.
         """
         if grads.as_taken is self._held:
             return
@@ -216,7 +215,7 @@ class ZeroBinding:
         raise GradsError(msg)
 
     def clear_gradients(self) -> None:
-        """Leave none."""
+        """Clear all gradients."""
         self.zero.drop_gradients()
         self._used.clear()
         self._held = None
@@ -224,15 +223,15 @@ class ZeroBinding:
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return what calls functions of a model of these values, gathered unit by unit."""
+        """Return a callable that runs functions of a model with these values."""
         return lend_sharded(self._definition, self._splitter, dict(params), buffers)
 
     def to_state(self, opt_state: OptState) -> Any:
-        """Return what DeepSpeed's optimizer has as a state's values, which are read later."""
+        """Return a lazy view of DeepSpeed's optimizer state as a state's values."""
         return FlatOptState(self.where, {**self._at_rest, **opt_state})
 
     def from_state(self, opt_state: Any) -> OptState:
-        """Return what DeepSpeed's optimizer has of a state's values."""
+        """Return a state's values as DeepSpeed's optimizer state."""
         where = self.where
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
         if isinstance(opt_state, FlatOptState) and (
@@ -243,11 +242,11 @@ class ZeroBinding:
         return flatten_opt_state(where, opt_state)
 
     def flats_by_name(self) -> dict[torch.Tensor, str]:
-        """Return the flat tensors, and what their state is called by."""
+        """Return the flat tensors with the keys of their optimizer state."""
         return {flat: flat_key(i) for i, flat in enumerate(self.zero.flats)}
 
 
-# `Gathered`: whether a loss computes with nothing but parameters that stage 3 has gathered.
+# `GatherCheck`: reject losses that use parameters that stage 3 has not gathered.
 
 
 NOT_GATHERED = (
@@ -264,13 +263,14 @@ _ASKED = frozenset(
         *("data_ptr", "type", "__format__", "get_device", "is_contiguous"),
     }
 )
-"""What does not compute: models ask for dtypes and devices, and DeepSpeed's hooks for more."""
+"""Functions that do not compute: models read dtypes and devices, DeepSpeed's hooks more."""
 
 
 class GatherCheck(TorchFunctionMode):
-    """Refuses to compute with parameters that are not there: a sum of them would be 0.
+    """A mode that rejects computing with parameters that are not gathered.
 
-    It costs some microseconds a call of torch, and so looks at the first pass of a loss alone.
+    Their sum would silently be 0. The mode costs microseconds per torch call, so it only checks
+    a loss's first pass.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
@@ -288,7 +288,7 @@ class GatherCheck(TorchFunctionMode):
         """Call a function of torch.
 
         Raises:
-            LossError: it would compute with a parameter that is not there.
+            LossError: the function uses a parameter that is not gathered.
         """
         options = kwargs or {}
         if getattr(func, "__name__", "") not in _ASKED:
@@ -301,7 +301,7 @@ class GatherCheck(TorchFunctionMode):
 
 
 def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield arguments, and what is in lists of them."""
+    """Yield arguments and the members of lists."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -309,7 +309,7 @@ def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
             yield value
 
 
-# Runs the loss inside DeepSpeed's engine; the last micro-batch reduces, or each does.
+# The runner: the loss inside DeepSpeed's engine.
 
 
 _UNUSED = (
@@ -321,23 +321,23 @@ _UNUSED = (
 
 
 class _Sums:
-    """The weight of the loss, and how many parameters had no gradient, of all ranks.
+    """All-reduces the weight of the loss, and the number of unused parameters.
 
-    They cross beside DeepSpeed's last sum of gradients: ranks wait for both at once.
+    The all-reduce overlaps with DeepSpeed's last reduction of gradients.
     """
 
     def __init__(self, home: ZeroBinding, ranks: World, weight: Number) -> None:
         self._home, self._ranks, self._weight = home, ranks, weight
 
     def start(self) -> None:
-        """Begin to sum, when all gradients have come."""
+        """Start to sum, when all gradients are complete."""
         counts, ranks = [0.0, len(self._home.unused_params())], self._ranks
         self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         self._flat[0] = self._weight
         self._wait = start_sum_(self._flat, ranks, label="weight of the loss")
 
     def wait(self) -> torch.Tensor:
-        """Return both sums."""
+        """Wait, and return both sums."""
         self._wait()
         return self._flat
 
@@ -411,10 +411,10 @@ class ZeroRunner:
         return total / self._ranks.size
 
     def _check_alike(self, unused: list[str]) -> None:
-        """Raise unless what took no part in the loss is the same on all ranks.
+        """Raise unless the same parameters are unused on all ranks.
 
         Raises:
-            UnusedParametersError: it is not; they are named on all ranks.
+            UnusedParametersError: on all ranks, names the parameters of each rank.
         """
         text = "\n".join(unused)
         texts = gather_text(text, self._ranks, label="parameters without a gradient")
@@ -424,7 +424,7 @@ class ZeroRunner:
             raise UnusedParametersError(_UNUSED.format(told=told))
 
     def _gather_check(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
-        """Return what looks at a loss's first pass at stage 3."""
+        """Return a check of a loss's first pass at stage 3."""
         if self._zero.stage < 3 or self._is_known(loss_fn):
             return nullcontext()
         return GatherCheck(self._home.names)
@@ -438,23 +438,22 @@ class ZeroRunner:
         release_group(self._ranks)
 
 
-# `ZeroOptimizer`: an update that DeepSpeed takes, with a state's hyperparameters and
-# counts.
+# `ZeroOptimizer`: updates in DeepSpeed, with a state's hyperparameters and counts.
 
 
 class ZeroOptimizer:
-    """Takes an update in DeepSpeed, which divides, clips, and leaves out what is not finite."""
+    """Takes updates in DeepSpeed, which divides, clips, and skips non-finite gradients."""
 
     skips = is_untouched = False
 
     def __init__(self, home: ZeroBinding) -> None:
-        """Take where the flat tensors are; DeepSpeed's engine is not yet there."""
+        """Take the binding; DeepSpeed's engine does not exist yet."""
         self._home = home
         self._live: LiveOptimizer | None = None
         self._shown: Any = None
 
     def load(self, state: State) -> None:
-        """Take over a state's entries."""
+        """Load a state's entries."""
         if self._live is None:
             base, names = self._home.zero.base, self._home.flats_by_name()
             self._live = LiveOptimizer(base, names, self._home)
@@ -462,18 +461,18 @@ class ZeroOptimizer:
         self._shown = state
 
     def expect(self, planned: Assignments) -> None:
-        """Expect an update; raise unless all can be stepped as the state says.
+        """Prepare for an update; raise if it cannot be taken.
 
         Raises:
-            OptimizerError: nobody set a schedule-free optimizer's mode.
-            StateError: what was read of its state was written to.
+            OptimizerError: a schedule-free optimizer is not in training mode.
+            StateError: a value read from the state was written in place.
         """
         self._bound_optimizer.expect(planned)
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 
     def divides(self, divisor: Number) -> bool:
-        """Whether it divides gradients itself: always."""
+        """Whether DeepSpeed divides gradients: always."""
         return True
 
     def update(
@@ -482,7 +481,7 @@ class ZeroOptimizer:
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> State | None:
-        """Step, and return the optimizer's state by name; None where it left the update out."""
+        """Step, and return the optimizer's state by name; None for a skipped update."""
         live, home = self._bound_optimizer, self._home
         live.begin(hyper)
         home.bound.mark_changed()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's settings: which a user may give, and which of them accelfn says already."""
+"""DeepSpeed's settings: allowed settings, and settings that accelfn makes itself."""
 
 import difflib
 import importlib
@@ -39,7 +39,7 @@ _OURS: Mapping[str, str] = {
     "train_micro_batch_size_per_gpu": "af.accumulate(micro_batch_size=...) says it",
     "wandb": "af.WandbTracker tracks metrics",
 }
-"""What accelfn says, and by what."""
+"""Settings that accelfn makes, with the replacement in accelfn."""
 
 _THEIRS = (
     "comms_logger",
@@ -48,7 +48,7 @@ _THEIRS = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-"""What DeepSpeed alone says."""
+"""Settings that are only DeepSpeed's."""
 
 _DTYPE = "communication_data_type"
 _FLAGS = "memory_breakdown", "wall_clock_breakdown"
@@ -73,14 +73,14 @@ _OF_ZERO = (
     "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 )
-"""How ZeRO cuts, keeps and sends what it has; numbers change by no more than rounding."""
+"""Allowed ZeRO settings; they change results only by rounding."""
 
 
 def check_settings(shown: str, config: Mapping[str, Any]) -> None:
-    """Raise unless DeepSpeed's settings are ones that a user may give.
+    """Reject settings that users may not give.
 
     Raises:
-        ArgumentError: one is accelfn's, or unknown, or of what does not go on here.
+        ArgumentError: a setting is accelfn's, unknown, or not supported.
     """
     for key in config:
         if key in _OURS:
@@ -108,13 +108,13 @@ def check_settings(shown: str, config: Mapping[str, Any]) -> None:
 
 
 def check_values(shown: str, config: Mapping[str, Any]) -> None:
-    """Raise unless DeepSpeed takes the values, as far as it looks at them.
+    """Check values by DeepSpeed's own validation.
 
     Raises:
-        ArgumentError: it does not; the first is named.
+        ArgumentError: names the first invalid value.
     """
     if not config:
-        return  # nor is it imported
+        return  # do not import DeepSpeed
     runtime: Any = importlib.import_module("deepspeed.runtime.config")
     zero: Any = importlib.import_module("deepspeed.runtime.zero.config")
     where = "config"
@@ -149,14 +149,16 @@ def check_values(shown: str, config: Mapping[str, Any]) -> None:
 def settings_of(
     config: Mapping[str, Any], *, stage: int, max_norm: float | None
 ) -> dict[str, Any]:
-    """Return all that DeepSpeed is told."""
+    """Return the complete config for DeepSpeed."""
     return {
         **config,
-        "gradient_clipping": 0.0 if max_norm is None else max_norm,  # where not told, 1
+        "gradient_clipping": 0.0
+        if max_norm is None
+        else max_norm,  # DeepSpeed's default is 1
         "zero_optimization": {**config.get("zero_optimization", {}), "stage": stage},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "train_micro_batch_size_per_gpu": 1,  # which DeepSpeed wants to be told
+        "train_micro_batch_size_per_gpu": 1,  # DeepSpeed requires this
         "gradient_accumulation_steps": 1,
         "steps_per_print": sys.maxsize,
     }
@@ -173,11 +175,11 @@ def _check_known(shown: str, where: str, key: Any, known: tuple[str, ...]) -> No
         raise ArgumentError(msg)
 
 
-# The package DeepSpeed: imported when it is asked for, and kept to the world's own group.
+# Import and patch the package DeepSpeed, limited to the world's process group.
 
 
 Patch: TypeAlias = tuple[Any, str, Any]
-"""A module or class, the name of an attribute of it, and what that is to be."""
+"""A module or class, an attribute's name, and its temporary value."""
 _MISSING = (
     "{shown}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
@@ -185,10 +187,10 @@ _MISSING = (
 
 
 def check_installed(shown: str) -> None:
-    """Raise unless DeepSpeed is there.
+    """Raise unless DeepSpeed is installed.
 
     Raises:
-        ArgumentError: it is not.
+        ArgumentError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
         raise ArgumentError(_MISSING.format(shown=shown))
@@ -196,10 +198,10 @@ def check_installed(shown: str) -> None:
 
 @contextmanager
 def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
-    """Lend DeepSpeed, which talks through the world's group, and tells errors alone.
+    """Import DeepSpeed with the world's process group, and log only errors.
 
-    At stage 3 it has a linear layer of its own, which keeps no gathered weight, and leaves it
-    in torch's place, for all models of the process: torch's is put back.
+    At stage 3 DeepSpeed replaces torch's linear function for all models of the process, to keep
+    no gathered weights; torch's is restored.
     """
     deepspeed: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
@@ -209,7 +211,7 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
     level = logger.level
     logger.setLevel(
         logging.ERROR
-    )  # it warns of what was tried here, as of any optimizer
+    )  # it warns about any unknown optimizer, which accelfn has tried
     try:
         with _skip_startup():
             yield deepspeed
@@ -221,13 +223,13 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
 
 @contextmanager
 def _skip_startup() -> Generator[None]:
-    """Leave out what DeepSpeed does at its start and need not.
+    """Skip unnecessary work at DeepSpeed's start.
 
-    It would compile C++ for the memory that a host's ranks share, and whoever is killed in that
-    leaves a lock for which all later ones wait. And it would send rank 0's parameters around,
-    which have no values yet, and of which it cannot send a lone number.
+    DeepSpeed would compile C++ for shared memory; a process killed meanwhile leaves a lock that
+    blocks all later processes. It would also broadcast rank 0's parameters, which have no
+    values yet; broadcasting scalars fails.
     """
-    # the package has a name like the submodule's, which is torch's
+    # the package has an attribute with the submodule's name, which is torch's
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     parts: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
@@ -241,10 +243,10 @@ def _skip_startup() -> Generator[None]:
 
 
 def running_patches() -> list[Patch]:
-    """Return what is DeepSpeed's while an engine of stage 3 runs; asked where it was `joined`.
+    """Return patches while an engine of stage 3 runs; call inside `use_deepspeed`.
 
-    Its linear layer. And the cores of the host, which it has a process list at each reduction
-    of gradients: they are listed once.
+    They are DeepSpeed's linear function, and a cached list of the host's cores, which DeepSpeed
+    otherwise lists by a process at each reduction.
     """
     numa: Any = importlib.import_module("deepspeed.utils.numa")
     cores = numa.get_numa_cores()
@@ -255,9 +257,9 @@ def running_patches() -> list[Patch]:
 
 
 def note_signatures(root: nn.Module) -> None:
-    """Note the signatures of the functions of autograd that stage 3 has around each module.
+    """Cache the signatures of stage 3's autograd functions around each module.
 
-    torch reads them anew at each call, which took 1 of the 70 ms of an update of six layers.
+    torch would read them at each call, which took 1 of the 70 ms of an update of six layers.
     """
     for module in root.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
@@ -268,7 +270,7 @@ def note_signatures(root: nn.Module) -> None:
 
 @contextmanager
 def patch_attributes(others: Sequence[Patch]) -> Generator[None]:
-    """Let attributes of modules and classes be others inside a block."""
+    """Patch attributes of modules and classes inside a block."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
     for owner, name, other in others:
         setattr(owner, name, other)
@@ -285,7 +287,7 @@ def _part(init: Any, param: Any) -> None:
 
 
 def release_group(ranks: World) -> None:
-    """Let DeepSpeed forget a world's group, which is about to be closed."""
+    """Let DeepSpeed forget a world's process group before it is closed."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     is_whole = ranks.group is dist.group.WORLD

@@ -427,7 +427,11 @@ def _list_names(names: list[str]) -> str:
 def reject_device_mismatch(
     samples: Samples, device: torch.device, error: BaseException
 ) -> None:
-    """Explain a failed loss if its arguments are on another device."""
+    """Explain a failed loss if its arguments are on another device.
+
+    Raises:
+        BatchError: some tensors are.
+    """
     given = tree.tensor_leaves((samples.value, samples.extras))
     strange = {str(each.device) for each in given if each.device.type != device.type}
     if not strange:
