@@ -64,68 +64,68 @@ def _is_way(_owner: object, field: Any, value: object) -> None:
 
 @transform
 class wrap_deepspeed:
-    """Split the optimizer's state, gradients and parameters over the ranks with DeepSpeed's ZeRO.
+    """Shard optimizer state, gradients and parameters over the ranks with DeepSpeed's ZeRO.
 
-    The real package runs the loss, its hooks reduce the gradients, and its optimizer steps the
-    part of the parameters that a rank has. What accelfn keeps of it is the state: parameters,
-    optimizer state and slots are the rows that `wrap_fsdp` has, so a state is saved, loaded,
-    averaged, evaluated and laid out anew as any other, and nothing of DeepSpeed's is in a
-    checkpoint. While states are stepped their elements lie in DeepSpeed's own order, and are
-    brought into rows when they are read: **reading `state.params` or `state.opt_state` after a
-    step is a collective**, for all ranks or none, as is every operation on a DTensor. In a world
-    of 1 it changes nothing.
+    DeepSpeed runs the loss, its hooks reduce the gradients, and its optimizer steps a rank's
+    shard of the parameters. A state has the same rows of parameters, optimizer state and slots
+    as under `wrap_fsdp`, so you save, load, average, evaluate and reshard it like any other
+    state, and checkpoints contain nothing of DeepSpeed. Between steps the elements are in
+    DeepSpeed's own order, and are converted to rows when you read them: **reading
+    `state.params` or `state.opt_state` after a step is a collective** that all ranks must run,
+    like every operation on a DTensor. In a world of 1 nothing changes.
 
-    The weights of the ranks' losses are summed beside the gradients, and DeepSpeed divides by
-    them before it clips, so the result is the mean over all samples (or tokens) of the update,
-    however uneven the shares. An update whose gradients are not finite is left out by all ranks,
-    and counted; `metrics["skipped"]` tells. `skip_nonfinite` beside it lets a loss be so, too, and
-    raises after too many.
+    The weights of the ranks' losses are summed with the gradients, and DeepSpeed divides by the
+    total before it clips, so the result is the mean over all samples (or tokens) of the update,
+    even if the ranks' shares differ in size. All ranks skip an update with gradients that are
+    not finite, and `metrics["skipped"]` reports it. With `skip_nonfinite` the loss may be
+    infinite or NaN too, and too many skips raise an error.
 
-    DeepSpeed sends gradients as they come. At stages 1 and 2 each waits for its turn here, in
-    the order in which rank 0's came at first, so ranks may use the model in different orders. At
-    stage 3 modules are gathered as they run, which cannot wait: where all ranks have gone one
-    way before nothing is compared, elsewhere each place is. A rank that leaves such a way asks
-    the others, and gives up after half of the world's timeout.
+    DeepSpeed reduces gradients as they come. At stages 1 and 2 accelfn makes each gradient wait
+    for its turn, in rank 0's first order, so ranks may use the model in different orders. At
+    stage 3 modules are gathered as they run, which cannot wait. Ranks therefore compare the
+    order of modules, except along an order that all have followed before. A rank that leaves a
+    known order asks the others, and gives up after half of the world's timeout.
 
-    Acts on: layout, engine; init, which refuses.
+    Acts on: layout, engine; init (checks the model).
 
     Args:
-        stage: 1 splits the optimizer's state, 2 gradients too, 3 parameters too.
-        config: DeepSpeed's own settings, those of `zero_optimization` and of how it talks. What
-            accelfn says, as batch size, rates, clipping or checkpoints, is refused by name.
-        accumulate: under several micro-batches, "whole" keeps whole gradients on each rank until
-            the last one, which alone reduces; "sharded" reduces with each, and at stages 2 and 3
-            keeps parts.
+        stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters.
+        config: DeepSpeed's own settings: `zero_optimization` and communication. Settings that
+        accelfn makes, such as batch size, rates, clipping or checkpoints, raise an error.
+        accumulate: with several micro-batches, "whole" keeps full gradients on each rank and
+        reduces only with the last one; "sharded" reduces with each, and at stages 2 and 3 keeps
+        shards.
 
     Law:
         Parameters and optimizer state are those of one process on the whole batch, up to
-        rounding, for any number of ranks. A state goes on bitwise as if no other had been
-        stepped between. What was saved is loaded into any other layout bitwise.
+        rounding, for any number of ranks. Stepping other states in between does not change a
+        state, bitwise. A checkpoint loads into any other layout, bitwise.
 
     Cost:
-        DeepSpeed's own: stages 1 and 2 hold whole parameters on each rank, and a float32 part;
-        all hold 1/n of the optimizer's state. Another state is bound by pointers, and at stages
-        1 and 2 gathered once; one that was loaded, or stepped by another engine, is first
-        brought into DeepSpeed's order: an all-to-all of its bytes. So is what is read into rows,
-        once an update. The first step builds DeepSpeed's engine, for which each rank holds the
-        whole model.
+        DeepSpeed's own: stages 1 and 2 hold whole parameters on each rank, and a float32 shard;
+        all stages hold 1/n of the optimizer's state. Binding another state swaps pointers, plus
+        one gather at stages 1 and 2. A state that was loaded, or stepped by another engine, is
+        first converted to DeepSpeed's order by an all-to-all of its bytes. Reading a state
+        converts it back, at most once per update. The first step builds DeepSpeed's engine, for
+        which each rank holds the whole model.
 
     Raises:
-        ArgumentError: a setting is none, or one that accelfn says; DeepSpeed is not installed.
-        CompositionError: when composed or built, beside what sees gradients, but
-            `clip_grad_norm` and `skip_nonfinite`, or reduces them, or runs the model otherwise.
-        WorldError: when the state is made, in a simulated world, in one that is not all of the
-            process's, or one with axes beside "dp_shard".
-        ModelError: when the state is made, a parameter is not of float32, or has no elements.
-        OptimizerError: when the state is made, the optimizer does not go element by element, or
-            a parameter group trains nothing, or at stage 3 counts updates; at a step,
-            parameters of a group have other counts.
-        UnusedParametersError: at a step, a parameter took no part in the loss, on some ranks
-            or on all; those are named on all ranks.
-        LossError: at stage 3, in a loss function's first pass, it computed with a parameter that
-            was not gathered; or at a step, ranks used the model in different ways; all raise it, or
-            `PeerFailedError` where only one leaves a way that all have gone before.
-        GradsError: at `apply_grads`, of gradients that DeepSpeed does not hold any more.
+        ArgumentError: an invalid setting, or one that accelfn makes; DeepSpeed is not installed.
+        CompositionError: when composed or built with a transform that reads gradients (except
+        `clip_grad_norm` and `skip_nonfinite`), reduces gradients, or changes how the model
+        runs.
+        WorldError: when the state is created in a simulated world, in a part of the process's
+        world, or in a world with axes other than "dp_shard".
+        ModelError: when the state is created, a parameter is not float32, or has no elements.
+        OptimizerError: when the state is created, the optimizer is not elementwise, a parameter
+        group trains nothing, or at stage 3 the optimizer counts updates in its groups; at a
+        step, parameters of a group have different counts.
+        UnusedParametersError: at a step, a parameter took no part in the loss on some or all
+        ranks; all ranks raise and name it.
+        LossError: at stage 3, in a loss function's first pass, the loss used a parameter that
+        was not gathered; or at a step, ranks ran modules in different orders. If only one rank
+        left a known order, the other ranks may raise `PeerFailedError`.
+        GradsError: at `apply_grads`, DeepSpeed no longer holds these gradients.
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -165,24 +165,24 @@ class wrap_deepspeed:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise where DeepSpeed is not installed, or takes a setting's value for none."""
+        """Raise if DeepSpeed is not installed, or rejects a setting."""
         check_installed("af.wrap_deepspeed")
         check_values("af.wrap_deepspeed", self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What gradients are before the last micro-batch."""
+        """Facts about random numbers and partial gradients."""
         return {"draws_nothing": True, "whole_gradients": self.accumulate == "whole"}
 
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Cut rows along dp_shard, as af.wrap_fsdp does."""
+        """Shard rows along dp_shard, as af.wrap_fsdp does."""
         del name, axes
         return by_rows(meta)
 
     def init(self, state: TrainState) -> None:
-        """Refuse what DeepSpeed cannot train, or would train otherwise."""
+        """Reject states that DeepSpeed cannot train, or would train differently."""
         self._check_world(state.world)
         self._check_grads(state)
         self._check_model(state)
@@ -190,14 +190,14 @@ class wrap_deepspeed:
         check_elements(state, f"{self!r}", dims=(0,))
 
     def engine(self, state: TrainState) -> Engine:
-        """Build DeepSpeed's engine around a module that takes the state's elements."""
+        """Build DeepSpeed's engine, and bind the state's elements."""
         from accelfn.deepspeed.home import ZeroBinding, ZeroOptimizer, ZeroRunner  # noqa: PLC0415
         from accelfn.engine.fsdp import Splitter  # noqa: PLC0415
 
         if state.definition.layout is None:
             msg = f"{self!r}: the model has lone numbers alone, and nothing to split."
             raise ModelError(msg)
-        self._check_grads(state)  # with_setup and with_trainable do not ask init again
+        self._check_grads(state)  # with_setup and with_trainable do not call init again
         self._check_optimizer(state)
         clips = state.definition.setup.facts.get("clips", ())
         config = settings_of(
@@ -223,7 +223,7 @@ class wrap_deepspeed:
         return build(state, home, runner, optimizer=ZeroOptimizer(home))
 
     def _check_world(self, world: World) -> None:
-        """Refuse ranks that are not all of the process's group."""
+        """Reject worlds other than the process's whole group."""
         if world.connection.simulated is not None:
             msg = (
                 f"{self!r}: DeepSpeed talks through the one group of a process, and simulated"
@@ -249,7 +249,7 @@ class wrap_deepspeed:
             raise WorldError(msg)
 
     def _check_grads(self, state: TrainState) -> None:
-        """Refuse what would look at gradients, which DeepSpeed holds."""
+        """Reject transforms that read gradients, which DeepSpeed holds."""
         for each in state.setup.owners["grads"]:
             if not {"clips", "skips_alone"} & facts_of(each).keys():
                 hint = (
@@ -264,7 +264,7 @@ class wrap_deepspeed:
                 raise CompositionError(msg)
 
     def _check_model(self, state: TrainState) -> None:
-        """Refuse parameters of which DeepSpeed would keep something else."""
+        """Reject parameters that DeepSpeed would convert or cannot shard."""
         metas = dict(state.definition.skeleton.module.named_parameters())
         odd = [n for n, meta in metas.items() if meta.dtype is not torch.float32]
         if odd:
@@ -280,7 +280,7 @@ class wrap_deepspeed:
             raise ModelError(msg)
 
     def _check_optimizer(self, state: TrainState) -> None:
-        """Refuse optimizers of which DeepSpeed would make something else."""
+        """Reject optimizers that DeepSpeed would replace or run differently."""
         optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
         if isinstance(optimizer, (Partitioned, torch.optim.Adagrad)):
             msg = (
