@@ -273,7 +273,7 @@ class NormOrder(CallOrder):
             CollectiveMismatchError: by that pass, on all ranks, if they ran different layers.
         """
 
-        def compared(*args: Any, **kwargs: Any) -> Any:
+        def checked_forward(*args: Any, **kwargs: Any) -> Any:
             with self.begins():
                 returned = forward(*args, **kwargs)
                 calls = ", ".join(map(repr, self._needed.values())) or "none"
@@ -281,7 +281,7 @@ class NormOrder(CallOrder):
                     self.refuse(f"calls {calls}")
             return returned
 
-        return compared
+        return checked_forward
 
 
 class SyncedNorm:

@@ -722,11 +722,11 @@ def _try_optimizer(
     )
     generator = torch.Generator().manual_seed(0)
 
-    def drawn(meta: torch.Tensor) -> torch.Tensor:
+    def draw_tensor(meta: torch.Tensor) -> torch.Tensor:
         whole = torch.randn(_small(meta, dim), generator=generator).to(meta.dtype)
         return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
 
-    params = {name: nn.Parameter(drawn(meta)) for name, meta in metas.items()}
+    params = {name: nn.Parameter(draw_tensor(meta)) for name, meta in metas.items()}
     live = LiveOptimizer(
         _over(optimizer, {id(metas[name]): param for name, param in params.items()}),
         {param: name for name, param in params.items()},
@@ -740,7 +740,7 @@ def _try_optimizer(
     }
     kept: State = {}
     for _ in range(2):
-        gradients = {name: drawn(metas[name]) for name in trained}
+        gradients = {name: draw_tensor(metas[name]) for name in trained}
         if alone:
             live.begin(hyper)
             for name, param in reversed(trained.items()):

@@ -260,22 +260,22 @@ class _Sequence:
         size = length // self._way.num_pieces
         begins = [piece * size for piece in self._way.pieces]
 
-        def cut(leaf: torch.Tensor) -> torch.Tensor:
+        def take_pieces(leaf: torch.Tensor) -> torch.Tensor:
             parts = [leaf.narrow(self._dim, begin, size) for begin in begins]
             return parts[0] if len(parts) == 1 else torch.cat(parts, self._dim)
 
-        return self._of_sequences(cut, batch)
+        return self._of_sequences(take_pieces, batch)
 
     def _first(self, batch: Any, length: int) -> Any:
         """Return a batch with sequences cut to `length`."""
         return self._of_sequences(lambda t: t.narrow(self._dim, 0, length), batch)
 
     def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
-        def changed(leaf: Any) -> Any:
+        def change_leaf(leaf: Any) -> Any:
             is_sequence = isinstance(leaf, torch.Tensor) and leaf.ndim > self._dim
             return change(leaf) if is_sequence else leaf
 
-        return tree.tree_map(changed, batch)
+        return tree.tree_map(change_leaf, batch)
 
 
 def _numbers(
