@@ -147,11 +147,11 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
     if world.size == 1:
         return
     form, looks = _form(data, looks)
-    if is_same_text(_said(form, looks), world, label=_LABEL):
+    if is_same_text(_describe_view(form, looks), world, label=_LABEL):
         return
     if looks is not None:
         looks.look_again()
-    told = gather_text(_said(form, looks), world, label=_LABEL)
+    told = gather_text(_describe_view(form, looks), world, label=_LABEL)
     tables = [json.loads(each) for each in told]
     rows = _rows_of([found or {} for _, found in tables])
     named = [[f"{k}: {v}" for k, v in each.items()] for each, _ in tables]
@@ -173,7 +173,7 @@ def are_alike(data: "Data", looks: Looks | None, world: World) -> bool:
     Cost: as `check_alike` where ranks agree.
     """
     form, looks = _form(data, looks)
-    alike = is_same_text(_said(form, looks), world, label=_LABEL)
+    alike = is_same_text(_describe_view(form, looks), world, label=_LABEL)
     return alike and (looks is not None or data.fingerprint is not None)
 
 
@@ -186,7 +186,7 @@ def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | No
     return form | {"data, fingerprint": str(data.fingerprint)}, None
 
 
-def _said(form: dict[str, str], looks: Looks | None) -> str:
+def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
     """Return what this rank sees, as ranks tell one another."""
     return json.dumps([form, looks and looks.seen()])
 
@@ -197,7 +197,7 @@ def order_told(data: "Data", seed: int) -> dict[str, str]:
     if data.is_stream or (pure and isinstance(data.batch_size, int)):
         return {}
     epoch = epoch_of(data, seed=seed, number=0)
-    order = epoch.order(_spaced(epoch.num_samples, _INDICES))
+    order = epoch.order(_spread_indices(epoch.num_samples, _INDICES))
     spans = np.array(list(islice(epoch.cut.spans(0), _INDICES)))
     found = _digest(order.tobytes() + spans.tobytes()).hex()
     return {"data, order of the first epoch": found}
@@ -224,18 +224,18 @@ def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield what of a source can be seen without reading samples one by one."""
     if isinstance(source, Rows):
         size = sum(t[:1].nbytes for t in tree.tensor_leaves(source.tensors))
-        rows = _spaced(len(source), max(1, _BYTES // max(1, size)))
+        rows = _spread_indices(len(source), max(1, _BYTES // max(1, size)))
         yield f"{len(rows)} of its rows", lambda: source.batch(rows, nothing)
     dataset: Any = source.dataset if isinstance(source, Items) else None
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices
-        where = _spaced(len(indices), _INDICES).tolist()
+        where = _spread_indices(len(indices), _INDICES).tolist()
         picked = np.array([int(indices[i]) for i in where], np.int64)
         yield "indices of the Subset", lambda picked=picked: picked
         dataset = dataset.dataset
 
 
-def _spaced(n: int, count: int) -> Any:
+def _spread_indices(n: int, count: int) -> Any:
     return np.linspace(0, n - 1, min(n, count)).astype(np.int64)
 
 

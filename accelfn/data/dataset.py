@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Data`: a dataset and the way training draws from it, as a value."""
+"""`Data`: a dataset with its batch size, order and readers, as a value."""
 
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -35,8 +35,13 @@ from accelfn.data.order import (
     refuse_distributed,
 )
 from accelfn.data.plan import REMAINDERS, Batch, Cursor, Cut, EvenCut, budget
-from accelfn.data.reading import Reading, assembled, pairs_of
-from accelfn.data.sources import Joined, Source, mixed, source_of
+from accelfn.data.reading import Reading, assemble_batches, pairs_of
+from accelfn.data.sources import (
+    Joined,
+    Source,
+    mix_datasets,
+    source_of,
+)
 from accelfn.data.stream import first_state, is_stream, stateless
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
@@ -406,7 +411,7 @@ class Data:
         if taken:
             msg = f"af.Data.mix({taken[0]}=...): the mix is the order; leave it out."
             raise ArgumentError(msg)
-        source, order = mixed(datasets, weights=weights, shuffle=shuffle)
+        source, order = mix_datasets(datasets, weights=weights, shuffle=shuffle)
         return cls(source, order=order, **options)
 
     @classmethod
@@ -575,7 +580,7 @@ class Data:
     def read(self, reading: Reading) -> Iterator[Batch]:
         """Yield a rank's batches, on its device."""
         pairs = on_device(pairs_of(self, reading), reading.world.device)
-        return assembled(pairs, reading.plan)
+        return assemble_batches(pairs, reading.plan)
 
     def check_start(self, start: Cursor, *, seed: int) -> None:
         """Raise if reading cannot begin at a cursor.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints: whether data is what a run was trained on, or another rank trains on."""
+"""Epochs and fingerprints: the order of an epoch's samples, and a hash to compare data."""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -14,10 +14,10 @@ from accelfn.base import draws, tree
 from accelfn.data.order import (
     AtPositions,
     Indices,
-    checked,
+    check_indices,
     drawn_once,
     looked_up,
-    shuffled,
+    shuffle_positions,
 )
 from accelfn.data.plan import (
     Cursor,
@@ -39,7 +39,7 @@ _PROBES = 8
 
 
 def form_of(data: "Data") -> dict[str, Any]:
-    """Return how data is batched and ordered, as plain data; no sample is read."""
+    """Describe batching and order as plain data, without reading samples."""
     size = data.batch_size
     form: dict[str, Any] = {
         "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
@@ -65,14 +65,14 @@ def fingerprint_of(source: Source) -> str:
         try:
             first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
         except Exception as error:
-            raise _unread(place, error) from error
+            raise _read_error(place, error) from error
         if first == again:
             digest.update(first)
     return digest.hexdigest()[:16]
 
 
-def _unread(place: int, error: Exception) -> DataError:
-    """Return an error that says which sample cannot be read, and what to do."""
+def _read_error(place: int, error: Exception) -> DataError:
+    """Create the error for a sample that cannot be read."""
     return DataError(
         f"sample {place} of the dataset cannot be read, and a run that is resumed knows"
         f" its data by a hash of some samples, of which this is one:"
@@ -82,7 +82,7 @@ def _unread(place: int, error: Exception) -> DataError:
 
 
 def places_of(source: Source) -> list[int]:
-    """Return the indices of the few samples that are read."""
+    """Return the indices of the samples to hash."""
     n = len(source)
     return np.unique(np.linspace(0, n - 1, min(_PROBES, n)).astype(np.int64)).tolist()
 
@@ -174,7 +174,7 @@ class Epoch:
         whole = len(stops) - 1
         turns = np.arange(len(stops))
         if whole > 0:
-            turns[:whole] = shuffled(turns[:whole], n=whole, key=key)
+            turns[:whole] = shuffle_positions(turns[:whole], n=whole, key=key)
         sizes = (stops - starts)[turns]
         ends = np.cumsum(sizes)
         places = np.arange(self.num_samples)
@@ -192,7 +192,7 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     """Return one pass over the data, for a state of a seed."""
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:
-        return _sampled(data.batch_sampler, n, seed=seed, number=number, key=key)
+        return _sampler_epoch(data.batch_sampler, n, seed=seed, number=number, key=key)
     size = data.batch_size if isinstance(data.batch_size, int) else None
     order = data.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
     num_samples = len(data)
@@ -207,7 +207,7 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     return made
 
 
-def _sampled(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
+def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
     """Return the epoch that a batch sampler over n samples draws.
 
     Raises:
@@ -223,7 +223,7 @@ def _sampled(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch
     if empty or not batches:
         msg = f"{name} gave no samples for update {empty[0] if empty else 0}."
         raise DataError(msg)
-    flat = checked(
+    flat = check_indices(
         np.concatenate([np.asarray(batch) for batch in batches]), n=n, where=name
     )
     stops = np.cumsum([len(batch) for batch in batches])

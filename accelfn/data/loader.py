@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a torch DataLoader says, in the words of `Data`."""
+"""Convert a torch DataLoader into arguments of `Data`."""
 
 from math import prod
 from typing import Any, cast

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From dataset indices to a batch, in one call a micro-batch."""
+"""Readers: turn dataset indices into batches, here or in DataLoader workers."""
 
 import gc
 import multiprocessing
@@ -21,7 +21,7 @@ from accelfn.base import draws, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import pin
 from accelfn.data.order import Indices
-from accelfn.data.sources import Source, collated
+from accelfn.data.sources import Source, collate_samples
 from accelfn.errors import DataError
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
@@ -73,7 +73,7 @@ class Fetch:
             if self.collate is None:
                 return self.source.batch(task.indices, begin)
             samples = self.source.samples(task.indices, begin)
-            return collated(self.collate, samples, task.indices)
+            return collate_samples(self.collate, samples, task.indices)
 
 
 def nothing(_place: int) -> None:
@@ -132,10 +132,10 @@ def start_method(num_workers: int) -> str | None:
     return "fork" if num_workers and not is_said and sys.platform == "linux" else None
 
 
-def watched(
+def watch_workers(
     loader: Any, *, timeout: float, place: Place, due: Callable[[], tuple[int, str]]
 ) -> Iterator[Any]:
-    """Yield what a loader's workers give, and end them.
+    """Yield the results of a loader's workers, and end the workers.
 
     Args:
         loader: of torch or torchdata, with workers.
@@ -147,7 +147,7 @@ def watched(
         DataError: a worker could not be started, was killed or did not answer. What a
             dataset raises is raised as it is.
     """
-    values = _begun(loader, place)
+    values = _start_iterator(loader, place)
     try:
         while True:
             try:
@@ -173,8 +173,8 @@ def watched(
         values._shutdown_workers()
 
 
-def _begun(loader: Any, place: Place) -> Any:
-    """Return a loader's iterator, which has started the workers."""
+def _start_iterator(loader: Any, place: Place) -> Any:
+    """Create a loader's iterator, which starts the workers."""
     try:
         with nothing_said(), _leaving_garbage():
             # torch says in a warning what the error below says
@@ -296,18 +296,18 @@ def on_device(
         return pairs
     # mps has one stream, and the host's memory; meta has neither
     if device.type in ("mps", "meta"):
-        return _moved(pairs, device)
-    return _prefetched(pairs, device)
+        return _move_pairs(pairs, device)
+    return _prefetch(pairs, device)
 
 
-def _moved(
+def _move_pairs(
     pairs: Iterator[tuple[T, list[Any]]], device: torch.device
 ) -> Iterator[tuple[T, list[Any]]]:
     for what, values in pairs:
         yield what, [tree.to_device(value, device) for value in values]
 
 
-def _prefetched(
+def _prefetch(
     pairs: Iterator[tuple[T, list[Any]]], device: torch.device
 ) -> Iterator[tuple[T, list[Any]]]:
     side = torch.Stream(device)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long something says it is."""
+"""Orders: map positions of an epoch to dataset indices."""
 
 import operator
 from collections.abc import Callable, Iterable, Sequence, Sized
@@ -52,8 +52,8 @@ _LEAST = 3
 """Bits of half a number, at least: fewer are permuted in too few ways."""
 
 
-def shuffled(positions: Indices, *, n: int, key: int) -> Indices:
-    """Return where a keyed permutation of 0..n-1 puts these positions.
+def shuffle_positions(positions: Indices, *, n: int, key: int) -> Indices:
+    """Apply a keyed permutation of 0..n-1 to positions.
 
     A Feistel network permutes the next power of four at or above n (at least 64), and
     results of n or more are sent through it again until they fall below n, which keeps it
@@ -162,7 +162,7 @@ class Shuffled:
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
         """Return the permutation; an index costs some 30 ns, wherever it is."""
         key = draws.key(seed, "order", epoch)
-        return lambda positions: shuffled(positions, n=n, key=key)
+        return lambda positions: shuffle_positions(positions, n=n, key=key)
 
 
 @attrs.frozen
@@ -209,7 +209,7 @@ class Own:
 
         def order(positions: Indices) -> Indices:
             found = np.array([indices[int(p)] for p in positions])
-            return checked(found, n=n, where=where)
+            return check_indices(found, n=n, where=where)
 
         return order
 
@@ -219,7 +219,7 @@ class Own:
             return self.function(seed, epoch, n)
 
 
-def checked(found: npt.NDArray[Any], *, n: int, where: str) -> Indices:
+def check_indices(found: npt.NDArray[Any], *, n: int, where: str) -> Indices:
     """Return indices as integers.
 
     Raises:
@@ -253,7 +253,7 @@ def as_counts(values: Any, where: str) -> Indices:
     """
     counts = as_array(values)
     if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
-        msg = f"{where}: got {seen(counts)}; expected one integer a sample, 0 or more."
+        msg = f"{where}: got {describe_values(counts)}; expected one integer a sample, 0 or more."
         raise ArgumentError(msg)
     return counts.astype(np.int64)
 
@@ -266,8 +266,8 @@ def as_array(values: Any) -> npt.NDArray[Any]:
         return np.array([*values, None], dtype=object)[:-1]
 
 
-def seen(found: npt.NDArray[Any]) -> str:
-    """Return how values look that are not what they should be."""
+def describe_values(found: npt.NDArray[Any]) -> str:
+    """Describe invalid values for an error message."""
     first = (
         ", ".join(map(repr, found[:3].tolist())) if found.ndim else repr(found.item())
     )
@@ -345,12 +345,12 @@ class bucketed:
 
         def sorted_window(number: int) -> Indices:
             places = np.arange(number * window, min((number + 1) * window, n))
-            indices = shuffled(places, n=n, key=key)
+            indices = shuffle_positions(places, n=n, key=key)
             indices = indices[np.argsort(self.lengths[indices], kind="stable")]
             if batch_size is None:
                 return indices
             whole = len(indices) // step  # a short last batch stays the last
-            turns = shuffled(
+            turns = shuffle_positions(
                 np.arange(whole), n=max(whole, 1), key=draws.fold(key, number)
             )
             batches = indices[: whole * step].reshape(whole, step)[turns]
@@ -392,7 +392,7 @@ class Sampled:
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
         """Draw the epoch."""
         drawn = drawn_once(self.sampler, seed=seed, epoch=epoch)
-        return looked_up(checked(np.array(drawn), n=n, where=self.name))
+        return looked_up(check_indices(np.array(drawn), n=n, where=self.name))
 
 
 def order_of_sampler(sampler: Any, n: int) -> Order:
@@ -440,7 +440,7 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
             is asked again: then a run could not be resumed.
     """
     kind, length = type(sampler).__name__, _length_of(sampler)
-    first, again = (_drawn(sampler, seed, epoch, length + 1) for _ in range(2))
+    first, again = (_draw_indices(sampler, seed, epoch, length + 1) for _ in range(2))
     if len(first) != length:
         found = "more" if len(first) > length else len(first)
         msg = f"{kind} says that it has {length}, and gave {found} in epoch {epoch}."
@@ -456,8 +456,8 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
     return first
 
 
-def _drawn(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
-    """Return what a sampler yields, up to so many: one may go on for ever."""
+def _draw_indices(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
+    """Return at most `most` indices of a sampler, which may be infinite."""
     key = draws.key(seed, "sampler", epoch)
     for each in (sampler, getattr(sampler, "sampler", None)):
         if callable(getattr(each, "set_epoch", None)):
@@ -499,8 +499,8 @@ def _as_weights(values: Any) -> Floats:
     fits = numbers and np.isfinite(weights).all() and (weights >= 0).all()
     if not fits or not weights.any():
         msg = (
-            f"af.orders.weighted(weights): got {seen(weights)}; expected one finite number"
-            " of 0 or more for each sample, not all 0."
+            f"af.orders.weighted(weights): got {describe_values(weights)}; expected one finite"
+            " number of 0 or more for each sample, not all 0."
         )
         raise ArgumentError(msg)
     weights = weights.astype(np.float64)

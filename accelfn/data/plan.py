@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who takes which samples of an update: arithmetic on positions, before anything is read."""
+"""Plans: compute which samples of an update each rank takes, without reading data."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which reader reads a dataset: by index or as a stream, here or in other processes."""
+"""Readers of a dataset: by index or as a stream, in this process or in workers."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -20,10 +20,10 @@ from accelfn.data.loaders import (
     nothing_said,
     say_too_many,
     start_method,
-    watched,
+    watch_workers,
 )
 from accelfn.data.plan import Batch, Cursor, Filler, Plan
-from accelfn.data.sources import shown
+from accelfn.data.sources import format_indices
 from accelfn.data.stream import (
     Sharded,
     Share,
@@ -45,7 +45,7 @@ Pair: TypeAlias = tuple[Portion, list[Any]]
 
 
 def tasks_of(portion: Portion) -> list[Task]:
-    """Return what is to be read, a micro-batch each."""
+    """Return the reading tasks, one per micro-batch."""
     last = (
         portion.start.samples + portion.num_samples - 1
     )  # a stand-in is within the batch
@@ -91,7 +91,7 @@ def read_ahead(
         return num_read, _in_flight(sent)
 
     loader = _loader(_Fetched(fetch), num_workers, timeout, sampler=to_workers())
-    for value in watched(loader, timeout=timeout, place=place, due=due):
+    for value in watch_workers(loader, timeout=timeout, place=place, due=due):
         values.append(value)
         if len(values) == len(sent[0].spans):
             num_read += 1
@@ -114,7 +114,7 @@ def in_workers(
         return num_read, f"Being read was the stream from {where} on."
 
     loader = _loader(share, num_workers, timeout)
-    for portion, values in watched(loader, timeout=timeout, place=place, due=due):
+    for portion, values in watch_workers(loader, timeout=timeout, place=place, due=due):
         num_read, after = num_read + 1, portion.after
         yield portion, values
 
@@ -138,7 +138,7 @@ def _loader(
 
 def _in_flight(sent: Iterable[Portion]) -> str:
     rows = [indices for portion in sent for indices in portion.indices]
-    listed = "\n".join(f"  {shown(row)}" for row in rows[:8])
+    listed = "\n".join(f"  {format_indices(row)}" for row in rows[:8])
     return f"Being read were the samples at these dataset indices:\n{listed}"
 
 
@@ -160,7 +160,7 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def assembled(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
+def assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
     """Yield batches of what was read; their filler is stand-ins, and what repeats."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, own, _, shares = portion

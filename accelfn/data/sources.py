@@ -35,7 +35,7 @@ from accelfn.data.order import (
     Sequential,
     Shuffled,
     promised_length,
-    shuffled,
+    shuffle_positions,
 )
 from accelfn.errors import ArgumentError, DataError
 
@@ -199,7 +199,7 @@ class Items:
         fetch_all = _fetching_all(dataset)
         if fetch_all is not None:
             begin(0)
-            return _fetched(fetch_all, type(dataset).__name__, within)
+            return _fetch_items(fetch_all, type(dataset).__name__, within)
         items: list[Any] = []
         for place, index in enumerate(within):
             begin(place)
@@ -215,37 +215,39 @@ class Items:
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return items, collated."""
-        return collated(default_collate, self.samples(indices, begin), indices)
+        return collate_samples(default_collate, self.samples(indices, begin), indices)
 
 
-def _fetched(
+def _fetch_items(
     fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, wanted: list[int]
 ) -> list[Any]:
-    """Return what a dataset's `__getitems__` gives, if it is as many as were asked for."""
+    """Fetch items by a dataset's `__getitems__`, and check their number."""
     try:
         found = list(fetch_all(wanted))
     except Exception as error:
-        error.add_note(f"This was raised by {kind}.__getitems__({shown(wanted)}).")
+        error.add_note(
+            f"This was raised by {kind}.__getitems__({format_indices(wanted)})."
+        )
         raise
     if len(found) != len(wanted):
         msg = (
-            f"{kind}.__getitems__({shown(wanted)}) gave {len(found)} samples; expected a"
+            f"{kind}.__getitems__({format_indices(wanted)}) gave {len(found)} samples; expected a"
             f" list of {len(wanted)}, one for each index."
         )
         raise DataError(msg)
     return found
 
 
-def collated(
+def collate_samples(
     collate: Callable[[list[Any]], Any], samples: list[Any], indices: Indices
 ) -> Any:
-    """Return samples as a batch; an error says which they are."""
+    """Collate samples into a batch; errors name the samples."""
     try:
         return collate(samples)
     except Exception as error:
         error.add_note(
             "This was raised as a batch was made of the samples at dataset indices"
-            f" {shown(indices)}."
+            f" {format_indices(indices)}."
         )
         raise
 
@@ -260,8 +262,8 @@ def within(which: str) -> Generator[None]:
         raise
 
 
-def shown(indices: Sequence[int] | Indices) -> str:
-    """Return the first few of some indices, as text."""
+def format_indices(indices: Sequence[int] | Indices) -> str:
+    """Format the first few indices as text."""
     listed = [str(each) for each in indices[:8]]
     return f"[{', '.join([*listed, *(['...'] if len(indices) > 8 else [])])}]"
 
@@ -373,8 +375,10 @@ _LARGEST_BLOCK = 1 << 24
 """Positions that are shared out at once, in 128 MiB."""
 
 
-def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mixed"]:
-    """Return several datasets as one, and the order that gives each its share.
+def mix_datasets(
+    datasets: Any, *, weights: Any, shuffle: bool
+) -> tuple["Joined", "Mixed"]:
+    """Join several datasets, and return the order that mixes them by weight.
 
     Raises:
         ArgumentError: these are no datasets, or no weights.
@@ -388,7 +392,7 @@ def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mix
     if not sources or not all(lengths):
         msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
         raise DataError(msg)
-    shares = lengths if weights is None else _listed(weights)
+    shares = lengths if weights is None else _as_tuple(weights)
     fits = len(shares) == len(sources) and all(
         is_number(each) and 0 < each < float("inf") for each in shares
     )
@@ -410,8 +414,8 @@ def mixed(datasets: Any, *, weights: Any, shuffle: bool) -> tuple["Joined", "Mix
     return Joined(sources), order
 
 
-def _listed(weights: Any) -> tuple[Any, ...]:
-    """Return weights as a tuple, those of a tensor or an array too."""
+def _as_tuple(weights: Any) -> tuple[Any, ...]:
+    """Convert weights to a tuple, also from a tensor or an array."""
     if hasattr(weights, "tolist"):
         weights = weights.tolist()
     return tuple(weights) if isinstance(weights, (list, tuple)) else ()
@@ -446,7 +450,9 @@ class Joined:
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return the samples as one batch; of parts made of tensors without a list."""
         if not _are_alike(self.parts):
-            return collated(default_collate, self.samples(indices, begin), indices)
+            return collate_samples(
+                default_collate, self.samples(indices, begin), indices
+            )
         pieces = [
             (torch.from_numpy(here), self.parts[number].batch(own, begin))
             for number, here, own in self._by_part(indices)
@@ -546,7 +552,7 @@ class Mixed:
             before, after = self.used(number), self.used(number + 1)
             counts = [stop - start for start, stop in zip(before, after, strict=True)]
             key = draws.key(seed, "mix", number)
-            turns = shuffled(np.arange(self.block), n=self.block, key=key)
+            turns = shuffle_positions(np.arange(self.block), n=self.block, key=key)
             whose = np.repeat(np.arange(len(counts)), counts)[turns]
             result = np.empty(self.block, np.int64)
             for which, start in enumerate(before):

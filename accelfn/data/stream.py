@@ -30,7 +30,7 @@ from accelfn.data.loaders import (
     Place,
     nothing_said,
     start_method,
-    watched,
+    watch_workers,
 )
 from accelfn.data.order import promised_length
 from accelfn.data.plan import Batch, Cursor, Plan, Span, even_part
@@ -551,7 +551,7 @@ class Sharded:
             return num_read, f"Being read was {what}."
 
         place = attrs.evolve(self.place, update=update)
-        given = watched(loader, timeout=self.timeout, place=place, due=due)
+        given = watch_workers(loader, timeout=self.timeout, place=place, due=due)
         for num_read, item in enumerate(given, 1):  # noqa: B007 - `due` reads it
             yield item
 
@@ -665,7 +665,7 @@ def read_dispatched(
             try:
                 cut, samples = next(updates)
                 payloads = [
-                    codec.to_bytes(_told(each, stream.values(each, samples)))
+                    codec.to_bytes(_portion_header(each, stream.values(each, samples)))
                     for each in cut
                 ]
             except Exception as error:  # noqa: BLE001 - the others wait to be told
@@ -694,7 +694,7 @@ def _of_rank(plan: Plan, rank: int) -> Plan:
     )
 
 
-def _told(portion: Portion, values: list[Any]) -> dict[str, Any]:
+def _portion_header(portion: Portion, values: list[Any]) -> dict[str, Any]:
     return {
         "start": portion.start.to_plain(),
         "after": portion.after.to_plain(),
@@ -769,10 +769,10 @@ def lockstep(
     if isinstance(iterable, DataLoader):
         # a list is what it makes of samples that are tuples
         batches = ([each] for each in batches)
-    return _together(batches, world.batch, ends)
+    return _equal_batches(batches, world.batch, ends)
 
 
-def _together(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
+def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
     number, last = 0, None
     while True:
         mine = [last := item for item in _next(items)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`batches`: the samples of a training run, from where a state stands."""
+"""`batches`: the batches of a training run, from a state's cursor."""
 
 from collections.abc import Iterator
 
@@ -20,13 +20,13 @@ from accelfn.state.state import TrainState, check_state
 @hint_attributes(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
-    """This rank's batches from a cursor to the end of an epoch; iterate it afresh at will.
+    """This rank's batches from a cursor to the last epoch; you can iterate several times.
 
     Attributes:
-        data: of the state.
-        reading: from where to where.
-        is_loaded: whether the state is one of a checkpoint, in which nothing was trained
-            since: then a run that is complete is no surprise.
+        data: the state's data.
+        reading: the range of batches to read.
+        is_loaded: whether the state is from a checkpoint, without training since: then a
+            complete run is expected, and no warning is needed.
     """
 
     data: Data

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who does what, and who goes first: plain code that runs on some ranks of a world."""
+"""Run control: run plain code on some ranks of a world, or on rank 0 first."""
 
 import logging
 import threading
@@ -24,17 +24,17 @@ R = TypeVar("R")
 def on_rank(
     world: World, rank: int = 0, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Return a decorator: the function runs on one rank, and gives None on the others.
+    """Create a decorator: the function runs on one rank, and returns None on others.
 
-    Nothing is communicated; for a result that all need, see `af.broadcast_object`.
+    There is no communication; to share the result, see `af.broadcast_object`.
 
     Args:
-        world: whose ranks come to the function.
-        rank: on which one it runs; -1 is the last, and so on backwards.
-        local: whether that counts within a machine, so that it runs once on each.
+        world: the ranks that call the function.
+        rank: the rank that runs it; -1 is the last rank.
+        local: whether `rank` is a local rank, so that it runs once on each machine.
 
     Raises:
-        ArgumentError: the world, or this machine, has no such rank; or it is no function.
+        ArgumentError: the rank does not exist, or the argument is not a function.
 
     Example:
         >>> @on_rank(World.single())
@@ -50,15 +50,15 @@ def on_rank(
 def on_main(
     world: World, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Return a decorator: the function runs on rank 0, and gives None on the others.
+    """Create a decorator: the function runs on rank 0, and returns None on others.
 
     Args:
-        world: whose ranks come to the function.
-        local: whether it runs once on each machine, on the first rank there: to write to a
-            disk that each has for itself.
+        world: the ranks that call the function.
+        local: whether it runs on the first rank of each machine, for example to write to a
+            local disk.
 
     Raises:
-        ArgumentError: it is no function.
+        ArgumentError: the argument is not a function.
 
     Example:
         >>> on_main(World.single())(max)(1, 2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evaluating and predicting: each held-out sample exactly once, on any number of ranks."""
+"""`evaluate` and `predict`: use each held-out sample exactly once, on any number of ranks."""
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -103,7 +103,7 @@ def evaluate(
         returned = lent.run(measure, batch, extras, weighed=takes_weight(fn))
         if left_out is not None and not isinstance(returned, Loss):
             left_out.look(batch.value, batch.weights[0], "What is measured")
-        total = total + _measured(returned, batch.weights[0] or 0, fn)
+        total = total + _as_sums(returned, batch.weights[0] or 0, fn)
     return mean(total, state.world)
 
 
@@ -275,7 +275,7 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
         yield batch
 
 
-def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
+def _as_sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     """Return what `fn` returned as weighted sums; of an empty share, nothing over 0.
 
     There it saw a stand-in, of which even an infinity must not count.
@@ -287,12 +287,12 @@ def _measured(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
 def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     if isinstance(returned, Loss):
         if not is_scalar(returned.total):
-            msg = f"{_told(fn, returned.total)} as a total; expected one real number."
+            msg = f"{_shape_hint(fn, returned.total)} as a total; expected one real number."
             raise LossError(msg)
         sums: dict[str, tuple[Number, Number]] = {}
         sums["loss"] = (returned.total, returned.weight)
         for entry in (sums["loss"], *returned.aux.values()):
-            check_whole(entry, _called(fn))
+            check_whole(entry, _metric_name(fn))
         for name, entry in returned.aux.items():
             sums[name] = entry if isinstance(entry, tuple) else (entry, returned.weight)
         return Metrics(sums)
@@ -301,7 +301,7 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
         returned if isinstance(returned, Mapping) else {_measure_of(fn): returned},
     )
     for name, value in means.items():
-        check_whole(value, _called(fn))
+        check_whole(value, _metric_name(fn))
         scalar = (
             value.ndim == 0 and not value.is_complex()
             if isinstance(value, torch.Tensor)
@@ -309,13 +309,13 @@ def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
         )
         if not scalar:
             msg = (
-                f"{_told(fn, value)} for {name!r}; expected a scalar mean over the batch,"
+                f"{_shape_hint(fn, value)} for {name!r}; expected a scalar mean over the batch,"
                 " a dict of them, or af.Loss."
             )
             raise LossError(msg)
         if weight > 1 and _is_count(value):
             advise(
-                f"{_called(fn)} returned an integer tensor for"
+                f"{_metric_name(fn)} returned an integer tensor for"
                 f" {name!r}, a count or a sum, of which evaluate takes the mean as if it"
                 " were one over each batch. Return that mean,"
                 " (found == targets).float().mean() say, or totals with their weight:"
@@ -346,29 +346,29 @@ def _measure_of(fn: EvaluateFunction) -> str:
 
 def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
     for leaf in tree.tree_leaves(returned):
-        check_whole(leaf, _called(fn))
+        check_whole(leaf, _metric_name(fn))
         if (
             not isinstance(leaf, torch.Tensor)
             or leaf.ndim == 0
             or leaf.shape[0] != rows
         ):
             msg = (
-                f"{_told(fn, leaf)}; expected tensors whose dim 0 is the batch's"
+                f"{_shape_hint(fn, leaf)}; expected tensors whose dim 0 is the batch's"
                 f" {rows} samples."
             )
             raise BatchError(msg)
 
 
-def _told(fn: EvaluateFunction, returned: Any) -> str:
+def _shape_hint(fn: EvaluateFunction, returned: Any) -> str:
     """Return what to say of a function that returned something of another shape."""
     tensor = isinstance(returned, torch.Tensor)
     shown = tuple(returned.shape) if tensor else type(returned).__name__
     if tensor and returned.is_complex():
         shown = f"complex numbers of shape {shown}"
-    return f"{_called(fn)} returned {shown}"
+    return f"{_metric_name(fn)} returned {shown}"
 
 
-def _called(fn: EvaluateFunction) -> str:
+def _metric_name(fn: EvaluateFunction) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 

@@ -80,11 +80,11 @@ def stepped_on_fakes(
         ModelError: a transform refuses the model in this dtype.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
-        state = _stepped(_faked(bare, dtype), optimizer)
+        state = _state_after_step(_with_fake_tensors(bare, dtype), optimizer)
         return state, state.with_setup(setup).slots
 
 
-def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
+def _with_fake_tensors(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
     """Return a copy whose tensors are fake, and those of floating point of a dtype."""
 
     def fake(meta: torch.Tensor) -> torch.Tensor:
@@ -96,7 +96,7 @@ def _faked(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
     )
 
 
-def _stepped(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
+def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
     """Return the state of a model of fake tensors after a step of its optimizer."""
     skeleton = skeleton_of(module)
     prototype, _ = prototype_of(optimizer, module, skeleton)
@@ -322,13 +322,13 @@ def memory_estimate(
         )
         raise ArgumentError(msg)
     axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
-    bare = _bare(model)
+    bare = _structure_of(model)
     by_dtype: dict[torch.dtype, StateBytes] = {}
     refused: dict[torch.dtype, str] = {}
     for dtype in _DTYPES:
         try:
             state, slots = stepped_on_fakes(bare, chain(setup), optimizer, dtype)
-            by_dtype[dtype] = _counted(state, slots, chain(setup), axes)
+            by_dtype[dtype] = _count_bytes(state, slots, chain(setup), axes)
         except ModelError as error:
             if dtype is torch.float32:
                 raise
@@ -356,7 +356,7 @@ def _are_whole(setup: chain) -> bool:
     return "whole_gradients" in setup.facts and "micro_batches" in setup.facts
 
 
-def _bare(source: ModelSource) -> Skeleton:
+def _structure_of(source: ModelSource) -> Skeleton:
     """Return the model's structure."""
     if isinstance(source, nn.Module):
         return skeleton_of(source)
@@ -371,10 +371,10 @@ def _bare(source: ModelSource) -> Skeleton:
     return skeleton_of(made)
 
 
-def _counted(
+def _count_bytes(
     state: TrainState, slots: Mapping[str, Any], setup: chain, axes: Mapping[str, int]
 ) -> StateBytes:
-    """Return the bytes of a state that is cut along some axes."""
+    """Count the bytes of a state that is split along some axes."""
     params = dict(state.params)
     cuts = cuts_of(setup.owners["layout"], params, axes)
     parts = {n: largest_part(params[n].shape, cuts[n], axes) for n in cuts}
@@ -413,7 +413,7 @@ class _Size:
     def of(self, value: Any) -> int:
         """Return the bytes of all tensors in a tree, each counted once."""
         sizes: dict[int, int] = {}
-        for name, tensor in _named(value, self.shapes, None):
+        for name, tensor in _named_tensors(value, self.shapes, None):
             whole = _num_bytes(tensor)
             if name is not None and tensor.shape == self.shapes[name]:
                 whole = whole * self.parts[name].numel() // max(tensor.numel(), 1)
@@ -421,22 +421,22 @@ class _Size:
         return sum(sizes.values())
 
 
-def _named(
+def _named_tensors(
     value: Any, names: Container[str], within: str | None
 ) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield the tensors of a tree, each with the parameter's name under which it stands."""
+    """Yield the tensors of a tree with the names of their parameters."""
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value)
         for key, inside in items.items():
-            yield from _named(inside, names, key if key in names else within)
+            yield from _named_tensors(inside, names, key if key in names else within)
     elif isinstance(value, torch.Tensor):
         yield within, value
     elif isinstance(value, Pending):
-        yield from _named(value.wait(), names, within)
+        yield from _named_tensors(value.wait(), names, within)
     else:
         for leaf in tree.tree_leaves(value):
             if leaf is not value:
-                yield from _named(leaf, names, within)
+                yield from _named_tensors(leaf, names, within)
 
 
 def _num_bytes(tensor: torch.Tensor) -> int:
@@ -565,9 +565,9 @@ def _bytes_of(value: Any) -> Bytes:
     """Return the bytes of all tensors in a tree, each counted once."""
     tensors = {id(each): each for each in tree.tensor_leaves(value)}.values()
     return Bytes(
-        here=sum(map(_held, tensors)),
+        here=sum(map(_local_bytes, tensors)),
         whole=sum(map(_size, tensors)),
-        host=sum(_held(each) for each in tensors if _is_offloaded(each)),
+        host=sum(_local_bytes(each) for each in tensors if _is_offloaded(each)),
     )
 
 
@@ -579,8 +579,8 @@ def _size(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _held(tensor: torch.Tensor) -> int:
-    """Return the bytes on this rank: of a part, with the room that it has."""
+def _local_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor on this rank, including the padding of a part."""
     if is_shard(tensor):
         return local(tensor).untyped_storage().nbytes()
     return _size(tensor)
@@ -645,7 +645,7 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     _check_world(world, start)
     batch_size = start
     while True:
-        tried = _tried(fn, batch_size, world)
+        tried = _try_batch_size(fn, batch_size, world)
         if tried.all_fit(world, batch_size):
             return tried.result[0]
         if batch_size == 1:
@@ -694,7 +694,9 @@ class _Try(Generic[R]):
         raise PeerFailedError(msg) from self.error
 
 
-def _tried(fn: Callable[[int, World], R], batch_size: int, world: World) -> _Try[R]:
+def _try_batch_size(
+    fn: Callable[[int, World], R], batch_size: int, world: World
+) -> _Try[R]:
     """Call the function in a branch of the world; keep no frame of a call that failed."""
     branch, give_up = _branch(world)
     world.connection.is_lent = branch is not world

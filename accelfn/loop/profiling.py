@@ -193,7 +193,7 @@ def profile(
         if not isinstance(value, bool):
             msg = f"af.profile({name}={value!r}): expected True or False."
             raise ArgumentError(msg)
-    seen = _usual_activities() if activities is None else _checked(activities)
+    seen = _usual_activities() if activities is None else _check_activities(activities)
     check_world("af.profile(directory, world)", world)
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
@@ -236,7 +236,7 @@ def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
     return list(dict.fromkeys([known.CPU, device]))
 
 
-def _checked(activities: Any) -> list[torch_profiler.ProfilerActivity]:
+def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
     """Return activities as a list, if torch has a look at each here; it would drop others."""
     possible = torch_profiler.supported_activities()
     shown = ", ".join(sorted(f"ProfilerActivity.{each.name}" for each in possible))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run`: the loop that most trainings write, for those who would rather not write it."""
+"""`run`: a ready training loop; `stopping`: end a run on signals."""
 
 import signal
 import sys
@@ -32,22 +32,22 @@ if TYPE_CHECKING:
     from accelfn.checkpoint import CheckpointStore
     from accelfn.data import Batch
 
-# Ending a run when the system asks for it: at a step's end, on all ranks together.
+# Stop a run on a signal: after the same step on all ranks.
 
 
 class Stop:
-    """Whether this run was asked to end; see `af.stopping`."""
+    """A stop request for this run; see `af.stopping`."""
 
     def __init__(self, world: World) -> None:
-        """Begin unasked."""
+        """Create without a request."""
         self._world, self._agreed = world, 0
-        self.received = 0  # what this rank alone was sent
+        self.received = 0  # the signal of this rank alone
 
     @question
     def requested(self) -> bool:
-        """Return whether any rank was asked to end, the same on all: call it on all ranks.
+        """Return whether any rank received a signal; call it on all ranks.
 
-        Once it is true it stays so, and costs nothing.
+        The result is the same on all ranks. Once true it stays true, without further cost.
 
         Cost: an all-reduce of one integer.
         """
@@ -67,10 +67,10 @@ _asked = threading.local()
 
 
 def deliver(number: int, _frame: FrameType | None = None) -> bool:
-    """Note a signal for this thread's `Stop`; return whether there is one.
+    """Record a signal for this thread's `Stop`; return whether there is one.
 
-    Does nothing else, for it runs between any two instructions. A second Ctrl-C raises
-    KeyboardInterrupt, for the first may take its time.
+    It does nothing else, because it runs between any two instructions. A second Ctrl-C raises
+    KeyboardInterrupt, because the first may take long.
     """
     stop: Stop | None = getattr(_asked, "stop", None)
     if stop is None:
@@ -87,29 +87,29 @@ def stopping(
     world: World,
     signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT),
 ) -> Generator[Stop]:
-    """Take signals that ask a process to end, and let all ranks end at the same step.
+    """Catch termination signals, and stop all ranks after the same step.
 
-    Inside the block such a signal is only noted. Ask `requested()` at each step's end, on
-    all ranks; when it is true, save and leave the block, which ends the process with exit
-    code 128 plus the signal's number: 143 after SIGTERM. A scheduler that sees it knows that
-    the run was not finished. Left without such a request, the block ends nothing; a signal
-    that came after it was last asked for comes again, as if there were no block. Where an
-    error ends it, the signal comes again to its handler, if it has one, unless the error is
-    what it has led to; its default action would hide the error, which goes on instead.
+    Inside the block a signal is only recorded. Call `requested()` after each step, on all
+    ranks. When it returns True, save and leave the block. Leaving ends the process with exit
+    code 128 plus the signal's number (143 after SIGTERM), so that a scheduler knows that the
+    run is not finished. Without a request, leaving the block ends nothing; a signal that came
+    after the last `requested()` is sent again. If an error ends the block, the signal is sent
+    again to its handler, if it has one, unless the signal has caused the error. The default
+    action of the signal is not taken, because it would hide the error.
 
-    A rank that waits in a collective notes nothing before that ends. Where another rank may
-    hang, give `World.from_env(timeout=...)` less than the time that the scheduler leaves
-    between its signal and SIGKILL, 30 s for torchrun and `accelfn launch`: the error comes
-    then, and names the rank.
+    A rank that waits in a collective records the signal only after it. If another rank may
+    hang, pass `World.from_env(timeout=...)` less than the scheduler's time between its signal
+    and SIGKILL, 30 s for torchrun and `accelfn launch`. Then the error comes in time, and
+    names the rank.
 
     Args:
-        world: whose ranks end together, whichever of them was asked.
-        signals: which.
+        world: the ranks that stop together.
+        signals: the signals to catch.
 
-    Law: all ranks leave after the same update, whichever of them got the signal, and when.
+    Law: all ranks leave after the same update, for any rank and time of the signal.
 
     Raises:
-        ArgumentError: something is no signal that can be taken.
+        ArgumentError: a signal is not valid, or cannot be caught.
 
     Example:
         >>> with stopping(World.single()) as stop:
@@ -251,7 +251,7 @@ def run(
         over = over or is_last(state)
         for batch in () if over else batches(state, epochs=num_epochs):
             before = state.step
-            state, metrics = _taken(step(state, batch))
+            state, metrics = _check_step_result(step(state, batch))
             updated = state.step > before
             told = due_actions.take(state, batch, metrics, updated=updated)
             if told and track is not None:
@@ -340,7 +340,7 @@ def _check(state: object, step: object, track: object, store: object) -> None:
         raise ArgumentError(msg)
 
 
-def _taken(returned: Any) -> tuple[TrainState, Metrics]:
+def _check_step_result(returned: Any) -> tuple[TrainState, Metrics]:
     """Return what a step returned, if it is what a step returns."""
     if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
         state, metrics = cast("tuple[Any, Any]", returned)

@@ -483,7 +483,7 @@ ROWS = [
         name="shuffled",
         draws=order(shuffle=True, batch_size=4),
         apart="seed epoch",
-        at="data.order.Shuffled.of_epoch data.order.shuffled",
+        at="data.order.Shuffled.of_epoch data.order.shuffle_positions",
     ),
     Row(
         name="weighted",
@@ -534,7 +534,7 @@ ROWS = [
         name="a sampler",
         draws=sampled,
         apart="seed epoch",
-        at="data.order._drawn",
+        at="data.order._draw_indices",
     ),
     Row(
         name="what knows data again",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.base.draws import key
-from accelfn.data.order import shuffled
+from accelfn.data.order import shuffle_positions
 from accelfn.data.plan import EvenCut
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
@@ -84,10 +84,10 @@ def test_micro_batch_size_bounds_parts(
 )
 def test_shuffle_is_a_bijection(n: int, seed: int, epoch: int) -> None:
     """Every index comes once, and one computed alone is the one computed in sequence."""
-    order = shuffled(np.arange(n), n=n, key=key(seed, "order", epoch))
+    order = shuffle_positions(np.arange(n), n=n, key=key(seed, "order", epoch))
     assert sorted(order.tolist()) == list(range(n))
     for i in {0, n // 2, n - 1}:
-        one = shuffled(np.array([i]), n=n, key=key(seed, "order", epoch))
+        one = shuffle_positions(np.array([i]), n=n, key=key(seed, "order", epoch))
         assert one.tolist() == [order[i]]
 
 
@@ -109,7 +109,7 @@ def test_shuffle_is_even() -> None:
     n, draws = 6, 3000
     table = np.zeros((n, n))
     for seed in range(draws):
-        table[np.arange(n), shuffled(np.arange(n), n=n, key=key(seed))] += 1
+        table[np.arange(n), shuffle_positions(np.arange(n), n=n, key=key(seed))] += 1
     expected = draws / n
     chi_square = ((table - expected) ** 2 / expected).sum()
     assert chi_square < 60  # 25 degrees of freedom: P(> 60) is 1e-4, and keys are fixed
@@ -118,7 +118,7 @@ def test_shuffle_is_even() -> None:
 def test_order_needs_no_memory_of_the_length_of_the_data() -> None:
     """An index near the end of 10**12 samples is computed alone."""
     n = 10**12
-    found = shuffled(np.arange(n - 1000, n), n=n, key=key(1))
+    found = shuffle_positions(np.arange(n - 1000, n), n=n, key=key(1))
     assert len(set(found.tolist())) == 1000
     assert found.min() >= 0
     assert found.max() < n
