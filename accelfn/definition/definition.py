@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a state is a state of: the part of a training that an update does not change."""
+"""The definition of a training: all parts of a state that an update does not change."""
 
 import math
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from accelfn.world.world import fold_axes
 if TYPE_CHECKING:
     from accelfn.definition.layout import Layout
 
-# What is made for the states of one definition, and can be dropped and made again.
+# Objects derived from a definition; they can be dropped and created again.
 
 
 Function = Callable[..., Any]
@@ -33,25 +33,25 @@ Function = Callable[..., Any]
 
 @attrs.define(eq=False)
 class Cache:
-    """What a step would otherwise make anew, and what it does once for a definition.
+    """Objects that steps reuse, and flags of checks that run once per definition.
 
     Attributes:
-        engine: binds the states to PyTorch; `engine_of` makes it.
-        composed: gradient functions as the setup wraps them, by what `value_and_grad`
-            returned; they go when that is let go of.
-        keys: of the draws that transforms share, by purpose, each with its seed.
-        is_compared: whether ranks that train together hold the same, and will do the same.
-        is_to_compare: whether they are to do so once more, for each was given something.
-        saw_a_batch: whether the first batch was looked at.
-        saw_values: whether updates of plain values were told of, where there are data.
-        last_value: the tensors of the last of them, until then.
-        has_shown: whether somebody has seen a state's tensors since the last step.
-        has_same_data: whether ranks that train on all samples hold the same.
-        compared_sums: whether what a user's `reduce` returned was compared once.
-        slot_changes: how often an update gave a transform another slot, by name.
-        loaded: what was loaded last, behind what it was loaded into: the leases of both.
-        looks_at: the update from which on a schedule is looked at for its end.
-        planned: what is set so far, while a transform's `hyper` is asked.
+        engine: binds the states to PyTorch; created by `engine_of`.
+        composed: gradient functions as the setup wraps them, by the function that
+            `value_and_grad` returned; an entry lives as long as that function.
+        keys: random keys that transforms share, by purpose, each with its seed.
+        is_compared: whether ranks were compared for equal values and equal plans.
+        is_to_compare: whether to compare the ranks again, because values were replaced.
+        saw_a_batch: whether the first batch was checked.
+        saw_values: whether the warning about plain values instead of data was given.
+        last_value: the tensors of the last plain value, until the warning.
+        has_shown: whether the user read a state's tensors since the last step.
+        has_same_data: whether ranks that train on all samples were compared for equal data.
+        compared_sums: whether the result of a user's `reduce` was compared once.
+        slot_changes: how often an update replaced a transform's slot, by name.
+        loaded: the leases of the last loaded state and of the state it was loaded into.
+        looks_at: the update from which a schedule is checked for its end.
+        planned: hyperparameters set so far, while a transform's `hyper` runs.
     """
 
     engine: Any = None
@@ -73,31 +73,30 @@ class Cache:
     planned: dict[tuple[int, str], Any] | None = None
 
     def compose(self, function: Function, composed: Function) -> None:
-        """Keep what the setup has made of a function for as long as that lives."""
-        # Not a WeakKeyDictionary. The garbage collector may let go of a function in the
-        # middle of anything, and CPython swallows the Ctrl-C that is taken in a callback
-        # written in Python. In one written in C none is.
+        """Keep a function's composed form as long as the function lives."""
+        # Not a WeakKeyDictionary. The garbage collector may free a function at any time, and
+        # CPython swallows a Ctrl-C that arrives in a callback written in Python. A callback
+        # written in C receives no Ctrl-C.
         self.composed[ref(function, self.composed.pop)] = composed
 
     def clear(self) -> None:
-        """Be as new."""
-        self.composed.clear()  # its keys hold it by their callbacks
+        """Reset to an empty cache."""
+        self.composed.clear()  # the callbacks of its keys keep it alive
         self.__init__()
 
 
 _BESIDE: dict[str, str] = dict(
     zip(arithmetic.BATCH, reversed(arithmetic.BATCH), strict=True)
 )
-"""Along which axis copies are, by that along which each has its ranks."""
+"""The axis of the copies, by the axis of the ranks within a copy."""
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class Definition:
-    """What a state is a state of: everything that is not saved and does not change.
+    """The parts of a training that do not change and are not saved.
 
-    `cache` holds what is derived from it and can be made again; it lives as long as the
-    states that share this definition. `rates` is the schedule, bound to the optimizer's
-    groups.
+    `cache` holds derived objects that can be created again; it lives as long as the states
+    that share this definition. `rates` is the schedule, bound to the optimizer's groups.
     """
 
     skeleton: Skeleton
@@ -112,7 +111,7 @@ class Definition:
 
     @cached_property
     def layout(self) -> "Layout | None":
-        """How the model lies over the ranks; None where each has all of it."""
+        """Return how the model is sharded; None if each rank holds all of it."""
         owners = self.setup.owners["layout"]
         if not owners:
             return None
@@ -124,15 +123,15 @@ class Definition:
 
     @cached_property
     def has_torchs_optimizer(self) -> bool:
-        """Whether updates run torch's code alone."""
+        """Return whether all parts of the optimizer are torch's."""
         return all(map(is_torchs, parts_of(self.optimizer)))
 
     @property
     def copy(self) -> World:
-        """The ranks that train one model together: gradients are summed over them.
+        """Return the ranks that train one copy of the model and sum gradients.
 
-        Those whose losses are parts of one; where copies of several ranks are trained apart,
-        those of this rank's copy.
+        They share one loss. If copies of several ranks train independently, these are the
+        ranks of this rank's copy.
         """
         if self.within is None:
             return self.world.loss
@@ -141,20 +140,20 @@ class Definition:
 
     @property
     def splits(self) -> World:
-        """Those of `copy`, along the axes of splitting."""
+        """Return the ranks of `copy`, along the axes that shard the model."""
         world = fold_axes(self.world)
         return world.along("dp_shard") if self.trains_apart else world.loss
 
     @property
     def copies(self) -> World:
-        """The ranks that hold in other models what this one holds, where those are apart."""
+        """Return the ranks with the same shard in the independently trained copies."""
         if self.within is None:
             return self.world.loss
         return self.world.along(_BESIDE[self.within])
 
     @property
     def copy_of_each(self) -> tuple[int, ...]:
-        """Of which copy each rank is; () where no copies of several ranks are apart."""
+        """Return each rank's copy; () unless copies of several ranks train independently."""
         if self.within is None or self.copy.size == 1:
             return ()
         axes, beside = self.world.axes, _BESIDE[self.within]
@@ -163,12 +162,12 @@ class Definition:
 
     @property
     def trains_apart(self) -> bool:
-        """Whether copies of several ranks each train apart."""
+        """Return whether copies of several ranks train independently."""
         return self.within is not None
 
     @property
     def within(self) -> str | None:
-        """The axis along which ranks train one copy of the model, where others train theirs."""
+        """Return the axis within one independently trained copy of the model, or None."""
         facts = self.setup.facts
         if "stays" not in facts:
             return None
@@ -177,7 +176,7 @@ class Definition:
 
     @property
     def plan(self) -> Plan:
-        """Who takes which samples, as the setup's transforms say, left to right."""
+        """Return the plan of samples per rank, from the setup's transforms, left to right."""
         batch = self.world.batch
         plan = Plan(world_rank=batch.rank, world_size=batch.size)
         for each in self.setup.owners["data"]:
@@ -187,7 +186,7 @@ class Definition:
         return plan
 
 
-# Whether what users give makes a definition: a world, a setup, a schedule, data.
+# Checks of the world, setup, schedule and data of a definition.
 
 
 _NEED_VALUES = {
@@ -197,16 +196,16 @@ _NEED_VALUES = {
     "offloads": "keeps parts in the host's memory, and the world is on the meta device, where"
     " nothing lies in any. Leave cpu_offload out there: what ranks send is the same without it.",
 }
-"""What transforms tell that nothing can do without values, and what to do."""
+"""Facts that need parameter values, with the error text for the meta device."""
 _SEND_FEATURES = {"splits_layers", "splits_sequences"}
-"""What transforms tell under which ranks send what layers compute."""
+"""Facts of setups that send activations between ranks."""
 
 
 def as_world(world: Any) -> World:
-    """Return the world of a definition; None is that of one process.
+    """Return a world argument; None means one process.
 
     Raises:
-        ArgumentError: it is no world.
+        ArgumentError: the argument is not a World.
     """
     world = World.single() if world is None else world
     if isinstance(world, World):
@@ -216,12 +215,12 @@ def as_world(world: Any) -> World:
 
 
 def check_setup(setup: chain, world: World) -> None:
-    """Raise unless a setup has what it needs, and every rank of the world its work.
+    """Raise unless a setup fits the world.
 
     Raises:
-        CompositionError: a transform needs another that is not there.
-        WorldError: ranks along an axis would all do the same.
-        ModelError: a transform needs values, and the world's device keeps none.
+        CompositionError: a transform needs another transform that is missing.
+        WorldError: ranks along an axis would all do the same work.
+        ModelError: a transform needs parameter values, and the world is on the meta device.
     """
     there = {field for field, owners in setup.owners.items() if owners}
     check_needs(setup, there | setup.facts.keys())
@@ -230,11 +229,11 @@ def check_setup(setup: chain, world: World) -> None:
 
 
 def check_axes(setup: chain, world: World) -> None:
-    """Raise where ranks along an axis would do one another's work, or have none.
+    """Raise if ranks along an axis would repeat the same work.
 
     Raises:
-        WorldError: nothing in the setup gives them parts of it; or it names an axis that is
-            not there.
+        WorldError: no transform divides the work along an axis, or the setup names an axis
+            that the world does not have.
     """
     for axis in setup.facts.get("within", ()):
         if world.loss.size > 1 and axis not in world.axes:
@@ -260,11 +259,11 @@ def check_axes(setup: chain, world: World) -> None:
 
 
 def check_device(setup: chain, world: World) -> None:
-    """Raise where what a transform does cannot be told without values, on the meta device.
+    """Raise if a transform cannot be simulated on the meta device.
 
     Raises:
-        ModelError: it compiles the model, or keeps parts on the host; or ranks send what they
-            compute in another dtype.
+        ModelError: a transform compiles the model or offloads parameters; or ranks send
+            activations computed in another dtype.
     """
     if world.device.type != "meta":
         return
@@ -287,10 +286,10 @@ def check_device(setup: chain, world: World) -> None:
 
 
 def check_schedule(schedule: object) -> None:
-    """Raise unless it is a schedule, or None.
+    """Raise unless a schedule is a function of the update number, or None.
 
     Raises:
-        ArgumentError: it is no function.
+        ArgumentError: the schedule is not such a function.
     """
     made: Any = schedule.func if isinstance(schedule, partial) else schedule
     kind = made if isinstance(made, type) else type(made)
@@ -319,11 +318,11 @@ def check_schedule(schedule: object) -> None:
 
 
 def as_data(data: Any) -> Data | None:
-    """Return the data of a definition, or None; of a DataLoader, what it stands for.
+    """Return a data argument as `Data` or None; convert a DataLoader.
 
     Raises:
-        ArgumentError: it is neither.
-        DataError: what the DataLoader does has no counterpart.
+        ArgumentError: the argument has another type.
+        DataError: an option of the DataLoader has no counterpart.
     """
     if data is None or isinstance(data, Data):
         return data

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Layout`: along which axes of the world each parameter is cut, and at which dim.
+"""`Layout`: the mesh axes and dimensions that shard each parameter.
 
-A state's values follow it: parameters, and whatever in the optimizer's state and in slots
-stands under a parameter's name and has its shape. They are torch's DTensors, whose shape is
-that of the whole.
+A state's values follow the layout: parameters, and entries of the optimizer's state and of
+slots with a parameter's name and shape. Sharded values are torch's DTensors with the full
+shape.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,22 +29,22 @@ from accelfn.world.world import fold_axes
 
 # pyright: reportPrivateUsage=false
 
-# Along which axes of a world parameters are cut, and how much of them one rank has then.
+# Axes and dimensions of sharding, and the size of a shard.
 
 
 Cuts: TypeAlias = Mapping[str, int]
-"""By axis, the dim that is cut along it."""
+"""The sharded dimension, by axis."""
 
 
 def cuts_of(
     owners: Iterable[Any], metas: Mapping[str, torch.Tensor], axes: Mapping[str, int]
 ) -> dict[str, Cuts]:
-    """Return what transforms say together, of those parameters that are cut at all.
+    """Combine the transforms' layouts; return the cuts of all sharded parameters.
 
     Args:
         owners: the transforms that have `layout`.
-        metas: the parameters by name, as tensors without values.
-        axes: how many ranks stand along each.
+        metas: the parameters by name, on the meta device.
+        axes: the number of ranks along each axis.
     """
     owners = list(owners)
     cuts = {
@@ -60,32 +60,32 @@ def cuts_of(
 
 
 def by_rows(meta: torch.Tensor) -> Cuts | None:
-    """Return that rows are cut along dp_shard, if there are any, of any elements."""
+    """Shard the rows along dp_shard; return None for a scalar or empty tensor."""
     return {"dp_shard": 0} if meta.ndim and meta.numel() else None
 
 
 def largest_part(
     shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
 ) -> torch.Size:
-    """Return the shape of the first rank's part, which none is larger than."""
+    """Return the shape of the first rank's shard, the largest."""
     lengths = list(shape)
     for axis, dim in cuts.items():
         lengths[dim] = -(-lengths[dim] // axes[axis])
     return torch.Size(lengths)
 
 
-# torch has no public word for rows of a rank's rows
+# torch has no public placement for rows of a rank's rows
 
 
 @attrs.frozen(eq=False)
 class Layout:
-    """How a model lies over the ranks.
+    """How a model is sharded over the ranks.
 
     Attributes:
-        mesh: the axes.
-        device: where parts live; the host, where a transform offloads them.
-        cuts: by parameter; of those that are cut at all.
-        shapes: of the whole parameters, by name.
+        mesh: the device mesh.
+        device: the device of the shards; the host if a transform offloads them.
+        cuts: the cuts of each sharded parameter.
+        shapes: the full shapes of all parameters, by name.
     """
 
     mesh: DeviceMesh
@@ -97,7 +97,7 @@ class Layout:
     def of(
         cls, owners: Iterable[Any], metas: Mapping[str, torch.Tensor], world: World
     ) -> Self | None:
-        """Return what transforms say together; None where nothing is cut."""
+        """Combine the transforms' layouts; return None if no parameter is sharded."""
         owners, world = list(owners), fold_axes(world)
         cuts = cuts_of(owners, metas, world.axes)
         if not cuts:
@@ -108,7 +108,7 @@ class Layout:
         return cls(world.mesh, device, cuts, shapes)
 
     def same(self, other: "Layout | None") -> bool:
-        """Whether another cuts alike, and keeps parts in the same memory."""
+        """Return whether another layout has the same shards on the same device."""
         return other is not None and self._key == other._key
 
     @property
@@ -116,7 +116,7 @@ class Layout:
         return self.cuts, self.mesh, self.device
 
     def spec(self, name: str, like: torch.Tensor) -> DTensorSpec:
-        """Return torch's record of how a parameter, or what has its shape, lies."""
+        """Return the DTensorSpec of a parameter, or of a tensor with its shape."""
         cuts = self.cuts[name]
         placements = tuple(self._placement(cuts, axis) for axis in self._axes)
         meta = TensorMeta(like.shape, like.stride(), like.dtype)
@@ -137,17 +137,17 @@ class Layout:
 
     @cached_property
     def of_layers(self) -> "Layout":
-        """What is left of it where nothing is cut but layers: how a rank computes."""
+        """Return the layout with only tensor-parallel cuts, as ranks compute."""
         cuts = {n: {"tp": c["tp"]} for n, c in self.cuts.items() if "tp" in c}
         return attrs.evolve(self, cuts=cuts)
 
     def computed(self, name: str) -> torch.Size:
-        """Return the shape in which this rank computes with a parameter."""
+        """Return the local shape of a parameter during computation."""
         cuts = self.of_layers.cuts.get(name, {})
         return largest_part(self.shapes[name], cuts, self._axes)
 
     def laid(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what a rank made in the shape in which it computes, as it lies."""
+        """Wrap a tensor with the local compute shape in a DTensor."""
         if name not in self.of_layers.cuts:
             return tensor
         like = torch.empty(self.shapes[name], dtype=tensor.dtype, device="meta")
@@ -155,11 +155,11 @@ class Layout:
         return DTensor(tensor, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
     def cut(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of a tensor that all have, in memory of its own.
+        """Copy this rank's shard of a full tensor.
 
-        It has room for as many elements as the largest part, as FSDP gathers them. The whole
-        may be on any device: the part is on the layout's. Or it may lie already as ranks
-        compute.
+        The shard has room for as many elements as the largest shard, because FSDP gathers
+        equal sizes. The full tensor may be on any device, or be a DTensor in the compute
+        layout. The shard is on the layout's device.
         """
         if name not in self.cuts:
             return tensor
@@ -175,27 +175,27 @@ class Layout:
         return self.held(name, made, tensor)
 
     def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a tensor as a state has it."""
+        """Wrap this rank's shard in a DTensor, as states hold it."""
         spec = self.spec(name, like)
         return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
     def _place(self, spec: DTensorSpec) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shape of this rank's part, and where it begins."""
+        """Return the shape and the offset of this rank's shard."""
         return compute_local_shape_and_global_offset(
             spec.shape, self.mesh, spec.placements
         )
 
     def room(self, name: str, shape: torch.Size) -> int:
-        """Return how many elements the largest part has."""
+        """Return the number of elements of the largest shard."""
         return largest_part(shape, self.cuts[name], self._axes).numel()
 
 
 def reshard_tree(
     values: Any, layout: Layout | None, shapes: Mapping[str, torch.Size], world: World
 ) -> Any:
-    """Return a tree that lay in another way as it lies in a layout.
+    """Reshard a tree of values to a layout.
 
-    Gathers what was cut: a collective. From replicas it communicates nothing.
+    Gathering shards is a collective. Resharding replicas does not communicate.
     """
     found: list[tuple[torch.Tensor, str | None]] = []
 
@@ -226,7 +226,7 @@ def _map_named(
     fn: Callable[[torch.Tensor, str | None], Any],
     name: str | None = None,
 ) -> Any:
-    """Return a tree with what a function of each tensor, and its parameter's name, gives."""
+    """Map a function of a tensor and its parameter's name over a tree."""
     if isinstance(values, torch.Tensor):
         return fn(values, name)
     if isinstance(values, Mapping):
@@ -242,29 +242,29 @@ def _map_named(
     return values
 
 
-# Draws for tensors that ranks have parts of: each rank's part of what one would draw.
+# Random initialization of sharded tensors, equal to that of the full tensor.
 
 
 _DRAWS = torch.Tag.nondeterministic_seeded
-"""By which torch knows its random operators."""
+"""torch's tag of random operators."""
 
 
 class WholeDraws(TorchDispatchMode):
-    """Draws the whole where a tensor is split, and keeps this rank's part.
+    """Draws random numbers for the full tensor and keeps this rank's shard.
 
-    torch draws the part, from generators that are alike on all ranks, so that the rows of one
-    rank would have the noise of another's.
+    torch would draw only the shard, from generators that are equal on all ranks, so all ranks
+    would get the same noise.
 
-    Cost: while a tensor is drawn, its whole.
+    Cost: peak memory of one full tensor while it is drawn.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call an operator of torch's, and another in the place of one that draws.
+        """Run an operator of torch; replace a random operator on a sharded tensor.
 
         Raises:
-            ArgumentError: it draws by the values of a tensor that is split.
+            ArgumentError: the operator draws by the values of a sharded tensor.
         """
         kwargs = kwargs or {}
         if _DRAWS not in func.tags or not any(map(_is_split, args)):
@@ -289,13 +289,13 @@ class WholeDraws(TorchDispatchMode):
 
 
 def _is_split(tensor: Any) -> bool:
-    """Whether it is a DTensor, and no sum of which each rank has a part."""
+    """Return whether a value is a DTensor without partial sums."""
     placements = tensor.placements if tree.is_shard(tensor) else ()
     return bool(placements) and not any(each.is_partial() for each in placements)
 
 
 def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return what a rank has of a whole that lies as another tensor does."""
+    """Return this rank's shard of a full tensor, with another tensor's placements."""
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - it is loaded by now
         compute_local_shape_and_global_offset,
     )

@@ -39,29 +39,29 @@ from accelfn.base.tree import is_within
 from accelfn.base.words import hint_attributes, readonly
 from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
 
-# The fields of a transform: what it can have a say in, and what its methods are called
-# with.
+# The fields of a transform: its methods, and the arguments that they are called with.
 #
-# All that act in an update, and those around it, have one shape, `(value, slot, update) ->
-# (value, slot)`: the value flows through the chain, left to right, `slot` is the
-# transform's own entry, and `update` is the read-only `accelfn.state.update.Update`.
+# Fields of one shape are `(value, slot, update) -> (value, slot)`. The value flows through the
+# chain, left to right. `slot` is the transform's entry in `state.slots`, and `update` is the
+# read-only `accelfn.state.update.Update`.
 #
-# | method | type | its value, or what it does | | --- | --- | --- | | `init` | `state ->
-# slot` | the transform's own entry in `state.slots`; None is none | | `data` | `Plan ->
-# Plan` | who takes which samples | | `loss` | `loss_fn -> loss_fn` | wraps `(model, batch,
-# *extras) -> loss` | | `value_and_grad` | `fn -> fn` | wraps `(state, batch, *extras) ->
-# (metrics, grads)` | | `reduce` | one shape, or None | gradients of this rank's totals,
-# which become those of all | | `loss_scale` | one shape | what losses are multiplied by
-# before the backward pass | | `grads` | one shape | the true, reduced gradients | | `hyper`
-# | one shape | hyperparameters of the update; what it returns is laid over them | |
-# `after_update` | one shape | the state after the optimizer | | `observe` | one shape |
-# what an evaluation gave | | `eval_params` | one shape | the parameters that are evaluated
-# and exported | | `finalize` | one shape | the state, with what is owed at the end | |
-# `merge` | `(slots, world) -> (weights, slot)` | how ranks that differ become one, to load
-# them | | `layout` | `(name, meta, axes) -> cuts` | the dim at which a parameter is cut, by
-# axis | | `engine` | `state -> engine` | how the model lies over the ranks | | `module` |
-# `(module, state) -> module` | the engine's own module, which runs the loss | | `runner` |
-# `make -> make` | wraps `module -> runner`, which runs the loss forward and backward |
+# `init`: `state -> slot`, the transform's entry in `state.slots`; None means no entry.
+# `data`: `Plan -> Plan`, which ranks take which samples.
+# `loss`: `loss_fn -> loss_fn`, wraps `(model, batch, *extras) -> loss`.
+# `value_and_grad`: `fn -> fn`, wraps `(state, batch, *extras) -> (metrics, grads)`.
+# `reduce`: one shape, or None; turns the gradients of this rank's totals into those of all.
+# `loss_scale`: one shape; the factor of losses before the backward pass.
+# `grads`: one shape; the true, reduced gradients.
+# `hyper`: one shape; hyperparameters of the update, merged over the current values.
+# `after_update`: one shape; the state after the optimizer.
+# `observe`: one shape; the result of an evaluation.
+# `eval_params`: one shape; the parameters that are evaluated and exported.
+# `finalize`: one shape; the state at the end, with deferred work done.
+# `merge`: `(slots, world) -> (weights, slot)`, merges ranks that differ, to load them.
+# `layout`: `(name, meta, axes) -> cuts`, the sharded dimension of a parameter, by axis.
+# `engine`: `state -> engine`, how the model is distributed over the ranks.
+# `module`: `(module, state) -> module`, the engine's module, which runs the loss.
+# `runner`: `make -> make`, wraps `module -> runner`, which runs the loss forward and backward.
 
 
 _ARGUMENTS = {
@@ -90,20 +90,20 @@ def check_fields(cls: type) -> None:
     """Raise unless the public methods of a class are fields of a transform.
 
     Raises:
-        ArgumentError: one is none, or does not take what it is called with.
+        ArgumentError: a method is not a field, or has the wrong arguments.
     """
     _check_methods(cls)
     _check_arguments(cls)
 
 
 def has_field(value: object, field: str) -> bool:
-    """Return whether a transform has a say in `field`.
+    """Return whether a transform has `field`.
 
-    One whose options leave it without some of its fields names these in `without`.
+    A transform lists fields that its options disable in `without`.
     """
     if not hasattr(type(value), field):
         return False
-    # asked of the class, for a property that raises must not be taken for none
+    # read from the class, because a property that raises must not count as missing
     return (
         not hasattr(type(value), "without") or field not in cast("Any", value).without
     )
@@ -112,10 +112,10 @@ def has_field(value: object, field: str) -> bool:
 def pair(
     owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
 ) -> tuple[Any, Any]:
-    """Return what a method gave, if it is a value of a kind and a slot.
+    """Return a method's result as a pair of value and slot.
 
     Raises:
-        ArgumentError: it is not; the transform is named.
+        ArgumentError: the result is not such a pair; the error names the transform.
     """
     shown = type(returned).__name__
     if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
@@ -131,10 +131,10 @@ def pair(
 def check_returned(
     owner: object, field: str, *, ok: bool, returned: object, expected: str
 ) -> None:
-    """Raise where a method gave something else than its field is for.
+    """Raise unless a transform's method returned a valid value.
 
     Raises:
-        ArgumentError: it did; the transform is named.
+        ArgumentError: `ok` is false; the error names the transform.
     """
     if not ok:
         shown = type(returned).__name__
@@ -171,18 +171,16 @@ def _check_arguments(cls: type) -> None:
             raise ArgumentError(msg) from error
 
 
-# What a transform tells of itself, and what it cannot stand beside.
+# Attributes of a transform: class attributes, or properties that depend on its options.
+# accelfn's transforms and users' transforms use the same attributes. No code checks the type
+# or options of another transform.
 #
-# Class attributes of a transform, or properties where its options decide; accelfn's own
-# have them as users' have, and nothing asks for another's type or options.
-#
-# | attribute | says | | --- | --- | | `tells` | facts, of the table below, each with a
-# value that is not false | | `refuses` | by a field's or a fact's name, the sentence in
-# which `chain` refuses another transform that has it; `{other!r}` in it is that transform,
-# `{told}` what it tells | | `needs` | by a field's or a fact's name, the sentence in which
-# a state refuses a setup in which no transform has it | | `without` | fields that its
-# options leave it without | | `gives_up` | laws that it breaks on purpose, each with its
-# reason |
+# `tells`: facts of the table below, each with a true value.
+# `refuses`: by field or fact, the sentence of `chain`'s error about another transform that
+#     has it; `{other!r}` is the other transform, `{told}` its value.
+# `needs`: by field or fact, the sentence of the error if no transform of the setup has it.
+# `without`: fields that the options disable.
+# `gives_up`: laws that the transform breaks on purpose, each with its reason.
 
 
 FACTS: Mapping[str, str] = {
@@ -219,13 +217,13 @@ FACTS: Mapping[str, str] = {
     "within": "gradients are averaged along this axis alone",
     "whole_gradients": "until the last micro-batch each rank has all of every gradient",
 }
-"""What each fact says of the transform that tells it."""
+"""The meaning of each fact of a transform."""
 
 ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
 
 
 def facts_of(transform: Any) -> dict[str, Any]:
-    """Return what a transform tells, and what follows from its other attributes."""
+    """Return a transform's facts, declared and derived from its other attributes."""
     told = {name: value for name, value in told_by(transform, "tells").items() if value}
     stays = has_field(transform, "reduce") and transform.reduce is None
     if stays:
@@ -236,7 +234,7 @@ def facts_of(transform: Any) -> dict[str, Any]:
 
 
 def by_rank(transforms: Iterable[Any]) -> frozenset[tuple[str, str]]:
-    """Return the entries of slots that differ by rank, as names of slots and in them."""
+    """Return the slot entries that differ by rank, as pairs of slot and entry name."""
     return frozenset(
         (each.name, entry)
         for each in transforms
@@ -245,10 +243,10 @@ def by_rank(transforms: Iterable[Any]) -> frozenset[tuple[str, str]]:
 
 
 def check_attributes(cls: type) -> None:
-    """Raise where an attribute of a class looks like one of a transform's, misspelt.
+    """Raise if a class attribute looks like a misspelt attribute of transforms.
 
     Raises:
-        ArgumentError: it does; or one of a transform's is annotated as an option.
+        ArgumentError: a name looks misspelt, or is annotated as an option.
     """
     annotations = annotations_of(cls)
     options = {name for name, kind in annotations.items() if not _is_of_class(kind)}
@@ -265,15 +263,15 @@ def check_attributes(cls: type) -> None:
 
 
 def _is_of_class(annotation: object) -> bool:
-    """Whether an annotation is a ClassVar, which may be a text."""
+    """Return whether an annotation, possibly a text, is a ClassVar."""
     return "ClassVar" in str(annotation)
 
 
 def check_told(transform: Any) -> None:
-    """Raise unless what a transform tells can be read: names that are known, and sentences.
+    """Raise unless a transform's attributes have known names and sentences.
 
     Raises:
-        ArgumentError: one looks like another, misspelt, or is no name or sentence.
+        ArgumentError: a name looks misspelt, or a value has the wrong type.
     """
     shown = repr(transform)
     for name in ("tells", "needs", "refuses"):
@@ -307,14 +305,14 @@ def _refuse_near(what: str, name: str, known: Sequence[str]) -> None:
 def check_together(
     transforms: Sequence[Any], says: Mapping[Any, Mapping[str, Any]]
 ) -> None:
-    """Raise where a transform cannot stand beside the others.
+    """Raise if a transform of a chain rejects another.
 
     Args:
-        transforms: of a chain.
-        says: of each by its id, fields and facts by name.
+        transforms: the transforms of the chain.
+        says: fields and facts by name, by the transform's id.
 
     Raises:
-        CompositionError: in the words of the one that refuses.
+        CompositionError: with the sentence of the transform that rejects.
     """
     for each in transforms:
         others = [other for other in transforms if other is not each]
@@ -331,10 +329,10 @@ def check_together(
 
 
 def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
-    """Raise where a transform is applied without another that it is nothing without.
+    """Raise if a transform lacks another transform that it needs.
 
     Raises:
-        CompositionError: in the words of the one that needs it.
+        CompositionError: with the sentence of the transform that needs it.
     """
     for each in transforms:
         for name, sentence in told_by(each, "needs").items():
@@ -344,12 +342,12 @@ def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
 
 
 def told_by(transform: Any, name: str) -> Mapping[str, Any]:
-    """Return an attribute of a transform that is a mapping; none is an empty one.
+    """Return a transform's mapping attribute; a missing attribute is an empty mapping.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the attribute is not a mapping.
     """
-    # asked of the class, for a property that raises must not be taken for none
+    # read from the class, because a property that raises must not count as missing
     found = getattr(transform, name) if hasattr(type(transform), name) else {}
     if isinstance(found, Mapping):
         return cast("Mapping[str, Any]", found)
@@ -357,14 +355,14 @@ def told_by(transform: Any, name: str) -> Mapping[str, Any]:
     raise ArgumentError(msg)
 
 
-# A step as text: the nested calls in which transforms have a say.
+# A step as text: nested calls of the transforms.
 
 
 Owners: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 def explanation(owners: Owners) -> str:
-    """Return the nested calls of one step as text, of who has a say in which field."""
+    """Format a step as nested calls of the transforms' fields."""
     engine, reduce = owners["engine"], owners["reduce"]
     if reduce:
         how = "not reduced" if reduce[0].reduce is None else "reduced"
@@ -397,13 +395,13 @@ def explanation(owners: Owners) -> str:
 
 
 def _nest_calls(owners: Owners, field: str, inner: str) -> str:
-    """Return the wraps of a field, the leftmost outermost."""
+    """Format nested calls of a field, the leftmost transform outermost."""
     calls = [f"{each.name}.{field}(" for each in owners[field]]
     return "".join(calls) + inner + ")" * len(calls)
 
 
 def _chain_calls(owners: Owners, field: str, value: str) -> str:
-    """Return the calls through which a value flows, the leftmost innermost."""
+    """Format chained calls of a field, the leftmost transform innermost."""
     for each in owners[field]:
         value = f"{each.name}.{field}({value})"
     return value
@@ -687,7 +685,7 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 
 def _copy_containers(value: Any) -> Any:
-    """Return a value with containers of its own, and what is in them as it is."""
+    """Copy a value's containers, and keep their contents."""
     if type(value) is dict:
         return {key: _copy_containers(each) for key, each in cast("Any", value).items()}
     if type(value) in (list, tuple, set):
