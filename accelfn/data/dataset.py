@@ -306,42 +306,42 @@ def _flag() -> Any:
 )
 @attrs.frozen(eq=False, repr=False)
 class Data:
-    """A dataset, and the order and size in which an update takes its samples.
+    """A dataset, with its order, batch size and readers.
 
     Attributes:
-        dataset: with `__len__` and `__getitem__` (or `__getitems__`). Made of tensors (a
-            tensor, a tuple or dict of them, a TensorDataset, a Subset of one), or an Arrow
-            table, it is gathered a batch at a time. Or a stream: an IterableDataset, or
-            anything else that can be iterated over again and again.
+        dataset: a dataset with `__len__` and `__getitem__` (or `__getitems__`). Tensors (a
+            tensor, a tuple or dict of tensors, a TensorDataset or its Subset) and Arrow
+            tables are gathered a batch at a time. Or a stream: an IterableDataset, or any
+            other object that can be iterated over several times.
         batch_size: samples per update, over all ranks and micro-batches together; or
-            `af.budget(...)`, so many as fit.
-        shuffle: whether each epoch has an order of its own, a pure function of the state's
-            seed and the epoch; the same for every number of ranks.
-        remainder: what becomes of a short last batch. "short": it is split like any other,
-            and its mean is over what it has. "pad": it is filled from the start of the
-            epoch's order, cyclically; those repeats count in its mean, and evaluation
-            leaves them out. "drop": it is left out.
-        collate: makes a batch of a list of samples; default torch's. Where it leaves samples
-            out, a loss that is a plain mean counts for too many beside those of other ranks
-            and micro-batches, and is warned of.
-        num_workers: processes that read ahead, of each rank; 0 reads in this one. More than
-            it may use cores is said in an `af.Warning`, where reading begins.
-        order: one of `af.orders`, or a user's own, `(seed, epoch, n) -> indices`.
-        batch_sampler: a torch batch sampler, or anything with a length that yields lists of
-            indices: each is an update. Instead of all of the above but `collate` and
+            `af.budget(...)`, as many as fit.
+        shuffle: whether to shuffle every epoch. The order is a pure function of the state's
+            seed and the epoch, and the same for every number of ranks.
+        remainder: how to treat a short last batch. "short": split it like any other; its
+            mean is over its samples. "pad": fill it from the start of the epoch's order,
+            cyclically; the repeats count in its mean, and evaluation leaves them out.
+            "drop": leave it out.
+        collate: makes a batch from a list of samples; default torch's. If it leaves samples
+            out, a loss that is a plain mean gets too much weight compared with other ranks
+            and micro-batches, and accelfn warns.
+        num_workers: number of reader processes of each rank; 0 reads in this process.
+            accelfn warns if there are more than the usable cores, when reading begins.
+        order: one of `af.orders`, or your function `(seed, epoch, n) -> indices`.
+        batch_sampler: a torch batch sampler, or any object with a length that yields lists of
+            indices, one list per update. It replaces all options above except `collate` and
             `num_workers`.
-        timeout: seconds that a worker may take over a batch.
-        fingerprint: what tells this dataset from others when a checkpoint is loaded; by
-            default, a hash of some samples.
-        sharded: a stream that gives each rank samples of its own, and each worker. Ranks
-            keep in step by one small collective an update.
-        dispatch: a stream that only rank 0 reads, for all.
-        replay: whether a stream that has no state may be resumed by reading it again from
-            the start.
+        timeout: seconds that a worker may take for a batch.
+        fingerprint: identifies this dataset when a checkpoint is loaded; by default a hash
+            of some samples.
+        sharded: whether the stream gives different samples to every rank and worker. Ranks
+            stay in step by one small collective per update.
+        dispatch: whether only rank 0 reads the stream, for all ranks.
+        replay: whether a stream without state may be resumed by reading it again from the
+            start.
 
     Law:
-        A sample's place, and what reading it draws, depend on (seed, epoch) alone, not on
-        ranks, workers or micro-batches; `sharded` data excepted.
+        A sample's place, and the random numbers of reading it, depend on (seed, epoch) alone,
+        not on ranks, workers or micro-batches; `sharded` data excepted.
 
     Raises:
         DataError: the dataset is empty, or cannot be read.

@@ -29,12 +29,12 @@ Collate: TypeAlias = Callable[[list[Any]], Any]
 
 @attrs.frozen
 class Task:
-    """What is to be read: the indices of a micro-batch.
+    """A reading task: the indices of a micro-batch.
 
     Attributes:
-        key: of the epoch's draws.
-        first: the position in the epoch of the first sample.
-        indices: of the samples in the dataset.
+        key: the key of the epoch's random numbers.
+        first: the epoch position of the first sample.
+        indices: the dataset indices of the samples.
     """
 
     key: int
@@ -44,13 +44,12 @@ class Task:
 
 @attrs.frozen
 class Fetch:
-    """Read and collate samples; what a worker process is given.
+    """Read and collate samples, also in worker processes.
 
-    What a dataset draws from torch's, numpy's or Python's default generator (augmentation)
-    comes from (seed, epoch, position), so it does not depend on workers, ranks or
-    micro-batches; of datasets side by side each has draws of its own. A `__getitems__` of
-    the dataset's own draws for all its samples at once:
-    there it comes from the first position.
+    Random numbers of a dataset (augmentation) from the default generators of torch, numpy or
+    Python are a function of (seed, epoch, position). So they do not depend on workers, ranks
+    or micro-batches, and joined datasets have different ones. A dataset's `__getitems__`
+    draws for all samples at once, from the first position.
     """
 
     source: Source

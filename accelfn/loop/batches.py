@@ -96,22 +96,23 @@ class Batches:
 
 @explain_call_errors
 def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
-    """Return this rank's batches, going on from `state.cursor`.
+    """Return this rank's batches, beginning at `state.cursor`.
 
     Args:
         state: only its cursor, seed, data, setup and world are read; it may be donated
             while the batches are used.
         epochs: the run ends with epoch number `epochs` (counted from 1), so a resumed run
-            ends where the uninterrupted one does. None goes on for ever.
+            ends where an uninterrupted run does. None means no end.
 
     Law:
         The order of samples depends on (seed, epoch) alone: not on ranks, workers or
-        micro-batches. Resumed at any cursor, the remaining batches are the very ones. They
-        are read with gradients on and inference mode and autocast off, whatever the caller's.
+        micro-batches. A run that resumes at any cursor gets exactly the remaining batches.
+        They are read with gradients on, and inference mode and autocast off, whatever the
+        caller's modes are.
 
     Cost:
-        Starting, at any cursor, reads nothing that was seen before. With `sharded` or
-        `dispatch` data it is a small all-reduce, in which ranks compare these options.
+        Starting at any cursor does not read earlier samples. With `sharded` or `dispatch`
+        data it takes a small all-reduce, to compare these options over ranks.
 
     Raises:
         StateError: the state has no data.
@@ -150,20 +151,21 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
 
 @explain_call_errors
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
-    """Return the state as if `samples` samples of an epoch had been seen.
+    """Move the state's cursor to after `samples` samples of an epoch.
 
-    `af.batches` then goes on from there; what was skipped is not read. The tensors are the
-    given state's own.
+    `af.batches` then continues from there, without reading the skipped samples. The new
+    state shares the tensors of the given state.
 
     Args:
-        state: has data.
-        samples: of the epoch, over all ranks.
-        epoch: which, from 0; by default the one in which the state stands.
+        state: a state with data.
+        samples: number of samples of the epoch, over all ranks.
+        epoch: number of the epoch, from 0; default the state's epoch.
 
-    Law: seeking to where a run stood gives the batches that it had left.
+    Law: seeking to a run's position gives the batches that the run had left.
 
-    Cost: none; an order is a function. A stream has none, and `af.batches` reads it again up to
-    there, if `replay=True` allows it.
+    Cost: none, because an order is a function. A stream has no order, and `af.batches` reads it
+    again up to the position, if `replay=True` allows it.
+
 
     Raises:
         BatchError: the epoch has no such sample.

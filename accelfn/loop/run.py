@@ -188,29 +188,29 @@ def run(
     track: Tracker | None = None,
     store: "CheckpointStore | None" = None,
 ) -> TrainState:
-    """Train on the state's data until the end, and do what is due on the way.
+    """Train on the state's data until the end, with logging, checkpoints and actions.
 
-    It is the loop over `af.batches`, with a checkpoint store, `af.stopping` and a tracker
-    around it; write that loop where this one does not fit.
+    It loops over `af.batches`, with a checkpoint store, `af.stopping` and a tracker. If it
+    does not fit your training, write that loop yourself.
 
     Args:
-        state: with data. Where `store` has a checkpoint, training goes on from there.
-        step: of `make_step`, or any `(state, batch) -> (state, metrics)`.
-        until: a number of updates in all, `af.epochs(n)`, or a function of the state that says
-            whether it is the last, the same on all ranks.
-        actions: what to do after so many updates, or `af.epochs(n)`: an action or several. One
-            is called on all ranks, as `action(state, metrics)`, with the sum of the metrics
-            since it was last called, of this rank. It may return numbers by name, the same
-            on all ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, one that
-            calls `af.evaluate` evaluates. Each number of an update has a name of its own.
-        track: gets them: `track(numbers, update)`, on all ranks; any of `af.track`.
-        store: saved to when it is `due`, at the end, and when the system asks to end.
-            The numbers of that very update are kept with the checkpoint.
+        state: a state with data. If `store` has a checkpoint, training resumes from it.
+        step: the result of `make_step`, or any `(state, batch) -> (state, metrics)`.
+        until: a total number of updates, `af.epochs(n)`, or a function of the state that
+            returns whether it is the last, the same on all ranks.
+        actions: an action or several, by their period: a number of updates, or
+            `af.epochs(n)`. All ranks call `action(state, metrics)`, with the sum of this rank's
+            metrics since its last call. An action may return numbers by name, the same on all
+            ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, and an action
+            that calls `af.evaluate` evaluates. All numbers of an update need different names.
+        track: a tracker, called as `track(numbers, update)` on all ranks; any of `af.track`.
+        store: saves when it is `due`, at the end, and on a termination signal. The numbers
+            of that update are saved with the checkpoint.
 
-    Returns: the last state; `af.finalize` is the caller's.
+    Returns: the last state; call `af.finalize` yourself.
 
-    Law: cut at any update and called again with the same store, it ends with the same bits.
-    What is trained depends on `step`, the state and `until` alone.
+    Law: a run that is interrupted at any update, and called again with the same store, ends
+    with the same bits. The trained state depends on `step`, the state and `until` alone.
 
     Cost: that of the loop; and in a world of several an all-reduce of one integer an update, to
     agree on ending. Sums of metrics stay on the device.
