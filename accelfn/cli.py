@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching.machines import Plan
-from accelfn.launching.script import launch_script, planned, say
+from accelfn.launching.script import describe_plan, launch_script, say
 from accelfn.launching.settings import (
     COMMAND_LINE,
     DEFAULT,
     FILE,
     OPTIONS,
     Settings,
-    checked,
+    check_setting,
     find,
     flag,
     read,
@@ -342,7 +342,9 @@ def _launch(words: argparse.Namespace) -> int:
         least=least,
     )
     if words.show:
-        sys.stdout.writelines(f"{row}\n" for row in chosen.lines() + planned(plan))
+        sys.stdout.writelines(
+            f"{row}\n" for row in chosen.lines() + describe_plan(plan)
+        )
         return 0
     if words.script is None:
         msg = "there is no script; name a Python file, or a module after -m."
@@ -405,7 +407,9 @@ def _env(words: argparse.Namespace) -> int:
 
 
 def _test(words: argparse.Namespace) -> int:
-    nproc = checked("nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE)
+    nproc = check_setting(
+        "nproc", OPTIONS["nproc"].kind.from_text(words.nproc), COMMAND_LINE
+    )
     nproc = _num_processes(nproc)
     test = "accelfn.testing.selftest"
     code = launch_script(test, [str(nproc)], Plan(nproc=nproc), module=True)

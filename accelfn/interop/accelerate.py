@@ -58,7 +58,7 @@ def entries_of(
     Raises:
         CheckpointError: the file has other contents, or groups of other sizes.
     """
-    held = torch_files.loaded(file, "Save optimizer.state_dict() alone.")
+    held = torch_files.load_plain(file, "Save optimizer.state_dict() alone.")
     try:
         saved = [[*each["params"]] for each in held["param_groups"]]
         told = [each.get("param_names") for each in held["param_groups"]]
@@ -166,7 +166,9 @@ def import_state(
         raise ArgumentError(msg)
 
     def read() -> tuple[dict[str, Any], Loaded]:
-        return _read(state, folder, _found(state, folder, under), strict=strict)
+        return _read_fields(
+            state, folder, _find_training(state, folder, under), strict=strict
+        )
 
     fields, report = read_all_or_none(state, read)
     own = {each.name for each in state.setup}
@@ -175,7 +177,7 @@ def import_state(
     return attrs.evolve(report, state=after.with_setup(state.setup))
 
 
-def _found(state: TrainState, folder: Path, under: str | None) -> Found:
+def _find_training(state: TrainState, folder: Path, under: str | None) -> Found:
     """Return the tensors of a training in a folder of any supported format.
 
     Raises:
@@ -241,7 +243,7 @@ def _params(state: TrainState) -> list[str]:
     return [*state.params, *state.definition.skeleton.aliases]
 
 
-def _read(
+def _read_fields(
     state: TrainState, folder: Path, found: Found, *, strict: bool
 ) -> tuple[dict[str, Any], Loaded]:
     """Read the fields of the new state, and return them with the report."""
@@ -258,7 +260,7 @@ def _read(
     cast: dict[str, str] = {}
 
     def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
-        return _laid(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
+        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
 
     current = fields_of(state.copy())
     params, buffers = dict(current["params"]), dict(current["buffers"])
@@ -334,7 +336,7 @@ def _check_names(
         advise(attrs.evolve(found, dtypes={}).describe(str(folder)))
 
 
-def _laid(
+def _place_piece(
     where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
     """Read this rank's part of a piece in the state's dtype, on its device."""
@@ -351,7 +353,7 @@ def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
     if not isinstance(each, Piece):
         return each
     if each.shape == tuple(param.shape) and key != "step":
-        return _laid(where, key, each, param, {})
+        return _place_piece(where, key, each, param, {})
     values = each.read(Slice.whole(each.shape))
     if key == "step":
         return values

@@ -101,7 +101,7 @@ def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
 
 
 def _part(file: Path) -> Part:
-    held = torch_files.loaded(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
+    held = torch_files.load_plain(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
     cuts_each = "fp32_flat_groups" in held
     key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
     if key not in held:
@@ -143,9 +143,9 @@ def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
             yield {**counted, **entry} if entry else {}
 
 
-def loaded(file: Path) -> Mapping[str, Any]:
+def load_file(file: Path) -> Mapping[str, Any]:
     """Read a file of DeepSpeed, with placeholders for classes that are not needed."""
-    return torch_files.loaded(file, _ADVICE, shut=_SHUT)
+    return torch_files.load_plain(file, _ADVICE, shut=_SHUT)
 
 
 # Flat groups of ZeRO: assemble parameters from the parts of all ranks.
@@ -426,7 +426,7 @@ def _model(
         if not arguments.exists(tag / name):
             msg = f"{tag} has no {name}, which a rank wrote of the model. {WHOLE}"
             raise CheckpointCorruptError(msg)
-    model = loaded(tag / names[0])
+    model = load_file(tag / names[0])
     if model.get("param_shapes") is None:
         msg = (
             f"{tag / names[0]} does not say how parameters lie; it has {sorted(model)}."
@@ -438,7 +438,7 @@ def _model(
     weights = {name: Piece.of(module[name]) for name in model["buffer_names"]}
     shapes = shapes_of(model.get("frozen_param_shapes") or {})
     if shapes:
-        others = [loaded(tag / name) for name in names[1:]]
+        others = [load_file(tag / name) for name in names[1:]]
         held = [said["frozen_param_fragments"] for said in (model, *others)]
         for name, shape in shapes.items():
             runs, open_ = list[torch.Tensor](), math.prod(shape)

@@ -35,7 +35,13 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.model.optimizer import rebuilt
 from accelfn.state.state import TrainState
 from accelfn.weights.export import file_in, read_box, weight_map
-from accelfn.weights.importing import Incoming, Source, built, fill, placement
+from accelfn.weights.importing import (
+    Incoming,
+    Source,
+    build_model,
+    fill,
+    placement,
+)
 
 # Tensors of another library's checkpoint, which are read in boxes.
 
@@ -160,7 +166,7 @@ def import_torch_weights(
         ModelError, ArgumentError: as `import_model`.
     """
     path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
-    module = built("af.import_torch_weights", model)
+    module = build_model("af.import_torch_weights", model)
     place = placement("af.import_torch_weights", module, device_map, dtype)
     held = state_dict_of(path)
     incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
@@ -207,7 +213,7 @@ class _Shut:
         """Take and ignore the arguments of the object's class."""
 
 
-def loaded(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
+def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
     """Read tensors and plain data that `torch.save` wrote.
 
     Args:
@@ -270,7 +276,7 @@ def _brought(file: Path) -> set[str]:
 
 def _of_file(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by name."""
-    held = loaded(file, "Save model.state_dict() alone.")
+    held = load_plain(file, "Save model.state_dict() alone.")
     if not isinstance(held, Mapping):
         msg = f"{file} holds a {type(held).__name__}; expected a state dict."
         raise CheckpointError(msg)
@@ -346,13 +352,13 @@ class _Chunk:
         try:
             with disk.open_plain(self.path) as stream:
                 window = _Window(stream, self.begin, self.length)
-                meta = _loaded(window, "meta")  # what it is, and no values
+                meta = _load_storage(window, "meta")  # what it is, and no values
                 self._check(meta)
                 first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
                 if first is not None and meta.is_contiguous():
                     at = self.begin + first + meta.storage_offset() * meta.itemsize
                     return read_box(stream, at, meta.dtype, part)
-                return part.of(_loaded(window, "cpu"))
+                return part.of(_load_storage(window, "cpu"))
         except CheckpointCorruptError:
             raise
         except Exception as error:  # bytes at random end in any of them
@@ -369,7 +375,7 @@ class _Chunk:
             raise CheckpointCorruptError(msg)
 
 
-def _loaded(window: "_Window", device: str) -> torch.Tensor:
+def _load_storage(window: "_Window", device: str) -> torch.Tensor:
     is_stored_zip(cast("Any", window))
     window.seek(0)
     return torch.load(cast("Any", window), map_location=device, weights_only=True)

@@ -296,7 +296,7 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> RunResult:
-        watch = self._looked()
+        watch = self._look()
         if watch is None:
             return RunResult(state=WorkerState.HEALTHY)
         watch.question()
@@ -338,7 +338,7 @@ class Agent(LocalElasticAgent):
         most = self._worker_group.spec.max_restarts
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
-    def _looked(self) -> Watch | None:
+    def _look(self) -> Watch | None:
         """Look who has ended; return the watch that saw it, where torch's agent may look too."""
         watch = self._watching()
         may_end = watch.may_end()

@@ -175,7 +175,7 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     folders = [store / name_of(step) for step in steps] or [store]
     rows, code = list[str](), 0
     for folder in folders:
-        found = [*_verified(folder, bar)]
+        found = [*_verify_files(folder, bar)]
         if steps and not disk.is_there(folder):
             found = [(f"{folder} was removed by its run while it was read", True)]
         rows += [row for row, _ in found]
@@ -183,7 +183,7 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     return rows, code
 
 
-def _verified(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
+def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     try:
         manifests = read_manifests(folder)
     except CheckpointCorruptError as error:
@@ -220,7 +220,7 @@ def export(
     """
     folder = _folder(directory)
     manifest = read_manifest(folder)
-    names = _exported(folder, manifest, slot)
+    names = _model_tensors(folder, manifest, slot)
     read_from = {manifest.file_of(name, 0) for name in names.values()}
     size = sum(manifest.files[file].size for file in read_from)
     with bar(folder.name, size) as told:
@@ -244,7 +244,9 @@ def export(
     return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
 
 
-def _exported(folder: Path, manifest: Manifest, slot: str | None) -> dict[str, str]:
+def _model_tensors(
+    folder: Path, manifest: Manifest, slot: str | None
+) -> dict[str, str]:
     """Return the tensors of an exported model, by their names there.
 
     Raises:

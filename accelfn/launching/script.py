@@ -192,7 +192,7 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
     return {name: ("1", "ranks that start again need a store of their own")}
 
 
-def planned(plan: Plan) -> list[str]:
+def describe_plan(plan: Plan) -> list[str]:
     """Return in lines what a launch would do."""
     machines = plan.machines
     what = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
@@ -338,7 +338,7 @@ class Watch:
         found: dict[int, str] = {}
         while len(found) < len(files) and time.monotonic() < until:
             time.sleep(0.02)
-            texts = {local: _read(file) for local, file in files.items()}
+            texts = {local: _read_text(file) for local, file in files.items()}
             found = {local: text for local, text in texts.items() if _is_whole(text)}
         return {local: _users(text) for local, text in found.items()}
 
@@ -364,7 +364,7 @@ def _is_stopped(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def _read(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError:

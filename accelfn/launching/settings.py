@@ -171,7 +171,7 @@ def flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def checked(name: str, value: Any, source: str) -> Any:
+def check_setting(name: str, value: Any, source: str) -> Any:
     """Return a setting's value.
 
     Raises:
@@ -179,7 +179,7 @@ def checked(name: str, value: Any, source: str) -> Any:
     """
     option = OPTIONS.get(name)
     if option is None:
-        msg = f"{source} has {name!r:.80}, which is no setting.{near(name, list(OPTIONS))}"
+        msg = f"{source} has {name!r:.80}, which is no setting.{suggest_name(name, list(OPTIONS))}"
         raise LaunchError(msg)
     if not option.kind.accepts(value):
         msg = f"{_where(name, source)} is {value!r:.80}; give {option.kind.expects}."
@@ -201,7 +201,7 @@ def _where(name: str, source: str) -> str:
     return flag(name) if source == COMMAND_LINE else f"{source}: {name}"
 
 
-def near(name: str, names: list[str]) -> str:
+def suggest_name(name: str, names: list[str]) -> str:
     """Return the name that was meant, or all that there are, as the end of a sentence."""
     close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
@@ -248,7 +248,7 @@ class Settings:
         for name, option in OPTIONS.items():
             text = given.get(name)
             if text is not None:
-                value = checked(name, option.kind.from_text(text), COMMAND_LINE)
+                value = check_setting(name, option.kind.from_text(text), COMMAND_LINE)
                 found[name] = Setting(value, COMMAND_LINE)
             elif name in written:
                 found[name] = Setting(written[name], file)
@@ -265,22 +265,22 @@ class Settings:
         """Return a setting's value."""
         return self.by_name[name].value
 
-    def _given(self, names: tuple[str, ...]) -> list[str]:
+    def _names_set(self, names: tuple[str, ...]) -> list[str]:
         return [name for name in names if self[name] is not None]
 
     def _check_exclusive(self) -> None:
         """Refuse settings that contradict each other."""
-        numbered, dynamic = self._given(NUMBERED), self._given(DYNAMIC)
+        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         if numbered and dynamic:
             msg = (
-                f"{_shown(numbered)} and {_shown(dynamic)} exclude each other: machines"
+                f"{_join_flags(numbered)} and {_join_flags(dynamic)} exclude each other: machines"
                 " have numbers, or get them where they meet."
             )
             raise LaunchError(msg)
 
     def _check_whole(self) -> None:
         """Refuse settings of which a part is missing, or has no effect."""
-        numbered, dynamic = self._given(NUMBERED), self._given(DYNAMIC)
+        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
         if dynamic:
             self._require(dynamic, ("rdzv_endpoint", "rdzv_id"))
@@ -290,7 +290,9 @@ class Settings:
         elif count > 1:
             self._require(numbered, ("machine_rank", "main_address"))
         elif numbered and self.by_name["num_machines"].source == DEFAULT:
-            msg = f"{_shown(numbered)} without --num-machines has no effect; add it."
+            msg = (
+                f"{_join_flags(numbered)} without --num-machines has no effect; add it."
+            )
             raise LaunchError(msg)
 
     def _check_elastic(self) -> None:
@@ -299,7 +301,7 @@ class Settings:
         given = [name for name in beside if self[name] != OPTIONS[name].default]
         if self["elastic"] is not None and given:
             msg = (
-                f"--elastic and {_shown(given)} exclude each other: ranks that come and go"
+                f"--elastic and {_join_flags(given)} exclude each other: ranks that come and go"
                 " are MIN to MAX processes of one machine, without axes; and one that was"
                 " killed is replaced, so that not all start again."
             )
@@ -316,9 +318,13 @@ class Settings:
     def _require(self, given: list[str], names: tuple[str, ...]) -> None:
         missing = [name for name in names if name not in given]
         if missing:
-            why = _shown(given) if given else f"--num-machines {self['num_machines']}"
+            why = (
+                _join_flags(given)
+                if given
+                else f"--num-machines {self['num_machines']}"
+            )
             verb = "is" if len(missing) == 1 else "are"
-            msg = f"{why}: {_shown(missing)} {verb} missing."
+            msg = f"{why}: {_join_flags(missing)} {verb} missing."
             raise LaunchError(msg)
 
     def machines(self) -> Machines:
@@ -379,7 +385,7 @@ class Settings:
         return [f"{name:14}{value:{wide}}  {source}" for name, value, source in rows]
 
 
-def _shown(names: list[str]) -> str:
+def _join_flags(names: list[str]) -> str:
     return " and ".join(flag(name) for name in names)
 
 
@@ -434,7 +440,7 @@ def read(file: Path) -> dict[str, Any]:
             raise LaunchError(msg)
         if name != TABLE:
             hint = f" Write it below [{TABLE}]." if name in OPTIONS else ""
-            hint = hint or near(name, [TABLE])
+            hint = hint or suggest_name(name, [TABLE])
             msg = f"{file} has {name!r:.80}, of which nothing is known.{hint}"
             raise LaunchError(msg)
     settings: dict[str, Any] = tables.get(TABLE, {})
@@ -446,7 +452,9 @@ def read(file: Path) -> dict[str, Any]:
             " accelfn launch --config COPY."
         )
         raise LaunchError(msg)
-    return {name: checked(name, value, str(file)) for name, value in settings.items()}
+    return {
+        name: check_setting(name, value, str(file)) for name, value in settings.items()
+    }
 
 
 def _decode_bounded(data: bytes) -> str:
@@ -501,7 +509,7 @@ def configure(
     text = file.read_text(encoding="utf-8") if arguments.is_file(file) else ""
     part = file.with_name(f".{file.name}.part")
     try:
-        part.write_text(edited(text, in_order), encoding="utf-8")
+        part.write_text(edit_settings(text, in_order), encoding="utf-8")
         part.replace(file)
     except OSError as error:
         msg = f"{file} cannot be written: {error}."
@@ -509,7 +517,7 @@ def configure(
     return file
 
 
-def edited(text: str, settings: Mapping[str, Any]) -> str:
+def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
     """Return a file's text with these settings and its own comments, order and blank lines."""
     document = tomlkit.parse(text)
     table: Any = document.setdefault(TABLE, tomlkit.table())
@@ -532,7 +540,7 @@ def _assign(found: dict[str, Any], text: str) -> None:
         return
     kind = OPTIONS[name].kind if name in OPTIONS else None
     given = value if kind is None else kind.from_text(value)
-    found[name] = checked(name, given, "--set")
+    found[name] = check_setting(name, given, "--set")
 
 
 def _questions(found: dict[str, Any]) -> Iterator[str]:
@@ -558,7 +566,7 @@ def _answer(found: dict[str, Any], name: str, ask: Callable[[str], str]) -> None
         text = ask(f"{name}: {option.help} [{shown}] ").strip()
         try:
             if text:
-                kept = checked(name, option.kind.from_text(text), "the answer")
+                kept = check_setting(name, option.kind.from_text(text), "the answer")
         except LaunchError as error:
             sys.stderr.write(f"{error}\n")
             continue

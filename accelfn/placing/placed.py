@@ -234,7 +234,7 @@ def placed(
             n: t for unit in units for part in unit for n, t in part.tensors.items()
         }
         values = _values(model, named, weights)
-        there = stack.enter_context(_given(model, values))
+        there = stack.enter_context(_fill_parameters(model, values))
         units = units_of(model)  # with the parameters that have values now
         _settle(stack, model, plan, units, there)
         for param in model.parameters():
@@ -345,7 +345,7 @@ def _fill_buffers(
 
 
 @contextmanager
-def _given(
+def _fill_parameters(
     model: nn.Module, values: Mapping[int, Mapped]
 ) -> Generator[dict[int, Mapped]]:
     """Let parameters with values stand in the places of those without; give their files."""

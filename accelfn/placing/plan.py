@@ -49,7 +49,7 @@ def calls_of(part: Part) -> list[Call]:
     its forward.
     """
     inside = [each for each in part.module.modules() if each is not part.module]
-    calls = [Call(each, tuple(_own("", each).values())) for each in inside]
+    calls = [Call(each, tuple(_direct_tensors("", each).values())) for each in inside]
     itself = Call(part.module, tuple(part.tensors.values()))
     whole = {id(tensor) for tensor in itself.tensors}
     return [
@@ -101,10 +101,10 @@ def _parts(model: nn.Module) -> Iterator[Part]:
         if not inside and not _has_forward(module):
             return  # its tensors are those of the module around it
         if id(module) in blocks or whole or not inside:
-            yield Part(name, module, _named(name, module, recurse=True))
+            yield Part(name, module, _named_tensors(name, module, recurse=True))
             return
         if _has_forward(module) or not name:
-            yield Part(name, module, _own(name, module))
+            yield Part(name, module, _direct_tensors(name, module))
         for child, each in module.named_children():
             yield from walk(f"{name}.{child}" if name else child, each)
 
@@ -115,16 +115,18 @@ def _has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward
 
 
-def _own(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
+def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors that a module has itself, or in lists that have no forward."""
-    found = _named(name, module, recurse=False)
+    found = _named_tensors(name, module, recurse=False)
     for child, each in module.named_children():
         if not _has_forward(each):
-            found |= _own(f"{name}.{child}" if name else child, each)
+            found |= _direct_tensors(f"{name}.{child}" if name else child, each)
     return found
 
 
-def _named(name: str, module: nn.Module, *, recurse: bool) -> dict[str, torch.Tensor]:
+def _named_tensors(
+    name: str, module: nn.Module, *, recurse: bool
+) -> dict[str, torch.Tensor]:
     prefix = f"{name}." if name else ""
     params = module.named_parameters(recurse=recurse, remove_duplicate=False)
     buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
@@ -195,7 +197,9 @@ class DeviceMap:
         for device, budget in self.budgets.items():
             needed = self.needed(device)
             if isinstance(budget, int) and needed > budget:
-                guests = [] if device != self.computes else _at_once(self._offloaded())
+                guests = (
+                    [] if device != self.computes else _at_once(self._offloaded_units())
+                )
                 coming = (
                     f", of which {' and '.join(unit.shown for unit in guests)} of"
                     f" {format_bytes(_coming(guests))} come from elsewhere to compute"
@@ -220,14 +224,16 @@ class DeviceMap:
         A module is called within those that it is a part of, and what is theirs has come, too.
         """
         here = sum(unit.num_bytes for unit in self.units if unit.device == device)
-        return here + (_visiting(self._offloaded()) if device == self.computes else 0)
+        return here + (
+            _visiting(self._offloaded_units()) if device == self.computes else 0
+        )
 
     @property
     def room(self) -> int:
         """How many bytes of parameters may come at a time to where they compute."""
         budget = self.budgets.get(self.computes)
         left = budget - self.needed(self.computes) if isinstance(budget, int) else 0
-        return left + _coming(_at_once(self._offloaded()))
+        return left + _coming(_at_once(self._offloaded_units()))
 
     def moved(self, name: str, device: str) -> "DeviceMap":
         """Return a map in which one unit is elsewhere.
@@ -265,7 +271,7 @@ class DeviceMap:
             for name, size, where in [head, *rows]
         )
 
-    def _offloaded(self) -> list[Unit]:
+    def _offloaded_units(self) -> list[Unit]:
         away = {DISK} if self.computes == "cpu" else {"cpu", DISK}
         return [unit for unit in self.units if unit.device in away]
 

@@ -134,10 +134,10 @@ class TorchRates:
         self._optimizer: Any = scratch_of(optimizer)
         groups = self._optimizer.param_groups
         self._given = [
-            {k: _said(v) for k, v in group.items() if k not in STRUCTURE}
+            {k: _plain_option(v) for k, v in group.items() if k not in STRUCTURE}
             for group in groups
         ]
-        self._scheduler = self._made()
+        self._scheduler = self._make_scheduler()
         self._is_whole = True
         self._ended: Exception | None = None
         self._rates = [array("d") for _ in groups]
@@ -162,7 +162,7 @@ class TorchRates:
             found[at] = known[update]
         return found
 
-    def _made(self) -> Any:
+    def _make_scheduler(self) -> Any:
         """Return the factory's scheduler on this optimizer."""
         try:
             scheduler: Any = self._factory(self._optimizer)
@@ -202,14 +202,14 @@ class TorchRates:
         for known in (*self._rates, *self._others.values()):
             del known[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
-        self._scheduler = self._made()
+        self._scheduler = self._make_scheduler()
         for _ in range(self._num_known - 1):
             self._scheduler.step()
 
     def _note(self) -> None:
         for i, group in enumerate(self._optimizer.param_groups):
             for key, given in self._given[i].items():
-                now = _said(group[key])
+                now = _plain_option(group[key])
                 if (
                     key != "lr"
                     and (i, key) not in self._others
@@ -217,13 +217,13 @@ class TorchRates:
                 ):
                     self._others[i, key] = [given] * self._num_known
         for (i, key), known in self._others.items():
-            known.append(_said(self._optimizer.param_groups[i][key]))
+            known.append(_plain_option(self._optimizer.param_groups[i][key]))
         for known, group in zip(self._rates, self._optimizer.param_groups, strict=True):
             known.append(float(group["lr"]))
         self._num_known += 1
 
 
-def _said(value: Any) -> Any:
+def _plain_option(value: Any) -> Any:
     """Return an option as a value that nothing changes; a tensor of a number as that."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
@@ -463,7 +463,7 @@ class Rates(Protocol):
         ...
 
 
-def bound(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
+def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
     """Return a schedule bound to an optimizer's groups; of none, None.
 
     Raises:

@@ -33,7 +33,7 @@ from accelfn.model.model import (
     skeleton_of,
 )
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, prototype_of
-from accelfn.schedules.factors import Schedule, bound
+from accelfn.schedules.factors import Schedule, bind_rates
 from accelfn.state.update import shared_draws
 from accelfn.world import World
 
@@ -108,7 +108,7 @@ def begin(
             beginning = _create_whole(
                 model, optimizer, device=device, seed=seed, name=name
             )
-        rates = bound(schedule, beginning.prototype)
+        rates = bind_rates(schedule, beginning.prototype)
     definition = Definition(
         skeleton=beginning.skeleton,
         optimizer=beginning.prototype,

@@ -42,15 +42,15 @@ class _Jsonl:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._handle = os.open(path, flags, 0o644)
         try:
-            self._own()
-            os.ftruncate(self._handle, _whole(self._handle))
+            self._lock()
+            os.ftruncate(self._handle, _length_of_lines(self._handle))
             begins = {"accelfn": FORMAT, "began": time.time()}
             self._append(begins if step is None else {**begins, "step": step})
         except BaseException:
             os.close(self._handle)
             raise
 
-    def _own(self) -> None:
+    def _lock(self) -> None:
         """Keep other jobs from writing to the file, where the file system can."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -95,7 +95,7 @@ class _Jsonl:
             os.close(self._handle)
 
 
-def _whole(handle: int) -> int:
+def _length_of_lines(handle: int) -> int:
     """Return how many bytes there are up to the end of the last whole line."""
     end = os.fstat(handle).st_size
     while end:

@@ -100,11 +100,11 @@ def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
         raise ArgumentError(msg)
     for name, value in cast("Mapping[str, Any]", metrics).items():
         if not _is_one_number(value):
-            msg = f"metrics: {name!r} is {_shown(value)}; expected one real number."
+            msg = f"metrics: {name!r} is {_describe_value(value)}; expected one real number."
             raise ArgumentError(msg)
 
 
-def _shown(value: object) -> str:
+def _describe_value(value: object) -> str:
     if isinstance(value, torch.Tensor):
         where = " on meta" if value.is_meta else ""
         return f"a tensor of shape {tuple(value.shape)}, {value.dtype}{where}"
@@ -171,7 +171,7 @@ def check_image(name: str, image: object) -> None:
         or not (image.dtype == torch.uint8 or image.is_floating_point())
     ):
         is_tensor = isinstance(image, torch.Tensor)
-        shown = _shown(image) if is_tensor else type(image).__name__
+        shown = _describe_value(image) if is_tensor else type(image).__name__
         msg = (
             f"images: {name!r} is {shown}; expected a tensor (channels, height, width)"
             " with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1."
@@ -429,7 +429,7 @@ class Tracker:
         for name, image in images.items():
             check_image(name, image)
         if self._goes_on(IMAGES):
-            read, said = _read(pixels, images, step)
+            read, said = _read_tensors(pixels, images, step)
             what = f"the images of step {step}"
             self._tell(what, read, lambda sink, x: sink.images(x, step), IMAGES, said)
 
@@ -500,7 +500,7 @@ class Tracker:
         _warn(told)
 
 
-def _read(
+def _read_tensors(
     convert: Callable[[str, torch.Tensor], T],
     tensors: Mapping[str, torch.Tensor],
     step: int,

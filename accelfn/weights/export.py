@@ -134,7 +134,9 @@ def bytes_in(size: object, where: str | None = None) -> int:
     return found
 
 
-def divided(tensors: Mapping[str, torch.Tensor], limit: int) -> dict[str, list[str]]:
+def split_into_files(
+    tensors: Mapping[str, torch.Tensor], limit: int
+) -> dict[str, list[str]]:
     """Assign tensors to files in order; a tensor above the limit gets its own file."""
     shards, open_, held = list[list[str]](), list[str](), 0
     for name, tensor in tensors.items():
@@ -252,7 +254,7 @@ def shards_at(source: Path) -> Shards:
     path = file_in(source, WEIGHTS, INDEX) if arguments.is_directory(source) else source
     parted = path.name.endswith(".index.json")
     if parted and not path.name.endswith(".bin.index.json"):
-        return _indexed(path)
+        return _shards_of_index(path)
     if path.suffix != ".safetensors":
         msg = (
             f"{path} is neither a .safetensors file, a folder with one, nor an index."
@@ -303,7 +305,7 @@ def weight_map(path: Path, ending: str) -> dict[str, str]:
     return named
 
 
-def _indexed(path: Path) -> Shards:
+def _shards_of_index(path: Path) -> Shards:
     named = weight_map(path, ".safetensors")
     read = {file: _table(path.parent / file) for file in dict.fromkeys(named.values())}
     for name, file in named.items():
@@ -398,13 +400,13 @@ def _bytes(path: Path, *, header: bool = False) -> bytes:
 
 def _json(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(data, object_pairs_hook=_each_once)
+        return json.loads(data, object_pairs_hook=_reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         msg = f"{path} cannot be read: {error}."
         raise CheckpointCorruptError(msg) from error
 
 
-def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         names = [name for name, _ in pairs]
@@ -456,14 +458,14 @@ def export_model(
     tensors: dict[str, torch.Tensor] = {}
 
     def begin() -> None:
-        tensors.update(_named(state, params))
+        tensors.update(_exported_tensors(state, params))
         commit.begin(job)
 
     exchange = exchange_of(state, "export")
     job.run_on_all(exchange, "begin", begin)
-    plan = divided(tensors, limit)
+    plan = split_into_files(tensors, limit)
     for file, names in plan.items():
-        held = _held({n: tensors[n] for n in names}, job, state.world)
+        held = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
         job.run_on_all(exchange, f"write {file}", _writing(job, file, held))
 
     def name_it() -> None:
@@ -551,7 +553,7 @@ def save_pretrained(
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
     job.run_on_all(exchange, "begin", lambda: commit.begin(job))
-    tensors = _held({**params, **state.buffers}, job, state.world)
+    tensors = _gather_to_main({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
         if job.rank == 0:
@@ -564,7 +566,7 @@ def save_pretrained(
     job.run_on_all(exchange, "write by the model's save_pretrained", write)
 
 
-def _named(
+def _exported_tensors(
     state: TrainState, params: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """Return the tensors to export, each under its first name in the state dict.
@@ -599,7 +601,7 @@ def _named(
     return found
 
 
-def _held(
+def _gather_to_main(
     tensors: Mapping[str, torch.Tensor], job: Save, world: World
 ) -> dict[str, torch.Tensor]:
     """Gather sharded tensors to rank 0; return all tensors there, and {} on other ranks."""

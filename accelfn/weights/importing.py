@@ -132,7 +132,7 @@ def empty_weights() -> Generator[None]:
         yield
 
 
-def built(caller: str, source: Source[M]) -> M:
+def build_model(caller: str, source: Source[M]) -> M:
     """Return a given module, or build a factory's module with parameters on meta.
 
     Raises:
@@ -159,7 +159,9 @@ def built(caller: str, source: Source[M]) -> M:
     return made
 
 
-def remade(model: nn.Module, names: Collection[str]) -> dict[str, torch.Tensor]:
+def rebuild_buffers(
+    model: nn.Module, names: Collection[str]
+) -> dict[str, torch.Tensor]:
     """Compute buffers of a model on meta again, by name, if possible.
 
     Possible for models of Transformers, because a `config` is enough to build them.
@@ -361,7 +363,7 @@ def placement(
         raise ArgumentError(msg)
     devices: dict[str, torch.device] = {}
     for prefix, device in (device_map or {}).items():
-        if not any(_within(name, prefix) for name in _named(model)):
+        if not any(_within(name, prefix) for name in _named_tensors(model)):
             modules = [name for name, _ in model.named_children()]
             msg = (
                 f"{caller}(device_map={{{prefix!r}: ...}}): the model has no such module."
@@ -382,8 +384,8 @@ def fill(
         ModelError: a tensor of the model cannot be filled.
     """
     targets = _targets(model)
-    empty, made = _remade(model, targets)
-    pairs = _paired(targets, incoming, strict=strict)
+    empty, made = _rebuild_missing(model, targets)
+    pairs = _match_targets(targets, incoming, strict=strict)
     with own_modes(torch.device("cpu")), torch.no_grad():
         _check_ties(targets, incoming, strict=strict)
         places = _places(model)
@@ -395,7 +397,7 @@ def fill(
             old = empty[name]
             _set(old, value.to(place.device(name, old)), places.get(id(old), []))
         given = {id(each) for target in pairs.values() for each in target.tensors}
-        for name, left in _named(model).items():
+        for name, left in _named_tensors(model).items():
             if id(left) not in given and not left.is_meta and place.device_map:
                 left.data = left.data.to(place.device(name, left))
 
@@ -425,7 +427,7 @@ def _targets(model: nn.Module) -> list[Target]:
     Raises:
         ModelError: a tensor cannot be filled.
     """
-    named = _named(model)
+    named = _named_tensors(model)
     for name, tensor in named.items():
         if is_lazy(tensor) or is_sharded(tensor):
             kind = "a DTensor" if is_sharded(tensor) else "lazy, without a shape yet"
@@ -444,7 +446,7 @@ def _targets(model: nn.Module) -> list[Target]:
     return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
 
 
-def _remade(
+def _rebuild_missing(
     model: nn.Module, targets: list[Target]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return the meta tensors outside the state dict, and values for them, by name.
@@ -453,9 +455,9 @@ def _remade(
         ModelError: a tensor would stay without values.
     """
     saved = {id(tensor) for target in targets for tensor in target.tensors}
-    named = _named(model)
+    named = _named_tensors(model)
     empty = {n: t for n, t in named.items() if t.is_meta and id(t) not in saved}
-    made = remade(model, empty)
+    made = rebuild_buffers(model, empty)
     left = [
         name
         for name, old in empty.items()
@@ -482,7 +484,7 @@ def _key(tensor: torch.Tensor) -> Any:
     return tensor.data_ptr(), *layout
 
 
-def _paired(
+def _match_targets(
     targets: list[Target], incoming: Incoming, *, strict: bool
 ) -> dict[str, Target]:
     """Return the model's tensor for each incoming name.
@@ -564,12 +566,12 @@ def _places(model: nn.Module) -> _Places:
     """Return the modules and attributes that hold each tensor of a model."""
     found: _Places = {}
     for module in model.modules():
-        for name, tensor in _own(module):
+        for name, tensor in _direct_tensors(module):
             found.setdefault(id(tensor), []).append((module, name))
     return found
 
 
-def _own(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_parameters(recurse=False, remove_duplicate=False)
     yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
@@ -592,7 +594,7 @@ def _set(
         setattr(module, name, new)
 
 
-def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
@@ -665,7 +667,7 @@ def import_model(
         ArgumentError: a device, module or dtype is invalid.
     """
     path = as_path("af.import_model(model, source)", source, "a file or folder")
-    module = built("af.import_model", model)
+    module = build_model("af.import_model", model)
     place = placement("af.import_model", module, device_map, dtype)
     shards = shards_at(path)
     read = Maps(shards).read if mapped else shards.read

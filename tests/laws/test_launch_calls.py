@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accelfn.cli import main
-from accelfn.launching.settings import OPTIONS, Settings, edited
+from accelfn.launching.settings import OPTIONS, Settings, edit_settings
 from tests.laws.disks import lent
 
 # settings
@@ -157,7 +157,7 @@ def test_a_launch_is_what_its_settings_say(
     words = [f"{'--' + n.replace('_', '-')}={value}" for n, value in line.items()]
     with lent() as root:
         path = root / "settings.toml"
-        path.write_text(edited("", file), encoding="utf-8")
+        path.write_text(edit_settings("", file), encoding="utf-8")
         sources = {
             name: "command line"
             if name in line

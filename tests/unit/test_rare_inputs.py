@@ -23,7 +23,7 @@ from accelfn.errors import CheckpointError
 from accelfn.launching import script
 from accelfn.launching.script import Failure, report
 from accelfn.testing import simulate
-from accelfn.weights.export import WEIGHTS, divided
+from accelfn.weights.export import WEIGHTS, split_into_files
 from accelfn.world.place import _port_of_job
 from tests.states import linear_state
 from tests.waiting import HANGS, wait_until
@@ -83,7 +83,7 @@ def test_a_process_that_is_dead_holds_no_lock() -> None:
 def test_files_have_each_tensor_once(sizes: list[int], limit: int) -> None:
     """No more than fit, but for one alone; a model without tensors is a file, too."""
     tensors = {f"{at}": torch.zeros(size) for at, size in enumerate(sizes)}
-    files = divided(tensors, limit * 4)
+    files = split_into_files(tensors, limit * 4)
     found = [name for names in files.values() for name in names]
     assert sorted(found, key=int) == [*tensors]
     assert files or not sizes

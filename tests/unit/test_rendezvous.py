@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from accelfn.launching.machines import Machines, NumberedRendezvous, Plan, handler_of
-from accelfn.launching.script import planned
+from accelfn.launching.script import describe_plan
 from accelfn.launching.settings import Settings
 from accelfn.world import connection, meeting
 from accelfn.world.connection import open_store
@@ -142,11 +142,11 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     for nproc, threads in ((2, 4), (3, 2), (8, 1), (9, 1)):
-        rows = planned(Plan(nproc=nproc))
+        rows = describe_plan(Plan(nproc=nproc))
         assert any(row.startswith(f"sets OMP_NUM_THREADS={threads} ") for row in rows)
-    assert not any("OMP" in row for row in planned(Plan(nproc=1)))
+    assert not any("OMP" in row for row in describe_plan(Plan(nproc=1)))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert not any("OMP" in row for row in planned(Plan(nproc=2)))
+    assert not any("OMP" in row for row in describe_plan(Plan(nproc=2)))
 
 
 def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
@@ -154,9 +154,11 @@ def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     alone = Machines()
     assert any(
-        "GLOO_SOCKET_IFNAME=lo" in r for r in planned(Plan(nproc=1, machines=alone))
+        "GLOO_SOCKET_IFNAME=lo" in r
+        for r in describe_plan(Plan(nproc=1, machines=alone))
     )
     many = attrs.evolve(alone, most=2, address="10.0.0.7", interface="ib0")
     assert any(
-        "GLOO_SOCKET_IFNAME=ib0" in r for r in planned(Plan(nproc=1, machines=many))
+        "GLOO_SOCKET_IFNAME=ib0" in r
+        for r in describe_plan(Plan(nproc=1, machines=many))
     )

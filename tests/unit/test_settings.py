@@ -14,7 +14,12 @@ from hypothesis import strategies as st
 
 from accelfn.cli import main
 from accelfn.errors import LaunchError
-from accelfn.launching.settings import OPTIONS, configure, edited, read
+from accelfn.launching.settings import (
+    OPTIONS,
+    configure,
+    edit_settings,
+    read,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -408,12 +413,12 @@ COMMENTS = st.text(st.characters(exclude_categories=["Cc", "Cs"]))
 @given(SETTINGS, SETTINGS, st.lists(COMMENTS, min_size=5, max_size=5))
 def test_what_is_edited_is_read(before, after, comments):
     """Whatever a file of ours says and is to say, it says it then, and keeps its comments."""
-    lines = edited("", before).splitlines()
+    lines = edit_settings("", before).splitlines()
     text = "".join(
         f"{line} # {comment}\n#{comment}\n"
         for line, comment in zip(lines, comments, strict=False)
     )
-    new = edited(text, after)
+    new = edit_settings(text, after)
     assert tomllib.loads(new) == {"launch": after}
     assert all(f"\n#{each}\n" in new for each in comments[: len(lines)])
     behind = dict(zip(before, comments[1:], strict=False))
@@ -529,7 +534,7 @@ def test_text_is_written_as_it_is_read():
     """Quotes, backslashes and letters of any language survive the file."""
     file = Path("accelfn.toml")
     settings = {"main_address": 'a"b\\c é 漢 😀', "join_timeout": 1.5, "nproc": "auto"}
-    file.write_text(edited("", settings), encoding="utf-8")
+    file.write_text(edit_settings("", settings), encoding="utf-8")
     assert read(file) == settings
 
 

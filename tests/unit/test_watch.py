@@ -125,7 +125,7 @@ def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
     file = tmp_path / "stack"
     for end, is_whole in ((" in <module>\n", True), ("  ...\n", True), ("tra", False)):
         file.write_text(f"{mine}\n{end}")
-        assert script._is_whole(script._read(file)) == is_whole
+        assert script._is_whole(script._read_text(file)) == is_whole
 
 
 @pytest.mark.parametrize(
