@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `accelfn`, and what each of its words calls."""
+"""The command line `accelfn` and its subcommands."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from accelfn.launching.settings import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# The words of the command line `accelfn`, and what its help says of each.
+# The parser of the command line, with its help texts.
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that refuses unknown options itself; argparse leaves them to the outermost."""
+    """A parser that rejects unknown options itself; argparse leaves them to the outermost."""
 
     # its overloads are many
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
     ) -> Any:
-        """Parse, and say in one line which option is unknown, and which one was meant."""
+        """Parse; report an unknown option in one line, with the nearest known option."""
         found, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _reader_left() -> bool:
-    """Return whether nobody reads what is printed; the rest of it then goes nowhere."""
+    """Return whether the reader of the output has left; then discard the rest of the output."""
     try:
         out = sys.stdout.fileno()
     except OSError:  # it is kept in this process
@@ -355,7 +355,7 @@ def _launch(words: argparse.Namespace) -> int:
 
 
 def _say_whose(args: Sequence[str], script: str) -> None:
-    """Say that options of accelfn which stand behind the script are the script's."""
+    """Warn that options of accelfn after the script's name go to the script."""
     flags = [flag(name) for name in OPTIONS]
     own = [word for word in args if word.partition("=")[0] in flags]
     if own:
@@ -366,7 +366,7 @@ def _say_whose(args: Sequence[str], script: str) -> None:
 
 
 def _say_from_file(chosen: Settings) -> None:
-    """Say what a file has set: whoever wrote it says how this run starts, and where."""
+    """Print the settings of a file, because its author decides how and where this run starts."""
     others = {COMMAND_LINE, DEFAULT}
     rows = [
         (n, each) for n, each in chosen.by_name.items() if each.source not in others

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks of one machine as torch's elastic agent runs them, and what it does not tell.
+"""Run the ranks of one machine with torch's elastic agent.
 
-The processes, their rendezvous, their environment and their restarts are torchrun's. Added
-is which ranks failed in an attempt that is followed by another, that a run which was asked
-to end is not started again, and that a rank which was stopped is found, and ends.
+Processes, rendezvous, environment and restarts work as in torchrun. accelfn adds three things:
+it reports the ranks that failed before a restart, it does not restart a run that was asked to
+end, and it finds and ends ranks that were stopped.
 """
 
 from __future__ import annotations
@@ -48,12 +48,10 @@ if TYPE_CHECKING:
 
     from accelfn.launching.machines import Machines, Plan
 
-# `Crew`: the processes of an elastic run, of which some are killed and others take their
-# place.
+# The processes of an elastic run, with replacements for killed processes.
 #
-# torch's agent ends all ranks where one fails. Here one that a signal ended is taken out of
-# its hands before it looks, and another process is put in its place; the rest stays the
-# agent's.
+# torch's agent ends all ranks if one fails. `Crew` removes a process that a signal ended before
+# the agent checks its processes, and starts another process in its place.
 
 
 _KILLED = os.CLD_KILLED, os.CLD_DUMPED
@@ -61,17 +59,17 @@ _KILLED = os.CLD_KILLED, os.CLD_DUMPED
 
 @frozen
 class _Ending:
-    """How a process ended: by which signal, or with which code."""
+    """The signal or the exit code of a process that ended."""
 
     is_by_signal: bool
     status: int
 
 
 class Crew:
-    """Which processes make the world of a run, and which wait to come in.
+    """The processes in the world of a run, and those that wait to join.
 
     Attributes:
-        gone: the places of those that the run does without: nobody asks how they ended.
+        gone: the places of processes that the run continues without; their exit is ignored.
     """
 
     def __init__(
@@ -83,7 +81,7 @@ class Crew:
         store: dist.Store,
         say: Callable[[str], None],
     ) -> None:
-        """Take the processes, torch's records of them, and how few may go on."""
+        """Take the processes, torch's records of them, and the minimum number of ranks."""
         self._context: Any = context
         self._workers, self._least, self._say = workers, least, say
         self._words = Words.at(store)
@@ -94,7 +92,7 @@ class Crew:
         self._number = 0
 
     def look(self) -> None:
-        """See who has ended, and let the others go on; what they cannot, torch's agent sees."""
+        """Replace killed processes; torch's agent handles all other failures."""
         for place in sorted(self._members | self._newcomers):
             ending = _ending(self._pid(place))
             if ending is None:
@@ -110,7 +108,7 @@ class Crew:
             self._dismiss()
 
     def _lose(self, place: int, number: int) -> None:
-        """Go on without a process, if enough are left, and start another."""
+        """Continue without a process, if enough are left, and start a replacement."""
         left = self._members - {place}
         is_member = place in self._members
         if is_member and len(left) < self._least:
@@ -151,7 +149,7 @@ class Crew:
         self._newcomers.add(place)
 
     def _gather(self) -> None:
-        """Say who makes the next world, once all have come who can."""
+        """Announce the next world when all of its processes have arrived."""
         number = self._number + 1
         names = {place: self._name(place) for place in self._members | self._newcomers}
         if not all(self._words.has_come(number, names[each]) for each in self._members):
@@ -165,7 +163,7 @@ class Crew:
             self._words.take_in(names[each], number)
 
     def _dismiss(self) -> None:
-        """Let torch's agent end those that came too late: the others are done."""
+        """Let torch's agent end waiting processes when the other processes are done."""
         for place in sorted(self._newcomers):
             self._say(
                 f"the process at place {place} (pid {self._pid(place)}) had not come in when"
@@ -174,7 +172,7 @@ class Crew:
             self._forget(place)
 
     def _forget(self, place: int) -> None:
-        """Take a process out of what the agent waits for."""
+        """Remove a process from those that the agent waits for."""
         self._newcomers.discard(place)
         self.gone.add(place)
         self._context._running_local_ranks.discard(place)
@@ -191,7 +189,7 @@ class Crew:
 
 
 class _Follower(SubprocessHandler):
-    """A process whose output goes where that of another went before, behind it."""
+    """A process that appends its output to that of the process it replaces."""
 
     def __init__(
         self,
@@ -200,7 +198,7 @@ class _Follower(SubprocessHandler):
         outputs: tuple[str, str],
         place: int,
     ) -> None:
-        """Start it; an empty name of a file is the launcher's own stream."""
+        """Start the process; an empty file name means the launcher's own stream."""
         self._stdout, self._stderr = (
             open(each, "a") if each else None  # noqa: PTH123, SIM115 - torch closes them
             for each in outputs
@@ -210,7 +208,7 @@ class _Follower(SubprocessHandler):
 
 
 def _ending(pid: int) -> _Ending | None:
-    """Return how a child ended; None while it runs. It stays to be waited for."""
+    """Return how a child process ended, without reaping the process; None while it runs."""
     try:
         found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torch's agent has waited for it
@@ -225,7 +223,7 @@ _EVERY_SECONDS = 0.1
 
 @frozen
 class Ended:
-    """How the ranks of this machine ended: `failures` by cause, none if all went well."""
+    """The outcome of this machine's ranks: `failures` by cause, empty after success."""
 
     failures: tuple[Failure, ...]
     ranks: tuple[int, ...]
@@ -234,12 +232,12 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """0, or that of the rank that failed first."""
+        """The exit code of the rank that failed first; 0 after success."""
         return self.failures[0].exit_code if self.failures else 0
 
     @property
     def report(self) -> str:
-        """What is to be said of the failures."""
+        """The report of the failures."""
         text = report(self.failures, ranks=self.ranks, started=self.started)
         if self.has_other_machines and all(each.lost_peer for each in self.failures):
             text += (
@@ -250,7 +248,7 @@ class Ended:
 
 
 class Agent(LocalElasticAgent):
-    """Torch's agent, with an eye for what failed."""
+    """torch's elastic agent that also records failures."""
 
     def __init__(
         self,
@@ -259,7 +257,7 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
         least: int | None = None,
     ) -> None:
-        """Take what to run, where its output goes, how to say what happens, how few go on."""
+        """Take the command, the logs, a function for messages, and the minimum of ranks."""
         super().__init__(spec, logs_specs, log_line_prefix_template=PREFIX)
         self._say = say
         self._lines = WholeLines(sys.stdout), WholeLines(sys.stderr)
@@ -270,7 +268,7 @@ class Agent(LocalElasticAgent):
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the machines have met, and ranks were started."""
+        """Return whether the rendezvous succeeded and ranks were started."""
         return self._pcontext is not None
 
     # torch's own are wrapped by a decorator without types
@@ -339,10 +337,10 @@ class Agent(LocalElasticAgent):
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
     def _look(self) -> Watch | None:
-        """Look who has ended; return the watch that saw it, where torch's agent may look too."""
+        """Check for ended processes; return the watch if torch's agent should check too."""
         watch = self._watching()
         may_end = watch.may_end()
-        # after the watch: of what it has seen, the crew takes what the run can do without
+        # after the watch, which must see killed processes before the crew removes them
         if self._crew is not None:
             self._crew.look()
         return watch if may_end and self._watching() is watch else None
@@ -370,19 +368,19 @@ def run_ranks(
     follow_all: bool,
     say: Callable[[str], None],
 ) -> Ended:
-    """Run a command of Python in several processes of this machine, to their end.
+    """Run a Python command in several processes of this machine until they end.
 
     Args:
-        command: what follows `python`.
-        plan: how many processes, and with which others they make a run.
-        log_dir: an empty directory for what ranks write, until it is shown.
-        follow_all: whether the first rank's output is shown by this process too; else
-            it has the terminal.
-        say: how to tell of what happens before the end.
+        command: the arguments after `python`.
+        plan: the number of processes, and the machines of the run.
+        log_dir: an empty directory for the ranks' output until it is shown.
+        follow_all: whether this process also shows the first rank's output; otherwise that
+            rank has the terminal.
+        say: shows messages before the end.
 
     Raises:
-        LaunchError: the machines did not meet.
-        SignalException: this process was asked to end; the ranks have.
+        LaunchError: the rendezvous failed.
+        SignalException: a signal asked this process to end; the ranks have ended.
     """
     machines, nproc = plan.machines, plan.nproc
     try:

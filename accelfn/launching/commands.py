@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`accelfn env`: this machine, as whoever answers a bug report must know it."""
+"""The commands `accelfn env`, for bug reports, and `accelfn checkpoint`."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ _PACKAGES = (
     *("rich", "matplotlib", "tensorboard", "wandb", "comet_ml", "mlflow"),
     *("mlflow-skinny", "attrs", "accelerate", "transformers", "datasets", "deepspeed"),
 )
-# how names begin of variables that change what a run does; what else the environment has is
-# nobody's business
+# prefixes of environment variables that affect a run; other variables may be private
 _VARIABLES = (
     *(
         "RANK",
@@ -61,11 +60,11 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def describe(file: Path | None, *, as_json: bool) -> str:
-    """Return this machine as torch describes it, packages and the settings in force, as text.
+    """Describe this machine, its packages and the current settings, as text.
 
     Args:
-        file: of the settings; what is wrong with it stands where they would.
-        as_json: whether a program reads it.
+        file: the settings file; an error in the file is shown instead of the settings.
+        as_json: whether to return JSON.
     """
     machine = get_env_info()
     found: dict[str, dict[str, Any]] = {
@@ -111,16 +110,16 @@ def _variables() -> dict[str, str]:
     }
 
 
-# What `accelfn checkpoint` says of checkpoints, from their files alone, without a model.
+# `accelfn checkpoint`: inspect, verify and export checkpoints without a model.
 
 
 _MODEL = "model.safetensors"
 Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
-"""Shows of some work, in bytes, how much is done: the block is told what was read."""
+"""Shows progress in bytes; the block calls the function it gets with each number read."""
 
 
 def ls(directory: str) -> tuple[list[str], int]:
-    """Return a row for each checkpoint of a store, and what interrupted saves have left."""
+    """Return a row for each checkpoint of a store, and for leftovers of interrupted saves."""
     store = Path(directory)
     steps = steps_in(store)
     if not steps:
@@ -169,7 +168,7 @@ def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
-    """Return whether every byte of a checkpoint, or of all of a store, is as it was saved."""
+    """Verify every byte of a checkpoint, or of all checkpoints of a store."""
     store = Path(directory)
     steps = () if arguments.exists(store / NAME) else steps_in(store)
     folders = [store / name_of(step) for step in steps] or [store]
@@ -216,7 +215,7 @@ def export(
 ) -> tuple[list[str], int]:
     """Write a checkpoint's model to a new directory, as `af.export_model` does.
 
-    Or, with its optimizer's state, as torch's distributed checkpoints are: `kind="dcp"`.
+    With `kind="dcp"`, write model and optimizer as a distributed checkpoint of torch.
     """
     folder = _folder(directory)
     manifest = read_manifest(folder)
@@ -247,10 +246,10 @@ def export(
 def _model_tensors(
     folder: Path, manifest: Manifest, slot: str | None
 ) -> dict[str, str]:
-    """Return the tensors of an exported model, by their names there.
+    """Return the tensors of the model to export, by their exported names.
 
     Raises:
-        CheckpointError: there is no one model in it.
+        CheckpointError: the checkpoint does not have exactly one model.
     """
     fields = {field: _tensors_of(manifest, field) for field in ("params", "buffers")}
     params, unit = fields["params"], "params"
@@ -277,7 +276,7 @@ def _model_tensors(
 
 
 def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
-    """Return the tensors of a unit, by name, if it is a table of them."""
+    """Return the tensors of a unit, by name; {} if the unit is not a table of tensors."""
     tree = manifest.trees.get(unit)
     table: Any = tree.get("dict") if isinstance(tree, dict) else None
     found = {
@@ -289,7 +288,7 @@ def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
 
 
 def _folder(directory: str) -> Path:
-    """Return a checkpoint's directory; of a store, that of its newest."""
+    """Return a checkpoint's directory; for a store, that of its newest checkpoint."""
     folder = Path(directory)
     steps = () if arguments.exists(folder / NAME) else steps_in(folder)
     return folder / name_of(steps[-1]) if steps else folder

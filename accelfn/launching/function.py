@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`launch`: a function on several ranks, from a script or a notebook.
 
-Ranks are new Python processes, and not forks of this one: a fork has this process's locks
-without the threads that would let go of them, and can use no GPU that was used here. So the
-function must travel. One of a module that ranks can import goes by its name; one of a notebook,
-of the script that runs, or of another function goes by value, with what it refers to
-(cloudpickle does both). It comes from this process, and goes to its own children. What ranks
-return comes back as plain data and tensors.
+Ranks are new Python processes, not forks: a fork inherits this process's locks without the
+threads that would release them, and cannot use a GPU that this process used. So the function is
+pickled by cloudpickle: by name if ranks can import its module; otherwise (from a notebook, the
+running script or another function) by value, with everything it refers to. The pickle only goes
+from this process to its own children. Results come back as plain data and tensors.
 """
 
 from __future__ import annotations
@@ -54,32 +53,31 @@ def launch(
 ) -> list[Any]:
     """Run `fn(world, *args)` on every rank of a new world of processes, and return the results.
 
-    It works in a script, which needs no `if __name__ == "__main__":` for it, and in Jupyter,
-    where the function may be one of a cell; and so in Colab and Kaggle, whose notebooks run on
-    a kernel of Jupyter, though our tests have that kernel alone. Ranks have this process's
-    directory, import path and environment, and copies of what the function refers to; nothing
-    that they do reaches this process but what they return and print. They share no memory with
-    it: big data is better read in `fn` than passed to it.
+    You can call it in a script, without `if __name__ == "__main__":`, and in Jupyter, where the
+    function can be defined in a cell. Colab and Kaggle use the same kernel, but are not tested.
+    Ranks have this process's directory, import path and environment, and copies of the objects
+    that the function refers to. Only results and output come back. Ranks share no memory with
+    this process, so read big data in `fn` instead of passing it.
 
     Args:
         size: the number of ranks.
-        fn: what each rank does. It gets its `World`.
-        args: what it gets beside it.
-        device: as in `World.from_env`: default a GPU for each rank, or the CPU without any.
+        fn: the function to run on each rank. Its first argument is the rank's `World`.
+        args: further arguments of the function.
+        device: as in `World.from_env`: default a GPU for each rank, or the CPU without GPUs.
         timeout: as in `World.from_env`.
         axes: as in `World.from_env`: how the ranks share the work.
 
     Returns:
-        What each rank returned, by rank: tensors, on the CPU, and plain data (strings, numbers,
+        Each rank's result, by rank: tensors, on the CPU, and plain data (strings, numbers,
         booleans, None, and dicts, lists and tuples of them).
 
-    Law: this process is as it was: its random state, its modes, its default process group,
+    Law: this process does not change: its random state, its modes, its default process group,
     its environment, its signal handlers.
 
-    Cost: some 3 s to start Python and import torch.
+    Cost: about 3 s to start Python and import torch.
 
     Raises:
-        ArgumentError: `fn` or an argument cannot travel, or an option has no meaning; no
+        ArgumentError: `fn` or an argument cannot be pickled, or an option is invalid; no
             process was started.
         LaunchError: this process is a rank itself.
         RankFailedError: a rank failed; the text begins with the traceback of the first.
@@ -110,7 +108,7 @@ def launch(
 
 
 def _check(size: object, fn: object, *, device: object, timeout: object) -> None:
-    """Refuse what each rank would refuse, or could not do."""
+    """Reject arguments that every rank would reject."""
     if callable(size):
         msg = (
             f"af.launch({size!r}, ...): the number of ranks comes first, as in simulate:"
@@ -168,7 +166,7 @@ def _write_call(
 
 
 def _sources() -> dict[str, str]:
-    """Return the text of code that is in no file, such as a notebook's, for tracebacks."""
+    """Return the source of code without a file, such as a notebook's, for tracebacks."""
     cached = {name: linecache.getlines(name) for name in list(linecache.cache)}
     return {
         name: "".join(lines)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Machines`: how the launchers of one run find each other, one on each machine.
+"""The rendezvous of the launchers of a run, one launcher on each machine.
 
-On one machine they need not. On several, each is told its number and the address of
-machine 0. Or they meet by torch's dynamic rendezvous, which numbers them itself and lets
-them come and go, and whose records are pickles.
+One machine needs no rendezvous. On several machines, the user gives each machine its number and
+the address of machine 0. Or the machines use torch's dynamic rendezvous, which numbers machines
+and lets them come and go, but stores its records as pickles.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ _SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
 
 @frozen(kw_only=True)
 class Machines:
-    """The machines of one run, and how they meet.
+    """The machines of a run, and their rendezvous.
 
     Attributes:
-        endpoint: where the machines meet, `host:port`.
-        run_id: what tells this run from others that meet there.
-        fewest: how many machines it starts with.
-        most: how many machines it may have.
-        rank: this machine's number; None where the rendezvous gives it.
-        join_seconds: how long a machine waits for the others.
-        address: this machine's, as the others reach it.
-        interface: the network interface that has the address, if one is known.
-        is_here: whether the machines meet at this one.
+        endpoint: the address of the rendezvous, `host:port`.
+        run_id: distinguishes this run from other runs at the same endpoint.
+        fewest: the number of machines that the run needs to start.
+        most: the maximum number of machines.
+        rank: this machine's number; None if the rendezvous assigns the number.
+        join_seconds: seconds that a machine waits for the other machines.
+        address: this machine's address for the other machines.
+        interface: the network interface with this address, if known.
+        is_here: whether this machine hosts the rendezvous.
     """
 
     endpoint: str = (
@@ -81,9 +81,9 @@ class Machines:
         rank: int | None = None,
         run_id: str = "accelfn",
     ) -> Machines:
-        """Return machines that meet there, at least and at most so many; the rest as above.
+        """Return machines that meet at an endpoint; arguments as the attributes.
 
-        Of one machine with a rank the address is its own, and port 0 a free one.
+        For one machine with a rank, the address is its own, and port 0 means a free port.
         """
         own, is_here = _look_towards(host, port)
         if counts[1] == 1 and rank is not None and not is_here:
@@ -126,9 +126,9 @@ class Plan:
 
 
 def _look_towards(host: str, port: int) -> tuple[str, bool]:
-    """Return the address from which this machine reaches another, and whether that is itself."""
+    """Return this machine's address towards a host, and whether the host is this machine."""
     try:
-        # an IPv6 address stands in brackets before its port
+        # an IPv6 address has brackets before its port
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = found[0]
         with closing(socket.socket(family, kind, protocol)) as probe:
@@ -157,16 +157,16 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-# Where the launchers of a run meet: numbered machines here, others as torch does it.
+# The rendezvous handlers: accelfn's for numbered machines, torch's for others.
 #
-# Numbered machines tell each other a port, as text. torch's dynamic rendezvous keeps its
-# state as a pickle, so everybody who can reach its store can run code in every launcher. It
-# also gives the ranks of a second attempt the store of the first, with the addresses of
-# processes that are gone (torch 2.13). Numbered machines have a store for each attempt.
+# Numbered machines exchange a port as text. torch's dynamic rendezvous stores its state as a
+# pickle, so everyone who can reach its store can run code in every launcher. It also reuses the
+# store of the first attempt in the second, with the addresses of processes that have ended
+# (torch 2.13). Numbered machines have a store for each attempt.
 
 
 def handler_of(machines: Machines) -> RendezvousHandler:
-    """Return how machines meet, in torch's terms."""
+    """Return the rendezvous handler for torch's agent."""
     if machines.rank is not None:
         return NumberedRendezvous(machines, machines.rank)
     host, port = machines.where
@@ -194,10 +194,10 @@ def handler_of(machines: Machines) -> RendezvousHandler:
 
 
 class NumberedRendezvous(RendezvousHandler):
-    """Machines that know their numbers meet at machine 0, once for each attempt."""
+    """Rendezvous of numbered machines at machine 0, once for each attempt."""
 
     def __init__(self, machines: Machines, rank: int) -> None:
-        """Connect to nothing yet."""
+        """Take the machines and this machine's number, without connecting."""
         self._machines, self._rank = machines, rank
         self._host, self._port = machines.where
         self._timeout = timedelta(seconds=machines.join_seconds)
@@ -206,12 +206,12 @@ class NumberedRendezvous(RendezvousHandler):
         self._attempt = 0
 
     def get_backend(self) -> str:
-        """Return the name of this way to meet."""
+        """Return the name of this rendezvous backend."""
         return "numbered"
 
     @property
     def store(self) -> TCPStore:
-        """The store at which machines have met, and ranks of the first attempt do."""
+        """The store of the machines, which ranks of the first attempt use too."""
         host, count = self._host, self._machines.most
         if self._agents is None and self._rank == 0:
             self._agents = self._open_store(self._port, size=count)
@@ -221,11 +221,11 @@ class NumberedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether ranks find a store, and start none."""
+        """Return whether ranks use the agent's store instead of starting a store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other machines, and return what ranks meet at."""
+        """Wait for the other machines, and return the ranks' store and address."""
         agents = self.store
         attempt, port = f"attempt {self._attempt}", agents.port
         if self._attempt:
@@ -243,25 +243,25 @@ class NumberedRendezvous(RendezvousHandler):
         return open_store(self._host, port, self._timeout, size=size, is_local=is_local)
 
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
-        """Return where ranks of a later attempt meet, which machine 0 says."""
+        """Return the port for ranks of a later attempt, which machine 0 chooses."""
         if self._rank == 0:
             self._ranks = self._open_store(0)
             agents.set(attempt, str(self._ranks.port))
         return int(agents.get(attempt))
 
     def is_closed(self) -> bool:
-        """Return whether nobody can join any more."""
+        """Return whether the rendezvous is closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: there is nobody to join."""
+        """Do nothing: all machines are there from the start."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: all machines are there from the start."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return what tells this run from others."""
+        """Return the identity of this run."""
         return self._machines.run_id
 
     def shutdown(self) -> bool:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of `af.launch` runs: the call that its caller wrote down.
+"""The script of each rank of `af.launch`: run the pickled call of its caller.
 
-It is a script, which `accelfn/launching/worker.py` runs as it runs any other.
+`accelfn/launching/worker.py` runs this file like any other script.
 """
 
 import json
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(folder: Path) -> None:
-    """Run the call that is in a folder, and put its result there."""
+    """Run the pickled call of a folder, and write the result there."""
     call = json.loads((folder / "call.json").read_text(encoding="utf-8"))
     sys.path[:] = call["import_path"]
     sys.excepthook = _say_nothing  # the caller's error has what is to be said

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of one launch: which value of each option wins, and whether they go together.
+"""The settings of a launch, from the command line, a settings file and defaults.
 
-The command line comes before the file, and the file before the default.
+The command line overrides the file, and the file overrides the defaults.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from accelfn.world.axes import parse_axes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# What a launch can be told: each option's name, its meaning and the values that it may
-# have.
+# The options of a launch: names, meanings and valid values.
 
 
 @frozen
 class Kind:
-    """What values a setting may have, and how the command line spells them.
+    """The valid values of a setting, and their spelling on the command line.
 
     Attributes:
-        expects: the values, in words.
-        accepts: whether one is among them.
+        expects: the valid values, in words.
+        accepts: returns whether a value is valid.
     """
 
     expects: str
     accepts: Callable[[Any], bool]
 
     def from_text(self, text: str) -> Any:
-        """Return the value that a word of the command line means."""
+        """Parse a word of the command line."""
         number = _number(text)
         return text if self.accepts(text) and not self.accepts(number) else number
 
@@ -52,7 +51,7 @@ def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
 
 
 def _parse_count(text: str) -> int:
-    """Return the number that a text is; -1 where it is none, or has many digits."""
+    """Parse a count; return -1 if the text is not a number, or has too many digits."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
@@ -69,7 +68,7 @@ def _is_endpoint(value: object) -> bool:
 
 
 def _number(text: str) -> int | float | str:
-    """Return a number where the text is one, else the text, which is then refused."""
+    """Parse a number; return other text unchanged, so that a check rejects it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -78,7 +77,7 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-# more than any machine starts, or any run has, and few enough to be tried by mistake
+# more than any machine or run needs, and few enough to survive a mistake
 MOST_PROCESSES, _MOST, _LAST_PORT = 4096, 10**6, 65535
 _INDEX = Kind(
     "a whole number, 0 or more, a million at most", lambda v: _is_whole(v, 0, _MOST)
@@ -172,10 +171,10 @@ def flag(name: str) -> str:
 
 
 def check_setting(name: str, value: Any, source: str) -> Any:
-    """Return a setting's value.
+    """Check a setting's value, and return the value.
 
     Raises:
-        LaunchError: there is no such setting, or it cannot have it.
+        LaunchError: the name is unknown, or the value is invalid.
     """
     option = OPTIONS.get(name)
     if option is None:
@@ -190,7 +189,7 @@ def check_setting(name: str, value: Any, source: str) -> Any:
 
 
 def check_axes(text: str, source: str, size: int | None) -> None:
-    """Refuse axes that no world has, or none of so many ranks, as a world refuses them."""
+    """Reject axes that a world of this size would reject."""
     try:
         parse_axes(f"{_where('axes', source)} {text}", text, size)
     except ArgumentError as error:
@@ -202,7 +201,7 @@ def _where(name: str, source: str) -> str:
 
 
 def suggest_name(name: str, names: list[str]) -> str:
-    """Return the name that was meant, or all that there are, as the end of a sentence."""
+    """Return a sentence with the nearest known name, or with all known names."""
     close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
 
@@ -212,7 +211,7 @@ DEFAULT = "default"
 
 @frozen
 class Setting:
-    """A value, and where it is from; None where nobody gave one."""
+    """A value and its source; None if the setting has no value."""
 
     value: Any
     source: str
@@ -233,16 +232,17 @@ class Settings:
         *,
         is_whole: bool = True,
     ) -> Settings:
-        """Decide which value each setting has.
+        """Combine the command line, a file and the defaults.
 
         Args:
-            given: the command line's words; None where it has none.
-            written: what a file has, as `read` returns it.
-            file: its name.
-            is_whole: whether they are all, and not a file that a command line completes.
+            given: values of the command line; None for options that it leaves out.
+            written: values of a file, as `read` returns them.
+            file: the name of the file.
+            is_whole: whether these are all settings; False for a file that a command line
+                will complete.
 
         Raises:
-            LaunchError: a value cannot be, values contradict each other, or one is missing.
+            LaunchError: a value is invalid or missing, or values contradict each other.
         """
         found: dict[str, Setting] = {}
         for name, option in OPTIONS.items():
@@ -269,7 +269,7 @@ class Settings:
         return [name for name in names if self[name] is not None]
 
     def _check_exclusive(self) -> None:
-        """Refuse settings that contradict each other."""
+        """Reject settings that contradict each other."""
         numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         if numbered and dynamic:
             msg = (
@@ -279,7 +279,7 @@ class Settings:
             raise LaunchError(msg)
 
     def _check_whole(self) -> None:
-        """Refuse settings of which a part is missing, or has no effect."""
+        """Reject settings that are incomplete or have no effect."""
         numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
         if dynamic:
@@ -296,7 +296,7 @@ class Settings:
             raise LaunchError(msg)
 
     def _check_elastic(self) -> None:
-        """Refuse what cannot be said of ranks that come and go."""
+        """Reject settings that an elastic run cannot have."""
         beside = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
         given = [name for name in beside if self[name] != OPTIONS[name].default]
         if self["elastic"] is not None and given:
@@ -309,7 +309,7 @@ class Settings:
 
     @property
     def elastic(self) -> tuple[int | None, int | None]:
-        """How many ranks may go on at least, and how many there are at most."""
+        """The minimum and the maximum number of ranks of an elastic run."""
         if self["elastic"] is None:
             return None, None
         least, most = self["elastic"].split(":")
@@ -328,10 +328,10 @@ class Settings:
             raise LaunchError(msg)
 
     def machines(self) -> Machines:
-        """Return how the machines of this launch meet.
+        """Return the machines of this launch, and their rendezvous.
 
         Raises:
-            LaunchError: they cannot.
+            LaunchError: the machines cannot meet.
         """
         count = self["num_machines"]
         if self["rdzv_endpoint"] is not None:
@@ -365,10 +365,10 @@ class Settings:
         """Return the axes of the ranks, as text.
 
         Args:
-            size: how many ranks there will be; None where this machine cannot know it.
+            size: the number of ranks; None if this machine cannot know the number.
 
         Raises:
-            LaunchError: they do not multiply to so many.
+            LaunchError: the axes do not multiply to the number of ranks.
         """
         text, source = self["axes"], self.by_name["axes"].source
         if text is not None:
@@ -376,7 +376,7 @@ class Settings:
         return text
 
     def lines(self) -> list[str]:
-        """Return a line for each setting: its value, and where that is from."""
+        """Return a line for each setting, with its value and source."""
         rows = [
             (name, "" if each.value is None else str(each.value), each.source)
             for name, each in self.by_name.items()
@@ -389,9 +389,7 @@ def _join_flags(names: list[str]) -> str:
     return " and ".join(flag(name) for name in names)
 
 
-# A file of settings: `accelfn.toml` in the current directory, or another that is named.
-#
-# [launch] nproc = 4 max_restarts = 2
+# The settings file: `accelfn.toml` in the current directory, or a named file.
 
 
 FILE = "accelfn.toml"
@@ -401,10 +399,10 @@ _MEETS = ("main_address", "rdzv_endpoint")
 
 
 def find(named: str | None) -> Path | None:
-    """Return the file of settings that is named, or the current directory's, if it has one.
+    """Return the named settings file, or that of the current directory, if any.
 
     Raises:
-        LaunchError: the one that is named is not there.
+        LaunchError: the named file does not exist.
     """
     file = Path(FILE if named is None else named)
     if arguments.is_file(file):
@@ -418,11 +416,11 @@ def find(named: str | None) -> Path | None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Return the settings that a file has.
+    """Read the settings of a file.
 
     Raises:
-        LaunchError: the file is not TOML, or has an unknown name or a wrong value; or it says
-            where machines meet, and another user can write it.
+        LaunchError: the file is not TOML, or has an unknown name or a wrong value; or the file
+            sets the endpoint and another user can write to it.
     """
     try:
         with file.open("rb") as opened:
@@ -458,7 +456,7 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _decode_bounded(data: bytes) -> str:
-    """Return a text that is neither long nor deep: the parser's memory grows with both."""
+    """Decode a text of limited length and depth: the parser's memory grows with both."""
     brackets = data.count(b"[") + data.count(b"{")
     dots = max(line.count(b".") for line in data.split(b"\n"))
     if len(data) > _MOST_BYTES or brackets + dots > _DEEPEST:
@@ -482,17 +480,18 @@ def configure(
 ) -> Path:
     """Write a file of settings, and return its path.
 
-    A file that is there already gives what is not said otherwise, and keeps its comments.
+    An existing file keeps its other settings and its comments.
 
     Args:
         named: the file; default `accelfn.toml` in the current directory.
-        assignments: settings as `name=value`; `name=` takes one out.
-        default: whether the defaults are written down. Nothing is asked where they are,
-            or where there are assignments.
+        assignments: settings as `name=value`; `name=` removes a setting.
+        default: whether to write the defaults. With defaults or assignments, accelfn asks no
+            questions.
         ask: shows a question and returns the answer; default on the terminal.
 
     Raises:
-        LaunchError: a setting, or several together, cannot be; nothing is written.
+        LaunchError: a setting is invalid, or settings contradict each other; nothing is
+            written.
     """
     file = Path(FILE if named is None else named)
     found = read(file) if arguments.is_file(file) else {}
@@ -518,7 +517,7 @@ def configure(
 
 
 def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
-    """Return a file's text with these settings and its own comments, order and blank lines."""
+    """Return a file's text with new settings; keeps comments, order and blank lines."""
     document = tomlkit.parse(text)
     table: Any = document.setdefault(TABLE, tomlkit.table())
     for name in [each for each in table if each not in settings]:
@@ -544,21 +543,21 @@ def _assign(found: dict[str, Any], text: str) -> None:
 
 
 def _questions(found: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of what is to be asked, as the answers come in."""
+    """Yield the names of settings to ask for, depending on earlier answers."""
     yield "nproc"
     yield "num_machines"
     if found.get("num_machines", 1) == 1:
         for name in (*NUMBERED, *DYNAMIC):
             found.pop(name, None)
     else:
-        # a machine's number is its own, and given on its command line
+        # each machine has its own number, from its command line
         is_dynamic = isinstance(found["num_machines"], str) or "rdzv_endpoint" in found
         yield from DYNAMIC if is_dynamic else ("main_address", "main_port")
     yield "max_restarts"
 
 
 def _answer(found: dict[str, Any], name: str, ask: Callable[[str], str]) -> None:
-    """Ask until the answer can be; an empty one keeps what there is."""
+    """Ask until the answer is valid; an empty answer keeps the current value."""
     option = OPTIONS[name]
     kept = found.get(name, option.default)
     shown = "none" if kept is None else kept
