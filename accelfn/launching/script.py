@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start the ranks of one run on this machine, and say which of them failed first.
+"""Start the ranks of a run on this machine, and report the rank that failed first.
 
-What torch's agent does is in `agent`. Here is what a person at a terminal needs: rank 0
-owns the terminal, the other ranks' lines say whose they are, and a run that fails ends
-with one report that begins with its cause.
+`agent` runs the processes. This file serves the person at the terminal: rank 0 owns the
+terminal, lines of other ranks have a prefix, and a failed run ends with a report that begins
+with the cause.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ def launch_script(
 
     Each process runs it as `python script args…` would, with the environment that
     torchrun sets (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, …).
-    When one fails, the others are ended, and a report on standard error begins with
-    the rank that failed first.
+    If a rank fails, the launcher ends the other ranks, and writes a report to standard error
+    that begins with the rank that failed first.
 
     Args:
         script: the path of a Python file, or the name of a module.
-        args: what the script finds in `sys.argv[1:]`.
-        plan: how many processes, and with which other machines.
+        args: the script's `sys.argv[1:]`.
+        plan: the number of processes, and the machines of the run.
         module: whether `script` is a module's name, as after `python -m`.
 
     Returns:
@@ -96,12 +96,12 @@ def launch_script(
 
 
 def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
-    """Run ranks as `run_ranks` does, and leave this process as it was.
+    """Run ranks as `run_ranks` does, and restore this process's state.
 
     Args:
-        command: what each rank runs: a file, or `-m` and a module, and arguments.
-        plan: how many, and with which other machines.
-        follow_all: as of `run_ranks`.
+        command: the command of each rank: a file, or `-m` and a module, and arguments.
+        plan: the number of processes, and the machines of the run.
+        follow_all: as in `run_ranks`.
     """
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
@@ -142,7 +142,7 @@ def _check(script: str, *, module: bool) -> None:
 
 
 def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Return the variables that ranks get beside torchrun's: each value, and why."""
+    """Return the ranks' variables in addition to torchrun's, with values and reasons."""
     return {
         **({} if plan.axes is None else {VARIABLE: (plan.axes, _ASKED)}),
         **({} if plan.least is None else {ELASTIC: ("0", _MAY_GO)}),
@@ -153,9 +153,9 @@ def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _shared_threads(nproc: int) -> dict[str, tuple[str, str]]:
-    """Divide the cores among the workers, where the user has not done so.
+    """Divide the cores among the workers, unless the user has set the number of threads.
 
-    Left alone, each worker would start a thread for every core. torchrun says 1.
+    By default, each worker would start a thread for every core. torchrun sets 1.
     """
     if nproc == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
@@ -167,10 +167,10 @@ def _shared_threads(nproc: int) -> dict[str, tuple[str, str]]:
 
 
 def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Have Gloo use the way to the other machines, where the user has not named one.
+    """Let Gloo use the interface towards the other machines, unless the user has set it.
 
-    Left alone, it takes the interface that the machine's own name resolves to, which is
-    often the one that leads nowhere. The ranks of one machine need none that others reach.
+    By default, Gloo takes the interface that the machine's name resolves to, which other
+    machines often cannot reach. The ranks of a single machine do not need this.
     """
     name, interface = "GLOO_SOCKET_IFNAME", machines.interface
     if name in os.environ:
@@ -185,7 +185,7 @@ def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
 
 
 def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Have torch's rendezvous open a store for each attempt; see `rendezvous`."""
+    """Let torch's rendezvous open a store for each attempt; see `machines`."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if machines.rank is not None or name in os.environ:
         return {}
@@ -193,7 +193,7 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Return in lines what a launch would do."""
+    """Describe a launch in lines, for a dry run."""
     machines = plan.machines
     what = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
     lines = [f"starts {what} on this machine"]
@@ -217,7 +217,7 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def _describe_trust(machines: Machines) -> str:
-    """Return in words who can run code in a launch whose machines meet dynamically."""
+    """Describe who can run code in a launch with a dynamic rendezvous."""
     return (
         f"machines unpickle records at {machines.endpoint}: whoever can reach that port runs"
         " code as you; --machine-rank and --main-address need no pickle"
@@ -226,7 +226,7 @@ def _describe_trust(machines: Machines) -> str:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Generator[None]:
-    """Set variables for the ranks to inherit, and have them as they were afterwards."""
+    """Set variables for the ranks to inherit, and restore them afterwards."""
     before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
@@ -239,7 +239,7 @@ def _environment(variables: Mapping[str, str]) -> Generator[None]:
 
 @contextmanager
 def _signal_handlers_kept() -> Generator[None]:
-    """Put back the handlers that torch's launcher replaces and leaves replaced."""
+    """Restore the signal handlers that torch's launcher replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -254,7 +254,7 @@ def _signal_handlers_kept() -> Generator[None]:
 
 @contextmanager
 def _torch_log_muted() -> Generator[None]:
-    """Leave what torch's launcher logs about a failure to our one report."""
+    """Mute torch's log of failures, because accelfn writes its own report."""
     log = logging.getLogger("torch.distributed.elastic")
     nowhere, propagate = logging.NullHandler(), log.propagate
     log.addHandler(nowhere)
@@ -267,17 +267,17 @@ def _torch_log_muted() -> Generator[None]:
 
 
 def say(text: str) -> None:
-    """Say something in the launcher's own name."""
+    """Print a message of the launcher."""
     sys.stdout.flush()  # what the ranks wrote comes first
     sys.stderr.write(f"accelfn launch: {text}\n")
     sys.stderr.flush()
 
 
-# `Watch`: which ranks of a machine have failed, and what is known of those that have not.
+# `Watch`: find the ranks of this machine that failed, and the state of the other ranks.
 
 
 _GRACE_SECONDS = 1.0
-"""Ranks that lost one of them have time to say so, before the launcher ends them."""
+"""Time for ranks to report a lost rank before the launcher ends them."""
 _ANSWER_SECONDS = 0.5
 
 
@@ -285,23 +285,24 @@ class Watch:
     """The processes of one attempt, by local rank.
 
     Attributes:
-        pids: which they are.
-        failed_at: which have failed by themselves, and when; in seconds since the epoch.
-        stopped: which were stopped, by a signal that halts a process and does not end it.
-        stacks: where those are that neither failed nor were stopped, most recent call first.
+        pids: the process numbers.
+        failed_at: the times at which ranks failed by themselves, in seconds since the epoch.
+        stopped: ranks that a signal stopped without ending them.
+        stacks: the stacks of ranks that neither failed nor were stopped, most recent call
+            first.
     """
 
     def __init__(self, pids: Mapping[int, int], error_files: Mapping[int, str]) -> None:
-        """Take the processes, and where each was told to record its error."""
+        """Take the processes, and the file for the error of each."""
         self.pids, self._error_files = dict(pids), dict(error_files)
         self.failed_at: dict[int, float] = {}
         self.stopped: set[int] = set()
         self.stacks: dict[int, str] = {}
 
     def may_end(self) -> bool:
-        """Look who has failed; return whether torch's agent may look too, and end the others.
+        """Check for failed ranks; return whether torch's agent may now end the other ranks.
 
-        Not until one has failed, nor while others may follow it; unless none is left to end.
+        True after a failure and a short wait for further failures, or if no rank is left.
         """
         running = self._running()
         for local in self.pids.keys() - running:
@@ -313,10 +314,10 @@ class Watch:
         return time.time() - first > _GRACE_SECONDS
 
     def question(self) -> None:
-        """Find out about those that go on where others have failed.
+        """Ask running ranks for their stacks after another rank has failed.
 
-        One that was stopped is sent on to its end: the signal that is to end it would wait
-        with it until it continues.
+        Continues stopped ranks, because the signal that ends a rank would otherwise wait until
+        the rank continues.
         """
         running = self._running() if self.failed_at else set[int]()
         self.stopped = {local for local in running if _is_stopped(self.pids[local])}
@@ -327,7 +328,7 @@ class Watch:
             local: Path(where_file(self._error_files[local]))
             for local in running - self.stopped
         }
-        # one that has not made its file knows nothing of the signal, which would kill it
+        # the signal would kill a rank that has not made its file: it has no handler yet
         asked = {local: file for local, file in files.items() if arguments.exists(file)}
         for local in asked:
             os.kill(self.pids[local], ASKS_WHERE)
@@ -347,7 +348,7 @@ class Watch:
 
 
 def _status(pid: int) -> int | None:
-    """Return how a child ended; None while it runs. It stays to be waited for."""
+    """Return how a child process ended, without reaping the process; None while it runs."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         found = os.waitid(os.P_PID, pid, options)
@@ -372,7 +373,7 @@ def _read_text(file: Path) -> str:
 
 
 def _is_whole(stack: str) -> bool:
-    """Whether a stack has been written to its end, or to where Python cuts a deep one."""
+    """Return whether a stack is written completely; Python truncates deep stacks."""
     return stack.endswith(("in <module>\n", "  ...\n"))
 
 
@@ -406,7 +407,7 @@ _ABORTED = (
 
 @frozen(kw_only=True)
 class Failure:
-    """How one rank ended."""
+    """The failure of a rank."""
 
     rank: int
     pid: int
@@ -421,7 +422,7 @@ class Failure:
 
     @classmethod
     def from_torch(cls, rank: int, failure: ProcessFailure, watch: Watch) -> Failure:
-        """Read what torch and the watch noticed, and what the rank itself has recorded."""
+        """Combine the records of torch, of the watch and of the rank."""
         message: Any = failure.error_file_data["message"]
         if isinstance(message, str):  # the rank recorded nothing
             message = {"message": "", "extraInfo": {}}
@@ -443,23 +444,23 @@ class Failure:
 
     @property
     def lost_peer(self) -> bool:
-        """Whether the rank says that another one went away before it."""
+        """Return whether the rank's error reports a lost rank."""
         return any(sign in self.traceback for sign in _LOST_PEER)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The lines of code that its traceback names."""
+        """The lines of code in the rank's traceback."""
         lines = self.traceback.splitlines()
         return tuple(line for line in lines if line.startswith("  File "))
 
     @property
     def was_told_to_end(self) -> bool:
-        """Whether it ended as ranks do that the launcher ends."""
+        """Return whether the rank ended like ranks that the launcher ends."""
         return not self.error and self.status == -signal.SIGTERM
 
     @property
     def left_on_signal(self) -> bool:
-        """Whether it left `af.stopping`, or so: by an exit that says which signal came."""
+        """Return whether the rank's exit code names a signal, as after `af.stopping`."""
         named = self.error == f"SystemExit: {self.status}"
         return named and self.status - 128 in (signal.SIGTERM, signal.SIGINT)
 
@@ -470,7 +471,7 @@ class Failure:
 
     @property
     def ending(self) -> str:
-        """How it ended, in words."""
+        """The end of the rank, in words."""
         if self.status > 0:
             return f"exit code {self.status}"
         if self.did_not_arrive and not self.was_stopped:
@@ -480,11 +481,11 @@ class Failure:
 
 
 def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failure]:
-    """Order failures, given by rank, by time, the consequences last.
+    """Order failures by time, causes before consequences.
 
-    A rank that has raised before any had ended, and takes its time to leave, failed by
-    itself though the launcher ended it. One that was stopped, or for which others waited in
-    vain, raised nothing: it comes after those that did, and before those that waited.
+    A rank that raised before any rank ended failed by itself, even if the launcher ended it.
+    Ranks that were stopped or did not arrive raised nothing: they come after ranks that raised,
+    and before ranks that waited for them.
     """
     noticed = [Failure.from_torch(r, each, watch) for r, each in failures.items()]
     first = min((each.at for each in noticed if not each.ended_by_us), default=0.0)
@@ -509,7 +510,7 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
 
 
 def all_left_on_signal(failures: Sequence[Failure]) -> bool:
-    """Whether ranks left because a signal asked them to, and none for another reason."""
+    """Return whether all failed ranks exited because of a signal."""
     return failures[0].left_on_signal and all(
         each.left_on_signal or each.was_told_to_end for each in failures
     )
@@ -518,12 +519,12 @@ def all_left_on_signal(failures: Sequence[Failure]) -> bool:
 def report(
     failures: Sequence[Failure], *, ranks: Collection[int], started: float
 ) -> str:
-    """Return the one report of a run that failed; it begins with its cause.
+    """Return the report of a failed run, which begins with the cause.
 
     Args:
-        failures: in the order of `by_cause`.
-        ranks: those of this machine.
-        started: when the run was, in seconds since the epoch.
+        failures: failures in the order of `by_cause`.
+        ranks: the ranks of this machine.
+        started: the start of the run, in seconds since the epoch.
     """
     first, *others = failures
     if all_left_on_signal(failures):
@@ -577,10 +578,10 @@ def _why_no_traceback(failure: Failure) -> str:
     return f"It left no traceback: {why}"
 
 
-# What ranks write, shown in whole lines, so that no line has the words of two ranks.
+# Output of ranks in whole lines, so that no line mixes two ranks.
 #
-# torch's launcher follows the files that ranks write to, and shows what it finds at once:
-# of a line that is being written, a part. Several ranks' parts would stand in one line.
+# torch's launcher follows the ranks' files and shows new text at once, even a part of a line.
+# Parts of several ranks would share a line.
 
 
 PREFIX = "[rank ${rank}] "
@@ -588,15 +589,15 @@ _PREFIXED = re.compile(r"\[rank \d+\] ")
 
 
 class WholeLines:
-    """A stream that holds what each rank wrote until its line ends."""
+    """A stream that buffers each rank's output until the line ends."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Take where lines go."""
+        """Take the stream for complete lines."""
         self._stream = stream
         self._begun: dict[str, str] = {}
 
     def write(self, text: str) -> int:
-        """Take a piece of one rank's line, behind its prefix; what has none is passed on."""
+        """Add a piece of a rank's line after its prefix; pass on text without a prefix."""
         found = _PREFIXED.match(text)
         if found is None:
             return self._stream.write(text)
@@ -609,10 +610,10 @@ class WholeLines:
         return len(text)
 
     def flush(self) -> None:
-        """Flush what is whole."""
+        """Flush complete lines."""
         self._stream.flush()
 
     def end(self) -> None:
-        """Show the lines that will not go on, for the ranks that wrote them have ended."""
+        """Show incomplete lines of ranks that have ended."""
         while self._begun:
             self._stream.write(f"{self._begun.popitem()[1]}\n")

@@ -78,10 +78,9 @@ def main() -> int:
 def end_with(launcher: int) -> None:
     """Have the system send SIGTERM to this process when its launcher is gone.
 
-    A launcher that ends in its own way has ended its ranks. One that is killed cannot: they
-    would go on, hold their GPUs and write to the checkpoints of the run that is started next.
-    It is SIGTERM, and not SIGKILL, so that a rank under `af.stopping` saves, as it does when
-    the launcher is asked to end. Other systems than Linux have no such thing.
+    A launcher ends its ranks when it exits. A killed launcher cannot: its ranks would continue,
+    hold their GPUs and write to the checkpoints of the next run. SIGTERM, not SIGKILL, lets a
+    rank under `af.stopping` save. Available on Linux only.
     """
     if sys.platform == "linux":
         ask = ctypes.CDLL(None).prctl
@@ -121,10 +120,9 @@ def start(folder: str, argv: list[str]) -> None:
 
 
 def exit_status(error: SystemExit) -> int:
-    """Return the status with which Python ends for a code that is not 0, and see that it is none.
+    """Return Python's exit status for a failure; it is never 0.
 
-    The system keeps eight bits of it: of `sys.exit(256)` nothing would be left, and a run that
-    failed would be a success.
+    The system keeps eight bits of a status, so `sys.exit(256)` would look like a success.
     """
     if isinstance(error.code, int):
         error.code = error.code & 0xFF or 1
@@ -133,7 +131,7 @@ def exit_status(error: SystemExit) -> int:
 
 
 def tell(error: BaseException, recorded: str) -> None:
-    """Let the program's own hook show an error, but for what the launcher's report shows.
+    """Show an error by the program's hook, unless the launcher's report shows it.
 
     torch's hook, too, shows what Python's does, with the rank before each line.
     """
@@ -147,10 +145,10 @@ def tell(error: BaseException, recorded: str) -> None:
 
 
 def record(error: BaseException, status: int) -> str:
-    """Write down an error for the launcher: what, where and when; return the traceback written.
+    """Record an error, its place and time for the launcher; return the recorded traceback.
 
-    And the status with which Python will end for it: Gloo's threads, for one, may abort
-    a process that is ending already, which would then seem killed.
+    Also records Python's exit status: Gloo's threads, for example, can abort a process that is
+    already ending, and then the process seems killed.
     """
     error.__traceback__ = without_leads(error.__traceback__)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -174,7 +172,7 @@ def record(error: BaseException, status: int) -> str:
 
 
 def answer_where() -> None:
-    """Write this process's stack where the launcher finds it, whenever it asks."""
+    """Write this process's stack to a file whenever the launcher asks."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
         # faulthandler leaves before Python ends: what comes after it would kill this process
@@ -185,12 +183,12 @@ def answer_where() -> None:
 
 
 def where_file(error_file: str) -> str:
-    """Return where a process with this file for its error writes its stack."""
+    """Return the file for the stack of a process, from its error file."""
     return f"{error_file}.where"
 
 
 def without_leads(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the frames that lead to the script: a reader looks for his own."""
+    """Drop the launcher's frames before the script's."""
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename
         if file not in LEADS and not file.startswith("<frozen "):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placed`: a model whose forward works, though its parts are in different places."""
+"""`placed`: run the forward of a model with units on several devices, host and disk."""
 
 import os
 import tempfile
@@ -22,12 +22,12 @@ from accelfn.placing.plan import DISK, DeviceMap, Part, calls_of, units_of
 from accelfn.weights.export import shards_at
 from accelfn.weights.importing import Mapped, is_aligned, mapped
 
-# Parameters that are elsewhere, and come for the forward of their module.
+# Offloaded parameters, which are copied to the device for the forward of their module.
 
 
 @attrs.define(eq=False)
 class Guest:
-    """A parameter that comes for a forward, and how often it is in use."""
+    """An offloaded parameter, with a count of its current uses."""
 
     param: torch.Tensor
     home: torch.Tensor
@@ -37,7 +37,7 @@ class Guest:
     uses: int = 0
 
     def come(self) -> None:
-        """Come, if it is not here, for one use more."""
+        """Add a use; copy the parameter to the device if it is not there."""
         self.uses += 1
         if self.uses == 1:
             away = self.home.device != self.device
@@ -49,7 +49,7 @@ class Guest:
                 self.param.data = self.home.clone()
 
     def go(self) -> None:
-        """Go home, if this was its last use."""
+        """Drop a use; release the copy after the last use."""
         self.uses -= 1
         if not self.uses:
             self.param.data = self.home
@@ -57,20 +57,19 @@ class Guest:
                 self.file.drop()
 
 
-# What is called next is sent ahead on a stream, while what is here computes.
+# Prefetching the next module's parameters on a stream, while a module computes.
 
 
 @attrs.define(eq=False)
 class Ahead:
-    """Sends the parameters of the module that is called next, while this one computes.
+    """Prefetches the parameters of the next module, while a module computes.
 
-    It is foreseen from the two modules that were called last: next is the one that followed
-    these two, in this order, the last time.
+    Predicts the module that followed the last two calls in the same order the last time.
 
     Attributes:
-        device: that computes.
-        room: how many bytes of parameters that come and go may be on the device at a time.
-        side: the stream on which it is sent.
+        device: the computing device.
+        room: the maximum bytes of offloaded parameters on the device at a time.
+        side: the stream for copies.
     """
 
     device: torch.device
@@ -84,14 +83,14 @@ class Ahead:
 
     @classmethod
     def on(cls, device: torch.device, room: int) -> "Ahead | None":
-        """Return one for a device that has streams, and copies from pinned memory."""
+        """Return a prefetcher if the device has streams and copies from pinned memory."""
         if not can_pin(device):
             return None
         module: Any = torch.get_device_module(device)
         return cls(device, room, module.Stream(device))
 
     def within(self, stack: ExitStack, model: nn.Module) -> None:
-        """Send within passes of a model; between them it may be given other values."""
+        """Prefetch within forward passes only; values may change between passes."""
 
         def begin(_module: nn.Module, _args: Any) -> None:
             self._turn(runs=True)
@@ -104,7 +103,7 @@ class Ahead:
         stack.callback(model.register_forward_hook(end, always_call=True).remove)
 
     def receive(self, guests: tuple[Guest, ...]) -> None:
-        """Hear whose module is called: what was sent for it is there now, and no other is kept."""
+        """Record a call of a module: wait for its parameters, and drop wrong predictions."""
         if not self._runs:
             return
         self._all.update(guests)
@@ -113,7 +112,7 @@ class Ahead:
         self._wait(guests)
 
     def send(self) -> None:
-        """Send what is foreseen, if there is room for it beside what is on the device."""
+        """Prefetch the predicted parameters, if the device has room for them."""
         if not self._runs:
             return
         some = tuple(g for g in self._next.get(self._last, ()) if _can_be_sent(g))
@@ -130,7 +129,7 @@ class Ahead:
                 guest.ahead = target.copy_(guest.home, non_blocking=True)
 
     def _wait(self, guests: tuple[Guest, ...] = ()) -> None:
-        """Let the stream that computes go on behind what was sent, and keep some of it."""
+        """Let the computing stream wait for the copies, and keep those of `guests`."""
         if not self._sent:
             return
         module: Any = torch.get_device_module(self.device)
@@ -150,13 +149,13 @@ def _can_be_sent(guest: Guest) -> bool:
     return away and not guest.uses and guest.home.is_pinned()
 
 
-# Hooks with which parameters come for the forward of their module, and go after it.
+# Hooks that copy offloaded parameters before the forward of a module, and release them after.
 
 
 def let_in(
     stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], ahead: Ahead | None
 ) -> None:
-    """Let guests come before a module's forward, and go after it, whatever it raises."""
+    """Copy guests before a module's forward, and release them after it, also on errors."""
 
     def before(_module: nn.Module, _args: Any) -> None:
         told = None if all(guest.uses for guest in guests) else ahead
@@ -190,38 +189,38 @@ M = TypeVar("M", bound=nn.Module)
 def placed(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None
 ) -> Generator[M]:
-    """Lend a model whose units are where a plan says, for its forward, without gradients.
+    """Place a model's units as planned, for forward passes without gradients in a `with` block.
 
-    A unit on a device is there until the end. One that is offloaded comes to the plan's first
-    device for its forward, and goes after it, or each of its modules does that is called by
-    itself: from the host's memory where there is an accelerator, or from files on the disk,
-    which are mapped and not copied. Buffers are where their unit computes. Inputs follow from
-    device to device, and what the model returns is on the device of its inputs.
+    Units on a device stay there until the end of the block. Offloaded units are copied to the
+    plan's first device for their forward and released after it, or module by module if their
+    modules are called separately. They are kept in host memory if there is an accelerator, or
+    in memory-mapped files on the disk. Buffers are on the device where their unit computes.
+    Inputs move from device to device, and outputs return to the device of the inputs.
 
-    At the end the model is as it was: the same parameters, with their values where they were,
-    and no hooks. Buffers have the values that its forward gave them, or `weights`.
+    After the block the model has the same parameters with their values in their old places, and
+    no hooks. Buffers keep the values of the forward passes or of `weights`.
 
     Args:
-        model: with values, which what goes to the disk is written from; or without, as
-            `empty_weights` builds it, and `weights` has them.
-        plan: that `af.place` made for this model, or one moved.
-        weights: a safetensors file, a folder with some, or their index, for parameters
-            without values; mapped as they are. Buffers that belong to them are read.
+        model: a model with values, which are written to the disk where the plan says so; or a
+            model of `empty_weights`, with values in `weights`.
+        plan: a plan of `af.place` for this model, or its `moved`.
+        weights: a safetensors file, a folder of files, or an index, for parameters without
+            values; the files are memory-mapped. Persistent buffers are read.
 
-    Law: outputs are bitwise those of the model where it was, on the same kind of device.
+    Law: outputs are bitwise those of the unplaced model on the same kind of device.
 
-    Cost: what is offloaded is read at each forward. From pinned memory of the host, the unit
-        that followed in the pass before is copied while one computes, on a stream of the
-        device's, if the budget has room for both. A model with values is written to the disk,
-        as far as it goes there, and read back at the end.
+    Cost: offloaded units are read at each forward. From pinned host memory, the next unit (by
+        the order of the previous pass) is copied on a stream of the device while a unit
+        computes, if the budget has room for both. A model with values is written to the disk
+        where planned, and read back at the end.
 
     Raises:
-        ModelError: the model is placed already, or has parameters that share memory without
-            being one; in a forward, gradients are on.
-        ArgumentError: the plan is not of this model, and what it leaves out is named; or the
-            model has values, and `weights` are given.
-        CheckpointError: a parameter without values, or a buffer that belongs to them, is not
-            in `weights`, or otherwise there.
+        ModelError: the model is placed already, or different parameters share memory; or
+            gradients are enabled in a forward.
+        ArgumentError: the plan is for another model (the error names missing parameters); or
+            the model has values and you pass `weights`.
+        CheckpointError: a parameter without values, or its buffer, is missing in `weights` or
+            has another shape.
     """
     if not isinstance(model, nn.Module):
         msg = f"af.placed(model={model!r}, plan): expected a torch.nn.Module."
@@ -281,7 +280,7 @@ def _values(
     named: Mapping[str, torch.Tensor],
     weights: str | os.PathLike[str] | None,
 ) -> dict[int, Mapped]:
-    """Return, by identity, the values of what has none in the model."""
+    """Map values for parameters on meta, by the parameter's identity."""
     empty = [name for name, tensor in named.items() if tensor.is_meta]
     if not empty and weights is not None:
         msg = (
@@ -321,10 +320,10 @@ def _values(
 def _fill_buffers(
     model: nn.Module, found: Mapping[str, Mapped], weights: str | os.PathLike[str]
 ) -> None:
-    """Read what belongs to the weights beside parameters, as running statistics.
+    """Read persistent buffers of the weights, such as running statistics.
 
     Raises:
-        CheckpointError: it is not there, or of another shape.
+        CheckpointError: a buffer is missing, or has another shape.
     """
     saved = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
@@ -348,7 +347,7 @@ def _fill_buffers(
 def _fill_parameters(
     model: nn.Module, values: Mapping[int, Mapped]
 ) -> Generator[dict[int, Mapped]]:
-    """Let parameters with values stand in the places of those without; give their files."""
+    """Replace parameters on meta by parameters with values; yield their mapped files."""
     made: dict[int, nn.Parameter] = {}
     places = [
         (module, name, param)
@@ -381,7 +380,7 @@ def _settle(
     units: list[list[Part]],
     there: Mapping[int, Mapped],
 ) -> None:
-    """Put each unit where it is to be, and let guests come with hooks."""
+    """Move each unit to its place, and add hooks for offloaded units."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
     away = {DISK} if plan.computes == "cpu" else {"cpu", DISK}
     ahead = Ahead.on(torch.device(plan.computes), plan.room)
@@ -411,7 +410,7 @@ def _settle(
 def _invite(
     stack: ExitStack, unit: list[Part], guests: Mapping[int, Guest], ahead: Ahead | None
 ) -> None:
-    """Let parameters come for whatever of their unit is called, and be at home in the end."""
+    """Add hooks to all callable modules of a unit; release all parameters at the end."""
     for guest in guests.values():  # Ctrl-C may have left one away from home
         stack.callback(setattr, guest.param, "data", guest.home)
     for call in [each for part in unit for each in calls_of(part)]:
@@ -427,7 +426,7 @@ def _move(
     keep: bool = False,
     copy: bool = False,
 ) -> None:
-    """Move a tensor until the end; `keep` what is written into it meanwhile."""
+    """Move a tensor until the end; with `keep`, copy changed values back."""
     home = tensor.data
     tensor.data = home.to(device, copy=copy)
 
@@ -446,7 +445,7 @@ def _homes(
     plan: DeviceMap,
     files_of: Mapping[int, Mapped],
 ) -> list[tuple[torch.Tensor, Mapped | None]]:
-    """Return where parameters are between forwards, and put them there."""
+    """Move parameters to their offloaded places, and return these places."""
     there = {n: files_of.get(id(p)) for n, p in params.items()}
     write = {n: p for n, p in params.items() if place == DISK and there[n] is None}
     if write:
@@ -475,7 +474,7 @@ def _read_back(param: torch.Tensor, held: torch.Tensor, device: torch.device) ->
 
 
 def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
-    """Refuse parameters whose memory others have too, which would not have it after."""
+    """Reject different parameters that share memory: placing would separate them."""
     owners: dict[int, str] = {}
     for name, param in params.items():
         whole = param.untyped_storage()
@@ -491,7 +490,7 @@ def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
 def _follow(
     stack: ExitStack, model: nn.Module, plan: DeviceMap, units: list[list[Part]]
 ) -> None:
-    """Let inputs go to the device of each unit, and outputs back to that of the inputs."""
+    """Add hooks that move inputs to each unit's device, and outputs to the inputs' device."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
     came: list[torch.device | None] = []
 
