@@ -316,8 +316,8 @@ class Watch:
     def question(self) -> None:
         """Ask running ranks for their stacks after another rank has failed.
 
-        Continues stopped ranks, because the signal that ends a rank would otherwise wait until
-        the rank continues.
+        Ends stopped ranks by SIGTERM and SIGCONT: a stopped process handles no signal until it
+        continues.
         """
         running = self._running() if self.failed_at else set[int]()
         self.stopped = {local for local in running if _is_stopped(self.pids[local])}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`place`: which part of a model goes where, as a value."""
+"""`place`: assign the units of a model to devices, host memory and disk."""
 
 import copy
 import os
@@ -16,18 +16,17 @@ from accelfn.base.arguments import as_path, explain_call_errors, format_bytes
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.weights.export import bytes_in, size_of
 
-# The units of a model: modules that are in one place whole, in the order of the model.
+# The units of a model: modules that are placed as a whole, in the order of the model.
 #
-# A block is a member of an `nn.ModuleList` that lies in no other, or a module of a class
-# that the model names in `_no_split_modules`, as those of Transformers do. A block is a
-# unit, and so is each largest module that has no block in it; the tensors that a module
-# around them has itself are one, too, with those of lists of parameters, which nobody
-# calls. Units with a tensor in common are one.
+# A block is a member of an outermost `nn.ModuleList`, or a module of a class that the model
+# names in `_no_split_modules`, as in Transformers. Each block is a unit, and so is each largest
+# module without blocks. The direct tensors of an enclosing module, including those of parameter
+# lists (which are never called), form a unit too. Units that share a tensor are merged.
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """A module of a unit, and which tensors come for its forward, by their names in the model."""
+    """A module of a unit, with the tensors that its forward needs, by name in the model."""
 
     name: str
     module: nn.Module
@@ -36,17 +35,17 @@ class Part:
 
 @attrs.frozen(eq=False)
 class Call:
-    """A module that may be called by itself, and which tensors it needs then."""
+    """A module that may be called separately, with the tensors that it needs."""
 
     module: nn.Module
     tensors: tuple[torch.Tensor, ...]
 
 
 def calls_of(part: Part) -> list[Call]:
-    """Return what may be called of a part: itself, or modules in it one by one.
+    """Return the modules of a part that may be called separately.
 
-    A container's members may be called in a loop, and those of a module by another method than
-    its forward.
+    A loop can call the members of a container, and a method other than the forward can call
+    the members of a module.
     """
     inside = [each for each in part.module.modules() if each is not part.module]
     calls = [Call(each, tuple(_direct_tensors("", each).values())) for each in inside]
@@ -82,7 +81,7 @@ def units_of(model: nn.Module) -> list[list[Part]]:
 
 
 def _key(tensor: torch.Tensor) -> Any:
-    """Return what is equal for tensors that share their memory."""
+    """Return a key that is equal for tensors that share their memory."""
     if tensor.is_meta or not tensor.numel():
         return id(tensor)
     return tensor.device, tensor.untyped_storage().data_ptr()
@@ -116,7 +115,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module has itself, or in lists that have no forward."""
+    """Return a module's direct tensors, and those of its lists without a forward."""
     found = _named_tensors(name, module, recurse=False)
     for child, each in module.named_children():
         if not _has_forward(each):
@@ -136,7 +135,7 @@ def _named_tensors(
 
 
 def _blocks(model: nn.Module) -> set[int]:
-    """Return which modules are blocks, outermost ones only."""
+    """Return the identities of the outermost blocks."""
     kinds: Any = [getattr(each, "_no_split_modules", None) for each in model.modules()]
     names = {name for some in kinds for name in some or ()}
     found = set[int]()
@@ -157,13 +156,13 @@ DISK = "disk"
 
 @attrs.frozen
 class Unit:
-    """Modules that are in one place.
+    """Modules that are placed together.
 
     Attributes:
-        names: of the modules; several where they have tensors in common.
-        num_bytes: of its parameters and buffers, each once.
-        buffer_bytes: of its buffers, which are where it computes.
-        device: where it is: a device, or "disk".
+        names: the names of the modules; several if modules share tensors.
+        num_bytes: the bytes of parameters and buffers, each counted once.
+        buffer_bytes: the bytes of buffers, which are on the device where the unit computes.
+        device: the place of the unit: a device, or "disk".
     """
 
     names: tuple[str, ...]
@@ -173,17 +172,17 @@ class Unit:
 
     @property
     def shown(self) -> str:
-        """Its name in a table."""
+        """The unit's name in a table."""
         return " + ".join(name or "(the model's own)" for name in self.names)
 
 
 @explain_call_errors
 @attrs.frozen
 class DeviceMap:
-    """Where each unit of a model is; `print` shows it as a table.
+    """The place of each unit of a model; `print` shows a table.
 
     Attributes:
-        units: in the order of the model.
+        units: the units, in the order of the model.
         budgets: bytes by device, and a folder for "disk".
     """
 
@@ -193,7 +192,7 @@ class DeviceMap:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a map whose devices would hold more than they may."""
+        """Reject a map that exceeds a device's budget."""
         for device, budget in self.budgets.items():
             needed = self.needed(device)
             if isinstance(budget, int) and needed > budget:
@@ -214,14 +213,15 @@ class DeviceMap:
 
     @property
     def computes(self) -> str:
-        """Where units that are offloaded compute: the first accelerator, or the CPU."""
+        """The device where offloaded units compute: the first accelerator, or the CPU."""
         devices = [each for each in self.budgets if each not in {"cpu", DISK}]
         return devices[0] if devices else "cpu"
 
     def needed(self, device: str) -> int:
-        """Return how many bytes a device holds at most, while the model computes.
+        """Return the peak bytes of a device while the model computes.
 
-        A module is called within those that it is a part of, and what is theirs has come, too.
+        Counts enclosing modules: their tensors are on the device when an inner module is
+        called.
         """
         here = sum(unit.num_bytes for unit in self.units if unit.device == device)
         return here + (
@@ -230,20 +230,20 @@ class DeviceMap:
 
     @property
     def room(self) -> int:
-        """How many bytes of parameters may come at a time to where they compute."""
+        """The bytes that are free for offloaded parameters on the computing device."""
         budget = self.budgets.get(self.computes)
         left = budget - self.needed(self.computes) if isinstance(budget, int) else 0
         return left + _coming(_at_once(self._offloaded_units()))
 
     def moved(self, name: str, device: str) -> "DeviceMap":
-        """Return a map in which one unit is elsewhere.
+        """Return a map with one unit moved to another device.
 
         Args:
-            name: of one of its modules.
-            device: one of the budgets.
+            name: the name of a module of the unit.
+            device: a device with a budget, or "disk".
 
         Raises:
-            ArgumentError: there is no such unit, no budget for the device, or it is too small.
+            ArgumentError: the name or the device is unknown, or a budget is too small.
         """
         if device not in self.budgets:
             msg = f"moved({name!r}, {device!r}): there is a budget for {[*self.budgets]} only."
@@ -280,25 +280,25 @@ class DeviceMap:
 def place(
     model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
 ) -> DeviceMap:
-    """Return where each unit of a model goes, so that no device holds more than its budget.
+    """Assign each unit of a model to a device, within the budgets of the devices.
 
-    Units fill the devices in the order of both. A unit is a block, a member of an
-    `nn.ModuleList` or of a class in the model's `_no_split_modules`; or a largest module without
-    blocks; or the tensors that a module around these has itself. Units with a tensor in common
-    are one, and none is split. The first accelerator computes what is on the CPU or the disk,
-    without accelerators the CPU does, and its budget has room for the largest such unit, and
-    for what modules around it have themselves.
+    Units fill the devices in order. A unit is a block (a member of an `nn.ModuleList`, or a
+    module of a class in the model's `_no_split_modules`), or a largest module without blocks, or
+    the direct tensors of an enclosing module. Units that share a tensor are merged; units are
+    never split. The first accelerator, or else the CPU, computes units on the CPU or the disk.
+    Its budget keeps room for the largest such unit and the direct tensors of its enclosing
+    modules.
 
     Args:
-        model: is not changed; it may be one of `empty_weights`.
-        budgets: bytes, or text as "20GiB", by device, as "cuda:0" and "cpu"; for "disk" a
-            folder that exists.
+        model: is not changed; it can be a model of `empty_weights`.
+        budgets: bytes, or text such as "20GiB", by device, such as "cuda:0" and "cpu"; for
+            "disk", an existing folder.
 
-    Cost: reads sizes alone.
+    Cost: reads sizes only.
 
     Raises:
-        ArgumentError: a budget is too small for a unit, is no size, or of no device.
-        ModelError: the model is none.
+        ArgumentError: a budget is too small for a unit, or invalid, or for an unknown device.
+        ModelError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
         msg = f"af.place(model={model!r}): expected a torch.nn.Module."
@@ -324,7 +324,7 @@ def place(
 
 
 def _fits(found: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
-    """Whether a device has room for its units, and all others of the rest or what comes."""
+    """Return whether a device has room for its units and for the rest or offloaded units."""
     here = sum(unit.num_bytes for unit in found if unit.device == device)
     if here + sum(unit.num_bytes for unit in rest) <= limit:
         return True
@@ -332,7 +332,7 @@ def _fits(found: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
 
 
 def _visiting(away: list[Unit]) -> int:
-    """Return how many bytes of offloaded units are where they compute, at most."""
+    """Return the peak bytes of offloaded units on the computing device."""
     return _coming(_at_once(away)) + sum(unit.buffer_bytes for unit in away)
 
 
@@ -341,7 +341,7 @@ def _coming(guests: list[Unit]) -> int:
 
 
 def _at_once(away: list[Unit]) -> list[Unit]:
-    """Return the offloaded units that are there at a time, where they are the most bytes."""
+    """Return the offloaded units that are on the device together at the peak."""
     met = [
         [unit for unit in away if any(_is_within(name, each) for each in unit.names)]
         for name in dict.fromkeys(name for unit in away for name in unit.names)
@@ -350,7 +350,7 @@ def _at_once(away: list[Unit]) -> list[Unit]:
 
 
 def _is_within(name: str, module: str) -> bool:
-    """Whether a module is another, or a part of it."""
+    """Return whether a module is another module, or inside it."""
     return module in ("", name) or name.startswith(f"{module}.")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pure functions from the update number to the factor of all learning rates."""
+"""Learning-rate schedules: pure functions of the update number, and torch schedulers."""
 
 import math
 from array import array
@@ -42,7 +42,7 @@ _BY_COUNT = (
 
 
 def _is_factory(_owner: object, _field: object, factory: Any) -> None:
-    """Refuse what can be known before there are groups."""
+    """Reject invalid factories before there are parameter groups."""
     if not callable(factory):
         msg = (
             f"schedules.from_torch({factory!r}): expected a function that takes an"
@@ -62,14 +62,14 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
 class from_torch:
     """Take the learning rates of a torch scheduler, and the momenta that it cycles.
 
-    When a state is created, the factory's scheduler is run ahead on an optimizer of its own
-    that has the state's parameter groups, rates and other options, and its numbers are kept
-    by update. So nothing of it is in a checkpoint, several states can have one
-    `from_torch`, and any update can be asked for at any time.
+    For each new state, the factory's scheduler runs ahead on a separate optimizer with the
+    state's parameter groups and options, and accelfn keeps its numbers by update. So a
+    checkpoint holds nothing of the scheduler, several states can share a `from_torch`, and you
+    can query any update at any time.
 
-    Its numbers are learning rates, and whatever else it sets in the groups (OneCycleLR and
-    CyclicLR: momentum, or the first of betas). They are no factors, so it stands alone: in
-    place of `join`, join torch's schedulers in the factory, by SequentialLR.
+    The numbers are learning rates and other values that the scheduler sets in the groups
+    (OneCycleLR and CyclicLR: momentum, or the first of betas). They are not factors, so you
+    cannot `join` them: combine torch's schedulers in the factory, by SequentialLR.
 
     Args:
         factory: takes a torch optimizer and returns a scheduler on it: a class with its
@@ -82,14 +82,14 @@ class from_torch:
         Transformers ship and that is stepped without a metric.
 
     Cost:
-        Some microseconds of the scheduler's own an update, once; 8 bytes an update and
+        The scheduler's time for each update, some microseconds, once; 8 bytes per update and
         parameter group, and 100 for a momentum.
 
     Raises:
-        ArgumentError: the factory is none, or, when the state is created, fails on the
-            state's groups, or gives no LRScheduler, one on another optimizer, or one that
-            reads a metric (ReduceLROnPlateau; `af.plateau` does) or the optimizer's state;
-            at an update for which the scheduler has no rate.
+        ArgumentError: the factory is not callable. Or, for a new state, it fails on the state's
+            groups, or does not return an LRScheduler on the given optimizer; or the scheduler
+            reads a metric (as ReduceLROnPlateau; use `af.plateau`) or the optimizer's state.
+            Also at an update for which the scheduler has no rate.
 
     Example:
         >>> from functools import partial
@@ -100,7 +100,7 @@ class from_torch:
     factory: Callable[[Optimizer], LRScheduler] = attrs.field(validator=_is_factory)
 
     def __call__(self, step: int, /) -> NoReturn:
-        """Refuse: without an optimizer's groups there are no rates.
+        """Raise an error, because rates need an optimizer's groups.
 
         Raises:
             ArgumentError: always.
@@ -114,21 +114,21 @@ class from_torch:
         raise ArgumentError(msg)
 
     def on(self, optimizer: Optimizer) -> "TorchRates":
-        """Return its numbers on the groups of an optimizer, which stays as it is."""
+        """Return the scheduler's numbers for the groups of an optimizer; leaves it unchanged."""
         return TorchRates(self.factory, optimizer)
 
 
 class TorchRates:
     """The numbers that a torch scheduler sets in an optimizer's groups, by update.
 
-    They are found once, in order, and by one thread at a time. A scheduler that fails has ended,
-    and each later call says why; one that is interrupted is made again.
+    The numbers are computed once, in order, by one thread at a time. After a failure, each later
+    call raises the same error. After an interrupt, the scheduler is created again.
     """
 
     def __init__(
         self, factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
     ) -> None:
-        """Make the scheduler on a copy of the optimizer, of which nothing is trained."""
+        """Make the scheduler on a copy of the optimizer, which is never trained."""
         self._lock = Lock()
         self._factory, self._prototype = factory, optimizer
         self._optimizer: Any = scratch_of(optimizer)
@@ -146,10 +146,10 @@ class TorchRates:
         self._note()
 
     def __call__(self, update: int) -> Assignments:
-        """Return what the groups have at an update.
+        """Return the groups' values at an update.
 
         Raises:
-            ArgumentError: the scheduler has nothing for it.
+            ArgumentError: the scheduler has no values for the update.
         """
         if update >= self._num_known:
             with self._lock:
@@ -178,7 +178,7 @@ class TorchRates:
         return scheduler
 
     def _advance(self) -> None:
-        """Step the scheduler, and note what it set."""
+        """Step the scheduler, and record its values."""
         if self._ended is None:
             try:
                 if not self._is_whole:
@@ -198,7 +198,7 @@ class TorchRates:
             raise ArgumentError(msg) from self._ended
 
     def _make_again(self) -> None:
-        """Replace a scheduler that was interrupted by one that has come as far."""
+        """Replace an interrupted scheduler by a new scheduler at the same update."""
         for known in (*self._rates, *self._others.values()):
             del known[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
@@ -224,7 +224,7 @@ class TorchRates:
 
 
 def _plain_option(value: Any) -> Any:
-    """Return an option as a value that nothing changes; a tensor of a number as that."""
+    """Return an option as an immutable value; convert one-element tensors to numbers."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
     return value
@@ -235,7 +235,7 @@ def _differs(now: object, given: object) -> bool:
 
 
 def _check(scheduler: Any, optimizer: Optimizer) -> None:
-    """Refuse what is no scheduler of this optimizer, or wants more than to be stepped."""
+    """Reject a scheduler of another optimizer, or with `step` arguments."""
     kind = type(scheduler).__name__
     step = getattr(scheduler, "step", None)
     taken = signature(step).parameters.values() if callable(step) else ()
@@ -263,14 +263,14 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
         raise ArgumentError(msg)
 
 
-# What a schedule is: a pure function of the update number.
+# Schedules as pure functions of the update number.
 
 
 class Schedule(Protocol):
     """A pure function of the update number."""
 
     def __call__(self, step: int, /) -> float:
-        """Return the factor for update `step`, the first being 0."""
+        """Return the factor for update `step`; the first update is 0."""
         ...
 
 
@@ -302,7 +302,7 @@ class constant:
     factor: float = _factor(1.0)
 
     def __call__(self, step: int, /) -> float:
-        """Return the factor, whatever the update."""
+        """Return the same factor for any update."""
         return self.factor
 
 
@@ -341,7 +341,7 @@ class warmup_cosine:
     end: float = attrs.field(default=0.0, validator=_is_factor, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a warm-up that leaves no update to fall in."""
+        """Reject a warm-up that leaves no update for the decay."""
         if self.num_warmup >= self.num_updates:
             msg = (
                 f"schedules.warmup_cosine(num_warmup={self.num_warmup},"
@@ -375,7 +375,7 @@ class one_cycle:
     end: float = attrs.field(default=1 / 250_000, validator=_is_factor, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a peak outside the cycle."""
+        """Reject a peak outside the cycle."""
         if not 0 < self.peak_at < 1:
             msg = (
                 f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
@@ -452,22 +452,22 @@ def _is_part(part: Any) -> bool:
     return isinstance(count, int) and count >= 1 and callable(schedule)
 
 
-# What a schedule makes of an optimizer's parameter groups, update by update.
+# Schedules bound to an optimizer's parameter groups.
 
 
 class Rates(Protocol):
-    """A schedule that is bound to parameter groups; a pure function of the update."""
+    """A schedule bound to parameter groups; a pure function of the update."""
 
     def __call__(self, update: int, /) -> Assignments:
-        """Return the hyperparameters of an update that the schedule sets."""
+        """Return the hyperparameters that the schedule sets at an update."""
         ...
 
 
 def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
-    """Return a schedule bound to an optimizer's groups; of none, None.
+    """Bind a schedule to an optimizer's groups; return None without a schedule.
 
     Raises:
-        ArgumentError: the optimizer has no rate, or a torch scheduler does not go with it.
+        ArgumentError: the optimizer has no learning rate, or a torch scheduler does not fit.
     """
     if schedule is None:
         return None
@@ -477,7 +477,7 @@ def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
 
 
 class FactorRates:
-    """The optimizer's own rates, times a factor."""
+    """The optimizer's learning rates multiplied by a factor."""
 
     def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
         """Take the function, and the rates."""
@@ -499,7 +499,7 @@ class FactorRates:
         """Return the rates of an update.
 
         Raises:
-            ArgumentError: the function gives no factor.
+            ArgumentError: the function's result is not a factor.
         """
         factor = self._factor(update)
         is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
@@ -513,10 +513,10 @@ class FactorRates:
 
 
 def _check_pure(factor: Schedule) -> None:
-    """Refuse a function that counts its calls, or draws: a run could not be resumed.
+    """Reject a function that counts its calls or is random: a run could not resume.
 
     Raises:
-        ArgumentError: it gives two factors for one update.
+        ArgumentError: the function returned two factors for one update.
     """
     try:
         first, _, again = (factor(update) for update in (0, 1, 0))
@@ -532,19 +532,19 @@ def _check_pure(factor: Schedule) -> None:
         raise ArgumentError(msg)
 
 
-# Warnings of schedules that run, and train next to nothing.
+# Warnings about schedules that train almost nothing.
 
 
 _LEAST_PEAK = 0.01
-"""No warm-up or decay has so small a factor at all updates; most learning rates are smaller."""
+"""A schedule with only smaller factors probably returns learning rates instead of factors."""
 _SHORT = 10
-"""So many updates at a rate of 0 are a run's rounded end."""
+"""Updates at a rate of 0 that count as the rounded end of a run."""
 _LONGEST = 10**8
-"""Updates; a file may say that a state took more, and looking at each takes hours."""
+"""Most updates to check: a file can claim more, and checking them would take hours."""
 
 
 def advise_of_rates(schedule: Schedule | None) -> None:
-    """Warn of a function whose factors are all so small that they are likely rates."""
+    """Warn about a function that probably returns learning rates instead of factors."""
     if schedule is None or isinstance(schedule, from_torch):
         return
     peak = max(_factors(schedule), default=0.0)
@@ -559,11 +559,11 @@ def advise_of_rates(schedule: Schedule | None) -> None:
 
 
 def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
-    """Warn when updates go on though the schedule has come to 0 for good.
+    """Warn once if updates continue although the schedule stays at 0.
 
-    Called at an update whose rates are 0, from update `looks_at` on; returns when to look
-    again. It looks when a tenth of the run was at 0, lest it be the last few updates of a
-    schedule whose length was rounded, and warns once.
+    Called at updates with rates of 0, from update `looks_at` on; returns the next update to
+    check. Warns after a tenth of the run at 0, because the last few updates of a schedule with
+    a rounded length are harmless.
     """
     if update < looks_at or update > _LONGEST:
         return looks_at
@@ -589,7 +589,7 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
 
 
 def _factors(schedule: Schedule) -> Iterator[float]:
-    """Yield factors of updates in no regular distance, up to some million; or until it ends."""
+    """Yield factors of irregularly spaced updates up to some million, or until an error."""
     far = {round(100 * 1.37**i) for i in range(30)}
     for update in (*range(100), *sorted(far)):
         try:
@@ -601,7 +601,7 @@ def _factors(schedule: Schedule) -> Iterator[float]:
 
 
 def _is_zero(rates: Rates, update: int) -> bool:
-    """Whether all learning rates are 0 at an update; past the schedule's end they are."""
+    """Return whether all learning rates are 0 at an update, or the schedule has ended."""
     try:
         found = rates(update)
     except Exception:  # noqa: BLE001 - none is taken

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`tensorboard`: event files, by torch's own writer."""
+"""Trackers for TensorBoard, Weights & Biases, Comet and MLflow."""
 
 import time
 from collections.abc import Mapping
@@ -52,7 +52,7 @@ class _TensorBoard:
             self.backend.add_image(name, image, step, dataformats="HWC")
 
     def _reach(self, step: int) -> None:
-        """Tell readers, where the run went back, to drop what they have of later steps."""
+        """Tell readers to drop later steps, if the run went back."""
         if step < self._last:
             event = package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
             log = event.SessionLog(status=event.SessionLog.START)
@@ -72,14 +72,14 @@ def tensorboard(
     """Return a tracker that writes TensorBoard's event files; `accelfn[tensorboard]`.
 
     Hyperparameters go to its HParams tab, by names with dots. Its files are written by a
-    thread, every 10 seconds and at the end. Where the run goes back to an earlier step, the
-    files tell TensorBoard to drop what it has of that and later steps.
+    thread, every 10 seconds and at the end. If the run goes back to an earlier step, the files
+    tell TensorBoard to drop that step and later ones.
 
     Args:
-        directory: of the run; it is made. `backends["tensorboard"]` is the `SummaryWriter`.
-        world: that of the run; rank 0 writes.
-        step: for a run that was loaded: `state.step`. What later steps have left counts no
-            more.
+        directory: the run's directory, which is made. `backends["tensorboard"]` is the
+            `SummaryWriter`.
+        world: the run's world; rank 0 writes.
+        step: for a run that was loaded: `state.step`. Records of later steps are dropped.
 
     Raises:
         TrackingError: the package is missing, or the directory cannot be written.
@@ -135,9 +135,9 @@ def wandb(
 ) -> Tracker:
     """Return a tracker that is a run of Weights & Biases; `accelfn[wandb]`.
 
-    Steps are a metric of their own, `step`, by which the others are drawn, so that a run that
-    goes back to an earlier step loses nothing: W&B keeps both branches. It reads its own
-    settings, such as `WANDB_API_KEY`, from the environment.
+    Steps are logged as a metric `step`, which is the x axis of the others. So a run that goes
+    back to an earlier step loses nothing: W&B keeps both branches. W&B reads its settings, such
+    as `WANDB_API_KEY`, from the environment.
 
     Args:
         project: its name there.
@@ -217,7 +217,7 @@ class _Comet:
 
 
 def _check(sent: object, name: str) -> None:
-    """Raise where Comet, which logs its errors and raises none, took nothing."""
+    """Raise an error if Comet rejected values, because Comet only logs its errors."""
     if sent is None:
         msg = f"Comet did not take {name!r}; its log says why."
         raise TrackingError(msg)
@@ -235,9 +235,9 @@ def comet(
 ) -> Tracker:
     """Return a tracker that is an experiment of Comet; `accelfn[comet]`.
 
-    What Comet collects unasked (code, output, git, environment) is off: `backends["comet"]`
-    is the experiment, which logs what you tell it to. It reads its own settings, such as
-    `COMET_API_KEY`, from the environment. Of a run that goes back it keeps both branches.
+    Comet's automatic collection (code, output, git, environment) is off; use the experiment in
+    `backends["comet"]` to log more. Comet reads its settings, such as `COMET_API_KEY`, from the
+    environment. If a run goes back, Comet keeps both branches.
 
     Args:
         project: its name there.
@@ -312,8 +312,8 @@ def mlflow(
 ) -> Tracker:
     """Return a tracker that is a run of MLflow; `accelfn[mlflow]`.
 
-    A parameter is written once: MLflow refuses another value for it. Of
-    a run that goes back to an earlier step it keeps both branches.
+    A parameter is written once: MLflow rejects another value for it. If a run goes back to an
+    earlier step, MLflow keeps both branches.
 
     Args:
         experiment: its name there; it is made if there is none. A `run_id` has its own.
