@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jsonl`: a run's numbers in a text file, a line a record, readable while it grows.
+"""`jsonl`: track a run in a text file with one JSON record per line, readable while it grows.
 
-A line is appended by one write, and cut off again if the disk took only a part of it, so it
-is whole or absent. Nothing that was written is ever changed: a run that goes back to an
-earlier step says so by the order of its lines, which `af.track.read` heeds.
+Each line is appended by one write. If the disk takes only a part, the part is removed, so a line
+is complete or absent. Written lines never change: if a run goes back to an earlier step, the
+order of the lines shows it, and `af.track.read` follows this order.
 """
 
 import errno
@@ -51,7 +51,7 @@ class _Jsonl:
             raise
 
     def _lock(self) -> None:
-        """Keep other jobs from writing to the file, where the file system can."""
+        """Lock the file against other jobs, if the file system supports locks."""
         try:
             fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -96,7 +96,7 @@ class _Jsonl:
 
 
 def _length_of_lines(handle: int) -> int:
-    """Return how many bytes there are up to the end of the last whole line."""
+    """Return the number of bytes up to the end of the last complete line."""
     end = os.fstat(handle).st_size
     while end:
         start = max(0, end - _BLOCK)
@@ -109,22 +109,22 @@ def _length_of_lines(handle: int) -> int:
 
 @explain_call_errors
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
-    """Return a tracker that appends to a text file, a line of JSON a record.
+    """Return a tracker that appends to a text file, one line of JSON per record.
 
-    The file and its folder are made; one that is there is gone on with. Each record is with
-    the operating system when the call returns, so a process that is killed loses none, and
-    on the disk when the tracker is closed. `af.track.read` reads it.
+    Makes the file and its folder, or appends to an existing file. When the call returns, the
+    operating system has the record, so a killed process loses nothing; the record is on the
+    disk when you close the tracker. Read the file with `af.track.read`.
 
-    A record whose step is lower than that of the record before it says that the run went
-    back, by a resume or a rollback: what was written of that step and later ones stays in
-    the file, and counts no more. JSON has no numbers for what is not finite: those are the
-    texts "NaN", "Infinity" and "-Infinity".
+    If the step of a record is lower than that of the record before, the run went back, by a
+    resume or a rollback. Older records of that step and later steps stay in the file, but do
+    not count. JSON has no infinite numbers or NaN, so these are the texts "NaN", "Infinity" and
+    "-Infinity".
 
     Args:
-        path: of the file; by convention it ends in `.jsonl`.
-        world: that of the run; rank 0 writes.
-        step: for a run that was loaded: `state.step`. What the file has of later steps counts
-            no more, also where the run's next record would be of a later step than those.
+        path: the file; by convention the name ends in `.jsonl`.
+        world: the run's world; rank 0 writes.
+        step: for a run that was loaded: `state.step`. Records of later steps do not count, even
+            if the run's next record has a later step than these.
 
     Raises:
         TrackingError: the file cannot be written, or another tracker writes to it.
@@ -145,27 +145,27 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
     return open_tracker("jsonl", lambda: _Jsonl(Path(path), step), world=world)
 
 
-# `read`: what a run's jsonl says in the end, where it went back and began anew too.
+# `read`: the final records of a run, after going back and restarting.
 
 
 _LATEST = 1e11
-"""Seconds since 1970: a clock that says more, or as much before, is none."""
+"""Most seconds since (or before) 1970; larger values are not a valid time."""
 _SHOWN = 200
-"""Letters of a line that an error shows."""
+"""Characters of a line that an error shows."""
 
 
 @attrs.frozen
 class Log:
-    """A run, as its jsonl tells it.
+    """A run as recorded in a jsonl file.
 
     Attributes:
-        path: of the file.
-        hyperparameters: nested, the last that were tracked under each name.
-        metrics: by name, then by step, in order; of a name that a step has twice, the last.
-        times: of each step, in seconds since 1970: when it was last tracked.
+        path: the file.
+        hyperparameters: nested; the last tracked value of each name.
+        metrics: values by name, then by step, in order; the last value if a step repeats.
+        times: the time of each step's last record, in seconds since 1970.
         resumed: the last step before each time that a tracker opened the file again.
-        superseded: records that count no more, for the run went back before them.
-        unfinished: the last line has no end; it is being written, or never was.
+        superseded: records that do not count because the run went back before them.
+        unfinished: whether the last line is incomplete: being written, or interrupted.
     """
 
     path: Path
@@ -179,10 +179,10 @@ class Log:
 
 @explain_call_errors
 def read(path: str | Path) -> Log:
-    """Read what `af.track.jsonl` wrote, while it is being written too.
+    """Read a file of `af.track.jsonl`, also while the run writes to the file.
 
     Raises:
-        TrackingError: there is no such file, or a line is not one of a tracker.
+        TrackingError: the file is missing, or a line is not a tracker's record.
 
     Example:
         >>> read("no.jsonl")
@@ -218,7 +218,7 @@ def read(path: str | Path) -> Log:
 
 
 class _Story:
-    """What counts, after each record; `kept` is in the order of its steps."""
+    """The records that count so far; `kept` is in the order of steps."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float, dict[str, float]]] = []

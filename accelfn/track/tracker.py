@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Tracker`: what a run says of itself, to any number of backends, on rank 0 alone.
+"""`Tracker`: send a run's metrics to any number of backends, from rank 0.
 
-A call is checked on every rank alike, so that all of them refuse it or none does; on rank 0
-the numbers are then read from the device and handed to each backend. One that fails, for the
-disk is full or the network gone, is named in a warning, and the training goes on.
+Every rank checks a call in the same way, so that all ranks reject it or none does. Rank 0 then
+reads the numbers from the device and passes them to each backend. If a backend fails (full disk,
+lost network), a warning names it and the training continues.
 """
 
 import math
@@ -33,36 +33,36 @@ from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.state.metrics import Metrics
 from accelfn.world import World
 
-# What a run gives to its trackers, as the plain values that every backend takes.
+# Checks of tracked values, and their conversion to plain data for backends.
 
 
 Number: TypeAlias = float | torch.Tensor | np.generic
-"""One number, wherever it is: its conversion waits for the device."""
+"""A number on any device; converting it waits for the device."""
 Pixels: TypeAlias = NDArray[np.uint8]
 """(height, width, channels), with 1, 3 or 4 channels."""
 """One axis."""
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 MOST_STEPS = 2**63
-"""What no backend's number of updates reaches."""
+"""Exclusive bound of step numbers, the limit of the backends."""
 
 _NUMBERS = (int, float, np.number, np.bool_)
 _NO_REAL_NUMBERS = (np.complexfloating, np.timedelta64)  # though numpy's class says so
 
 
 def check_step(step: object) -> None:
-    """Refuse what is no count of updates."""
+    """Reject steps that are not a count of updates."""
     if not is_integer(step, 0) or step >= MOST_STEPS:
         msg = f"step={step!r}: expected the number of updates so far, state.step."
         raise ArgumentError(msg)
 
 
 def check_names(what: str, values: object) -> None:
-    """Refuse what is no mapping by name.
+    """Reject values that are not a mapping by name.
 
     Raises:
-        ArgumentError: it is none, or a name is empty, no text that can be written, or
-            `step`.
+        ArgumentError: the values are not a mapping, or a name is empty, `step`, or not a text
+            that can be written.
     """
     if not isinstance(values, Mapping):
         msg = f"{what}: expected a mapping by name, got {type(values).__name__}."
@@ -77,7 +77,7 @@ def check_names(what: str, values: object) -> None:
 
 
 def _is_whole(text: str) -> bool:
-    """Return whether a text has no half of a letter, which no file of text can hold."""
+    """Return whether a text has no lone surrogate, which no text file can hold."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -86,10 +86,10 @@ def _is_whole(text: str) -> bool:
 
 
 def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
-    """Refuse what are no numbers by name; nothing is read from a device.
+    """Reject values that are not numbers by name, without reading from a device.
 
     Raises:
-        ArgumentError: a value is not one number; or the metrics are this rank's alone.
+        ArgumentError: a value is not a number, or the metrics are not averaged over ranks.
     """
     check_names("metrics", metrics)
     if isinstance(metrics, Metrics) and any(world.loss.size > 1 for world in worlds):
@@ -131,7 +131,7 @@ def _is_one_number(value: object) -> bool:
 
 
 def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
-    """Return numbers on the host: the one wait for the device, however many there are."""
+    """Return numbers on the host, with one wait for the device."""
     away = {
         name: value.detach().reshape(()).to(torch.float64)
         for name, value in metrics.items()
@@ -152,15 +152,16 @@ def _float(value: Any) -> float:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is dense, and on a device that keeps values."""
+    """Return whether a tensor is dense and not on meta."""
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def check_image(name: str, image: object) -> None:
-    """Refuse what is no image.
+    """Reject values that are not images.
 
     Raises:
-        ArgumentError: it is no tensor (channels, height, width) of uint8, or of numbers.
+        ArgumentError: the value is not a uint8 or floating-point tensor (channels, height,
+            width).
     """
     if (
         not isinstance(image, torch.Tensor)
@@ -203,7 +204,7 @@ def settings(given: object) -> dict[str, Plain]:
     """Return hyperparameters as plain data: nested, by name.
 
     Raises:
-        ArgumentError: it is no mapping, it has itself in it, or two names in it are one.
+        ArgumentError: the value is not a mapping, contains itself, or has equal names.
     """
     if not isinstance(given, Mapping):
         msg = (
@@ -236,7 +237,7 @@ def _twice(name: str) -> ArgumentError:
 
 
 def plain(value: object) -> Plain:
-    """Return a setting as plain data: what is no number, text or container as its repr."""
+    """Return a setting as plain data; other objects than numbers, texts, containers as repr."""
     value = _in_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -248,7 +249,7 @@ def plain(value: object) -> Plain:
 
 
 def _in_python(value: Any) -> Any:
-    """Return a number of numpy's, or of a tensor without a dimension, as Python's own."""
+    """Convert a number of numpy, or a tensor without dimensions, to a Python number."""
     kinds = (np.generic, np.ndarray, torch.Tensor)
     if not isinstance(value, kinds) or value.ndim or not _is_one_number(value):
         return value
@@ -257,10 +258,10 @@ def _in_python(value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Return settings by names with dots, for backends without nested ones; lists as text.
+    """Flatten nested settings to dotted names; lists become text.
 
     Raises:
-        ArgumentError: two would have one name.
+        ArgumentError: two settings would have the same name.
     """
     found: dict[str, Plain] = {}
     for name, value in values.items():
@@ -277,7 +278,7 @@ def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
 
 
 def spelt(value: Plain) -> Any:
-    """Return plain data as JSON has it: "NaN", "Infinity" and "-Infinity" are texts there."""
+    """Return plain data for JSON, with "NaN", "Infinity" and "-Infinity" as texts."""
     if isinstance(value, dict):
         return {name: spelt(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -293,11 +294,10 @@ IMAGES = "images"
 
 
 class Sink(Protocol):
-    """What a backend does with plain values; `af.track.custom` makes a tracker of one.
+    """The methods of a backend; `af.track.custom` makes a tracker from such an object.
 
-    `backend` is the backend's own object, for what is its alone. `images` is
-    called if the tracker was made with `accepts=("images",)`. What a method is given is its
-    own, to keep and to change.
+    `backend` is the backend's own object, for its other features. `images` is called if the
+    tracker was made with `accepts=("images",)`. A method may keep and change its arguments.
     """
 
     @property
@@ -310,7 +310,7 @@ class Sink(Protocol):
         ...
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
-        """Take what the run was made with, nested."""
+        """Take the run's hyperparameters, nested."""
         ...
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
@@ -318,30 +318,30 @@ class Sink(Protocol):
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Let all that was taken last; `failed` says that the run ended with an exception."""
+        """Store all values durably; `failed` means that the run ended with an exception."""
         ...
 
 
 class Outlet:
-    """One backend of a tracker; on other ranks than 0 there is none behind it."""
+    """A backend of a tracker; without a sink on ranks other than 0."""
 
     def __init__(
         self, name: str, sink: Sink | None, world: World, accepts: frozenset[str]
     ) -> None:
-        """Take a backend that is open."""
+        """Take an open backend."""
         self.name, self.sink, self.world, self.accepts = name, sink, world, accepts
         self.is_closed = False
         self._tried = self._lost = 0
         self._first = ""
 
     def attempt(self, what: str, act: Callable[[Sink], None]) -> Iterator[str]:
-        """Do something to the backend; yield what is to be said of a first failure."""
+        """Call the backend; yield a warning text on the first failure."""
         if self.sink is None:
             return
         self._tried += 1
         try:
             act(self.sink)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+        except Exception as error:  # noqa: BLE001 - the training continues after any error
             self._lost += 1
             if self._lost == 1:
                 self._first = f"{what}: {type(error).__name__}: {error}"
@@ -351,7 +351,7 @@ class Outlet:
                 )
 
     def close(self, *, failed: bool) -> Iterator[str]:
-        """Close the backend, once; yield what is to be said of it."""
+        """Close the backend once; yield a warning text after failures."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -361,25 +361,25 @@ class Outlet:
         if self.sink is not None:
             try:
                 self.sink.close(failed=failed)
-            except Exception as error:  # noqa: BLE001 - what was trained must not be lost by it
+            except Exception as error:  # noqa: BLE001 - an error must not lose the training
                 yield f"{self.name} did not close: {type(error).__name__}: {error}."
 
 
 @hint_attributes(words.TRACKER)
 class Tracker:
-    """Tells backends what a run says of itself: `tracker(metrics, step)`.
+    """Sends metrics to backends: `tracker(metrics, step)`.
 
-    Made by the functions of `af.track`; a context manager, which closes its backends however
-    its block ends. Call it on every rank: on others than rank 0 it checks, and does nothing
-    else.
+    Create a tracker with the functions of `af.track`. As a context manager, it closes its
+    backends at the end of the block, also after an error. Call it on every rank: ranks other
+    than 0 only check the arguments.
 
-    A backend that fails does not end the training: an `af.TrackingWarning` names it, once,
-    and what is lost in all is said when it is closed. `warnings.simplefilter("error",
-    af.TrackingWarning)` makes that an error. A mistake in the call is always one.
+    A failing backend does not end the training: an `af.TrackingWarning` names it once, and
+    closing the tracker reports the total loss. `warnings.simplefilter("error",
+    af.TrackingWarning)` turns that into an error. Invalid arguments always raise an error.
     """
 
     def __init__(self, outlets: tuple[Outlet, ...]) -> None:
-        """Take backends; the functions of `af.track` do it."""
+        """Take backends; use the functions of `af.track` instead."""
         self.outlets = outlets
 
     def __call__(self, metrics: Mapping[str, Number], step: int) -> None:
@@ -392,7 +392,7 @@ class Tracker:
         Cost: on rank 0 one wait for the device if tensors are on it, and what the backends do.
 
         Raises:
-            ArgumentError: a value is no number, or these are the metrics of this rank alone.
+            ArgumentError: a value is not a number, or the metrics are not averaged over ranks.
         """
         check_step(step)
         check_metrics(metrics, tuple(each.world for each in self.outlets))
@@ -402,14 +402,14 @@ class Tracker:
             self._tell(what, read, lambda sink, own: sink.metrics(own, step))
 
     def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
-        """Track what the run is made with: numbers, texts, and mappings and lists of them.
+        """Track hyperparameters: numbers, texts, and mappings and lists of them.
 
-        numpy's scalars and tensors without a dimension are numbers, too. Anything else is its
-        repr: of a setup that is the code that makes it.
+        numpy scalars and tensors without dimensions are numbers. Other objects are tracked as
+        their repr; for a setup, this is the code that makes the setup.
 
         Raises:
-            ArgumentError: it is no mapping by name, or two names in it would be one: `1` and
-                `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
+            ArgumentError: the value is not a mapping by name, or two names would be equal: `1`
+                and `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
         """
         told = settings(hyperparameters)
         if self._goes_on():
@@ -422,7 +422,7 @@ class Tracker:
         A floating-point image that is not from 0 to 1 is not tracked, and a warning says so.
 
         Raises:
-            ArgumentError: one is no such tensor; or no backend has images.
+            ArgumentError: a value is not such a tensor, or no backend takes images.
         """
         check_step(step)
         check_names(IMAGES, images)
@@ -435,9 +435,9 @@ class Tracker:
 
     @property
     def backends(self) -> dict[str, Any]:
-        """The backends' own objects, by name; of other ranks than 0, none.
+        """The backends' own objects, by name; empty on ranks other than 0.
 
-        Of several of a kind the second is `"jsonl 2"`, in the order of `together`.
+        The second of a kind has the name `"jsonl 2"`, in the order of `together`.
         """
         found: dict[str, Any] = {}
         for each in self.outlets:
@@ -447,10 +447,10 @@ class Tracker:
         return found
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the backends: what was tracked is then where it belongs.
+        """Close the backends, after they have stored all tracked values.
 
         Args:
-            failed: the run ended with an exception, which backends that can will show.
+            failed: whether the run ended with an exception; some backends show this.
         """
         _warn([said for each in self.outlets for said in each.close(failed=failed)])
 
@@ -464,11 +464,11 @@ class Tracker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close it."""
+        """Close the tracker."""
         self.close(failed=kind is not None)
 
     def _goes_on(self, kind: str | None = None) -> bool:
-        """Return whether there is a backend here; refuse what none would take on rank 0."""
+        """Return whether this rank has a backend; raise if no backend takes this kind."""
         closed = [each.name for each in self.outlets if each.is_closed]
         if closed:
             msg = f"{closed[0]} is closed; track inside the tracker's `with` block."
@@ -489,9 +489,9 @@ class Tracker:
         kind: str | None = None,
         said: list[str] | None = None,
     ) -> None:
-        """Tell all that take it, and then warn: no backend waits for another's failure.
+        """Call all backends of a kind, and warn about failures after all calls.
 
-        Each has a copy of its own, which shares no memory with the caller's tensors either.
+        Each backend gets its own copy, which shares no memory with the caller's tensors.
         """
         told = [*(said or ())]
         for each in self.outlets:
@@ -505,9 +505,9 @@ def _read_tensors(
     tensors: Mapping[str, torch.Tensor],
     step: int,
 ) -> tuple[dict[str, T], list[str]]:
-    """Return what tensors hold, and what is to be said of those that hold something else.
+    """Convert tensors, and return a warning text for each tensor with invalid values.
 
-    It is read on rank 0 alone, in the middle of a training: that goes on.
+    Runs on rank 0 only, in the middle of a training, so it must not raise.
     """
     read, said = dict[str, T](), list[str]()
     for name, each in tensors.items():
@@ -525,15 +525,15 @@ def _warn(told: list[str]) -> None:
 
 @explain_call_errors
 def together(*trackers: Tracker | None) -> Tracker:
-    """Return one tracker that tells all of these; closing it closes them.
+    """Combine trackers into one tracker; closing it closes all of them.
 
-    Numbers are read from the device once for all. Images go to those that have
-    them, and are refused if none has. `None` is left out, so a tracker can be made on a
-    condition; without any it does nothing. `backends` numbers those of one kind: "jsonl" and
-    "jsonl 2".
+    Numbers are read from the device once. Images go to the trackers that take images, and
+    raise an error if there is no such tracker. `None` is skipped, so you can create a tracker
+    on a condition; without trackers, calls do nothing. `backends` numbers trackers of one kind:
+    "jsonl" and "jsonl 2".
 
     Raises:
-        ArgumentError: one is not a tracker, or is given twice.
+        ArgumentError: an argument is not a tracker, or appears twice.
 
     Example:
         >>> world = World.single()
@@ -565,10 +565,10 @@ def open_tracker(
     world: World,
     accepts: tuple[str, ...] = (),
 ) -> Tracker:
-    """Open a backend on rank 0, and nothing on others.
+    """Open a backend on rank 0 only.
 
     Raises:
-        TrackingError: it could not be opened; the training has not begun.
+        TrackingError: the backend could not be opened; the training has not begun.
     """
     if not isinstance(world, World):
         msg = f"af.track.{name}(world={world!r}): expected the af.World of the run."
@@ -589,14 +589,14 @@ def open_tracker(
     return Tracker((Outlet(name, sink, world, frozenset(accepts)),))
 
 
-# What a process can say of itself beside what its step reports.
+# Memory of a process.
 
 
 @explain_call_errors
 def peak_memory_bytes(world: World) -> int:
-    """Return the most memory this rank has used: of its device's, or the process's own.
+    """Return this rank's peak memory: of its device, or of the process.
 
-    On an accelerator it is what torch has allocated at most, on the CPU the largest resident set.
+    On an accelerator, torch's peak of allocated memory; on the CPU, the largest resident set.
 
     Raises:
         WorldError: torch does not count the memory of such a device.
@@ -611,7 +611,7 @@ def peak_memory_bytes(world: World) -> int:
     return largest if sys.platform == "darwin" else largest * 1024
 
 
-# `custom`: a tracker of one's own, with the rules of all.
+# `custom`: a tracker for your own backend.
 
 
 @explain_call_errors
@@ -622,16 +622,16 @@ def custom(
     world: World,
     accepts: tuple[str, ...] = (),
 ) -> Tracker:
-    """Return a tracker for a backend of your own.
+    """Return a tracker for your own backend.
 
     Args:
-        open_sink: called on rank 0; gives an object with the methods of `af.track.Sink`.
-        name: what warnings call it.
-        world: that of the run.
-        accepts: `("images",)` if it takes images too.
+        open_sink: called on rank 0; returns an object with the methods of `af.track.Sink`.
+        name: the backend's name in warnings.
+        world: the run's world.
+        accepts: `("images",)` if the backend takes images.
 
     Raises:
-        TrackingError: it could not be opened.
+        TrackingError: the backend could not be opened.
     """
     return open_tracker(name, open_sink, world=world, accepts=accepts)
 
@@ -640,10 +640,10 @@ def custom(
 
 
 def package(module: str, *, extra: str) -> Any:
-    """Import a module that an optional extra brings.
+    """Import a module of an optional extra.
 
     Raises:
-        TrackingError: it is missing; the text says what to install.
+        TrackingError: the module is missing; the error names the package to install.
     """
     try:
         return import_module(module)
@@ -656,21 +656,21 @@ def package(module: str, *, extra: str) -> Any:
 
 
 def picture(image: Pixels, *, extra: str) -> Any:
-    """Return an image as one of Pillow's, which takes a lone channel without its axis.
+    """Convert an image to Pillow's, which needs a single channel without its axis.
 
     Raises:
-        TrackingError: Pillow is missing; the text says what to install.
+        TrackingError: Pillow is missing; the error names the package to install.
     """
     pixels = image[:, :, 0] if image.shape[2] == 1 else image
     return package("PIL.Image", extra=extra).fromarray(pixels)
 
 
-# `in_memory`: what was tracked, as dicts, for notebooks and tests.
+# `in_memory`: tracked values as dicts, for notebooks and tests.
 
 
 @attrs.define
 class Kept:
-    """What was tracked: by name, then by step."""
+    """Tracked values by name, then by step."""
 
     metrics: dict[str, dict[int, float]] = attrs.field(factory=dict)
     hyperparameters: dict[str, Plain] = attrs.field(factory=dict)
@@ -701,7 +701,7 @@ def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) 
 
 @explain_call_errors
 def in_memory(*, world: World) -> Tracker:
-    """Return a tracker that keeps what it is told: name, step, value.
+    """Return a tracker that keeps values in memory, by name and step.
 
     Example:
         >>> tracker = in_memory(world=World.single())
@@ -713,27 +713,27 @@ def in_memory(*, world: World) -> Tracker:
     return open_tracker("in_memory", _InMemory, world=world, accepts=accepts)
 
 
-# `progress`: a bar for long work, where somebody is looking.
+# `progress`: a progress bar for a terminal or a notebook.
 
 
 _TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
 _EVERY = 0.1
-"""Seconds between two looks of a bar in a notebook, as rich has them on a terminal."""
+"""Seconds between two updates of a bar in a notebook, as in rich on a terminal."""
 
 
 @explain_call_errors
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
-    """Yield what `work` yields, with a bar on rank 0's terminal, or in a notebook's cell.
+    """Yield the items of `work`, with a bar on rank 0's terminal or in a notebook's cell.
 
-    It goes to standard error, with what is printed meanwhile above it; in a notebook it is one
-    output of the cell, drawn anew in its place. Where there is neither (a file, a pipe, a
-    scheduler's log), and on other ranks, nothing is written. How long the work is, is its
-    `len`; where it has none, the bar shows what was done alone.
+    The bar goes to standard error, below other output; in a notebook it is one output of the
+    cell, which is updated in place. Nothing is written to a file, a pipe or a scheduler's log,
+    or on other ranks. The total is the `len` of the work; without a `len`, the bar shows only
+    the progress.
 
     Args:
-        work: such as `af.batches(state, epochs=3)`.
-        world: that of the run.
-        label: stands before the bar.
+        work: an iterable, such as `af.batches(state, epochs=3)`.
+        world: the run's world.
+        label: a text before the bar.
 
     Example:
         >>> list(progress(range(3), world=World.single(), label="training"))
@@ -771,7 +771,7 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
 def _in_cell(
     work: Iterable[T], shown: bars.Progress, total: int | None, label: str
 ) -> Iterator[T]:
-    """Show a bar as an output of the cell, which rich alone can with widgets' package only."""
+    """Show a bar as an output of the cell, without the widgets package that rich needs."""
     task = shown.add_task(label, total=total)
     drawn, done = time.monotonic(), 0
     output = import_module("IPython.display").display(shown, display_id=True)
@@ -790,7 +790,7 @@ def _in_cell(
 
 @contextmanager
 def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
-    """Show a bar of so many bytes; the block calls what it gets with how many more are done."""
+    """Show a bar of bytes; the block calls the yielded function with each number done."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
