@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Axes: a world's ranks as the cells of a box, one dimension for each way to share the work.
+"""Axes of a device mesh, with one axis for each kind of parallelism.
 
-Pure arithmetic. The outermost axis comes first and the last one is the densest, so that ranks
-which talk most are neighbours: the order of torchtitan and Accelerate.
+Pure arithmetic. The outermost axis comes first. Ranks along the last axis are neighbors,
+because they communicate most, as in torchtitan and Accelerate.
 """
 
 import difflib
@@ -19,9 +19,9 @@ AXES: Mapping[str, str] = {
     "cp": "parts of one sample's sequence",
     "tp": "parts of one layer",
 }
-"""The axes, outermost first, and what the ranks along each have."""
+"""The axes, outermost first, and the share of the ranks along each axis."""
 VARIABLE = "ACCELFN_AXES"
-"""Of the environment: the axes as text, which `accelfn launch --axes` gives its ranks."""
+"""The environment variable with the axes as text; `accelfn launch --axes` sets it."""
 BATCH = ("dp_replicate", "dp_shard")
 LOSS = ("dp_replicate", "dp_shard", "cp")
 
@@ -30,8 +30,8 @@ def resolve_axes(call: str, axes: object, size: int) -> dict[str, int]:
     """Return the size of each axis, outermost first, with -1 filled in.
 
     Raises:
-        ArgumentError: an axis is unknown, its size is none, two are -1, or the product is not
-            the world's size.
+        ArgumentError: an axis is unknown, a size is invalid, two sizes are -1, or the product
+            is not the world's size.
     """
     if not isinstance(axes, Mapping):
         msg = (
@@ -42,12 +42,12 @@ def resolve_axes(call: str, axes: object, size: int) -> dict[str, int]:
 
 
 def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
-    """Return the axes that a text such as `dp_replicate=2,dp_shard=4` names, resolved.
+    """Parse axes from a text such as `dp_replicate=2,dp_shard=4`.
 
     Args:
-        word: how the text was given, for a refusal.
+        word: the option or variable with the text, for errors.
         text: names and sizes.
-        size: of the world; None where it is not known yet, and -1 stays.
+        size: the world's size; None keeps -1.
 
     Raises:
         ArgumentError: as of `resolve_axes`; or the text is no names and sizes, or has a name twice.
@@ -73,7 +73,7 @@ def _number(text: str) -> int | str:
 
 
 def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:
-    """Return the axes that a script and its launcher name together; none where neither does.
+    """Return the axes of the script or its launcher; none if neither names axes.
 
     Raises:
         ArgumentError: as of `resolve_axes`; or the two name different ones.
@@ -121,10 +121,10 @@ def _fill_in(given: str, axes: Mapping[Any, Any], size: int | None) -> dict[str,
 
 
 def extents(call: str, axes: object) -> dict[str, int]:
-    """Return the sizes of axes that are all given, outermost first.
+    """Return the sizes of axes without -1, outermost first.
 
     Raises:
-        ArgumentError: an axis is unknown, or its size is none.
+        ArgumentError: an axis is unknown, or a size is invalid.
     """
     values = dict(axes).values() if isinstance(axes, Mapping) else ()
     if -1 in values:
@@ -149,7 +149,7 @@ def _check(given: str, name: object, extent: object) -> None:
 
 
 def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
-    """Return the axes that a model is split over: what is along "cp" counts to "dp_shard"."""
+    """Return the axes that shard a model: "cp" is merged into "dp_shard"."""
     sizes = {name: axes[name] for name in axes if name != "cp"}
     if axes.get("cp", 1) > 1:
         sizes["dp_shard"] = axes.get("dp_shard", 1) * axes["cp"]
@@ -157,7 +157,7 @@ def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rows(axes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
-    """Return all groups of ranks that differ in these axes only, each in ascending order."""
+    """Return all groups of ranks that differ only in these axes, in ascending order."""
     found: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(axes.values())):
         cell = place(axes, rank)
@@ -167,10 +167,10 @@ def rows(axes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]
 
 
 def check_name(call: str, name: object) -> None:
-    """Refuse what is no axis.
+    """Raise unless a name is an axis.
 
     Raises:
-        ArgumentError: it is none, and perhaps nearly one.
+        ArgumentError: the name is unknown; the error suggests the nearest axis.
     """
     if name == "pp":
         msg = (
@@ -186,14 +186,14 @@ def check_name(call: str, name: object) -> None:
 
 
 def row(axes: Mapping[str, int], names: Sequence[str], rank: int) -> tuple[int, ...]:
-    """Return the group of a rank: those that differ from it in these axes only."""
+    """Return the group of a rank: the ranks that differ from it only in these axes."""
     if not names:
         return (rank,)
     return next(ranks for ranks in rows(axes, names) if rank in ranks)
 
 
 def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
-    """Return where along each axis a rank stands."""
+    """Return a rank's coordinate along each axis."""
     found: dict[str, int] = {}
     for name, extent in reversed(tuple(axes.items())):
         rank, found[name] = divmod(rank, extent)
@@ -201,12 +201,12 @@ def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
 
 
 def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:
-    """Return those of the names along which there are several ranks, outermost first."""
+    """Return the named axes with several ranks, outermost first."""
     return tuple(name for name in axes if name in names and axes[name] > 1)
 
 
 def neighbor_runs(axes: Mapping[str, int]) -> list[tuple[str, ...]]:
-    """Return every run of neighbouring axes of several ranks, but that of all."""
+    """Return every run of neighboring axes with several ranks, except the run of all axes."""
     names = long(axes, tuple(axes))
     runs = [
         names[begin:end]
