@@ -397,7 +397,7 @@ ROWS = [
         name="between layers that are split",
         draws=in_split_layers,
         apart=f"{_OF_STATE} rank micro_batch call",
-        at="engine.tensor_parallel.Apart.draw",
+        at="engine.tensor_parallel.PerRankRng.draw",
     ),
     Row(
         name="evaluate",
@@ -439,7 +439,7 @@ ROWS = [
         name="factors of PowerSGD",
         draws=on_rank(of_powersgd),
         apart="seed name purpose index",
-        at="engine.ddp.LowRank._drawn",
+        at="engine.ddp.LowRank._draw_factor",
     ),
     Row(
         name="samples",
