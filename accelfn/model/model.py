@@ -27,21 +27,21 @@ from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_wrapper
 from accelfn.errors import ModelError, OptimizerError, StateError
 
-# What a user has given away: a model, or an optimizer, that a state was made of.
+# Sealing a model or optimizer after a state has taken ownership.
 #
-# A state trains copies around the tensors of what it was given. The given object would
-# follow until a load puts other tensors into the state, and never again; what is set on it,
-# hooks, modes, rates, would be without effect. So it raises, whatever is asked of it. Its
-# class is exchanged and its content let go, so that it keeps no tensor alive either.
+# A state trains copies around the tensors of the user's object. The object would follow until
+# a load replaces the state's tensors, and never again. Hooks, modes and rates set on it would
+# have no effect. So every use of it raises. Its class is replaced and its contents are
+# dropped, so it keeps no tensor alive.
 
 
 _NOTE = "__accelfn_given__"
 
 
 def seal_model(module: nn.Module, state: str) -> None:
-    """Let nobody use a module, or a part of it, that a state's tensors were in.
+    """Seal a module and its submodules with tensors that a state now owns.
 
-    A part without tensors, as an activation, is nobody's, and others may use it.
+    A submodule without tensors, such as an activation, stays usable.
     """
     parts = [each for each in module.modules() if _has_tensors(each)]
     for each in parts:
@@ -49,7 +49,7 @@ def seal_model(module: nn.Module, state: str) -> None:
 
 
 def seal_optimizer(source: object, state: str) -> None:
-    """Let nobody use an optimizer that a state has copied; a factory of one stays as it is."""
+    """Seal an optimizer that a state has copied; a factory stays usable."""
     if isinstance(source, Optimizer):
         _seal(source, GivenOptimizer, state)
 
@@ -117,7 +117,7 @@ def _optimizer_error(given: object, name: str) -> OptimizerError:
 
 
 class GivenModel(nn.Module):
-    """In the place of the class of a model that a state was made of."""
+    """The class of a model after a state has taken ownership; every use raises."""
 
     def __getattribute__(self, name: str) -> Any:
         """Refuse."""
@@ -166,7 +166,7 @@ class GivenModel(nn.Module):
 
 
 class GivenOptimizer(Optimizer):
-    """In the place of the class of an optimizer that a state was made of."""
+    """The class of an optimizer after a state has taken ownership; every use raises."""
 
     def __getattribute__(self, name: str) -> Any:
         """Refuse."""
@@ -194,10 +194,10 @@ def _is_pythons(name: str) -> bool:
     return name.startswith("__") and name.endswith("__")
 
 
-# Tensors of a model that lie in the same memory and are not one parameter.
+# Different parameters of a model that share memory.
 #
-# A plain loop updates both through either. A state keeps each by its name: a copy of it, or
-# what was loaded, has them apart, and would train otherwise than the state it came of.
+# In a plain loop an update of either changes both. A state keeps each tensor by name. A copied
+# or loaded state would have separate tensors, and would train differently.
 
 
 def refuse_overlap(module: nn.Module) -> None:
@@ -239,7 +239,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage overlap."""
     (begin, end), (begins, ends) = _range(one), _range(other)
     if end <= begins or ends <= begin:
         return False
@@ -264,7 +264,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     return offset * size, (last + 1) * size
 
 
-# Which parameters are of a model that is placed: its forward works, and nothing else does.
+# Placed models (`af.place`): only their forward pass works.
 
 
 PLACED = WeakIdKeyDictionary()
@@ -288,7 +288,7 @@ def refuse_placed(module: nn.Module) -> None:
         raise ModelError(msg)
 
 
-# Modules that torch wraps around a model, which a setup does around a loss.
+# torch's wrapper modules, such as DDP; a setup wraps the loss instead.
 
 
 _COMPILER = "torch._dynamo.eval_frame"
@@ -296,7 +296,7 @@ _INSIDE = "that it wraps, its ."
 
 
 def refuse_wrapped(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, is one of torch's wrappers.
+    """Raise if a model or a submodule is one of torch's wrappers.
 
     It would do its work inside of each replica, part or graph, and the wrapped module's
     parameters would have its name before theirs, which nobody else's checkpoints have.
@@ -315,7 +315,7 @@ def refuse_wrapped(module: nn.Module) -> None:
 
 
 def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
-    """Yield kinds of wrappers, which module is to be given instead, and our way."""
+    """Yield kinds of wrappers, the module to pass instead, and accelfn's equivalent."""
     inner = f"{_INSIDE}module"
     way = "af.wrap_ddp() into the setup, which wraps the loss in one"
     yield nn.parallel.DistributedDataParallel, inner, way
@@ -356,7 +356,7 @@ class Skeleton:
     )
 
     def training(self, names: Container[str]) -> Self:
-        """Return the structure with other parameters trained."""
+        """Return the structure with other trainable parameters."""
         every = (name for name, _ in self.module.named_parameters())
         trainable = tuple(name for name in every if name in names)
         once = self.once_trained.union(trainable)
@@ -420,7 +420,7 @@ def materialize(
 
 
 def _born_on(device: torch.device) -> AbstractContextManager[object]:
-    """Return where a factory runs: nothing has values where the world's device keeps none."""
+    """Return the device context of a factory: meta if the world's device is meta."""
     return device if device.type == "meta" else nullcontext()
 
 
@@ -446,7 +446,7 @@ def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def check_factory(source: object) -> None:
-    """Raise unless it can be called as a model's factory is.
+    """Raise unless an object can be called as a model factory.
 
     Raises:
         ModelError: it cannot.
@@ -483,7 +483,7 @@ def check_module(module: object, source: object) -> None:
 
 
 def check_values(module: nn.Module, *, drawn: bool) -> None:
-    """Raise unless a module's tensors have values; parameters that are not drawn yet need none.
+    """Raise unless a module's tensors have values; uninitialized parameters need no values.
 
     Raises:
         ModelError: they have not.
@@ -504,7 +504,7 @@ def check_values(module: nn.Module, *, drawn: bool) -> None:
 
 
 def _check_in_one_place(module: nn.Module) -> None:
-    """Refuse a model that somebody has spread over devices, with hooks that move data."""
+    """Raise if hooks spread a model over devices, as Accelerate's do."""
     for name, each in module.named_modules():
         spread: Any = getattr(each, "hf_device_map", None)
         if isinstance(spread, Mapping) and len(set(spread.values())) > 1:
@@ -518,7 +518,7 @@ def _check_in_one_place(module: nn.Module) -> None:
 
 
 def _refuse_sparse_buffers(module: nn.Module) -> None:
-    """Refuse buffers that are not dense, which no step can compare, copy or send."""
+    """Raise for buffers that are not dense; a step cannot compare, copy or send them."""
     for name, buffer in module.named_buffers():
         if buffer.layout is not torch.strided or buffer.is_nested:
             kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
@@ -531,7 +531,7 @@ def _refuse_sparse_buffers(module: nn.Module) -> None:
 
 
 def skeleton_of(module: nn.Module) -> Skeleton:
-    """Return the structure of a module; the module is left as it is."""
+    """Return the structure of a module; the module is unchanged."""
     memo: dict[int, Any] = {}
     for name, param in module.named_parameters():
         if is_wrapper(param):
@@ -569,7 +569,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
 
 
 def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
-    """Yield the attributes of a module, and of those in it, that cannot be copied."""
+    """Yield the attributes of a module and its submodules that cannot be copied."""
     for name, each in module.named_modules():
         for attribute, value in vars(each).items():
             if isinstance(value, dict) and attribute.startswith("_"):
@@ -585,7 +585,7 @@ def check_params(
     expected: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
 ) -> None:
-    """Refuse parameters that cannot stand in the place of others.
+    """Raise unless new parameters can replace the current parameters.
 
     Args:
         given: by name; a tied one may come under its further names, too.
@@ -624,21 +624,21 @@ def check_params(
 
 
 def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
-    """Return a parameter of other data that is trained, and has attributes, as another's."""
+    """Create a parameter from data, with another parameter's attributes and requires_grad."""
     made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
     vars(made).update(vars(param))
     return made
 
 
 def give_away(module: nn.Module, name: str) -> None:
-    """Let a state of a name own the tensors of a module from now on, and nobody use it."""
+    """Give a state ownership of a module's tensors, and seal the module."""
     for param in module.parameters():
         _GIVEN[param] = True
     seal_model(module, name)
 
 
 def _check(module: nn.Module) -> None:
-    """Refuse what can't be trained, with names."""
+    """Raise for parameters that cannot be trained; the error names them."""
     given = [name for name, param in module.named_parameters() if param in _GIVEN]
     if given:
         msg = (
@@ -679,7 +679,7 @@ def _check(module: nn.Module) -> None:
         raise ModelError(msg)
 
 
-# Factories run without memory for parameters: as soon as a module has one, it is on meta.
+# Running factories without memory for parameters: each registered parameter moves to meta.
 
 
 Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Connection`: what joins the ranks of a world."""
+"""The connection of a world's ranks: process groups, activity, roll call and store."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Activity:
     )
 
     def __init__(self) -> None:
-        """Begin with nothing done."""
+        """Create an empty activity."""
         self.label: str | None = None
         self.structure: str | None = None
         self.step: int | None = None
@@ -90,11 +90,11 @@ class Activity:
             each()
 
 
-# The roll call: ranks that fail tell each other what became of them.
+# The roll call: ranks exchange their status after a failure.
 #
-# A backend says that some connection broke. Which rank raised what, and which are silent,
-# they tell each other through the store that they met at. It costs nothing until a rank
-# fails.
+# A backend reports only that a connection broke. Through the store of the rendezvous the ranks
+# exchange which rank raised an error, and which ranks are silent. It costs nothing until a
+# rank fails.
 
 
 _LEFT = "left"

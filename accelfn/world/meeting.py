@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the processes of a run meet: each of them once, and all at one store."""
+"""Rendezvous: the processes of a run meet at one store and open process groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 _SAYS_AFTER = 10.0
-"""Seconds until a rank says for whom it waits."""
+"""Seconds until a rank prints the ranks that it waits for."""
 _CAN_CHANGE_TIMEOUT = {"gloo", "nccl"}
 _LOOKS_EVERY = 0.05
 _worlds = count()
@@ -104,7 +104,7 @@ class Meeting:
 
 
 def check_backend(backend: str | None) -> None:
-    """Refuse a backend that torch was not built with."""
+    """Raise unless torch was built with a backend."""
     for part in [] if backend is None else backend.split(","):
         name = part.split(":")[-1]
         if not dist.is_backend_available(name):
@@ -297,7 +297,7 @@ def _await(address: str, port: int, timeout: float) -> None:
         time.sleep(_LOOKS_EVERY)
 
 
-# How the processes of an elastic launch make another world of those that are there.
+# Regrouping: processes of an elastic launch form a new world.
 #
 # The launcher knows which processes live, and its store outlives them all. So it is the one
 # who says who makes the next world: it waits until every rank of this one that lives has
@@ -437,7 +437,7 @@ class Launched:
         self.is_newcomer = is_newcomer
 
     def is_awaited(self) -> bool:
-        """Whether a newcomer waits to come in."""
+        """Return whether a newcomer waits to join."""
         return self._words.num_waiting() > 0
 
     def meet(self, world: Any) -> Any:
@@ -457,7 +457,7 @@ class Launched:
         return world.followed(names.index(self._name), len(names), joined)
 
     def _next(self) -> list[str]:
-        """Return who makes the next world, as the launcher says."""
+        """Return the members of the next world from the launcher."""
         if self.is_newcomer and self._number == 0:
             self._words.ask_in(self._name)
             # for as long as others train: the launcher, which knows when they end, ends this too

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Place`: which rank of how many a process is; and what all launchers' words share."""
+"""Read a process's rank and world size from its launcher's environment variables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ THIS_MACHINE: Final = "127.0.0.1"
 
 @frozen(kw_only=True)
 class Place:
-    """One process among those of its run.
+    """A process's rank and size in its run.
 
     Attributes:
         launcher: who says so, for errors.
@@ -120,7 +120,7 @@ def integer(env: Environment, name: str) -> int:
 
 @frozen
 class Words:
-    """What an implementation of MPI calls the place of a process."""
+    """The environment variables of an MPI implementation."""
 
     launcher: str
     rank: str
@@ -313,7 +313,7 @@ def _started_by_srun(env: Environment) -> int:
 
 
 def _of_step(env: Environment, *names: str) -> str:
-    """Return the first variable that is set."""
+    """Return the value of the first variable that is set."""
     for name in names:
         if name in env:
             return env[name]
