@@ -216,7 +216,9 @@ def test_the_memory_that_was_had_is_asked_of_the_device(
     assert af.track.peak_memory_bytes(world) == MODULE.max_memory_allocated()
     devices.give_back_memory(world.device)
     monkeypatch.delattr(type(MODULE) if IS_FAKE else MODULE, "max_memory_allocated")
-    with pytest.raises(af.WorldError, match=f"{NAME} does not say how much memory"):
+    with pytest.raises(
+        af.WorldError, match=f"torch.{NAME} does not report its peak memory"
+    ):
         af.track.peak_memory_bytes(world)
 
 
