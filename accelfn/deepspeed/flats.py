@@ -237,8 +237,9 @@ class _Read:
         if written:
             msg = (
                 f"In state.{field}, {', '.join(written[:5])} were written to in place. Under"
-                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would go on"
-                " without. Give other values by state.with_params(...), or change the state"
+                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would"
+                " not see the change. Give other values by state.with_params(...), or change"
+                " the state"
                 " before its first step."
             )
             raise StateError(msg)
@@ -446,6 +447,6 @@ def _check_alike(
         msg = (
             "DeepSpeed keeps one state for all parameters of a group. The optimizer has"
             f" {what} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
-            " parameter groups of its own, or go on under af.wrap_fsdp()."
+            " parameter groups of its own, or use af.wrap_fsdp()."
         )
         raise OptimizerError(msg)

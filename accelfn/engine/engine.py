@@ -218,7 +218,7 @@ class Engine:
     def __init__(
         self,
         state: TrainState,
-        home: ParamBinding,
+        binding: ParamBinding,
         runner: Runner,
         *,
         module: nn.Module,
@@ -230,8 +230,8 @@ class Engine:
 
         `module` is the module that the runner runs.
         """
-        self._home, self._runner, self._optimizer = home, runner, optimizer
-        self._holder, self._compression = home.holder, compression
+        self._binding, self._runner, self._optimizer = binding, runner, optimizer
+        self._holder, self._compression = binding.holder, compression
         self.live_update = live_update
         # parameters after an update, if they are not those of the state before
         self.params: Mapping[str, torch.Tensor] | None = None
@@ -275,7 +275,7 @@ class Engine:
         if bound[0] is params and bound[1] is buffers and bound[2] is opt_state:
             return
         self._detach_exported_grads()
-        self._home.bind(params)
+        self._binding.bind(params)
         self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
@@ -285,7 +285,7 @@ class Engine:
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         strangers = self._strangers.get(code)
         if strangers is None and self._is_whole:
-            known = {id(p) for p in self._home.params.values()}
+            known = {id(p) for p in self._binding.params.values()}
             strangers = self._strangers[code] = UntrackedLeaves(read.scalar, known)
         if read.is_mean and not samples.lone:
             if self._left_out is not None:
@@ -339,7 +339,7 @@ class Engine:
             with draws.seeded(key, self._device, tried, num_before):
                 with span("accelfn forward") if profiled else NOTHING:
                     read = self._forward(loss_fn, samples, sync=sync)
-                if into is None and self._home.has_gradients():
+                if into is None and self._binding.has_gradients():
                     doctor.reject_own_backward()
                 self._look(loss_fn, samples, read)
                 with span("accelfn backward") if profiled else NOTHING:
@@ -426,7 +426,7 @@ class Engine:
         ):
             grads = grads.divided()
         if grads.as_taken is not self._live:
-            self._home.put_gradients(grads)
+            self._binding.put_gradients(grads)
         return grads
 
     def finish(self, grads: Grads) -> OptState:
@@ -461,13 +461,13 @@ class Engine:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
-        return self._home.lend(params, buffers)
+        return self._binding.lend(params, buffers)
 
     def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
         """Clear gradients, commit buffers and bind the state after the update."""
-        self._home.clear_gradients()
+        self._binding.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
         self._live, self._live_buffers = None, {}
@@ -479,7 +479,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop gradients that no update will apply."""
-        self._home.clear_gradients()
+        self._binding.clear_gradients()
         self._live, self._live_buffers = None, {}
 
     def is_undone(self) -> bool:
@@ -521,8 +521,8 @@ class Engine:
         self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
     ) -> dict[str, torch.Tensor]:
         """Return the gradients of the backward pass, or the parameters that it stepped."""
-        found = dict(stepped) or self._home.take_gradients()
-        trained = self._home.trained
+        found = dict(stepped) or self._binding.take_gradients()
+        trained = self._binding.trained
         if len(found) < len(trained):
             doctor.reject_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
@@ -531,7 +531,7 @@ class Engine:
         if not found:
             doctor.reject_disconnected()
         if not self._has_compared:
-            check_gradients(self._home.trained, found, self._layer_ranks)
+            check_gradients(self._binding.trained, found, self._layer_ranks)
             self._has_compared = True
         return found
 
@@ -557,13 +557,13 @@ class Engine:
             )
             raise GradsError(msg)
         try:
-            self._home.put_gradients(into)
+            self._binding.put_gradients(into)
             into.give_away()
             if into.taken.lease.is_mean:
                 into.multiplied()
         except BaseException:
             self._detach_exported_grads()
-            self._home.clear_gradients()
+            self._binding.clear_gradients()
             raise
 
     def _detach_exported_grads(self) -> None:

@@ -115,7 +115,7 @@ def _advise_row_count(value: Any, rows: int) -> None:
     if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
         advise(
             f"This batch is a list of {len(cast('list[Any]', value))} values of {rows} rows each,"
-            f" and counts for {rows} samples beside other batches. If it is a list of samples,"
+            f" and counts as {rows} samples next to other batches. If it is a list of samples,"
             " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
             " or return af.Loss(total, weight) from the loss function."
         )

@@ -244,7 +244,8 @@ def _check(
     if still_open is not None:
         msg = (
             f"af.tensor_parallel: {still_open!r} is a column layer, and no row layer follows"
-            ' it, so a rank goes on with some of its features. Make it "gathered", or the'
+            " it, so each rank continues with only a part of its features. Make it"
+            ' "gathered", or the'
             ' layer that takes them "row".'
         )
         raise LossError(msg)
