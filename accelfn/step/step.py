@@ -444,7 +444,8 @@ def _check_slots(
             continue
         count = changes[owner.name] = changes.get(owner.name, 0) + 1
         if count & (count - 1) == 0:
-            check_copied(owner, slot, after, *(each.tensors for each in grads))
+            # gradients that DeepSpeed holds are hidden
+            check_copied(owner, slot, after, *(g.tensors for g in grads if g.tensors))
 
 
 def _begin_update(state: TrainState, grads: Grads) -> Update:

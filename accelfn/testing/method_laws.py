@@ -623,7 +623,7 @@ def _evaluates_purely(subject: Subject) -> str | None:
 def _owes_once(subject: Subject) -> str | None:
     """What is owed is owed once, after any update: `finalize` again changes nothing.
 
-    And ranks that trained apart hold the same parameters then.
+    And ranks that trained independently hold the same parameters then.
     """
 
     def rank(world: World) -> tuple[History, History]:

@@ -171,7 +171,7 @@ def test_ranks_go_together_again_when_they_agree(
         mine = {n: float(t) for n, t in held.items() if "local_sgd" not in n}
         ranks = af.gather_objects(mine, world)
         if ranks[0] != ranks[1]:
-            with pytest.raises(ReplicaMismatchError, match="trained apart"):
+            with pytest.raises(ReplicaMismatchError, match="trained independently"):
                 state.with_setup(af.chain(DDP, beside))
             return []
         state = trained(state.with_setup(af.chain(DDP, beside)), rows, 2)

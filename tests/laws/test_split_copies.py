@@ -227,7 +227,7 @@ def test_copies_change_their_layout_when_they_agree(
         listed = af.gather_objects(mine, world)
         setup = af.chain(*after, micro)
         if to != "whole" and any(each != listed[0] for each in listed):
-            with pytest.raises(ReplicaMismatchError, match="trained apart"):
+            with pytest.raises(ReplicaMismatchError, match="trained independently"):
                 state.with_setup(setup)
         else:
             assert values(state.with_setup(setup)) == mine

@@ -197,7 +197,7 @@ def test_workers_form_when_ranks_agree(
         listed = af.gather_objects(mine, world)
         setup = af.chain(*after, micro)
         if to in ("together", "workers") and any(each != listed[0] for each in listed):
-            with pytest.raises(ReplicaMismatchError, match="trained apart"):
+            with pytest.raises(ReplicaMismatchError, match="trained independently"):
                 state.with_setup(setup)
         else:
             assert values(state.with_setup(setup)) == mine
