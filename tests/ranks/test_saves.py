@@ -105,7 +105,7 @@ def _received(rank: RankProcess) -> tuple[str, float]:
 def _lost(folder: Path) -> list[int]:
     """Return what is lost of what ranks were told is saved; the next run goes on."""
     told = [p.read_text().split() for p in folder.glob("saved-by-*")]
-    store = af.CheckpointStore(folder / "processes", keep=2)
+    store = af.CheckpointStore(folder / "run", keep=2)
     assert all(is_of(store.directory / f"step-{s:08d}", s) for s in store.steps)
     there = max(store.steps, default=0)
     with store:
