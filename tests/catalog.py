@@ -5,7 +5,7 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing.catalog import public_transforms, row_of
+from tests.internals import public_transforms, row_of
 
 __all__ = ["CATALOG", "Entry", "public_transforms", "stacks"]
 

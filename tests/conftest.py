@@ -13,9 +13,8 @@ import pytest
 import torch
 from hypothesis import settings
 
-from accelfn.base import devices
 from accelfn.errors import ArgumentError
-from accelfn.testing.plugin import register_profiles
+from tests.internals import devices, register_profiles
 from tests.turns import waiting
 
 torch.set_num_threads(1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import accelfn as af
-from accelfn.definition.transform import FACTS, chain, facts_of
+from tests.internals import FACTS, chain, facts_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "transforms.md"
 _PART = re.compile(r"(<!-- facts -->\n).*?(<!-- end of facts -->)", flags=re.DOTALL)

@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from accelfn.testing.processes import RankError, run_processes
+from accelfn.testing import RankError, run_processes
 from tests.waiting import HANGS
 
 __all__ = ["RankError", "run_ranks"]

@@ -14,7 +14,7 @@ from pathlib import Path
 import attrs
 import torch
 
-from accelfn.testing.processes import RankProcess
+from tests.internals import RankProcess
 from tests.ports import free_port
 from tests.waiting import HANGS
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import local
+from tests.internals import local
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 FIELDS = (

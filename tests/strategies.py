@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import is_shard
-from accelfn.collectives import gather_full
 from accelfn.testing.strategies import Program
+from tests.internals import gather_full, is_shard
 
 IN, OUT = 3, 2
 

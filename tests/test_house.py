@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The package is a house in which a new reader finds a room."""
 
+import ast
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from tests import house
-from tests.style.bounds import SATELLITES
+from tests.style.bounds import SATELLITES, tracked
+
+_PUBLIC_MODULES = (
+    *("errors", "testing", "testing.strategies", "schedules", "orders", "track"),
+)
 
 
 def test_the_hall_is_small() -> None:
@@ -62,3 +68,24 @@ def test_importing_the_package_loads_no_satellite() -> None:
         [sys.executable, "-c", says], capture_output=True, text=True, check=True
     )
     assert not {*found.stdout.split()} & {*SATELLITES}
+
+
+def test_tests_import_private_names_from_one_module() -> None:
+    """A move of code in the package changes `tests/internals.py` and no other test."""
+    public = {"accelfn", *(f"accelfn.{each}" for each in _PUBLIC_MODULES)}
+    found = [
+        f"{path}: {name}"
+        for path in tracked("tests")
+        if Path("tests", "bench") not in path.parents
+        for node in ast.walk(ast.parse((house.PACKAGE.parent / path).read_text()))
+        for name in _modules_of(node)
+        if name.partition(".")[0] == "accelfn" and name not in public
+    ]
+
+    assert not found
+
+
+def _modules_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.ImportFrom):
+        return [node.module or ""]
+    return [each.name for each in node.names] if isinstance(node, ast.Import) else []

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from accelfn.base import devices
 from tests.accelerator import fake
+from tests.internals import devices
 
 NAME = devices.kind()
 DEVICE = torch.device(NAME, 0)

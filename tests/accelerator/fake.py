@@ -21,8 +21,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
 from torch.utils import _pytree as pytree
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from accelfn.base import devices
 from tests.accelerator import meter, races, streams
+from tests.internals import devices
 
 NAME = "fake"
 _CPU, _EXTENSION = 1, 12

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base import devices, draws
 from accelfn.testing import simulate
 from tests.accelerator.at_hand import DEVICE, IS_FAKE, NAME, near
 from tests.accelerator.trees import device_names, different, on_cpu
+from tests.internals import devices, draws
 
 pytestmark = pytest.mark.gpu
 INPUTS = torch.linspace(-1, 1, 96).view(32, 3)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import is_shard, local, tensor_leaves
 from accelfn.testing import simulate
 from tests.accelerator import at_hand
 from tests.accelerator.at_hand import near
+from tests.internals import is_shard, local, tensor_leaves
 from tests.laws.fully_sharded import Stack
 from tests.laws.histories import Acts, Training, acts, check_apart_on
 from tests.laws.split_models import AXES, LOSSES, Block, Run, runs

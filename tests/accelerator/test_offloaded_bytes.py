@@ -119,7 +119,7 @@ def test_a_backend_that_knows_devices_alone_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """When the state is made."""
-    from accelfn.testing.simulation.group import SimulatedGroup
+    from tests.internals import SimulatedGroup
 
     def none(_: Any, device: torch.device) -> Any:
         msg = f"No backend type associated with device type {device}"

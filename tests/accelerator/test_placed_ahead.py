@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import devices
 from tests.accelerator import at_hand, streams
 from tests.accelerator.meter import metered
+from tests.internals import devices
 from tests.laws.test_placing import TREES, Node, breaking, look, values
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 import accelfn as af
-from accelfn.base import tree
+from tests.internals import tree
 from tests.strategies import tensors
 
 

@@ -18,7 +18,7 @@ from rounds import compared, timed
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.save import encode_fields, fields_of
+from tests.internals import encode_fields, fields_of
 
 LAYERS, WIDTH = 10, 2048  # 10 * 2048 * 2049 = 42 million
 

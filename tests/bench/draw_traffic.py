@@ -17,7 +17,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from accelfn.testing import Link, Traffic
-from accelfn.testing.simulation.group import Algorithm
+from tests.internals import Algorithm
 
 _MEGABIT = 125_000
 _COLOURS = "#0072b2", "#b34700", "#00735a", "#8a3a6b", "#4d4d4d", "#000000"

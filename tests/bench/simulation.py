@@ -12,9 +12,8 @@ from rounds import compared, itself, timed
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from accelfn.testing import simulate
-from accelfn.testing.processes import run_processes
-from accelfn.world import World
+from accelfn.testing import run_processes, simulate
+from tests.internals import World
 
 
 def measure(rounds: int) -> list[Figure]:

@@ -14,9 +14,8 @@ from typing import Any
 
 import accelfn as af
 from accelfn import orders, testing, track
-from accelfn.cli import parser as command_line
-from accelfn.launching.settings import OPTIONS
-from accelfn.transforms import ddp, precision
+from tests.internals import OPTIONS, ddp, precision
+from tests.internals import parser as command_line
 
 FILE = Path(__file__).with_name("defaults.txt")
 _MODULES = {

@@ -16,8 +16,7 @@ import torch
 
 import accelfn as af
 from accelfn.errors import SimulationError
-from accelfn.testing.plugin import crash_bundles, replay
-from accelfn.testing.simulate import simulate
+from accelfn.testing import crash_bundles, replay, simulate
 from tests.states import linear_state
 from tests.waiting import HANGS
 

@@ -9,11 +9,10 @@ from hypothesis import find, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS
-from accelfn.testing import catalog
-from accelfn.testing.catalog import CATALOG, fields_of, row_of
-from accelfn.testing.comparing import assert_states_equal
+from accelfn.testing import assert_states_equal, catalog
 from accelfn.testing.strategies import programs
+from tests.internals import CATALOG, FIELDS, row_of
+from tests.internals import catalog_fields_of as fields_of
 
 rows = pytest.mark.parametrize("row", CATALOG, ids=repr)
 OPTIONS = [

@@ -13,8 +13,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, mse_loss
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing import laws
-from accelfn.testing.step_laws import check_resume, check_step
+from accelfn.testing import check_resume, check_step, laws
 
 SETUP = af.chain(af.shard_data(), af.wrap_ddp())
 DATA = torch.randn(10, 3, generator=torch.Generator().manual_seed(0))

@@ -14,11 +14,10 @@ import torch
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.laws import PROBLEMS, Problem, Subject
-from accelfn.testing.method_laws import method_laws
-from accelfn.testing.transform_laws import acted, check_transform
+from accelfn.testing import Problem, check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
+from tests.internals import PROBLEMS, Subject, acted, method_laws
 from tests.laws.reducing import (
     ErrorFeedback,
     GatherAll,

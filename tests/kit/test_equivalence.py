@@ -14,8 +14,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.equivalence import assert_equivalent, dyadic_problem
-from accelfn.testing.simulate import simulate
+from accelfn.testing import assert_equivalent, simulate
+from tests.internals import dyadic_problem
 
 SGD = partial(torch.optim.SGD, lr=0.5)
 DDP = af.chain(af.shard_data(), af.wrap_ddp())

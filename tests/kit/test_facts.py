@@ -13,8 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing import check_transform
-from accelfn.testing.laws import Problem
+from accelfn.testing import Problem, check_transform
 from tests.states import linear_state
 
 ONE = (Problem(),)

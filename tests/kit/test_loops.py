@@ -17,8 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.loops import compare_loops, quantities
-from accelfn.testing.simulate import simulate
+from accelfn.testing import compare_loops, quantities, simulate
 from tests.states import linear_state
 
 Loop = Callable[[], Iterator[dict[str, object]]]

@@ -6,8 +6,10 @@ import sys
 import pytest
 from hypothesis import settings
 
-import accelfn.testing.comparing  # noqa: F401 - else each inner run imports it again
-from accelfn.testing.plugin import register_profiles
+from tests.internals import (
+    comparing,  # noqa: F401 - else each inner run imports it again
+    register_profiles,
+)
 
 pytest_plugins = ["pytester"]
 

@@ -12,10 +12,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.comparing import assert_collectives
-from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.calls import Entry
-from accelfn.testing.simulation.plan import Run
+from accelfn.testing import Entry, Run, assert_collectives, simulate
 from tests import strategies
 from tests.strategies import runs
 

@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import tree
 from accelfn.errors import LawError
-from accelfn.state.grads import Lease
-from accelfn.testing import simulate
-from accelfn.testing.comparing import assert_states_equal
+from accelfn.testing import assert_states_equal, simulate
 from tests.catalog import stacks
+from tests.internals import Lease, tree
 from tests.strategies import Run, runs
 
 FIELDS = ("params", "buffers", "opt_state", "slots")

@@ -11,11 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.vendor.pretty import pretty
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS, has_field
-from accelfn.testing import catalog, simulate, strategies
-from accelfn.testing.catalog import CATALOG
-from accelfn.testing.comparing import assert_states_equal
-from accelfn.testing.simulation import calls
+from accelfn.testing import assert_states_equal, catalog, simulate, strategies
 from accelfn.testing.strategies import (
     Criterion,
     Net,
@@ -32,6 +28,7 @@ from accelfn.testing.strategies import (
     sums,
     worlds,
 )
+from tests.internals import CATALOG, FIELDS, calls, has_field
 from tests.strategies import differences, tensors
 
 KINDS = [fault for fault in vars(calls).values() if fault in strategies.KINDS]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import local
+from tests.internals import local
 from tests.strategies import differences
 
 WIDTH, MOST = 3, 3

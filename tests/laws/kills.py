@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 import accelfn as af
-from accelfn.testing.processes import RankProcess
+from tests.internals import RankProcess
 from tests.laws.disks import Disk, watched
 from tests.laws.states import base, state_of
 from tests.waiting import heard

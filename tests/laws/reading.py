@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 import accelfn as af
-from accelfn.base import codec
 from accelfn.testing import simulate
+from tests.internals import codec
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 few = settings(max_examples=max(5, settings().max_examples // 20))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import local
 from accelfn.testing import simulate
+from tests.internals import local
 from tests.states import values
 
 SETUPS = {

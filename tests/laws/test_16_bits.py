@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import transform
-from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.internals import Update, transform
 from tests.laws.test_compression import NARROW, SIZES
 from tests.laws.worlds import DDP, Found, trained
 from tests.strategies import LOSSES, Run, differences, runs

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.packed import average_
 from accelfn.testing import simulate
+from tests.internals import average_
 
 LAYOUTS = {
     "in one piece": lambda t: t,

@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from accelfn.engine.context_parallel import Block, join, wide
+from tests.internals import Block, join, wide
 
 
 @attrs.frozen

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.deepspeed.engine import reduce_by_gloo
-from accelfn.engine.fsdp import (
+from accelfn.testing import simulate
+from tests.internals import (
     gather,
     gather_by_gloo,
+    reduce_by_gloo,
     reduce_scatter,
     reduce_scatter_by_gloo,
 )
-from accelfn.testing import simulate
 
 RANKS = st.integers(2, 4)
 COUNTS = st.integers(1, 5)

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.cli import main
 from accelfn.testing import simulate
+from tests.internals import main
 
 Files = dict[str, bytes]
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from accelfn.launching.agent import Ended
-from accelfn.launching.script import by_cause, report
+from tests.internals import Ended, by_cause, report
 from tests.laws.disks import lent
 
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn import collectives
 from accelfn.testing import simulate
+from tests.internals import collectives
 
 DTYPES = [torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8]
 LAYOUTS = ["contiguous", "transposed", "strided", "offset"]

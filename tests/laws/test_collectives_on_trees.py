@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import tree
 from accelfn.testing import simulate
+from tests.internals import tree
 from tests.laws.test_collectives import Part, exactly, part, shapes, sizes
 from tests.ranks.programs_of_trees import TreeCall, bits, for_each, tree_calls
 

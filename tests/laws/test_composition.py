@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS
 from tests.catalog import CATALOG, public_transforms, stacks
+from tests.internals import FIELDS
 from tests.laws.test_updates import begun, elements, gradients
 from tests.strategies import Run, differences, tensors
 

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import transform
-from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.internals import Update, transform
 from tests.laws.worlds import DDP, Found, trained, without_slots
 from tests.strategies import IN, LOSSES, Run, differences, runs, tensors
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import (
 )
 
 import accelfn as af
-from accelfn.step import step
+from tests.internals import step
 from tests.strategies import tensors
 
 Found = dict[str, torch.Tensor]

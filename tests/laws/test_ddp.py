@@ -14,7 +14,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.calls import Sums
+from tests.internals import Sums
 from tests.laws.worlds import DDP, Found, trained
 from tests.processes import run_ranks
 from tests.ranks import programs
@@ -193,7 +193,7 @@ def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
 )
 def test_options_reach_ddp(option: str, value: object) -> None:
     """Every option of wrap_ddp reaches DistributedDataParallel, and changes it alone."""
-    import accelfn.engine.ddp as module  # the one place that builds it
+    from tests.internals import ddp_engine as module  # the one place that builds it
 
     def given_to_ddp(setup: object) -> dict[str, Any]:
         with mock.patch.object(module, "LeanDDP", wraps=module.LeanDDP) as spy:

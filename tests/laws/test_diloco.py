@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.collectives.few_bits import num_bytes, part_size
 from accelfn.testing import simulate
+from tests.internals import num_bytes, part_size
 from tests.laws.outer_by_hand import (
     NAMES,
     OUTER,

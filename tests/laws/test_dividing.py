@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import transform
-from accelfn.state.update import Update
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.calls import Sums
+from tests.internals import Sums, Update, transform
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)

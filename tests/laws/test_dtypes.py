@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.state.update import Update
 from accelfn.testing import simulate
-from accelfn.testing.catalog import APART
 from tests.catalog import public_transforms
+from tests.internals import APART, Update
 from tests.laws.worlds import single
 
 ALL = (

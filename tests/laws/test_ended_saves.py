@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint import commit, store
+from tests.internals import commit, store
 from tests.laws.disks import lent
 from tests.laws.states import is_of, state_of
 

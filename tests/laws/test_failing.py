@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS, transform
-from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.internals import FIELDS, Update, transform
 from tests.laws.worlds import Found
 from tests.strategies import OPTIMIZERS, differences, model, tensors
 

@@ -15,15 +15,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint import (
-    commit,
-    disk,
-    files,
-    manifest,
-    store,
-)
-from accelfn.collectives import gather_text
 from accelfn.testing import simulate
+from tests.internals import commit, disk, files, gather_text, manifest, store
 from tests.laws.disks import Disk, lent, watched
 from tests.laws.states import base, is_of, state_of, to_save
 

@@ -20,8 +20,7 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.testing import Crash, Leave, Raise, Stall, simulate
-from accelfn.testing.simulation.calls import Fault, RankFaultError
+from accelfn.testing import Crash, Fault, Leave, Raise, RankFaultError, Stall, simulate
 from tests.laws.worlds import DDP, Found
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 

@@ -11,17 +11,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives import neighbors
-from accelfn.collectives.few_bits import (
+from accelfn.testing import simulate
+from tests.internals import (
     BLOCK,
     dequantize,
     mean_of,
+    neighbors,
     num_bytes,
     quantize,
     start_mean,
     start_parts,
 )
-from accelfn.testing import simulate
 
 BITS = st.sampled_from([16, 8, 4])
 FLOATS = st.sampled_from([torch.float32, torch.float64])

@@ -14,20 +14,20 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.deepspeed import flats
-from accelfn.deepspeed.engine import Zero
-from accelfn.deepspeed.flats import (
+from accelfn.testing import simulate
+from tests.internals import (
     FlatOptState,
     FlatParams,
     Flats,
+    Layout,
+    Zero,
     cut_of,
     evenly,
     flat_key,
+    flats,
     flatten_opt_state,
     redistribute,
 )
-from accelfn.definition.layout import Layout
-from accelfn.testing import simulate
 
 SHAPES = [(), (1,), (2,), (5,), (3, 2), (7, 3), (4, 1, 2), (1, 6)]
 

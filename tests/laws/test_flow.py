@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS, transform
-from accelfn.engine.loss import Delegating, Samples
-from accelfn.state.update import Update
+from tests.internals import FIELDS, Delegating, Samples, Update, transform
 from tests.laws.test_pairs import X, create, mean, number
 from tests.laws.worlds import single
 

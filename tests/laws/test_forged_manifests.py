@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.collectives import gather_text
 from accelfn.testing import simulate
+from tests.internals import gather_text
 from tests.states import values
 
 MANIFEST = "manifest.json"

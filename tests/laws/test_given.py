@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import accelfn as af
-from accelfn.testing.comparing import assert_states_equal
+from accelfn.testing import assert_states_equal
 
 SHARED: dict[str, nn.Module] = {}
 """One activation for several models, as code that is written once has it."""

@@ -14,9 +14,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import accelfn as af
-from accelfn.definition.transform import transform
-from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.internals import Update, transform
 from tests.laws.reducing import SumAll
 from tests.laws.test_flow import Scales
 from tests.laws.worlds import single

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import local
 from accelfn.testing import simulate
+from tests.internals import local
 from tests.laws.bytes_read import bytes_read
 
 WIDE, NARROW = 2048, 16

@@ -27,8 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
-from accelfn.cli import main
 from accelfn.testing import simulate
+from tests.internals import main
 from tests.laws.worlds import single
 from tests.strategies import differences, tensors
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.engine.optimizer import FusedAdam
+from tests.internals import FusedAdam
 from tests.laws.worlds import single
 
 DTYPES = st.sampled_from([torch.float32, torch.float64])

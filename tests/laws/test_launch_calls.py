@@ -11,8 +11,7 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.cli import main
-from accelfn.launching.settings import OPTIONS, Settings, edit_settings
+from tests.internals import OPTIONS, Settings, edit_settings, main
 from tests.laws.disks import lent
 
 # settings

@@ -6,7 +6,7 @@ from itertools import groupby
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.world.place import asked_size, read_place
+from tests.internals import asked_size, read_place
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 

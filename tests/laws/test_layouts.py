@@ -14,9 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import is_shard, local, tensor_leaves
 from accelfn.errors import LawError
 from accelfn.testing import assert_states_equal, quantities, simulate
+from tests.internals import is_shard, local, tensor_leaves
 from tests.laws.split_models import LOSSES, Run, runs
 from tests.strategies import differences, tensors
 

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.save import FIELDS
+from tests.internals import SAVED_FIELDS as FIELDS
 from tests.laws.split_models import Run, runs
 from tests.laws.test_layouts import LAYOUTS, Lying, layouts, stepped
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import cut_axes, is_shard, local
+from tests.internals import cut_axes, is_shard, local
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.parallel_layers import (
     LYING,

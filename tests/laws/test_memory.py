@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import tree
-from accelfn.base.tree import local
 from accelfn.testing import simulate
 from accelfn.testing.strategies import chains
+from tests.internals import local, tree
 
 NAMES = [
     *("SGD", "AdamW", "Adafactor", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam"),

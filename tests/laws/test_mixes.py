@@ -11,8 +11,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import tree
 from accelfn.testing import simulate
+from tests.internals import tree
 from tests.laws.reading import REMAINDERS, read
 from tests.laws.test_orders import SEEDS, order_of
 

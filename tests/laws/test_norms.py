@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from accelfn.transforms import clip
-from accelfn.world.world import fold_axes
+from tests.internals import clip, fold_axes
 from tests.laws.test_whole_tensors import AXES, Piece, cut
 
 POWERS = 1.0, 2.0, 3.0, inf

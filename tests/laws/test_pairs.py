@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS, explanation, transform
-from accelfn.state.update import Update
+from tests.internals import FIELDS, Update, explanation, transform
 from tests.laws.worlds import single
 
 FROM_THE_LEFT = (

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import tensor_leaves
 from accelfn.testing import simulate
 from tests.catalog import stacks
+from tests.internals import tensor_leaves
 from tests.strategies import LOSSES, Net, Run, differences, runs, tensors
 
 KINDS = st.sampled_from(["plain", "tied", "frozen", "norm", "dropout", "unused"])

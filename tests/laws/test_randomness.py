@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import draws
 from accelfn.testing import simulate
+from tests.internals import draws
 from tests.laws.worlds import single
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import local, tensor_leaves
 from accelfn.testing import simulate
+from tests.internals import local, tensor_leaves
 from tests.laws.split_models import AXES, LOSSES, Block, Net, Run, runs
 
 BYTES = 8  # of a float64

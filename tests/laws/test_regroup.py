@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.errors import SimulationError
 from accelfn.testing import Crash, simulate
-from accelfn.world.meeting import Words
+from tests.internals import Words
 from tests.laws.elastic import N, Training, as_saved, elastic, in_turns
 from tests.strategies import differences, tensors
 

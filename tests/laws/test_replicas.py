@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import Pending
-from accelfn.collectives import checksum
 from accelfn.testing import simulate
+from tests.internals import Pending, checksum
 from tests.laws.worlds import DDP
 from tests.ranks import programs
 from tests.strategies import Run, runs

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.save import FIELDS
 from accelfn.testing import simulate, strategies
-from accelfn.testing.simulation.calls import Sums
 from tests.catalog import stacks
+from tests.internals import SAVED_FIELDS as FIELDS
+from tests.internals import Sums
 from tests.laws.worlds import Found
 from tests.strategies import Run, differences, runs, tensors
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.loop.run import deliver
 from accelfn.testing import simulate
+from tests.internals import deliver
 from tests.laws.worlds import DDP, single
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 

@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.engine import vocabulary
-from accelfn.engine.vocabulary import Scores, gather_scores
 from accelfn.testing import simulate
+from tests.internals import Scores, gather_scores, vocabulary
 from tests.strategies import differences
 
 TEXTS, LENGTH, WORDS = 2, 3, 12

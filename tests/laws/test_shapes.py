@@ -16,8 +16,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import tree_leaves
 from accelfn.testing import communication, simulate
+from tests.internals import tree_leaves
 from tests.laws.parallel_layers import (
     LYING,
     SEQUENCE,

@@ -16,9 +16,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import accelfn as af
-from accelfn.base.tree import is_shard, local, room
 from accelfn.errors import ModelError
 from accelfn.testing import simulate
+from tests.internals import is_shard, local, room
 from tests.laws.drawn_models import (
     LAYERS,
     OPTIMIZERS,

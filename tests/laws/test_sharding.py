@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.draws import key
-from accelfn.data.order import shuffle_positions
-from accelfn.data.plan import EvenCut
+from tests.internals import EvenCut, key, shuffle_positions
 
 REMAINDERS = st.sampled_from(["short", "pad", "drop"])
 

@@ -6,7 +6,7 @@ import io
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launching.script import WholeLines
+from tests.internals import WholeLines
 
 PIECES = st.lists(st.tuples(st.integers(0, 12), st.text("ab[] \n")), max_size=12)
 

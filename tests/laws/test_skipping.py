@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import tree
-from accelfn.definition.transform import transform
 from accelfn.errors import NonFiniteGradsError
-from accelfn.state.update import Update
-from accelfn.step import step
 from accelfn.testing import simulate
+from tests.internals import Update, step, transform, tree
 from tests.laws.worlds import DDP, Found
 from tests.strategies import differences, model, tensors
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.slices import Slice, assemble, cover
+from tests.internals import Slice, assemble, cover
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 """Lengths of 0 among them, and those smaller than a world."""

@@ -11,8 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import is_shard, local
 from accelfn.errors import ReplicaMismatchError
+from tests.internals import is_shard, local
 from tests.laws.copies_apart import (
     Apart,
     Found,

@@ -17,10 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import codec
-from accelfn.checkpoint.manifest import read_manifest
 from accelfn.testing import simulate
 from tests.catalog import stacks
+from tests.internals import codec, read_manifest
 from tests.laws.disks import lent
 from tests.laws.test_collectives import LAYOUTS, laid_out
 from tests.laws.worlds import Found

@@ -21,11 +21,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint import files
-from accelfn.checkpoint.commit import Lock
-from accelfn.checkpoint.store import Writing
-from accelfn.collectives import gather_text
 from accelfn.testing import Terminate, simulate
+from tests.internals import Lock, Writing, files, gather_text
 from tests.laws.disks import Disk, lent, watched
 from tests.laws.states import base, is_of, state_of, to_save
 from tests.strategies import Run, differences, runs, tensors

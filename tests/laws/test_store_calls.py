@@ -12,9 +12,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.checkpoint.manifest import read_manifests
-from accelfn.collectives import gather_text
 from accelfn.testing import simulate
+from tests.internals import gather_text, read_manifests
 from tests.laws.disks import lent
 from tests.strategies import Run, differences, tensors
 

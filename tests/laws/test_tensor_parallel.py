@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import cut_axes, local, tensor_leaves
+from tests.internals import cut_axes, local, tensor_leaves
 from tests.laws.parallel_layers import (
     DDP,
     FEW,

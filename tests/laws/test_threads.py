@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import draws
+from tests.internals import draws
 
 Result = list[float]
 Inside = Callable[[], None]

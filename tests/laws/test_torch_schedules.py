@@ -16,9 +16,8 @@ from torch import nn
 from torch.optim import lr_scheduler, swa_utils
 
 import accelfn as af
-from accelfn.state.update import Update
-from accelfn.testing import simulate
-from accelfn.testing.loops import quantities
+from accelfn.testing import quantities, simulate
+from tests.internals import Update
 from tests.laws.torch_schedulers import (
     SCHEDULERS,
     TORCH,

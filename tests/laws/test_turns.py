@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.deepspeed.engine import ReduceOrder
 from accelfn.testing import simulate
+from tests.internals import ReduceOrder
 
 
 @st.composite

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.state.update import Update
 from accelfn.testing import simulate
+from tests.internals import Update
 from tests.laws.worlds import DDP, params, single, trained
 from tests.strategies import LOSSES, Run, differences, runs, tensors
 

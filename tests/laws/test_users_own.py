@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS
 from accelfn.testing import assert_equivalent, check_transform
-from accelfn.testing.catalog import fields_of
+from tests.internals import FIELDS
+from tests.internals import catalog_fields_of as fields_of
 from tests.laws import users_own as own
 
 MEAN = af.chain(af.shard_data(), af.wrap_ddp())

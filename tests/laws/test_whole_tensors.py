@@ -15,10 +15,8 @@ from torch.distributed.tensor.placement_types import (
 )
 
 import accelfn as af
-from accelfn import collectives
-from accelfn.collectives import replicas
 from accelfn.testing import simulate
-from accelfn.world.world import fold_axes
+from tests.internals import collectives, fold_axes, replicas
 
 AXES = [
     *({"dp_shard": size} for size in (2, 3, 4)),

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import elastic
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
+from tests.internals import elastic
 from tests.laws.alive import Alive
 from tests.laws.worlds import params
 from tests.strategies import Run, differences, runs, tensors

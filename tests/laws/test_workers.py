@@ -13,10 +13,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base.tree import is_shard
-from accelfn.checkpoint.manifest import read_manifest
 from accelfn.errors import ReplicaMismatchError
 from accelfn.testing import simulate
+from tests.internals import is_shard, read_manifest
 from tests.laws.copies_apart import (
     Apart,
     Found,

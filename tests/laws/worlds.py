@@ -6,7 +6,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
-from accelfn.testing.simulation.calls import Sums
+from tests.internals import Sums
 from tests.ranks import programs
 from tests.strategies import Run
 

@@ -19,8 +19,8 @@ import attrs
 import pytest
 
 import accelfn as af
-from accelfn.base import devices
 from tests.budget import budgeted
+from tests.internals import devices
 from tests.mutants.mutant import Mutant, planted
 
 _ON_A_DEVICE = "tests.accelerator"

@@ -3,7 +3,7 @@
 
 from hypothesis import HealthCheck, Phase, settings
 
-from accelfn.testing.plugin import register_profiles
+from tests.internals import register_profiles
 
 
 def load() -> None:

@@ -20,9 +20,8 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.testing.processes import RankProcess
-from accelfn.world.connection import Connection as WorldConnection
-from accelfn.world.world import open_groups
+from tests.internals import Connection as WorldConnection
+from tests.internals import RankProcess, open_groups
 from tests.waiting import HANGS
 
 COLLECTIVE_SECONDS = 2.0

@@ -14,7 +14,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import accelfn as af
-from accelfn.world.axes import AXES, neighbor_runs
+from tests.internals import AXES, neighbor_runs
 
 
 @attrs.frozen

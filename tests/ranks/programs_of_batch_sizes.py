@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from accelfn.engine.engine import engine_of
+from tests.internals import engine_of
 from tests.laws.split_models import LOSSES, Run
 from tests.laws.test_batch_size import SIGNS, Full, train
 from tests.strategies import differences, tensors

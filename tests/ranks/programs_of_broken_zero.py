@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 import accelfn as af
-from accelfn.collectives import gather_objects
+from tests.internals import gather_objects
 from tests.laws.broken_off import KINDS, Breaking, Place
 from tests.ranks.programs_of_zero import Trained, stepped
 from tests.states import bits

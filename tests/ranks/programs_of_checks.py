@@ -8,8 +8,8 @@ import attrs
 import torch
 
 import accelfn as af
-from accelfn import collectives
 from accelfn.errors import CollectiveMismatchError
+from tests.internals import collectives
 
 
 def mine(world: af.World, *shape: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import accelfn as af
-from accelfn.checkpoint.moving import Restore
+from tests.internals import Restore
 from tests.laws.elastic import Training
 from tests.strategies import Run, differences, tensors
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import connection
+from tests.internals import connection
 
 SECONDS = 3.0
 

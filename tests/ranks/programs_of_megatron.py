@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 import accelfn as af
-from accelfn.collectives import all_gather
+from tests.internals import all_gather
 from tests.laws.layers_of_megatron import MegatronSpeaker, MegatronSpeech
 from tests.laws.parallel_layers import loss_of_tokens
 from tests.ranks.programs_of_layers import UPDATES

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 import accelfn as af
-from accelfn.world.world import fold_axes
+from tests.internals import fold_axes
 from tests.laws.split_models import LOSSES, OPTIMIZERS, Net, Run
 from tests.strategies import tensors
 

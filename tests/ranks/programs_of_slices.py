@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 import accelfn as af
-from accelfn.state.grads import GradInfo
-from accelfn.state.update import Update
+from tests.internals import GradInfo, Update
 
 PLACES = {
     "rows": ((5, 3), Shard(0)),

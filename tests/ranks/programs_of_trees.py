@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import tree
+from tests.internals import tree
 
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 INTEGERS = ("int64", "int32", "int16", "int8", "uint8", "uint16", "uint32")

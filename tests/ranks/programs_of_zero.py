@@ -17,11 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from accelfn.collectives import neighbors
-from accelfn.deepspeed import home
-from accelfn.deepspeed.engine import ModuleOrder
-from accelfn.deepspeed.flats import Flats
-from accelfn.engine.engine import engine_of
+from tests.internals import Flats, ModuleOrder, engine_of, home, neighbors
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Net, Run
 from tests.laws.test_shard_histories import broken_backward, broken_forward

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.errors import LawError
-from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.calls import Raise
+from accelfn.testing import Raise, simulate
 from tests.processes import run_ranks
 from tests.ranks import programs, programs_of_axes, programs_of_parts
 from tests.ranks import programs_of_collectives as collectives

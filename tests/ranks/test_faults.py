@@ -5,7 +5,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from accelfn.testing.processes import RankProcess
+from tests.internals import RankProcess
 from tests.ports import free_port
 from tests.ranks.programs_of_faults import CALLS, Fault, live
 from tests.waiting import HANGS

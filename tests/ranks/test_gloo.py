@@ -23,8 +23,7 @@ from accelfn.errors import (
     DefaultGroupError,
     RankCrashedError,
 )
-from accelfn.testing.simulate import simulate
-from accelfn.testing.simulation.calls import Crash, Fault
+from accelfn.testing import Crash, Fault, simulate
 from tests.ranks import programs_of_mistakes as mistakes
 from tests.ranks.fresh_processes import Outcome, outcomes
 from tests.ranks.programs_of_mistakes import Differ, Meet, Reduce, Split

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.testing import processes
-from accelfn.testing.processes import RankError, run_processes
+from accelfn.testing import RankError, processes, run_processes
 from tests.ranks import programs_of_processes as programs
 from tests.waiting import HANGS, is_gone, wait_until
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import processes
-from accelfn.testing.processes import RankProcess
+from tests.internals import RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ranks import programs_of_saves
 from tests.ranks.programs_of_saves import SLOW, WAYS, Moment, live

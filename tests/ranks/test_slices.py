@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelfn.checkpoint.manifest import read_manifest
+from tests.internals import read_manifest
 from tests.processes import run_ranks
 from tests.ranks import programs_of_slices as programs
 

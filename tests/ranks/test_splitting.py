@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing.simulate import simulate
+from accelfn.testing import simulate
 from tests.laws.drawn_models import Drawing, drawings, drawn_in
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import Text, engines, loss_of_tokens, texts

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint.commit import Lock
-from accelfn.testing.processes import RankProcess
+from tests.internals import Lock, RankProcess
 from tests.laws.states import is_of, state_of
 from tests.ports import free_port
 from tests.waiting import HANGS, heard

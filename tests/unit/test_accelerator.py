@@ -7,7 +7,7 @@ import sys
 import pytest
 from hypothesis import settings
 
-from accelfn.base import devices
+from tests.internals import devices
 
 PARTS = 4
 """Each is of a few minutes: what takes ten hangs."""

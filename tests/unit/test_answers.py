@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn import cli
-from accelfn.launching.settings import OPTIONS, configure, read
+from tests.internals import OPTIONS, cli, configure, read
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())

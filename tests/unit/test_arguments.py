@@ -7,8 +7,8 @@ import attrs
 import numpy as np
 import pytest
 
-from accelfn.base.arguments import check_integer, integer, is_integer, is_number, truth
 from accelfn.errors import ArgumentError
+from tests.internals import check_integer, integer, is_integer, is_number, truth
 
 
 @attrs.frozen

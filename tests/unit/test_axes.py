@@ -6,12 +6,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import run_processes, simulate
-from accelfn.world.axes import (
-    choose_axes,
-    neighbor_runs,
-    resolve_axes,
-    rows,
-)
+from tests.internals import choose_axes, neighbor_runs, resolve_axes, rows
 from tests.states import linear_state
 
 

@@ -11,10 +11,15 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.checkpoint import disk, store
-from accelfn.checkpoint.commit import Save
-from accelfn.checkpoint.save import contents_of
-from accelfn.checkpoint.store import Talk, Writing, talk_directory
+from tests.internals import (
+    Save,
+    Talk,
+    Writing,
+    contents_of,
+    disk,
+    store,
+    talk_directory,
+)
 from tests.states import linear_state
 
 

@@ -27,9 +27,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import codec
-from accelfn.checkpoint import disk, manifest, store
 from accelfn.testing import simulate
+from tests.internals import codec, disk, manifest, store
 from tests.states import bits, values
 
 torch.set_num_threads(1)

@@ -22,15 +22,21 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import devices
-from accelfn.checkpoint import commit, disk, manifest
-from accelfn.checkpoint.manifest import Manifest, read_manifest
-from accelfn.checkpoint.save import contents_of, save_of
-from accelfn.checkpoint.slices import Slice
-from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.budget import at_night
 from tests.golden import make as golden
+from tests.internals import (
+    Manifest,
+    Slice,
+    commit,
+    contents_of,
+    devices,
+    disk,
+    gather_text,
+    manifest,
+    read_manifest,
+    save_of,
+)
 from tests.states import bits, values
 
 torch.set_num_threads(1)

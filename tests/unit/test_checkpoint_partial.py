@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.manifest import read_manifest
 from accelfn.testing import simulate
 from tests.golden.make import held
+from tests.internals import read_manifest
 
 FIELDS = (
     *("params", "buffers", "opt_state", "slots"),

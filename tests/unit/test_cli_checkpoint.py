@@ -18,14 +18,17 @@ from rich.progress import Progress
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import commit
-from accelfn.checkpoint.manifest import read_manifest
-from accelfn.checkpoint.save import contents_of, save_of
-from accelfn.checkpoint.slices import Slice
-from accelfn.cli import main
-from accelfn.collectives import gather_text
 from accelfn.testing import simulate
 from tests.golden import make as golden
+from tests.internals import (
+    Slice,
+    commit,
+    contents_of,
+    gather_text,
+    main,
+    read_manifest,
+    save_of,
+)
 from tests.waiting import HANGS
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"

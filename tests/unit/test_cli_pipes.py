@@ -8,7 +8,7 @@ import sys
 import pytest
 
 import accelfn as af
-from accelfn import cli
+from tests.internals import cli
 from tests.states import linear_state
 from tests.waiting import HANGS
 

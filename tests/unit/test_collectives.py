@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.packed import is_same_text, start_sum_
-from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.errors import DeadlockError
 from accelfn.testing import simulate
+from tests.internals import check_replicas, checksum, is_same_text, start_sum_
 from tests.states import linear_state
 
 

@@ -22,9 +22,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 
-from accelfn.launching import agent, script
-from accelfn.launching.agent import Agent, Crew, _Ending
-from accelfn.world.meeting import Words
+from tests.internals import Agent, Crew, Words, _Ending, agent, script
 
 SIZE = 3
 GOES_ON = ["sleep", "60"]

@@ -18,8 +18,6 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import schedules
-from accelfn.cli import parser
-from accelfn.launching.settings import OPTIONS
 from accelfn.testing import (
     Corrupt,
     Crash,
@@ -33,6 +31,7 @@ from tests.golden.defaults import (
     defaults,
     lines,
 )
+from tests.internals import OPTIONS, parser
 from tests.states import linear_state
 
 NUMBER = r"-?\d[\d,_]*(?:\.\d+)?(?:e-?\d+)?"

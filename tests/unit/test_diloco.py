@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import is_shard, local
 from accelfn.testing import simulate
-from accelfn.transforms.diloco import bucket_names, param_deltas
+from tests.internals import bucket_names, is_shard, local, param_deltas
 
 SGD = partial(torch.optim.SGD, lr=1.0)
 

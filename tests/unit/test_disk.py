@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from accelfn.checkpoint import disk
+from tests.internals import disk
 
 FULL = OSError(errno.ENOSPC, "no room")
 

@@ -9,12 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.launching.script import (
-    Failure,
-    all_left_on_signal,
-    by_cause,
-    report,
-)
+from tests.internals import Failure, all_left_on_signal, by_cause, report
 
 LEFT = {"error": "SystemExit: 143", "status": 143}
 INTERRUPTED = {"error": "SystemExit: 130", "status": 130}

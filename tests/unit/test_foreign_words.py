@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base import words
+from tests.internals import words
 
 X, Y = torch.ones(8, 3), torch.ones(8, 1)
 WORLD = af.World.single(device="cpu")
@@ -397,7 +397,7 @@ def test_no_public_call_answers_with_a_bare_type_error(name):
 @example(0, "", False)  # noqa: FBT003 - an example
 def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_name):
     """`explain_call_errors` changes nothing of what a function returns or raises."""
-    from accelfn.base.arguments import explain_call_errors
+    from tests.internals import explain_call_errors
 
     def function(first, *, second="x"):
         if not second:

@@ -16,8 +16,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
-from accelfn.base import devices
 from tests.accelerator import fake
+from tests.internals import devices
 
 pytestmark = pytest.mark.gpu
 

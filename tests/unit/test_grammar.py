@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelfn.base.codec import MAX_DEPTH
-from accelfn.checkpoint import grammar
 from tests.golden import make as golden
+from tests.internals import MAX_DEPTH, grammar
 
 
 def plain(**changes: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.interop import deepspeed
+from tests.internals import deepspeed
 from tests.states import values
 from tests.zero_folders import Training, write_zero
 

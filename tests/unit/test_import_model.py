@@ -18,7 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import accelfn as af
-from accelfn.weights.importing import placement
+from tests.internals import placement
 from tests.states import linear_state
 
 META = torch.device("meta")

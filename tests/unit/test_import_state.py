@@ -20,8 +20,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import accelfn as af
-from accelfn.base.tree import local
 from accelfn.testing import simulate
+from tests.internals import local
 from tests.states import linear_state, values
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.engine import engine
+from tests.internals import engine
 from tests.waiting import HANGS, wait_until
 
 PACKAGE = str(Path(engine.__file__).parents[1])

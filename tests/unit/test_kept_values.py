@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import accelfn as af
-from accelfn.base import tree
 from accelfn.errors import DataError, LossError, StateDonatedError, StateError
 from accelfn.testing import simulate
+from tests.internals import tree
 
 INPUTS = torch.linspace(-1, 1, 48).reshape(12, 4)
 DATA = af.Data(INPUTS, batch_size=4)

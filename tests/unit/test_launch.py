@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.cli import main
 from accelfn.errors import LaunchError
-from accelfn.launching.machines import Plan
-from accelfn.launching.script import launch_script
+from tests.internals import MachinePlan as Plan
+from tests.internals import launch_script, main
 from tests.waiting import HANGS, is_gone, wait_until
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from nbclient import NotebookClient
 
 import accelfn as af
-from accelfn.base import devices
+from tests.internals import devices
 from tests.waiting import HANGS
 
 pytestmark = pytest.mark.ranks(2)

@@ -18,8 +18,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn import testing
-from accelfn.base.tree import ReadOnly
 from accelfn.testing import simulate
+from tests.internals import ReadOnly
 from tests.states import linear_state
 
 SGD = partial(torch.optim.SGD, lr=0.1)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.cli import main
-from accelfn.world.connection import open_store
+from tests.internals import main, open_store
 from tests.waiting import HANGS
 
 SCRIPT = Path(__file__).parent / "scripts" / "listens.py"

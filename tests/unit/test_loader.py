@@ -23,8 +23,8 @@ from torch.utils.data.distributed import DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
-from accelfn.data.order import drawn_once, order_of_sampler
 from accelfn.testing import simulate
+from tests.internals import drawn_once, order_of_sampler
 from tests.states import linear_state
 
 torch.set_num_threads(1)

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.loop.memory import Bytes, Memory
 from accelfn.testing import simulate
+from tests.internals import Bytes, Memory
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
 

@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import accelfn as af
-from accelfn.collectives.packed import average_
 from accelfn.testing import simulate
+from tests.internals import average_
 
 torch.set_num_threads(1)
 MIB = 1 << 20

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's users know
 
 import accelfn as af
-from accelfn.model.model import materialize
 from accelfn.testing import simulate
+from tests.internals import materialize
 from tests.states import bits
 
 torch.set_num_threads(1)

@@ -4,9 +4,9 @@
 import pytest
 
 import accelfn as af
-from accelfn.collectives.failures import naming
 from accelfn.errors import PeerFailedError
 from accelfn.testing import simulate
+from tests.internals import naming
 
 SIGNS = {
     "Timed out waiting 1000ms for recv operation to complete": "Timed out waiting 1000ms",

@@ -25,8 +25,8 @@ from accelfn.errors import (
     NonFiniteLossError,
     OptimizerError,
 )
-from accelfn.state.update import Update
 from accelfn.testing import assert_states_equal, simulate
+from tests.internals import Update
 
 DDP = af.chain(af.shard_data(), af.wrap_ddp())
 SGD = functools.partial(torch.optim.SGD, lr=0.5)

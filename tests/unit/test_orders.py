@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, RandomSampler
 
 import accelfn as af
-from accelfn.data import Plan, epoch
+from tests.internals import Plan, epoch
 from tests.states import linear_state
 
 torch.set_num_threads(1)

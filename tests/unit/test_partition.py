@@ -9,7 +9,7 @@ import torch
 from torch import nn, optim
 
 import accelfn as af
-from accelfn.model.optimizer import parts_of
+from tests.internals import parts_of
 
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
 ADAMW = partial(optim.AdamW, lr=0.1)

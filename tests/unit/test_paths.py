@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 
 import accelfn
-from accelfn.base import arguments
+from tests.internals import arguments
 
 ROOT = Path(accelfn.__file__).parent
 ASKED = (arguments.exists, arguments.is_directory, arguments.is_file)

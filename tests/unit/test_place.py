@@ -8,7 +8,7 @@ import pytest
 
 import accelfn as af
 from accelfn.errors import WorldError
-from accelfn.world.place import Place, asked_size, read_place
+from tests.internals import Place, asked_size, read_place
 from tests.waiting import HANGS
 
 MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}

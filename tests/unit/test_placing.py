@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import accelfn as af
-from accelfn.placing.plan import units_of
+from tests.internals import units_of
 from tests.real_models import REAL, real
 
 

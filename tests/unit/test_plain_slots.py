@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import is_shard
 from accelfn.testing import simulate
+from tests.internals import is_shard
 
 
 def begun(world, *setup, seed=0):

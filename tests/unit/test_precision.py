@@ -17,11 +17,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import accelfn as af
-from accelfn.definition.transform import transform
-from accelfn.engine import modules
 from accelfn.errors import ArgumentError, LossError, ModelError, NonFiniteGradsError
-from accelfn.step import step
 from accelfn.testing import assert_states_equal
+from tests.internals import modules, step, transform
 
 
 def net() -> nn.Module:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.base.draws import is_profiled
 from accelfn.testing import simulate
+from tests.internals import is_profiled
 from tests.states import linear_state
 
 ALONE = af.World.single()

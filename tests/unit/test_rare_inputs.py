@@ -16,15 +16,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.base import tree
-from accelfn.checkpoint import commit, manifest
-from accelfn.data.plan import budget
 from accelfn.errors import CheckpointError
-from accelfn.launching import script
-from accelfn.launching.script import Failure, report
 from accelfn.testing import simulate
-from accelfn.weights.export import WEIGHTS, split_into_files
-from accelfn.world.place import _port_of_job
+from tests.internals import (
+    WEIGHTS,
+    Failure,
+    _port_of_job,
+    budget,
+    commit,
+    manifest,
+    report,
+    script,
+    split_into_files,
+    tree,
+)
 from tests.states import linear_state
 from tests.waiting import HANGS, wait_until
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint import disk, files
+from tests.internals import disk, files
 
 
 @given(

@@ -9,9 +9,14 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import meeting
-from accelfn.world.connection import Connection, WatchedStore, open_store
-from accelfn.world.meeting import Launched, Words
+from tests.internals import (
+    Connection,
+    Launched,
+    WatchedStore,
+    Words,
+    meeting,
+    open_store,
+)
 from tests.strategies import Run
 from tests.waiting import wait_until
 

@@ -11,12 +11,18 @@ import attrs
 import pytest
 import torch.distributed as dist
 
-from accelfn.launching.machines import Machines, NumberedRendezvous, Plan, handler_of
-from accelfn.launching.script import describe_plan
-from accelfn.launching.settings import Settings
-from accelfn.world import connection, meeting
-from accelfn.world.connection import open_store
-from accelfn.world.place import Place
+from tests.internals import MachinePlan as Plan
+from tests.internals import (
+    Machines,
+    NumberedRendezvous,
+    Place,
+    Settings,
+    connection,
+    describe_plan,
+    handler_of,
+    meeting,
+    open_store,
+)
 from tests.ports import free_port
 
 

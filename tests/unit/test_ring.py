@@ -13,9 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import accelfn as af
-from accelfn.engine.context_parallel import Block
 from accelfn.errors import BatchError, LossError
 from accelfn.testing import simulate
+from tests.internals import Block
 from tests.unit.test_context_parallel import (
     LENGTH,
     SHARING,

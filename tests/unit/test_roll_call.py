@@ -15,12 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.collectives.failures import naming
 from accelfn.errors import PeerFailedError
-from accelfn.launching import script
-from accelfn.launching.script import Failure
-from accelfn.world import connection
-from accelfn.world.connection import Activity, Connection, RollCall, Standing
+from tests.internals import (
+    Activity,
+    Connection,
+    Failure,
+    RollCall,
+    Standing,
+    connection,
+    naming,
+    script,
+)
 from tests.states import linear_state
 from tests.waiting import HANGS, wait_until
 

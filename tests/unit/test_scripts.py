@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launching.worker import run_script
+from tests.internals import run_script
 
 SCRIPT = """
 import json, sys

@@ -7,9 +7,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import accelfn as af
-from accelfn.collectives import few_bits
 from accelfn.testing import assert_states_equal, simulate
-from accelfn.world import place
+from tests.internals import few_bits, place
 from tests.states import linear_state
 
 

@@ -12,14 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.cli import main
 from accelfn.errors import LaunchError
-from accelfn.launching.settings import (
-    OPTIONS,
-    configure,
-    edit_settings,
-    read,
-)
+from tests.internals import OPTIONS, configure, edit_settings, main, read
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from accelfn.checkpoint.slices import Slice, cover
+from tests.internals import Slice, cover
 
 
 @st.composite

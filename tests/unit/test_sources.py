@@ -26,8 +26,8 @@ from torch.utils.data import (
 )
 
 import accelfn as af
-from accelfn.base.tree import tree_map
 from accelfn.testing import simulate
+from tests.internals import tree_map
 from tests.states import bits, linear_state
 
 torch.set_num_threads(1)

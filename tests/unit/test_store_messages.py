@@ -10,9 +10,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint import files
-from accelfn.checkpoint.manifest import name_of
 from accelfn.testing import simulate
+from tests.internals import files, name_of
 
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())
 

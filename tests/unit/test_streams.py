@@ -8,7 +8,7 @@ test's time, and a collision would show nowhere else.
 import pytest
 import torch
 
-from accelfn.base import devices, draws
+from tests.internals import devices, draws
 
 LOW = (1 << 32) - 1
 

@@ -18,8 +18,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 import accelfn as af
-from accelfn.base import draws
-from accelfn.base.tree import local
 from accelfn.errors import (
     ArgumentError,
     BatchError,
@@ -30,6 +28,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.testing import simulate
+from tests.internals import draws, local
 from tests.states import bits, values
 from tests.strategies import differences
 

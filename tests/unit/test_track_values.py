@@ -7,7 +7,7 @@ import torch
 
 import accelfn as af
 from accelfn.testing import simulate
-from accelfn.track.tracker import flat
+from tests.internals import flat
 
 WORLD = af.World.single()
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 import accelfn as af
-from accelfn.cli import main
-from accelfn.testing import communication
-from accelfn.testing.traffic import Link
+from accelfn.testing import Link, communication
+from tests.internals import main
 
 NEIGHBOUR = """
 import torch

@@ -9,8 +9,8 @@ import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import accelfn as af
-from accelfn.base import tree
 from accelfn.testing import simulate
+from tests.internals import tree
 from tests.states import linear_state
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from accelfn.engine import optimizer
+from tests.internals import optimizer
 
 
 class Coupling(torch.optim.SGD):

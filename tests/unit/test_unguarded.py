@@ -25,17 +25,19 @@ from torch.optim import lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import accelfn as af
-from accelfn.checkpoint import disk
-from accelfn.checkpoint.slices import Slice
-from accelfn.collectives import failures
-from accelfn.engine import optimizer
-from accelfn.interop.accelerate import entries_of
-from accelfn.launching import agent, worker
-from accelfn.loop import run
 from accelfn.schedules import factors
-from accelfn.testing import rank, simulate, strategies, traffic
-from accelfn.testing.traffic import Link
+from accelfn.testing import Link, rank, simulate, strategies, traffic
 from accelfn.track import tracker
+from tests.internals import (
+    Slice,
+    agent,
+    disk,
+    entries_of,
+    failures,
+    optimizer,
+    run,
+    worker,
+)
 from tests.unit.test_data_streams import Stateful
 from tests.unit.test_partition import Counting
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from accelfn.launching import script
-from accelfn.launching.script import Watch
-from accelfn.launching.worker import exit_status
+from tests.internals import Watch, exit_status, script
 from tests.waiting import HANGS, wait_until
 
 FAILS, FINISHES, GOES_ON = ["false"], ["true"], ["sleep", "60"]

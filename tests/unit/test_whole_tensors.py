@@ -9,10 +9,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 import accelfn as af
-from accelfn import collectives
-from accelfn.base import tree
-from accelfn.base.tree import is_shard, local
 from accelfn.testing import simulate
+from tests.internals import collectives, is_shard, local, tree
 
 SGD = partial(torch.optim.SGD, lr=0.1)
 AXES = {"dp_replicate": 2, "dp_shard": 2}

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 import accelfn as af
-from accelfn.data import loaders
 from accelfn.testing import simulate
+from tests.internals import loaders
 from tests.states import linear_state
 from tests.waiting import is_gone, wait_until
 

@@ -16,9 +16,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import meeting, world
-from accelfn.world.connection import Connection, RollCall
-from accelfn.world.place import read_place
+from tests.internals import Connection, RollCall, meeting, read_place, world
 from tests.ports import free_port
 from tests.states import linear_state
 

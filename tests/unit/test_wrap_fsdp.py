@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.base.tree import local
 from accelfn.testing import simulate
+from tests.internals import local
 
 adamw = partial(torch.optim.AdamW, lr=0.1)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.world import meeting as regrouping_module
+from tests.internals import meeting as regrouping_module
 from tests.laws.elastic import elastic
 from tests.ranks.programs_of_elastic import COMES_IN, DIES, checkpoints, training
 from tests.waiting import wait_until

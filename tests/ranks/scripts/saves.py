@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import accelfn as af
-from accelfn.checkpoint.files import digests
-from accelfn.checkpoint.save import encode_fields, fields_of
+from tests.internals import digests, encode_fields, fields_of
 
 UPDATES = 7
 
