@@ -7,5 +7,5 @@ examples as CI does. A bug is found if the test's own assertion fails, or if acc
 the bug leads to. Any other crash finds nothing.
 
 To add a bug, add a row next to those of its test, with an empty last cell. `change`, `places` and
-`cases` say how the first three cells are written.
+`cases` say how the first three cells are written. `operators` makes random bugs, which need no row.
 """

@@ -2,12 +2,15 @@
 """Plant every mutant, and print whether its test found it and after how many examples.
 
 Arguments are names of test files, as `test_diloco`: their mutants alone. A hunt of all that finds
-all writes the numbers of examples into the table.
+all writes the numbers of examples into the table. `--random 100 --seed 1 engine` tries random bugs
+in a folder of the package instead; see `operators`.
 """
 
+import argparse
 import sys
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 import attrs
 import torch
@@ -15,6 +18,9 @@ from rich.console import Console
 
 import accelfn as af
 from tests.mutants import profile
+
+if TYPE_CHECKING:
+    from tests.mutants.mutant import Mutant
 
 
 def main() -> int:
@@ -25,10 +31,17 @@ def main() -> int:
 
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", category=af.Warning)
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--random", type=int, default=0, metavar="COUNT")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("words", nargs="*")
+    asked = parser.parse_args()
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
-    words = sys.argv[1:]
+    words = asked.words
     mutants = read_table()
+    if asked.random:
+        return _try_random(console, mutants, asked)
     homes = [mutant.module.rpartition(".")[2] for mutant in mutants]
     unknown = [word for word in words if word not in homes]
     if unknown:
@@ -58,6 +71,23 @@ def main() -> int:
             attrs.evolve(each.mutant, examples=str(each.examples)) for each in outcomes
         )
     return len(survived)
+
+
+def _try_random(
+    console: Console, mutants: list["Mutant"], asked: argparse.Namespace
+) -> int:
+    """Return how many random bugs no test found."""
+    from tests.mutants.operators import find_survivors
+
+    survived = 0
+    folder = asked.words[0] if asked.words else ""
+    for slip, case in find_survivors(mutants, asked.random, asked.seed, folder):
+        survived += not case
+        said = f"[green]found by {case}[/]" if case else "[bold red]SURVIVED[/]"
+        console.print(f"{said} {slip.place.module}:{slip.place.name} ", end="")
+        console.print(slip.change, markup=False, soft_wrap=True)
+    console.print(f"{asked.random - survived} of {asked.random} found")
+    return survived
 
 
 if __name__ == "__main__":

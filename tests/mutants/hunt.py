@@ -5,6 +5,7 @@ import functools
 import inspect
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,8 +48,11 @@ class Outcome:
     seconds: float
 
 
-def hunt(mutant: Mutant) -> Outcome:
-    """Plant a bug and run its test in a process of their own, which they may leave in a mess."""
+def hunt(mutant: Mutant, seconds: float | None = None) -> Outcome:
+    """Plant a bug and run its test in a process of their own, which they may leave in a mess.
+
+    The process is killed after `seconds`.
+    """
     if mutant.module.startswith(_ON_A_DEVICE) and devices.kind() == "cpu":
         return _hunted_there(mutant)
     _ = mutant.code(), mutant.args  # or it says here that it cannot be planted
@@ -60,15 +64,14 @@ def hunt(mutant: Mutant) -> Outcome:
         finally:
             os._exit(0)
     theirs.close()
+    told = "its process ended"
+    if not ours.poll(seconds):
+        told = f"it takes longer than {seconds} s"
+        os.kill(process, signal.SIGKILL)
     try:
         found = ours.recv()
     except EOFError:
-        found = {
-            "killed": False,
-            "told": "its process ended",
-            "examples": 0,
-            "seconds": 0.0,
-        }
+        found = {"killed": False, "told": told, "examples": 0, "seconds": 0.0}
     os.waitpid(process, 0)
     return Outcome(mutant, **found)
 

@@ -85,6 +85,12 @@ def find_place(text: str) -> Place:
     raise LookupError(msg)
 
 
+def all_places() -> list[Place]:
+    """Return the functions of accelfn that have a name of their own in their module."""
+    named = [found for module in _sources() for found in _functions(module).values()]
+    return [found[0] for found in named if len(found) == 1]
+
+
 def _cached_by_attrs(owner: Any) -> dict[str, FunctionType]:
     """Return the functions of cached properties, which attrs keeps for a class with slots."""
     getter = owner.__getattr__

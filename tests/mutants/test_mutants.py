@@ -13,6 +13,8 @@ import torch
 import tests.laws
 from tests.mutants.hunt import hunt, lent
 from tests.mutants.mutant import Mutant, planted
+from tests.mutants.operators import possible_changes
+from tests.mutants.places import find_place
 from tests.mutants.table import read_table
 
 UNTRIED = {
@@ -116,6 +118,15 @@ def test_a_bug_is_found(says: str) -> None:
     """The hunt finds some of them at once; `nox -s mutants` tries them all."""
     (mutant,) = [each for each in MUTANTS if each.says == says]
     assert hunt(mutant).killed
+
+
+def test_a_random_bug_is_one_slip() -> None:
+    """Each change of a function is one call, condition, comparison or number."""
+    changes = {*possible_changes(find_place("collectives:sum_"))}
+
+    assert "dist.all_reduce(flat, group=world.group) → pass" in changes
+    heads = {each.partition(" → ")[2].partition(":")[0] for each in changes}
+    assert {"if world.size >= 1", "if world.size > 2", "if not world.size > 1"} < heads
 
 
 def test_what_is_no_bug_survives() -> None:
