@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import orders as orders
 from accelfn import schedules as schedules
+from accelfn.base.hints import find_hint as _find_hint
 from accelfn.base.tree import Pending as Pending
-from accelfn.base.words import NAMES as _NAMES
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
 from accelfn.collectives import any_rank as any_rank
@@ -271,8 +271,8 @@ def __getattr__(name: str) -> object:
         rooms = {each for each in public if isinstance(globals()[each], _Module)}
         return sorted({*(public - rooms), *_MODULE_OF, *_PUBLIC_MODULES})
     if name not in _MODULE_OF:
-        advice = f": {_NAMES[name]}" if name in _NAMES else ""
-        msg = f"module {__name__!r} has no attribute {name!r}{advice}."
+        hint = _find_hint(__name__, name)
+        msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
         raise RecordError(msg)
     module = _MODULE_OF[name]
     if module == __name__:

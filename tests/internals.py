@@ -16,8 +16,8 @@ _NAMES = {
         "codec",
         "devices",
         "draws",
+        "hints",
         "tree",
-        "words",
     ),
     "accelfn.base.arguments": (
         "check_integer",

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, 
 import attrs
 import torch
 
-from accelfn.base.words import ARGUMENTS, MADE_BY
+from accelfn.base.hints import find_hint
 from accelfn.errors import ArgumentError, CallError
 from accelfn.errors import Warning as AdviceWarning
 
@@ -406,7 +406,7 @@ def _suggest_keywords(
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return the text for an unknown keyword, with the nearest known name."""
     known = [each.name for each in params if each.kind not in _BY_PLACE]
-    advice = ARGUMENTS.get(name, {}).get(word)
+    advice = find_hint(name, word)
     if advice is None:
         matches = difflib.get_close_matches(word, known, n=1)
         advice = f"{matches[0]}=" if matches else None
@@ -427,8 +427,8 @@ def _format_param(param: inspect.Parameter) -> str:
 
 def _usage(name: str, params: list[inspect.Parameter]) -> str:
     """Return the shortest valid call, or the call that users should make instead."""
-    if name in MADE_BY:
-        return MADE_BY[name]
+    if made_by := find_hint("constructors", name):
+        return made_by
     required: list[str] = []
     for param in params:
         if param.kind is param.VAR_POSITIONAL:

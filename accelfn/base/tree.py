@@ -25,6 +25,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accelfn.base.arguments import explain_call_errors
+from accelfn.base.hints import find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
 
 # `Pending`: results of collectives that may still be running.
@@ -94,13 +95,12 @@ class ReadOnly(Mapping[str, V]):
     Law: reading returns the dict's entries or raises as `check` does; writing raises.
     """
 
-    __slots__ = ("_changes", "_check", "_name", "_values")
+    __slots__ = ("_check", "_name", "_values")
 
     def __init__(
         self,
         values: dict[str, V],
         name: str,
-        changes: str,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Create a view of a dict.
@@ -108,11 +108,9 @@ class ReadOnly(Mapping[str, V]):
         Args:
             values: the dict.
             name: the mapping's name in the user's code.
-            changes: the code to write instead of an assignment.
             check: raises if the dict's tensors are no longer valid.
         """
-        self._values, self._name, self._changes = values, name, changes
-        self._check = check
+        self._values, self._name, self._check = values, name, check
 
     @property
     def _checked_values(self) -> dict[str, V]:
@@ -172,7 +170,7 @@ class ReadOnly(Mapping[str, V]):
         return repr(self._checked_values)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        msg = f"{self._name} is read-only: {self._changes}."
+        msg = f"{self._name} is read-only: {find_hint('writes', self._name)}."
         raise CallError(msg)
 
     __setitem__ = __delitem__ = __ior__ = _refuse

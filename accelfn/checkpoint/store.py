@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, BinaryIO, Self
 import attrs
 import torch
 
-from accelfn.base import arguments, words
+from accelfn.base import arguments
 from accelfn.base.arguments import explain_call_errors, question
 from accelfn.base.devices import host_memory
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import hint_attributes
 from accelfn.checkpoint import commit, disk, manifest
 from accelfn.checkpoint.commit import Contents, Lock, Save
 from accelfn.checkpoint.load import load
@@ -497,7 +497,7 @@ def _first(texts: list[str]) -> CheckpointWriteError | None:
 
 
 @explain_call_errors
-@hint_attributes(words.STORE)
+@hint_attributes()
 class CheckpointStore:
     """The checkpoints of a run: `step-00000100`, `step-00000200`, ... in a directory.
 

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from accelfn.base import words
 from accelfn.base.arguments import (
     advise,
     check_integer,
@@ -20,7 +19,7 @@ from accelfn.base.arguments import (
     is_number,
     truth,
 )
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import hint_attributes
 from accelfn.data.consistency import Looks
 from accelfn.data.epoch import Epoch, epoch_of, fingerprint_of, form_of
 from accelfn.data.loader import options_of
@@ -298,12 +297,7 @@ def _flag() -> Any:
 
 
 @explain_call_errors
-@hint_attributes(
-    words.DATA,
-    changes="make another af.Data(...)",
-    iter=words.DATA_IS_NO_LOADER,
-    getitem=words.DATA_IS_NO_LOADER,
-)
+@hint_attributes("setattr", "iter", "getitem")
 @attrs.frozen(eq=False, repr=False)
 class Data:
     """A dataset, with its order, batch size and readers.

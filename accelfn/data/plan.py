@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from accelfn.base import tree, words
+from accelfn.base import tree
 from accelfn.base.arguments import explain_call_errors, integer, truth
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import find_hint, hint_attributes
 from accelfn.data.order import Indices, as_counts
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 
@@ -180,7 +180,7 @@ class Plan:
 # Where training stands in its data: an epoch and how many of its samples were seen.
 
 
-@hint_attributes({}, changes="af.seek(state, samples, epoch=...) moves a state")
+@hint_attributes("setattr")
 @attrs.frozen
 class Cursor:
     """A position in the sample order, counted in global samples.
@@ -226,11 +226,7 @@ Filler: TypeAlias = bool | npt.NDArray[np.bool_]
 """Whether samples are filler: all of a micro-batch, none, or one by one."""
 
 
-@hint_attributes(
-    words.BATCH,
-    changes="it is what was read; another value goes to step(state, value) as it is",
-    getitem=words.BATCH_IS_NO_VALUE,
-)
+@hint_attributes("setattr", "getitem")
 @attrs.frozen(kw_only=True, eq=False, slots=False)  # a dict is filled sooner than slots
 class Batch:
     """This rank's share of one update's samples.
@@ -308,7 +304,7 @@ class Batch:
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
         """Refuse to be a tensor, as in model(batch)."""
-        msg = f"A Batch is no tensor: {words.BATCH_IS_NO_VALUE}."
+        msg = f"A Batch is no tensor: {find_hint('Batch', '__getitem__')}."
         raise CallError(msg)
 
     def parts(self) -> list["Batch"]:

@@ -28,15 +28,15 @@ import attrs
 import torch
 from attrs import NOTHING
 
-from accelfn.base import tree, words
+from accelfn.base import tree
 from accelfn.base.arguments import (
     advise,
     annotations_of,
     explain_call_errors,
     signature,
 )
+from accelfn.base.hints import hint_attributes, readonly
 from accelfn.base.tree import is_within
-from accelfn.base.words import hint_attributes, readonly
 from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
 
 # The fields of a transform: its methods, and the arguments that they are called with.
@@ -729,7 +729,7 @@ def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 
 
 
 @explain_call_errors
-@hint_attributes(words.CHAIN, changes="make another", getitem=words.CHAIN_IS_NO_LIST)
+@hint_attributes("setattr", "getitem")
 @attrs.frozen(init=False, repr=False)
 class chain:
     """Compose transforms; a chain is a transform.

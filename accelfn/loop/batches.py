@@ -5,10 +5,9 @@ from collections.abc import Iterator
 
 import attrs
 
-from accelfn.base import words
 from accelfn.base.arguments import advise, explain_call_errors, is_integer
 from accelfn.base.draws import is_plain, own_modes, span
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import hint_attributes
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
 from accelfn.data.plan import Cursor
@@ -17,7 +16,7 @@ from accelfn.errors import ArgumentError, StateError
 from accelfn.state.state import TrainState, check_state
 
 
-@hint_attributes(words.BATCHES, getitem=words.BATCHES_ARE_NO_LIST)
+@hint_attributes("getitem")
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
     """This rank's batches from a cursor to the last epoch; you can iterate several times.

@@ -7,7 +7,7 @@ whose rates are those of the optimizer's own groups. Either way a resumed run ne
 scheduler state, and ranks or micro-batches change nothing.
 """
 
-from accelfn.base.words import SCHEDULES as _SCHEDULES
+from accelfn.base.hints import find_hint as _find_hint
 from accelfn.errors import RecordError as _RecordError
 from accelfn.schedules.factors import Schedule as Schedule
 from accelfn.schedules.factors import constant as constant
@@ -22,6 +22,6 @@ from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 
 def __getattr__(name: str) -> object:
     """Say what to write for what has another name here."""
-    advice = f": {_SCHEDULES[name]}" if name in _SCHEDULES else ""
-    msg = f"module {__name__!r} has no attribute {name!r}{advice}."
+    hint = _find_hint(__name__, name)
+    msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
     raise _RecordError(msg)

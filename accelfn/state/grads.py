@@ -9,10 +9,10 @@ from typing import Any, Protocol, Self
 import attrs
 import torch
 
-from accelfn.base import tree, words
+from accelfn.base import tree
 from accelfn.base.arguments import is_number
+from accelfn.base.hints import hint_attributes
 from accelfn.base.tree import have_memory_in_common, is_shard, split_as
-from accelfn.base.words import hint_attributes
 from accelfn.data.plan import Cursor
 from accelfn.errors import Error, GradsError
 from accelfn.state.metrics import Number
@@ -201,11 +201,7 @@ def never_zero(divisor: Number) -> Number:
     return divisor or 1
 
 
-@hint_attributes(
-    words.GRADS,
-    changes="grads.map(fn) and grads.with_tensors(...) return another",
-    getitem=words.GRADS_ARE_NO_DICT,
-)
+@hint_attributes("setattr", "getitem")
 @attrs.frozen(kw_only=True, eq=False)
 class Grads:
     """Gradients by parameter name, and the total weight of the losses.

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 import attrs
 import torch
 
-from accelfn.base import words
 from accelfn.base.arguments import Number, explain_call_errors, is_number
+from accelfn.base.hints import find_hint
 from accelfn.base.tree import is_shard
 from accelfn.collectives import sum_named
 from accelfn.collectives.failures import check_world
@@ -245,7 +245,7 @@ class Metrics(Mapping[str, torch.Tensor]):
             """Say how a metric is read."""
             if name.startswith("_"):  # copy and pickle look for hooks
                 raise AttributeError(name)
-            advice = words.METRICS.get(name, f"there are {sorted(self._sums)}")
+            advice = find_hint("Metrics", name) or f"there are {sorted(self._sums)}"
             if name in self._sums:
                 advice = f'write metrics["{name}"]'
             msg = f"Metrics have no attribute {name}: {advice}."

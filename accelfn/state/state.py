@@ -16,12 +16,12 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
-from accelfn.base import tree, words
+from accelfn.base import tree
 from accelfn.base.arguments import explain_call_errors
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
+from accelfn.base.hints import hint_attributes
 from accelfn.base.tree import Pending, ReadOnly, is_shard
-from accelfn.base.words import hint_attributes
 from accelfn.collectives import check_replicas, check_rows
 from accelfn.collectives.failures import format_tensor
 from accelfn.collectives.replicas import sums_of
@@ -257,11 +257,7 @@ def move_to_device(values: Values, definition: Definition) -> Values:
 
 
 @explain_call_errors
-@hint_attributes(
-    words.STATE,
-    changes="state.with_params(...), with_setup, with_slot and with_trainable return another",
-    getitem=words.STATE_IS_NO_PAIR,
-)
+@hint_attributes("setattr", "getitem")
 @attrs.frozen(kw_only=True, eq=False)
 class TrainState:
     """A frozen record of the complete state of training at one moment.
@@ -405,7 +401,7 @@ class TrainState:
         check, values = self.lease.check, getattr(self, f"_{field}")
         check()
         self.definition.cache.has_shown = True
-        return ReadOnly(values, f"state.{field}", words.STATE_WRITES[field], check)
+        return ReadOnly(values, f"state.{field}", check)
 
     @property
     def trainable(self) -> tuple[str, ...]:

@@ -26,9 +26,9 @@ from numpy.typing import NDArray
 from rich import progress as bars
 from rich.console import Console
 
-from accelfn.base import devices, words
+from accelfn.base import devices
 from accelfn.base.arguments import explain_call_errors, is_integer
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import hint_attributes
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
 from accelfn.state.metrics import Metrics
 from accelfn.world import World
@@ -365,7 +365,7 @@ class Outlet:
                 yield f"{self.name} did not close: {type(error).__name__}: {error}."
 
 
-@hint_attributes(words.TRACKER)
+@hint_attributes()
 class Tracker:
     """Sends metrics to backends: `tracker(metrics, step)`.
 

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelfn.base import words
 from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
 from accelfn.base.devices import choose_device, parse_device
-from accelfn.base.words import hint_attributes
+from accelfn.base.hints import hint_attributes
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection
@@ -40,7 +39,7 @@ def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection
 
 
 @explain_call_errors
-@hint_attributes(words.WORLD, changes="af.World.from_env(...) makes one")
+@hint_attributes("setattr")
 @attrs.frozen(kw_only=True, eq=False)
 class World:
     """One rank's place among all ranks of a job.

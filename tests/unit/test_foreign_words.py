@@ -6,6 +6,8 @@ import inspect
 import io
 import pickle
 import re
+import subprocess
+import sys
 import tempfile
 from functools import partial
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.internals import words
+from tests.internals import hints
 
 X, Y = torch.ones(8, 3), torch.ones(8, 1)
 WORLD = af.World.single(device="cpu")
@@ -45,18 +47,20 @@ BATCH = next(iter(af.batches(STATE)))
 METRICS, GRADS = af.value_and_grad(loss_fn)(STATE, BATCH)
 DATA = STATE.data
 CHAIN = af.chain(af.ema(0.5))
+TABLES = hints.read_hints()
 RECORDS = {
-    "STATE": (STATE, words.STATE),
-    "BATCH": (BATCH, words.BATCH),
-    "DATA": (DATA, words.DATA),
-    "GRADS": (GRADS, words.GRADS),
-    "WORLD": (WORLD, words.WORLD),
-    "CHAIN": (CHAIN, words.CHAIN),
-    "METRICS": (METRICS, words.METRICS),
-    "BATCHES": (af.batches(STATE), words.BATCHES),
-    "STORE": (af.CheckpointStore(tempfile.mkdtemp()), words.STORE),
-    "TRACKER": (af.track.in_memory(world=WORLD), words.TRACKER),
+    type(record).__name__: record
+    for record in (
+        *(STATE, BATCH, DATA, GRADS, WORLD, CHAIN, METRICS, af.batches(STATE)),
+        af.CheckpointStore(tempfile.mkdtemp()),
+        af.track.in_memory(world=WORLD),
+    )
 }
+
+
+def foreign_names(kind):
+    """Return the hints of a kind of record, without those of operations."""
+    return {n: hint for n, hint in TABLES[kind].items() if not n.startswith("__")}
 
 
 @pytest.mark.parametrize("rank", range(4))
@@ -84,11 +88,11 @@ def test_where_a_rank_stands_is_said_rightly(rank):
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_foreign_word_is_answered(name):
     """Section D: what others call it raises an AttributeError that says what to write."""
-    record, table = RECORDS[name]
-    for word, advice in table.items():
+    record = RECORDS[name]
+    for word, advice in foreign_names(name).items():
         assert not hasattr(record, word)
         assert getattr(record, word, None) is None
-        assert word not in dir(record)
+        assert word not in {*dir(record), *dir(type(record))}
         with pytest.raises(af.RecordError, match=re.escape(advice)) as caught:
             getattr(record, word)
         assert isinstance(caught.value, AttributeError)
@@ -98,16 +102,34 @@ def test_a_foreign_word_is_answered(name):
 @pytest.mark.parametrize("name", RECORDS)
 def test_no_foreign_word_hides_a_name_of_the_record(name):
     """A word of the table is none that the record has."""
-    record, table = RECORDS[name]
-    kind = type(record)
+    kind = type(RECORDS[name])
     fields = {each.name for each in getattr(kind, "__attrs_attrs__", ())}
-    own = {
-        word
-        for base in kind.__mro__
-        for word, value in vars(base).items()
-        if not isinstance(value, words.Hint)
-    }
-    assert (fields | own) & table.keys() == set()
+    assert {*fields, *dir(kind)} & foreign_names(name).keys() == set()
+
+
+def test_hints_are_read_after_a_failure():
+    """A program that uses no foreign name does not read the tables."""
+    code = (
+        "import accelfn as af; from accelfn.base.hints import read_hints;"
+        "world = af.World(); world.rank; world.is_main;"
+        "assert read_hints.cache_info().currsize == 0;"
+        "assert not hasattr(world, 'num_processes');"
+        "assert read_hints.cache_info().currsize == 1"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_property_keeps_its_own_error():
+    """An AttributeError inside a property is not replaced by one that names the property."""
+
+    @hints.hint_attributes()
+    class Record:
+        @property
+        def broken(self):
+            return self.no_such_name
+
+    with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):
+        _ = Record().broken
 
 
 def test_a_metric_is_an_item():
@@ -304,7 +326,7 @@ CALLS = {
         r"af\.TrainState\.with_slot\(x=3\): there is no x=; its arg",
     ),
     "a store's": (
-        lambda: RECORDS["STORE"][0].save(STATE, {"loss": 1.0}),
+        lambda: RECORDS["CheckpointStore"].save(STATE, {"loss": 1.0}),
         "only state may be given by position. By name: metrics=",
     ),
     "what is given by place, by its name": (
@@ -421,8 +443,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
 @pytest.mark.parametrize("module", [af, af.schedules])
 def test_a_name_of_another_library_is_answered(module):
     """`af.Accelerator` says what there is instead; so do others, schedules too."""
-    table = words.NAMES if module is af else words.SCHEDULES
-    for word, advice in table.items():
+    for word, advice in TABLES[module.__name__].items():
         with pytest.raises(af.RecordError, match=re.escape(advice)):
             getattr(module, word)
     assert not hasattr(module, "no_such_")
@@ -430,7 +451,8 @@ def test_a_name_of_another_library_is_answered(module):
 
 def test_tables_name_what_there_is():
     """What a table says to write for an argument is an argument of that call."""
-    for name, table in words.ARGUMENTS.items():
+    calls = {name: table for name, table in TABLES.items() if name.startswith("af.")}
+    for name, table in calls.items():
         what = af
         for part in name.split(".")[1:]:
             what = getattr(what, part)

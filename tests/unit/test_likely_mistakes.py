@@ -560,7 +560,7 @@ DICTS = st.dictionaries(NAMES, st.integers(), max_size=3)
 @given(shown=DICTS, other=DICTS, name=NAMES)
 def test_what_is_shown_reads_as_a_dict(shown, other, name):
     """Whatever is read of it is the dict's, also of what the dict gets later."""
-    view = ReadOnly(shown, "it", "do not")
+    view = ReadOnly(shown, "it")
     reads = (
         *(list, dict, len, repr, dict.copy, bool),
         *(lambda m: list(reversed(m)), lambda m: {**m}, lambda m: m.get(name, 7)),
