@@ -94,7 +94,7 @@ def all_places() -> list[Place]:
 def _cached_by_attrs(owner: Any) -> dict[str, FunctionType]:
     """Return the functions of cached properties, which attrs keeps for a class with slots."""
     getter = owner.__getattr__
-    getter = inspect.getclosurevars(getter).nonlocals.get("inner", getter)
+    getter = inspect.getclosurevars(getter).nonlocals.get("missing", getter)
     return getter.__globals__["cached_properties"]
 
 

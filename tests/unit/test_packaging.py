@@ -108,7 +108,8 @@ def test_the_front_page_runs_from_the_wheel(tmp_path):
     (metadata,) = (tmp_path / "site").glob("*.dist-info/METADATA")
     _, _, shown = metadata.read_text().partition("\n\n")
     assert front_page((ROOT / "README.md").read_text()).split() == shown.split()
-    assert (tmp_path / "site/accelfn/py.typed").exists()
+    for data in ("py.typed", "base/hints.toml"):
+        assert (tmp_path / "site/accelfn" / data).exists()
     script = tmp_path / "train.py"
     block = re.search(
         r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL
