@@ -18,10 +18,12 @@ _PUBLIC_MODULES = (
 
 
 def test_the_hall_is_small() -> None:
-    """The package root has five files, and folders."""
+    """The package root has six files, and folders."""
     files = {path.name for path in house.PACKAGE.glob("*.py")}
 
-    assert files == {"__init__.py", "__main__.py", "cli.py", "errors.py", "orders.py"}
+    assert files == {
+        *("__init__.py", "__main__.py", "cli.py", "errors.py", "orders.py", "plug.py"),
+    }
 
 
 @pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)

@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import stat
 import sys
 import warnings
@@ -526,6 +527,31 @@ def _levels_of_package() -> int:
 
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
+_POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def parse_bytes(shown: str, size: object) -> int:
+    """Parse a number of bytes, given as an integer or as text: "5GB", "100MiB".
+
+    Raises:
+        ArgumentError: the size is neither, or less than 1.
+    """
+    found = size if is_integer(size) else 0
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match:
+        unit = match[2] or ""
+        base = 1024 if unit.endswith("i") else 1000
+        found = int(float(match[1]) * base ** _POWERS.get(unit[:1], 0))
+    if found < 1:
+        msg = (
+            f"{shown}: expected a number of bytes, or one with its unit,"
+            ' such as "5GB" or "100MiB".'
+        )
+        raise ArgumentError(msg)
+    return found
 
 
 def format_bytes(size: float) -> str:

@@ -425,6 +425,11 @@ def _header(
     return len(text).to_bytes(8, "little") + text, places
 
 
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has torch's alignment; else kernels may round differently."""
+    return tensor.data_ptr() % ALIGNED == 0
+
+
 def read_into(stream: BinaryIO, buffer: memoryview) -> None:
     """Fill a buffer from a stream's position, with as many threads as torch computes with.
 

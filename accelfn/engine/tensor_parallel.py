@@ -216,6 +216,14 @@ class Layers:
         if self.sequence:
             self._apart.draw_alike()
 
+    def gather_features(self, part: torch.Tensor) -> torch.Tensor:
+        """Return the features of all ranks, the last dim; a gradient is of the own part."""
+        return vocabulary.gather_from_ranks(part, -1, self.ranks)
+
+    def scatter_features(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this rank's part of the features, the last dim."""
+        return vocabulary.scatter_to_ranks(whole, -1, self.ranks)
+
     def scatter(self, whole: torch.Tensor, place: str) -> torch.Tensor:
         """Return this rank's positions of a tensor that all ranks have."""
         self._check_length(whole, place)
@@ -335,7 +343,7 @@ class GatheredLinear(_Linear):
         if self.layers.is_whole:
             return made
         self.layers.end_sequence()
-        return vocabulary.gather_from_ranks(made, -1, self.layers.ranks)
+        return self.layers.gather_features(made)
 
 
 class VocabularyLinear(_Linear):

@@ -10,8 +10,8 @@ import attrs
 import torch
 from torch import nn
 
+from accelfn import World
 from accelfn.errors import ArgumentError
-from accelfn.world import World
 
 if TYPE_CHECKING:
     from accelfn.megatron.parallel_layers import Column, Row, Vocabulary

@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch import nn
 
-from accelfn.engine import vocabulary
-from accelfn.engine.tensor_parallel import Layers, SelfSplittingLayer
 from accelfn.errors import ArgumentError, ModelError
+from accelfn.plug import Layers, SelfSplittingLayer
 
 # pyright: reportPrivateUsage=false
 
@@ -181,7 +180,7 @@ class Column(Linear, ColumnParallelLinear):
             return self.in_one_piece(input_)
         made, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
         if self.gathers:  # Megatron's gather only works on GPUs
-            return vocabulary.gather_from_ranks(made, -1, layers.ranks), bias
+            return layers.gather_features(made), bias
         layers.begin_region(self.place, training=self.training)
         return made, bias
 
@@ -216,7 +215,7 @@ class Row(Linear, RowParallelLinear):
         if self.takes_some:
             layers.end_region()
         else:  # Megatron's scatter only works on GPUs
-            input_ = vocabulary.scatter_to_ranks(input_, -1, layers.ranks)
+            input_ = layers.scatter_features(input_)
         return self.with_bias(*RowParallelLinear.forward(self, input_))
 
 

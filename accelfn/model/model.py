@@ -271,6 +271,24 @@ PLACED = WeakIdKeyDictionary()
 """Parameters that stand elsewhere until their context ends."""
 
 
+@contextmanager
+def mark_placed(module: nn.Module) -> Generator[None]:
+    """Let only the forward pass of a model work in a `with` block; others refuse it.
+
+    Raises:
+        ModelError: it is placed already.
+    """
+    refuse_placed(module)
+    params = list(module.parameters())
+    for param in params:
+        PLACED[param] = True
+    try:
+        yield
+    finally:
+        for param in params:
+            PLACED.pop(param, None)
+
+
 def refuse_placed(module: nn.Module) -> None:
     """Raise if a model, or a part of it, is placed now.
 

@@ -12,15 +12,17 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import as_path, explain_call_errors
-from accelfn.base.devices import can_pin
-from accelfn.base.tree import tensor_leaves, to_device
-from accelfn.checkpoint import files
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
-from accelfn.model.model import PLACED, refuse_placed
 from accelfn.placing.plan import DISK, DeviceMap, Part, calls_of, units_of
-from accelfn.weights.export import shards_at
-from accelfn.weights.importing import Mapped, is_aligned, mapped
+from accelfn.plug import (
+    Mapped,
+    arguments,
+    devices,
+    files,
+    map_weights,
+    mark_placed,
+    tree,
+)
 
 # Offloaded parameters, which are copied to the device for the forward of their module.
 
@@ -45,7 +47,7 @@ class Guest:
                 self.param.data, self.ahead = self.ahead, None
             elif away:
                 self.param.data = self.home.to(self.device)
-            elif not is_aligned(self.home):
+            elif not files.is_aligned(self.home):
                 self.param.data = self.home.clone()
 
     def go(self) -> None:
@@ -84,7 +86,7 @@ class Ahead:
     @classmethod
     def on(cls, device: torch.device, room: int) -> "Ahead | None":
         """Return a prefetcher if the device has streams and copies from pinned memory."""
-        if not can_pin(device):
+        if not devices.can_pin(device):
             return None
         module: Any = torch.get_device_module(device)
         return cls(device, room, module.Stream(device))
@@ -184,7 +186,7 @@ def let_in(
 M = TypeVar("M", bound=nn.Module)
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 @contextmanager
 def placed(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None
@@ -225,7 +227,6 @@ def placed(
     if not isinstance(model, nn.Module):
         msg = f"af.placed(model={model!r}, plan): expected a torch.nn.Module."
         raise ModelError(msg)
-    refuse_placed(model)
     units = units_of(model)
     _check_plan(plan, units)
     with ExitStack() as stack, torch.no_grad():
@@ -234,11 +235,9 @@ def placed(
         }
         values = _values(model, named, weights)
         there = stack.enter_context(_fill_parameters(model, values))
+        stack.enter_context(mark_placed(model))
         units = units_of(model)  # with the parameters that have values now
         _settle(stack, model, plan, units, there)
-        for param in model.parameters():
-            PLACED[param] = True
-            stack.callback(PLACED.pop, param)
         if {*plan.budgets} - {"cpu", DISK}:
             _follow(stack, model, plan, units)
         yield model
@@ -297,7 +296,9 @@ def _values(
             " where they are: af.placed(model, plan, weights=folder)."
         )
         raise ModelError(msg)
-    found = mapped(shards_at(as_path("af.placed(weights=...)", weights, "a folder")))
+    found = map_weights(
+        arguments.as_path("af.placed(weights=...)", weights, "a folder")
+    )
     values = {id(named[name]): found[name] for name in empty if name in found}
     for name in empty:
         old = named[name]
@@ -457,7 +458,7 @@ def _homes(
         )
         path = Path(folder) / "unit.safetensors"
         files.write(path, {n: p.data for n, p in write.items()}, {"format": "pt"})
-        there |= mapped(shards_at(path))
+        there |= map_weights(path)
     for name, param in params.items():
         file = there[name]
         if name in write and file is not None:
@@ -496,17 +497,19 @@ def _follow(
 
     def moving(device: torch.device) -> Any:
         def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
-            return tuple(to_device([args, kwargs], device, opaque=False))
+            return tuple(tree.to_device([args, kwargs], device, opaque=False))
 
         return move
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = tensor_leaves([args, kwargs])
+        given = tree.tensor_leaves([args, kwargs])
         came.append(given[0].device if given else None)
 
     def end(_module: nn.Module, _args: Any, output: Any) -> Any:
         device = came.pop()
-        return output if device is None else to_device(output, device, opaque=False)
+        return (
+            output if device is None else tree.to_device(output, device, opaque=False)
+        )
 
     for unit in units:
         place = where[unit[0].name]

@@ -11,10 +11,8 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base import arguments
-from accelfn.base.arguments import as_path, explain_call_errors, format_bytes
 from accelfn.errors import ArgumentError, ModelError
-from accelfn.weights.export import bytes_in, size_of
+from accelfn.plug import arguments
 
 # The units of a model: modules that are placed as a whole, in the order of the model.
 #
@@ -176,7 +174,7 @@ class Unit:
         return " + ".join(name or "(the model's own)" for name in self.names)
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 @attrs.frozen
 class DeviceMap:
     """The place of each unit of a model; `print` shows a table.
@@ -201,13 +199,14 @@ class DeviceMap:
                 )
                 coming = (
                     f", of which {' and '.join(unit.shown for unit in guests)} of"
-                    f" {format_bytes(_coming(guests))} come from elsewhere to compute"
+                    f" {arguments.format_bytes(_coming(guests))} come from elsewhere to compute"
                     if guests
                     else ""
                 )
                 msg = (
-                    f"af.place(budgets={{{device!r}: ...}}): {format_bytes(budget)} is too small:"
-                    f" it would hold {format_bytes(needed)}{coming}. Units are never split."
+                    f"af.place(budgets={{{device!r}: ...}}): {arguments.format_bytes(budget)} is"
+                    f" too small: it would hold {arguments.format_bytes(needed)}{coming}. Units"
+                    " are never split."
                 )
                 raise ArgumentError(msg)
 
@@ -261,7 +260,7 @@ class DeviceMap:
     def __str__(self) -> str:
         """Return a table of units, sizes and devices."""
         rows = [
-            (unit.shown, format_bytes(unit.num_bytes), unit.device)
+            (unit.shown, arguments.format_bytes(unit.num_bytes), unit.device)
             for unit in self.units
         ]
         widths = [max(len(row[i]) for row in [*rows, ("unit",) * 3]) for i in range(2)]
@@ -276,7 +275,7 @@ class DeviceMap:
         return [unit for unit in self.units if unit.device in away]
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def place(
     model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
 ) -> DeviceMap:
@@ -356,12 +355,14 @@ def _is_within(name: str, module: str) -> bool:
 
 def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
     said = ", ".join(
-        f"{n!r}: {format_bytes(b)}" for n, b in limits.items() if isinstance(b, int)
+        f"{n!r}: {arguments.format_bytes(b)}"
+        for n, b in limits.items()
+        if isinstance(b, int)
     )
     return (
         f"af.place(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
-        f" {format_bytes(unit.num_bytes)}, after those before it. Units are never split; give more,"
-        ' or "disk": a folder.'
+        f" {arguments.format_bytes(unit.num_bytes)}, after those before it. Units are never"
+        ' split; give more, or "disk": a folder.'
     )
 
 
@@ -370,8 +371,8 @@ def _unit(parts: Iterable[Part]) -> Unit:
     buffers = [t for t in tensors.values() if not isinstance(t, nn.Parameter)]
     return Unit(
         tuple(part.name for part in parts),
-        num_bytes=sum(map(size_of, tensors.values())),
-        buffer_bytes=sum(map(size_of, buffers)),
+        num_bytes=sum(each.nbytes for each in tensors.values()),
+        buffer_bytes=sum(each.nbytes for each in buffers),
         device="",
     )
 
@@ -387,7 +388,7 @@ def _limits(budgets: object) -> dict[str, int | Path]:
     for name, budget in budgets.items():
         where = f"af.place(budgets={{{name!r}: {budget!r}}})"
         if name == DISK:
-            limits[DISK] = folder = as_path(where, budget, "a folder")
+            limits[DISK] = folder = arguments.as_path(where, budget, "a folder")
             if not arguments.is_directory(folder):
                 msg = f"{where}: there is no such folder."
                 raise ArgumentError(msg)
@@ -401,5 +402,5 @@ def _limits(budgets: object) -> dict[str, int | Path]:
         if device.type == "meta":
             msg = f"{where}: meta tensors have no values."
             raise ArgumentError(msg)
-        limits[str(device)] = bytes_in(budget, where)
+        limits[str(device)] = arguments.parse_bytes(where, budget)
     return limits

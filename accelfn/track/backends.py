@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from accelfn.base.arguments import explain_call_errors
+from accelfn import World
 from accelfn.errors import TrackingError
+from accelfn.plug import arguments
 from accelfn.track.tracker import (
     IMAGES,
     Pixels,
@@ -19,7 +20,6 @@ from accelfn.track.tracker import (
     package,
     picture,
 )
-from accelfn.world import World
 
 _FLUSH_SECONDS = 10
 
@@ -65,7 +65,7 @@ class _TensorBoard:
         self.backend.close()
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
@@ -123,7 +123,7 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def wandb(
     project: str,
     *,
@@ -223,7 +223,7 @@ def _check(sent: object, name: str) -> None:
         raise TrackingError(msg)
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def comet(
     project: str,
     *,
@@ -301,7 +301,7 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def mlflow(
     experiment: str,
     *,

@@ -18,8 +18,9 @@ from typing import Any, cast
 
 import attrs
 
-from accelfn.base.arguments import explain_call_errors
+from accelfn import World
 from accelfn.errors import ArgumentError, TrackingError
+from accelfn.plug import arguments
 from accelfn.track.tracker import (
     MOST_STEPS,
     Pixels,
@@ -29,7 +30,6 @@ from accelfn.track.tracker import (
     open_tracker,
     spelt,
 )
-from accelfn.world import World
 
 FORMAT = 1
 _BLOCK = 65536
@@ -107,7 +107,7 @@ def _length_of_lines(handle: int) -> int:
     return 0
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
     """Return a tracker that appends to a text file, one line of JSON per record.
 
@@ -177,7 +177,7 @@ class Log:
     unfinished: bool
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def read(path: str | Path) -> Log:
     """Read a file of `af.track.jsonl`, also while the run writes to the file.
 

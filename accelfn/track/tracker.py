@@ -26,12 +26,9 @@ from numpy.typing import NDArray
 from rich import progress as bars
 from rich.console import Console
 
-from accelfn.base import devices
-from accelfn.base.arguments import explain_call_errors, is_integer
-from accelfn.base.hints import hint_attributes
+from accelfn import Metrics, World
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
-from accelfn.state.metrics import Metrics
-from accelfn.world import World
+from accelfn.plug import arguments, devices, hint_attributes
 
 # Checks of tracked values, and their conversion to plain data for backends.
 
@@ -52,7 +49,7 @@ _NO_REAL_NUMBERS = (np.complexfloating, np.timedelta64)  # though numpy's class 
 
 def check_step(step: object) -> None:
     """Reject steps that are not a count of updates."""
-    if not is_integer(step, 0) or step >= MOST_STEPS:
+    if not arguments.is_integer(step, 0) or step >= MOST_STEPS:
         msg = f"step={step!r}: expected the number of updates so far, state.step."
         raise ArgumentError(msg)
 
@@ -523,7 +520,7 @@ def _warn(told: list[str]) -> None:
         warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def together(*trackers: Tracker | None) -> Tracker:
     """Combine trackers into one tracker; closing it closes all of them.
 
@@ -592,7 +589,7 @@ def open_tracker(
 # Memory of a process.
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def peak_memory_bytes(world: World) -> int:
     """Return this rank's peak memory: of its device, or of the process.
 
@@ -614,7 +611,7 @@ def peak_memory_bytes(world: World) -> int:
 # `custom`: a tracker for your own backend.
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def custom(
     open_sink: Callable[[], Sink],
     *,
@@ -699,7 +696,7 @@ def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) 
         kept.setdefault(name, {})[step] = value
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def in_memory(*, world: World) -> Tracker:
     """Return a tracker that keeps values in memory, by name and step.
 
@@ -721,7 +718,7 @@ _EVERY = 0.1
 """Seconds between two updates of a bar in a notebook, as in rich on a terminal."""
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
     """Yield the items of `work`, with a bar on rank 0's terminal or in a notebook's cell.
 

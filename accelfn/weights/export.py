@@ -17,8 +17,8 @@ from accelfn.base import arguments, devices
 from accelfn.base.arguments import (
     as_path,
     explain_call_errors,
-    is_integer,
     is_word,
+    parse_bytes,
 )
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
@@ -103,35 +103,11 @@ def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)?B")
-_UNITS = {"K": 1, "M": 2, "G": 3, "T": 4}
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _PIECE = 2**18
 """Elements that are converted at once."""
 _LARGEST = 100_000_000
 """Maximum bytes of a header or an index; the limit of safetensors."""
-
-
-def bytes_in(size: object, where: str | None = None) -> int:
-    """Parse a number of bytes, given as an integer or as text: "5GB", "100MiB".
-
-    Raises:
-        ArgumentError: the size is neither, or less than 1.
-    """
-    found = size if is_integer(size) else 0
-    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
-    if match:
-        unit = match[2] or ""
-        base = 1024 if unit.endswith("i") else 1000
-        found = int(float(match[1]) * base ** _UNITS.get(unit[:1], 0))
-    if found < 1:
-        where = where or f"max_shard_size={size!r}"
-        msg = (
-            f"{where}: expected a number of bytes, or one with its unit,"
-            ' such as "5GB" or "100MiB".'
-        )
-        raise ArgumentError(msg)
-    return found
 
 
 def split_into_files(
@@ -140,7 +116,7 @@ def split_into_files(
     """Assign tensors to files in order; a tensor above the limit gets its own file."""
     shards, open_, held = list[list[str]](), list[str](), 0
     for name, tensor in tensors.items():
-        size = size_of(tensor)
+        size = tensor.nbytes
         if size > limit:
             shards.append([name])
             continue
@@ -160,17 +136,12 @@ def split_into_files(
     }
 
 
-def size_of(tensor: torch.Tensor) -> int:
-    """Return the number of bytes of a tensor's values."""
-    return tensor.numel() * tensor.dtype.itemsize
-
-
 def index_of(
     plan: Mapping[str, Sequence[str]], tensors: Mapping[str, torch.Tensor]
 ) -> bytes:
     """Return the JSON index of several files."""
     index = {
-        "metadata": {"total_size": sum(map(size_of, tensors.values()))},
+        "metadata": {"total_size": sum(each.nbytes for each in tensors.values())},
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     return json.dumps(index, indent=2).encode()
@@ -452,7 +423,8 @@ def export_model(
     """
     call = "af.export_model(state, directory)"
     check_state(call, state)
-    path, limit = as_path(call, directory, "a directory"), bytes_in(max_shard_size)
+    path = as_path(call, directory, "a directory")
+    limit = parse_bytes(f"{max_shard_size=!r}", max_shard_size)
     params = params_at(state, call, at)
     job = save_of(state, path)
     tensors: dict[str, torch.Tensor] = {}

@@ -243,18 +243,13 @@ class Maps:
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor, or read it if the file does not align it."""
         values = self.mapped(name).tensor
-        return values if is_aligned(values) else self.shards.read(name)
+        return values if files.is_aligned(values) else self.shards.read(name)
 
 
-def mapped(shards: Shards) -> Mapping[str, Mapped]:
-    """Map all tensors of files, by name, without reading them."""
-    maps = Maps(shards)
-    return {name: maps.mapped(name) for name in shards.places}
-
-
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has torch's alignment; else kernels may round differently."""
-    return tensor.data_ptr() % files.ALIGNED == 0
+def map_weights(source: Path) -> Mapping[str, Mapped]:
+    """Map all tensors of a file, a folder or an index, by name, without reading them."""
+    maps = Maps(shards_at(source))
+    return {name: maps.mapped(name) for name in maps.shards.places}
 
 
 # Filling a model's tensors one at a time, on any device and in any dtype.

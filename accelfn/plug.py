@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernel's names for authors of an engine, of a reader of checkpoints, or of a tracker.
+
+The satellites (`accelfn.deepspeed`, `accelfn.interop`, `accelfn.track` and others) are written
+from the public names and these. Each name has one sentence in `NAMES`, and is imported when it
+is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from accelfn import collectives as collectives
+    from accelfn.base import arguments as arguments
+    from accelfn.base import devices as devices
+    from accelfn.base import tree as tree
+    from accelfn.base.hints import hint_attributes as hint_attributes
+    from accelfn.checkpoint import files as files
+    from accelfn.engine.tensor_parallel import Layers as Layers
+    from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
+    from accelfn.model.model import mark_placed as mark_placed
+    from accelfn.weights.importing import Mapped as Mapped
+    from accelfn.weights.importing import map_weights as map_weights
+
+NAMES = {
+    "accelfn": {
+        "collectives": "The collectives of a world, which name the ranks that disagree.",
+    },
+    "accelfn.base": {
+        "arguments": "Checks of arguments, with errors that show the code to write.",
+        "devices": "The kinds and the number of devices, and where memory is pinned.",
+        "tree": "Trees of tensors: map, copy and move them, and take a rank's part.",
+    },
+    "accelfn.base.hints": {
+        "hint_attributes": "Lets a record answer another library's names with the code to write.",
+    },
+    "accelfn.checkpoint": {
+        "files": "Safetensors files, written with digests and read a tensor at a time.",
+    },
+    "accelfn.engine.tensor_parallel": {
+        "Layers": "What the layers of a model that is split along tp share.",
+        "SelfSplittingLayer": "The base class of a layer that splits itself along tp.",
+    },
+    "accelfn.model.model": {
+        "mark_placed": "Lets only the forward pass of a model work in a with block.",
+    },
+    "accelfn.weights.importing": {
+        "Mapped": "A memory-mapped tensor of a file, whose pages can be released.",
+        "map_weights": "Maps all tensors of safetensors files without reading them.",
+    },
+}
+"""The sentence of each name, by the module that it comes from."""
+_MODULE_OF = {name: module for module, names in NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    """Import a name."""
+    if name not in _MODULE_OF:
+        msg = f"module {__name__!r} has no attribute {name!r}."
+        raise AttributeError(msg)
+    module = import_module(_MODULE_OF[name])
+    value = getattr(module, name, None) or import_module(f"{module.__name__}.{name}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """Return all names, those too that are not imported yet."""
+    return sorted({*globals(), *_MODULE_OF})
