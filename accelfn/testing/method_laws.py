@@ -27,7 +27,13 @@ from accelfn.state.state import TrainState
 from accelfn.state.update import Update, apply_transforms, override_hyper
 from accelfn.state.views import eval_params
 from accelfn.step.step import finalize, make_step
-from accelfn.testing.comparing import Comparison, entries, first_difference, leaves
+from accelfn.testing.comparing import (
+    Comparison,
+    entries,
+    first_difference,
+    kept,
+    leaves,
+)
 from accelfn.testing.laws import History, Law, Subject, differ, held
 from accelfn.testing.simulate import simulate
 from accelfn.transforms.accumulate import accumulate
@@ -51,6 +57,7 @@ def watched(transform: Any, seen: Seen) -> Any:
 
     A method may change in place its own slot and the gradients it is given, and after an
     update the tensors of the state; never the state before it, other slots, or a batch.
+    `observe` may not even change its own slot: the state that was given to it still has it.
     """
 
     def watch(field: str, own: str, function: Any, *given: Any, **named: Any) -> Any:
@@ -61,7 +68,17 @@ def watched(transform: Any, seen: Seen) -> Any:
         return returned
 
     def call(field: str, method: Any, self: Any, *given: Any) -> Any:
-        return watch(field, self.name, partial(method, self), *given)
+        if field != "observe":
+            return watch(field, self.name, partial(method, self), *given)
+        _, slot, _ = given
+        path = f"slots[{self.name!r}]"
+        before = {name: kept(leaf) for name, leaf in leaves(path, slot)}
+        returned = watch(field, "", partial(method, self), *given)
+        if changed := first_difference(before, dict(leaves(path, slot))):
+            seen(
+                f"{transform!r}.observe changed its own slot in place: {changed}. {_NEW}"
+            )
+        return returned
 
     def wrap(field: str, method: Any, self: Any, inner: Callable[..., Any]) -> Any:
         return wraps(inner)(partial(watch, field, "", method(self, inner)))

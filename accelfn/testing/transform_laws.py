@@ -405,7 +405,8 @@ def check_transform(
     | law | says |
     | --- | --- |
     | `value` | it is compared and hashed by its options |
-    | `inputs_unchanged` | a method changes in place its own slot and gradients, no more |
+    | `inputs_unchanged` | a method changes in place its own slot and gradients, no more; \
+`observe` not even its slot |
     | `own_slot` | it adds its own slot and no other, and keeps it and its dtypes |
     | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
     | `groups_apart` | `hyper` gives a parameter group nothing that depends on another's rate |

@@ -644,6 +644,18 @@ class HalvesTheFirstGrads:
         return update.grads.map(lambda g: g / 2), slot
 
 
+@af.transform
+class NotesInPlace:
+    """Appends what it observes to a list of its slot, which the state before has, too."""
+
+    def init(self, state):
+        return {"seen": []}
+
+    def observe(self, value, slot, update):
+        slot["seen"].append(value)
+        return value, slot
+
+
 @pytest.fixture(autouse=True)
 def _settings_kept() -> Iterator[None]:
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -659,6 +671,7 @@ def _settings_kept() -> Iterator[None]:
     ("planted", "law"),
     [
         (ScalesTheMicroBatches(), "inputs_unchanged"),
+        (NotesInPlace(), "inputs_unchanged"),
         (RemembersByStep(), "forks_apart"),
         (DropsAGradient(), "drops_nothing"),
         (EvaluatesLess(), "drops_nothing"),
