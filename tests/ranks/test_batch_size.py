@@ -11,6 +11,8 @@ from tests.processes import RankError, run_ranks
 from tests.ranks import programs_of_batch_sizes as programs
 from tests.strategies import differences
 
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("place", PLACES)
@@ -39,9 +41,7 @@ def test_another_error_is_the_one_that_is_shown() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-)
+@pytest.mark.skipif(NO_DEEPSPEED, reason="deepspeed is not installed")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_ranks_agree_beside_deepspeed(stage: int) -> None:
     """Which talks through torch's default group: wherever one runs out, the other hears of it."""

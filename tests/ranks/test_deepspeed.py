@@ -27,12 +27,12 @@ from tests.ranks.programs_of_deepspeed import (
 )
 from tests.waiting import HANGS
 
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+
 pytestmark = [
     pytest.mark.ranks(2),
     pytest.mark.slow(together=True),  # what DeepSpeed saved once
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing"
-    ),
+    pytest.mark.skipif(NO_DEEPSPEED, reason="DeepSpeed is missing"),
 ]
 LAYOUTS: dict[str, tuple[int, tuple[Any, ...]]] = {
     "alone": (1, ()),

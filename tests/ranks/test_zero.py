@@ -51,12 +51,11 @@ from tests.ranks.programs_of_zero import (
 from tests.ranks.test_failures import launch
 from tests.strategies import differences, tensors
 
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+
 pytestmark = [
     pytest.mark.ranks(2),
-    pytest.mark.skipif(
-        importlib.util.find_spec("deepspeed") is None,
-        reason="deepspeed is not installed",
-    ),
+    pytest.mark.skipif(NO_DEEPSPEED, reason="deepspeed is not installed"),
 ]
 
 BEHIND = (af.clip_grad_norm(0.3), af.ema(0.5), af.checkpoint_activations(Block))

@@ -32,6 +32,8 @@ import accelfn as af
 from accelfn.testing import Crash, Leave, Stall, simulate
 from tests.waiting import wait_until
 
+ONE_CORE = not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2
+
 
 def process():
     """Return what a process and the calling thread have once, to compare."""
@@ -595,10 +597,7 @@ def test_a_second_interrupt_leaves_a_rank_that_will_not_end():
     assert before == process()
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity") or len(os.sched_getaffinity(0)) < 2,
-    reason="there is no other core to go to",
-)
+@pytest.mark.skipif(ONE_CORE, reason="there is no other core to go to")
 def test_ranks_that_get_little_of_their_core_go_to_another():
     """They go together, to where the thread that waits for them is woken; that one is free."""
     caller, cores = threading.get_native_id(), os.sched_getaffinity(0)

@@ -13,6 +13,8 @@ from torch import nn
 
 import accelfn as af
 
+NO_LARGE_PAGES = not Path("/sys/kernel/mm/transparent_hugepage").exists()
+
 WIDTH, LAYERS = 2048, 5
 TENSOR = 4 * WIDTH * WIDTH
 SLACK = 4_000_000
@@ -68,10 +70,7 @@ def lies_in_large_pages(tensor: torch.Tensor) -> bool:
     pytest.fail("the tensor lies nowhere")
 
 
-@pytest.mark.skipif(
-    not Path("/sys/kernel/mm/transparent_hugepage").exists(),
-    reason="this system has no large pages that a program can ask for",
-)
+@pytest.mark.skipif(NO_LARGE_PAGES, reason="no large pages that a program can ask for")
 def test_what_is_read_lies_in_large_pages(tmp_path: Path) -> None:
     """Large tensors of a model, as they are and converted, and of a state that is loaded."""
     model, path = network(), tmp_path / "model.safetensors"

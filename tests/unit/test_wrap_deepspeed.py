@@ -13,9 +13,9 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed"
-)
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
+
+pytestmark = pytest.mark.skipif(NO_DEEPSPEED, reason="deepspeed is not installed")
 adamw = partial(torch.optim.AdamW, lr=0.1)
 
 
