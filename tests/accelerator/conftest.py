@@ -3,7 +3,7 @@
 
 import pytest
 
-from tests.accelerator.at_hand import IS_FAKE, NAME
+from tests.accelerator.tested_device import IS_FAKE, NAME
 
 OF_THE_FAKE_ONE = ["test_streams.py", "test_offloaded_bytes.py"]
 """What looks into it, and hardware cannot be asked."""

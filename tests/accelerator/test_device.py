@@ -12,7 +12,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator.at_hand import DEVICE, IS_FAKE, NAME, near
+from tests.accelerator.tested_device import DEVICE, IS_FAKE, NAME, near
 from tests.accelerator.trees import device_names, different, on_cpu
 from tests.internals import devices, draws
 

@@ -14,8 +14,8 @@ from torch import nn, optim
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator.at_hand import DEVICE, NAME, waits
 from tests.accelerator.test_device import mean_square, train
+from tests.accelerator.tested_device import DEVICE, NAME, waits
 
 pytestmark = pytest.mark.gpu
 INPUTS = torch.linspace(-1, 1, 96).view(32, 3)

@@ -15,8 +15,8 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator import at_hand
-from tests.accelerator.at_hand import near
+from tests.accelerator import tested_device
+from tests.accelerator.tested_device import near
 from tests.internals import is_shard, local, tensor_leaves
 from tests.laws.fully_sharded import Stack
 from tests.laws.histories import Acts, Training, acts, check_apart_on
@@ -49,7 +49,9 @@ def on_ranks(axes: dict[str, int], fn: Any) -> list[Any]:
     What lies on one device meets nothing of another.
     """
     try:
-        return list(simulate(prod(axes.values()), fn, axes=axes, device=at_hand.NAME))
+        return list(
+            simulate(prod(axes.values()), fn, axes=axes, device=tested_device.NAME)
+        )
     except RuntimeError as error:
         if any(said in str(error) for said in ELSEWHERE):
             pytest.fail(str(error))
@@ -117,7 +119,7 @@ def test_what_is_offloaded_trains_what_is_not(
         assert lies(state) == {(True, where)}
         return tensors(state), metrics
 
-    there = on_ranks(axes, partial(fn, wrap=af.wrap_fsdp, where=at_hand.NAME))
+    there = on_ranks(axes, partial(fn, wrap=af.wrap_fsdp, where=tested_device.NAME))
     here = on_ranks(axes, partial(fn, wrap=on_host, where="cpu"))
     for (one, metrics), (two, others) in zip(there, here, strict=True):
         assert one.keys() == two.keys()
@@ -266,7 +268,7 @@ def test_what_is_saved_on_the_host_goes_on_anywhere(
             if begun:
                 state, _ = stepped(run, state, 1)
             state = af.load(state, f"{folder}/saved")
-            where = "cpu" if other == "on the host" else at_hand.NAME
+            where = "cpu" if other == "on the host" else tested_device.NAME
             assert lies(state) == {(other != "replicas", where)}
             found = tensors(state)
             stepped(run, state, 1)
@@ -294,7 +296,7 @@ def test_a_state_goes_to_the_host_and_back(
         setups = state.setup, run.state(world, ENGINES[other]).setup
         before = tensors(state.copy())
         moved = state.copy().with_setup(setups[1])
-        where = "cpu" if other == "on the host" else at_hand.NAME
+        where = "cpu" if other == "on the host" else tested_device.NAME
         assert lies(moved) == {(other != "replicas", where)}
         back = moved.with_setup(setups[0])
         for each in (tensors(moved), tensors(back)):
@@ -318,7 +320,7 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
         with af.bind(state, at="train", gather=True) as module:
             lent = module.eval()(x).detach()
         frozen = af.frozen(state)(x)
-        assert {lent.device.type, frozen.device.type} == {at_hand.NAME}
+        assert {lent.device.type, frozen.device.type} == {tested_device.NAME}
         whole = af.full_params(state, at="eval")
         assert {each.device.type for each in whole.values()} == {"cpu"}
         scores = af.evaluate(state, run.data(), LOSSES[run.loss])

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.accelerator import at_hand, streams
+from tests.accelerator import streams, tested_device
 from tests.accelerator.meter import metered
 from tests.internals import devices
 from tests.laws.test_placing import TREES, Node, breaking, look, values
 
 pytestmark = pytest.mark.gpu
-DEVICE = str(at_hand.DEVICE)
+DEVICE = str(tested_device.DEVICE)
 Pass = tuple[list[int], bool]
 Seen = list[tuple[torch.Tensor, ...] | str]
 
@@ -151,6 +151,6 @@ def test_a_device_waits_for_the_first_alone(extra: int, waits: int) -> None:
     model, x = Blocks(CHAIN).eval(), torch.ones(3, 4, device=DEVICE)
     with af.placed(model, offloaded(model, extra)) as lent:
         lent(x, [0, 1, 2, 3])
-        with at_hand.waits() as found:
+        with tested_device.waits() as found:
             lent(x, [0, 1, 2, 3])
     assert len([each for each in found if each.startswith("placing/")]) == waits

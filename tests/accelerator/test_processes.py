@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 
 import accelfn as af
-from tests.accelerator.at_hand import near
+from tests.accelerator.tested_device import near
 from tests.ranks import programs_of_devices as programs
+
+NO_DEEPSPEED = importlib.util.find_spec("deepspeed") is None
 
 pytestmark = [pytest.mark.gpu, pytest.mark.cuda]
 
@@ -43,9 +45,7 @@ def test_a_run_goes_on_from_an_asynchronous_save_bitwise() -> None:
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is missing"
-)
+@pytest.mark.skipif(NO_DEEPSPEED, reason="DeepSpeed is missing")
 def test_one_rank_of_deepspeed_trains_what_a_plain_state_does(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import simulate
 from accelfn.testing.strategies import Program, programs
-from tests.accelerator.at_hand import IS_FAKE, NAME, near
+from tests.accelerator.tested_device import IS_FAKE, NAME, near
 from tests.accelerator.trees import device_names, different, on_cpu
 
 pytestmark = pytest.mark.gpu

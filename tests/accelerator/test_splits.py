@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator.at_hand import IS_FAKE, NAME
+from tests.accelerator.tested_device import IS_FAKE, NAME
 from tests.laws import test_blocks as blocks
 from tests.laws.layers_of_megatron import HEAD_NORMS, MegatronSpeech
 from tests.laws.long_texts import AXES, Text, texts
@@ -24,6 +24,8 @@ from tests.laws.test_context import trained
 from tests.laws.test_megatron import seen
 from tests.laws.worlds import close_means
 from tests.strategies import differences
+
+NO_MEGATRON = importlib.util.find_spec("megatron") is None
 
 pytestmark = pytest.mark.gpu
 
@@ -97,9 +99,7 @@ def test_blocks_are_attention_to_all_by_the_kernel_of_the_device(
 
 
 @pytest.mark.filterwarnings("ignore:When using async grad allreduce")  # of speed
-@pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="Megatron-core is missing"
-)
+@pytest.mark.skipif(NO_MEGATRON, reason="Megatron-core is missing")
 @settings(max_examples=A_FEW)
 @given(speech=speeches(plan=HEAD_NORMS, padding=None), rows=st.booleans(), lying=lying)
 def test_layers_of_megatron_train_what_torch_s_do(

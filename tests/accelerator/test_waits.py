@@ -11,7 +11,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.accelerator import at_hand
+from tests.accelerator import tested_device
 from tests.catalog import CATALOG
 
 pytestmark = pytest.mark.gpu
@@ -62,27 +62,25 @@ def test_no_steady_step_waits(setup: tuple[Any, ...]) -> None:
     batches = iter(af.batches(state, epochs=None))
     for _ in range(3):
         state, _ = step(state, next(batches))
-    with at_hand.waits() as found:
+    with tested_device.waits() as found:
         for _ in range(20):
             state, _ = step(state, next(batches))
     assert found == []
     assert state.num_tried == 23
 
 
-@pytest.mark.skipif(
-    not at_hand.IS_FAKE, reason="hardware does not say what is copied where"
-)
+@pytest.mark.skipif(not tested_device.IS_FAKE, reason="hardware tells of no copies")
 def test_ranks_of_an_evaluation_send_without_waiting() -> None:
     """The host's numbers go to the device in one copy; what all have is waited for once."""
 
     def run(world: af.World) -> tuple[list[str], float]:
         state = create(af.shard_data(), af.wrap_ddp(), world=world)
         af.evaluate(state, state.data, mean_square)
-        with at_hand.waits() as found:
+        with tested_device.waits() as found:
             mean = af.evaluate(state, state.data, mean_square)
         return found, mean["mean_square"]
 
-    for found, mean in simulate(2, run, device=at_hand.NAME):
+    for found, mean in simulate(2, run, device=tested_device.NAME):
         assert not [each for each in found if "from cpu to" in each]
         assert mean > 0
 
@@ -99,7 +97,7 @@ def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it() -> None:
         state, _ = step(state, good)
     before = {name: param.clone() for name, param in state.params.items()}
     buffers = {name: buffer.clone() for name, buffer in state.buffers.items()}
-    with at_hand.waits() as found:
+    with tested_device.waits() as found:
         for _ in range(97):
             state, metrics = step(state, good * torch.inf)
     assert found == []
@@ -115,7 +113,10 @@ def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it() -> None:
 def test_an_asynchronous_save_waits_once_a_device(tmp_path: Path) -> None:
     """Tensors are copied behind one another; then their arrival is waited for."""
     state = create()
-    with at_hand.waits() as found, af.CheckpointStore(tmp_path, async_=True) as store:
+    with (
+        tested_device.waits() as found,
+        af.CheckpointStore(tmp_path, async_=True) as store,
+    ):
         store.save(state)
     assert not [each for each in found if "store.py" in each], found
 
@@ -123,11 +124,11 @@ def test_an_asynchronous_save_waits_once_a_device(tmp_path: Path) -> None:
 def test_what_waits_is_named_with_its_place() -> None:
     """The file and line of accelfn, or that it was outside."""
     there = torch.ones(2, device=af.World.single().device)
-    with at_hand.waits() as found:
+    with tested_device.waits() as found:
         there.sum().item()
         there.cpu()
     assert [each.partition(":")[0] for each in found] == ["outside", "outside"]
-    with at_hand.waits() as found:
+    with tested_device.waits() as found:
         af.evaluate(create(), af.Data(INPUTS, batch_size=32), mean_square)
     assert all(":" in each for each in found)
     assert any(each.startswith("collectives/packed.py:") for each in found)

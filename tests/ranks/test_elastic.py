@@ -17,7 +17,7 @@ from tests.laws.elastic import elastic
 from tests.ranks import programs_of_elastic as programs
 from tests.waiting import HANGS
 
-SCRIPT = Path(__file__).parent / "scripts" / "comes_and_goes.py"
+SCRIPT = Path(__file__).parent / "scripts" / "loses_a_rank.py"
 ROOT = Path(__file__).parents[2]
 
 

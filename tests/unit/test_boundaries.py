@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reader of the code alone found unguarded: boundaries, and two rare things at once."""
+"""Boundaries: the last, the first, the empty, and two rare options at once."""
 
 import ast
 import math
