@@ -16,9 +16,22 @@ if TYPE_CHECKING:
     from accelfn.base import tree as tree
     from accelfn.base.hints import hint_attributes as hint_attributes
     from accelfn.checkpoint import files as files
+    from accelfn.definition.layout import Layout as Layout
+    from accelfn.definition.transform import facts_of as facts_of
+    from accelfn.engine.binding import ReplicaBinding as ReplicaBinding
+    from accelfn.engine.engine import build_engine as build_engine
+    from accelfn.engine.fsdp import sharded_lender as sharded_lender
+    from accelfn.engine.loss import LocalRunner as LocalRunner
+    from accelfn.engine.loss import ReadLoss as ReadLoss
+    from accelfn.engine.loss import RootModule as RootModule
+    from accelfn.engine.loss import Samples as Samples
+    from accelfn.engine.optimizer import LiveOptimizer as LiveOptimizer
+    from accelfn.engine.optimizer import check_elements as check_elements
+    from accelfn.engine.optimizer import counts_by_group as counts_by_group
     from accelfn.engine.tensor_parallel import Layers as Layers
     from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
     from accelfn.model.model import mark_placed as mark_placed
+    from accelfn.model.optimizer import is_count as is_count
     from accelfn.weights.importing import Mapped as Mapped
     from accelfn.weights.importing import map_weights as map_weights
 
@@ -37,12 +50,41 @@ NAMES = {
     "accelfn.checkpoint": {
         "files": "Safetensors files, written with digests and read a tensor at a time.",
     },
+    "accelfn.definition.layout": {
+        "Layout": "How each parameter is cut over the ranks.",
+    },
+    "accelfn.definition.transform": {
+        "facts_of": "The facts that a transform tells.",
+    },
+    "accelfn.engine.binding": {
+        "ReplicaBinding": "Binds a state to a model that each rank has whole, and takes gradients.",
+    },
+    "accelfn.engine.engine": {
+        "build_engine": "Makes the engine of a transform from a binding and a maker of runners.",
+    },
+    "accelfn.engine.fsdp": {
+        "sharded_lender": "Gives a binding the `lend` of a model that is split by rows.",
+    },
+    "accelfn.engine.loss": {
+        "LocalRunner": "Runs a loss forward and backward on one rank; derive your runner from it.",
+        "ReadLoss": "What a runner's forward returns: a checked loss, its weight and metrics.",
+        "RootModule": "A module whose forward is the loss, for a library that wraps a module.",
+        "Samples": "What a runner's forward gets: a batch, its weight and the extra arguments.",
+    },
+    "accelfn.engine.optimizer": {
+        "LiveOptimizer": "A torch optimizer that steps the parameters of a binding.",
+        "check_elements": "Refuses an optimizer that does not work element by element.",
+        "counts_by_group": "Whether an optimizer counts updates in its groups.",
+    },
     "accelfn.engine.tensor_parallel": {
         "Layers": "What the layers of a model that is split along tp share.",
         "SelfSplittingLayer": "The base class of a layer that splits itself along tp.",
     },
     "accelfn.model.model": {
         "mark_placed": "Lets only the forward pass of a model work in a with block.",
+    },
+    "accelfn.model.optimizer": {
+        "is_count": "Whether an optimizer's entry is a count, and not a value of a parameter.",
     },
     "accelfn.weights.importing": {
         "Mapped": "A memory-mapped tensor of a file, whose pages can be released.",

@@ -2,7 +2,12 @@
 """Labeled collectives on trees of tensors, with clear errors when ranks disagree."""
 
 from accelfn.collectives.failures import break_off as break_off
+from accelfn.collectives.failures import format_tensor as format_tensor
 from accelfn.collectives.failures import naming as naming
+from accelfn.collectives.failures import site as site
+from accelfn.collectives.failures import table as table
+from accelfn.collectives.neighbors import carries as carries
+from accelfn.collectives.neighbors import reduce_to_holders_ as reduce_to_holders_
 from accelfn.collectives.packed import all_gather as all_gather
 from accelfn.collectives.packed import all_gather_rows as all_gather_rows
 from accelfn.collectives.packed import all_reduce_ as all_reduce_

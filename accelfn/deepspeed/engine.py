@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from accelfn.collectives import break_off, broadcast_, gather_text, neighbors
+from accelfn import World
 from accelfn.deepspeed.flats import Flats, Place, cut_of, evenly
 from accelfn.deepspeed.settings import (
     note_signatures,
@@ -27,9 +27,8 @@ from accelfn.deepspeed.settings import (
     running_patches,
     use_deepspeed,
 )
-from accelfn.definition.layout import Layout
 from accelfn.errors import LossError
-from accelfn.world import World
+from accelfn.plug import Layout, collectives
 
 # pyright: reportPrivateUsage=false
 
@@ -96,7 +95,7 @@ class ModuleOrder:
         if len(self._at) == 1:
             self._ask(place)
         else:
-            places = gather_text(place, self._ranks, label=_LABEL)
+            places = collectives.gather_text(place, self._ranks, label=_LABEL)
             if len({*places}) > 1:
                 _raise_mismatch(dict(enumerate(places)))
 
@@ -121,7 +120,7 @@ class ModuleOrder:
         try:
             _raise_mismatch({ranks.rank: place, **others})
         except LossError as error:
-            break_off(ranks, error)
+            collectives.break_off(ranks, error)
             raise
 
     @property
@@ -231,7 +230,7 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
             everywhere(bucket, dtype, divide=divide, **named, **more)
             return
         holders = [min(each) for each in bucket_ranks]
-        neighbors.reduce_to_holders_(bucket, holders, ranks.group)
+        collectives.reduce_to_holders_(bucket, holders, ranks.group)
 
     zero.allreduce_and_copy_with_multiple_ranks = reduce
 
@@ -298,7 +297,7 @@ class ReduceOrder:
             if len(self._order) == self._count:
                 return -1
             told = torch.tensor(own, device=self._ranks.device)
-            broadcast_([told], self._ranks, label="order of gradients")
+            collectives.broadcast_([told], self._ranks, label="order of gradients")
             self._order.append(int(told))
         return self._order[len(self._had)]
 
@@ -583,7 +582,7 @@ class Zero:
             self._turns = order_reductions(
                 self._optimizer, self._ranks, self._come_listed, self._tell_all_came
             )
-            if neighbors.carries(self._ranks.group, self.flats[0].device):
+            if collectives.carries(self._ranks.group, self.flats[0].device):
                 reduce_by_gloo(self._optimizer, self._ranks)
 
     def _come_listed(self) -> bool:

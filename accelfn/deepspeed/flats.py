@@ -12,13 +12,9 @@ from typing import Any, TypeAlias
 import attrs
 import torch
 
-from accelfn.base import tree
-from accelfn.collectives import all_to_all
-from accelfn.definition.layout import Layout
+from accelfn import World, all_to_all
 from accelfn.errors import OptimizerError, StateError
-from accelfn.model.optimizer import COUNTS
-from accelfn.state.state import OptState
-from accelfn.world import World
+from accelfn.plug import Layout, is_count, tree
 
 # Redistributing elements of parameters between two shardings.
 #
@@ -27,6 +23,7 @@ from accelfn.world import World
 # only elements are sent.
 
 
+OptState: TypeAlias = dict[str, dict[str, Any]]
 Run: TypeAlias = tuple[int, int]
 """The begin and end of a rank's elements of a parameter."""
 Runs: TypeAlias = Mapping[str, Sequence[Run]]
@@ -421,9 +418,9 @@ def flatten_opt_state(
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
     """Whether a value has its parameter's shape; counts of scalars do not count."""
-    shape = where.layout.shapes[name]
-    is_alike = isinstance(value, torch.Tensor) and value.shape == shape
-    return is_alike and (bool(shape) or key not in COUNTS)
+    if not isinstance(value, torch.Tensor):
+        return False
+    return value.shape == where.layout.shapes[name] and not is_count(key, value)
 
 
 def _check_alike(

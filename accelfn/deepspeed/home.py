@@ -5,39 +5,48 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeAlias
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base import tree
-from accelfn.collectives import gather_text, naming, start_sum_
+from accelfn import Grads, TrainState, World
 from accelfn.deepspeed.engine import Zero
 from accelfn.deepspeed.flats import (
     FlatOptState,
     FlatParams,
+    OptState,
     evenly,
     flat_key,
     flatten_opt_state,
     redistribute,
 )
 from accelfn.deepspeed.settings import release_group
-from accelfn.engine.binding import build_module
-from accelfn.engine.fsdp import Splitter, lend_sharded
-from accelfn.engine.loss import LossFunction, ReadLoss, RootModule, Samples, like
-from accelfn.engine.optimizer import LiveOptimizer, State
 from accelfn.errors import GradsError, LossError, UnusedParametersError, WorldError
-from accelfn.model.optimizer import Assignments, rebuilt
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Number
-from accelfn.state.state import OptState, TrainState
-from accelfn.world import World
+from accelfn.plug import (
+    LiveOptimizer,
+    ReadLoss,
+    RootModule,
+    Samples,
+    arguments,
+    collectives,
+    tree,
+)
 
 _HELD = (
     "DeepSpeed holds these gradients, from the backward pass to the update, and nobody sees them:"
     " af.clip_grad_norm says how it clips them. Take af.wrap_fsdp() for what looks at gradients."
 )
+
+
+Lend: TypeAlias = Callable[
+    [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
+]
+"""Returns a callable that runs functions of a model with these parameters and buffers."""
+LossFunction: TypeAlias = Callable[..., Any]
+Hyper: TypeAlias = dict[tuple[int, str], Any]
+"""Values of hyperparameters by group index and name."""
 
 
 class HeldGradients(Mapping[str, torch.Tensor]):
@@ -70,13 +79,13 @@ class ZeroBinding:
     def __init__(
         self,
         state: TrainState,
-        splitter: Splitter,
+        lend: Lend,
         config: Mapping[str, Any],
         ranks: World,
     ) -> None:
         """Build the module; its parameters have memory but no values."""
         assert state.definition.layout is not None  # noqa: S101 - the transform has a layout
-        self._definition, self._splitter = state.definition, splitter
+        self._definition, self._lend = state.definition, lend
         self._layout, self._config, self._ranks = state.definition.layout, config, ranks
         skeleton = state.definition.skeleton
         device = state.definition.world.device
@@ -84,7 +93,7 @@ class ZeroBinding:
             name: torch.zeros(meta.shape, dtype=meta.dtype, device=device)
             for name, meta in skeleton.module.named_parameters()
         }
-        self.module = build_module(state.definition, empty, state.buffers)
+        self.module = skeleton.build(empty, state.buffers)
         self.params = dict(self.module.named_parameters())
         self.trained = {name: self.params[name] for name in skeleton.trainable}
         self.names = {id(param): name for name, param in self.params.items()}
@@ -98,10 +107,8 @@ class ZeroBinding:
 
     def wrap(self, root: nn.Module) -> Zero:
         """Let DeepSpeed take over a root around this binding's module, and its optimizer."""
-        prototype, skeleton = self._definition.optimizer, self._definition.skeleton
-        metas = skeleton.module.named_parameters()
-        memo: dict[int, Any] = {id(meta): self.params[name] for name, meta in metas}
-        self.zero = Zero(root, rebuilt(prototype, memo), self._config, self._ranks)
+        optimizer = self._definition.optimizer_over(self.params)
+        self.zero = Zero(root, optimizer, self._config, self._ranks)
         self.zero.align(self.names)
         self.where = self.zero.where(self.names, self._layout)
         for param in self.trained.values():
@@ -224,7 +231,7 @@ class ZeroBinding:
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
         """Return a callable that runs functions of a model with these values."""
-        return lend_sharded(self._definition, self._splitter, dict(params), buffers)
+        return self._lend(params, buffers)
 
     def to_state(self, opt_state: OptState) -> Any:
         """Return a lazy view of DeepSpeed's optimizer state as a state's values."""
@@ -326,7 +333,9 @@ class _Sums:
     The all-reduce overlaps with DeepSpeed's last reduction of gradients.
     """
 
-    def __init__(self, home: ZeroBinding, ranks: World, weight: Number) -> None:
+    def __init__(
+        self, home: ZeroBinding, ranks: World, weight: arguments.Number
+    ) -> None:
         self._home, self._ranks, self._weight = home, ranks, weight
 
     def start(self) -> None:
@@ -334,7 +343,9 @@ class _Sums:
         counts, ranks = [0.0, len(self._home.unused_params())], self._ranks
         self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         self._flat[0] = self._weight
-        self._wait = start_sum_(self._flat, ranks, label="weight of the loss")
+        self._wait = collectives.start_sum_(
+            self._flat, ranks, label="weight of the loss"
+        )
 
     def wait(self) -> torch.Tensor:
         """Wait, and return both sums."""
@@ -355,10 +366,10 @@ class ZeroRunner:
         """Let DeepSpeed take over the module, which transforms may have changed."""
         self._ranks, self._home, self._in_parts = ranks, home, in_parts
         self._root = RootModule(module)
-        with naming("build DeepSpeed's engine", ranks):
+        with collectives.naming("build DeepSpeed's engine", ranks):
             self._zero = home.wrap(self._root)
-        self._forward = naming("DeepSpeed forward", ranks)
-        self._backward = naming("DeepSpeed backward", ranks)
+        self._forward = collectives.naming("DeepSpeed forward", ranks)
+        self._backward = collectives.naming("DeepSpeed backward", ranks)
         self._sync, self._is_over = True, False
         self._known = deque[LossFunction](maxlen=8)  # losses that had a first pass
         ranks.connection.hold(self.let_go)
@@ -388,12 +399,17 @@ class ZeroRunner:
         return self._root.take_read()
 
     def backward(
-        self, scalar: torch.Tensor, scale: Number | None, weight: Number
+        self,
+        scalar: torch.Tensor,
+        scale: arguments.Number | None,
+        weight: arguments.Number,
     ) -> torch.Tensor | None:
         """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
         scalar = self._scalar
         del self._scalar
-        loss = scalar if scale is None else scalar * like(scalar, scale)
+        if scale is not None:
+            scale = torch.as_tensor(scale, dtype=scalar.dtype, device=scalar.device)
+        loss = scalar if scale is None else scalar * scale
         sums = _Sums(self._home, self._ranks, weight)
         try:
             with self._backward:
@@ -417,7 +433,9 @@ class ZeroRunner:
             UnusedParametersError: on all ranks, names the parameters of each rank.
         """
         text = "\n".join(unused)
-        texts = gather_text(text, self._ranks, label="parameters without a gradient")
+        texts = collectives.gather_text(
+            text, self._ranks, label="parameters without a gradient"
+        )
         if len({*texts}) > 1:
             rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
             told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
@@ -452,7 +470,7 @@ class ZeroOptimizer:
         self._live: LiveOptimizer | None = None
         self._shown: Any = None
 
-    def load(self, state: State) -> None:
+    def load(self, state: OptState) -> None:
         """Load a state's entries."""
         if self._live is None:
             base, names = self._home.zero.base, self._home.flats_by_name()
@@ -460,7 +478,7 @@ class ZeroOptimizer:
         self._live.load(state)
         self._shown = state
 
-    def expect(self, planned: Assignments) -> None:
+    def expect(self, planned: Hyper) -> None:
         """Prepare for an update; raise if it cannot be taken.
 
         Raises:
@@ -471,16 +489,16 @@ class ZeroOptimizer:
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 
-    def divides(self, divisor: Number) -> bool:
+    def divides(self, divisor: arguments.Number) -> bool:
         """Whether DeepSpeed divides gradients: always."""
         return True
 
     def update(
         self,
-        hyper: Assignments,
-        divisor: Number | None = None,
+        hyper: Hyper,
+        divisor: arguments.Number | None = None,
         skip: torch.Tensor | None = None,
-    ) -> State | None:
+    ) -> OptState | None:
         """Step, and return the optimizer's state by name; None for a skipped update."""
         live, home = self._bound_optimizer, self._home
         live.begin(hyper)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
+from accelfn import World
 from accelfn.errors import ArgumentError
-from accelfn.world import World
 
 _OURS: Mapping[str, str] = {
     "activation_checkpointing": "af.checkpoint_activations() recomputes activations",

@@ -2,7 +2,6 @@
 """Split the optimizer, the gradients and the model over the ranks with DeepSpeed's ZeRO."""
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any, ClassVar, Literal, cast
 
 import attrs
@@ -10,17 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from accelfn import TrainState, World, transform
 from accelfn.deepspeed.settings import (
     check_installed,
     check_settings,
     check_values,
     settings_of,
 )
-from accelfn.definition.layout import by_rows
-from accelfn.definition.transform import facts_of, transform
-from accelfn.engine.engine import Engine, build
-from accelfn.engine.fsdp import units_of
-from accelfn.engine.optimizer import check_elements, counts_by_group
 from accelfn.errors import (
     ArgumentError,
     CompositionError,
@@ -28,9 +23,13 @@ from accelfn.errors import (
     OptimizerError,
     WorldError,
 )
-from accelfn.model.optimizer import Partitioned
-from accelfn.state.state import TrainState
-from accelfn.world import World
+from accelfn.plug import (
+    build_engine,
+    check_elements,
+    counts_by_group,
+    facts_of,
+    sharded_lender,
+)
 
 _NOTHING: Mapping[str, Any] = {}
 
@@ -179,7 +178,7 @@ class wrap_deepspeed:
     ) -> Mapping[str, int] | None:
         """Shard rows along dp_shard, as af.wrap_fsdp does."""
         del name, axes
-        return by_rows(meta)
+        return {"dp_shard": 0} if meta.ndim and meta.numel() else None
 
     def init(self, state: TrainState) -> None:
         """Reject states that DeepSpeed cannot train, or would train differently."""
@@ -189,10 +188,9 @@ class wrap_deepspeed:
         self._check_optimizer(state)
         check_elements(state, f"{self!r}", dims=(0,))
 
-    def engine(self, state: TrainState) -> Engine:
+    def engine(self, state: TrainState) -> object:
         """Build DeepSpeed's engine, and bind the state's elements."""
         from accelfn.deepspeed.home import ZeroBinding, ZeroOptimizer, ZeroRunner  # noqa: PLC0415
-        from accelfn.engine.fsdp import Splitter  # noqa: PLC0415
 
         if state.definition.layout is None:
             msg = f"{self!r}: the model has lone numbers alone, and nothing to split."
@@ -204,23 +202,15 @@ class wrap_deepspeed:
             self.config, stage=self.stage, max_norm=min(clips, default=None)
         )
         ranks = state.definition.copy
-        splitter = Splitter(
-            mesh=state.definition.splits.mesh,
-            units=partial(units_of, regions=None, whose=f"{self!r}"),
-            reshard_after_forward=True,
-            gather_dtype=None,
-            reduce_dtype=None,
-            device=state.world.device,
-            cpu_offload=False,
-        )
-        home = ZeroBinding(state, splitter, config, ranks)
+        lend = sharded_lender(state.definition, f"{self!r}")
+        home = ZeroBinding(state, lend, config, ranks)
 
         def runner(module: nn.Module, live: object) -> ZeroRunner:
             del live
             in_parts = self.accumulate == "sharded"
             return ZeroRunner(module, home, ranks, in_parts=in_parts)
 
-        return build(state, home, runner, optimizer=ZeroOptimizer(home))
+        return build_engine(state, home, runner, optimizer=ZeroOptimizer(home))
 
     def _check_world(self, world: World) -> None:
         """Reject worlds other than the process's whole group."""
@@ -282,7 +272,8 @@ class wrap_deepspeed:
     def _check_optimizer(self, state: TrainState) -> None:
         """Reject optimizers that DeepSpeed would replace or run differently."""
         optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
-        if isinstance(optimizer, (Partitioned, torch.optim.Adagrad)):
+        is_of_parts = hasattr(optimizer, "parts")  # as of af.partition
+        if is_of_parts or isinstance(optimizer, torch.optim.Adagrad):
             msg = (
                 f"{self!r}: DeepSpeed makes another of {type(optimizer).__name__}. Take one"
                 " optimizer, such as AdamW, or af.wrap_fsdp()."

@@ -2,7 +2,7 @@
 """The definition of a training: all parts of a state that an update does not change."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -16,7 +16,7 @@ from accelfn.data import Data, Plan
 from accelfn.definition.transform import chain, check_needs, check_returned, facts_of
 from accelfn.errors import ArgumentError, ModelError, WorldError
 from accelfn.model.model import Skeleton
-from accelfn.model.optimizer import is_torchs, parts_of
+from accelfn.model.optimizer import is_torchs, parts_of, rebuilt
 from accelfn.schedules.factors import Rates, Schedule
 from accelfn.world import World
 from accelfn.world import axes as arithmetic
@@ -125,6 +125,13 @@ class Definition:
     def has_torchs_optimizer(self) -> bool:
         """Return whether all parts of the optimizer are torch's."""
         return all(map(is_torchs, parts_of(self.optimizer)))
+
+    def optimizer_over(
+        self, params: Mapping[str, torch.Tensor]
+    ) -> torch.optim.Optimizer:
+        """Return the optimizer over these parameters, without its state."""
+        metas = self.skeleton.module.named_parameters()
+        return rebuilt(self.optimizer, {id(meta): params[n] for n, meta in metas})
 
     @property
     def copy(self) -> World:

@@ -49,7 +49,7 @@ from accelfn.engine.loss import (
 from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
 from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.errors import GradsError, ModelError
-from accelfn.model.optimizer import Assignments, rebuilt
+from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates
 from accelfn.state.grads import GradInfo, Grads, never_zero
 from accelfn.state.metrics import Metrics, Number
@@ -626,7 +626,7 @@ def engine_of(state: TrainState) -> Engine:
     return cache.engine
 
 
-def build(
+def build_engine(
     state: TrainState,
     home: ParamBinding,
     innermost: Innermost,
@@ -720,7 +720,9 @@ def _build_engine(state: TrainState) -> Engine:
     """Return the engine of a transform, or a local engine without collectives."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
-        return build(state, binding_of(state), lambda module, _: LocalRunner(module))
+        return build_engine(
+            state, binding_of(state), lambda module, _: LocalRunner(module)
+        )
     engine = chosen[0].engine(state)
     is_one = isinstance(engine, Engine)
     check_returned(
@@ -731,12 +733,9 @@ def _build_engine(state: TrainState) -> Engine:
 
 def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
     """Return a state's optimizer over the parameters of a binding."""
-    metas = definition.skeleton.module.named_parameters()
-    memo: dict[int, Any] = {id(meta): home.params[name] for name, meta in metas}
     names = {param: name for name, param in home.params.items()}
-    return LiveOptimizer(
-        rebuilt(definition.optimizer, memo), names, home.opt_state_view
-    )
+    optimizer = definition.optimizer_over(home.params)
+    return LiveOptimizer(optimizer, names, home.opt_state_view)
 
 
 # Advice about data, at the first batch of a definition.

@@ -633,6 +633,35 @@ class ShardBinding:
                 split.unsharded_accumulated_grad = None
 
 
+def sharded_lender(
+    definition: Definition, shown: str
+) -> Callable[
+    [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
+]:
+    """Return a binding's `lend` that splits the model by torch's FSDP.
+
+    Args:
+        definition: its layout splits the parameters by rows.
+        shown: the transform, for errors.
+    """
+    splitter = Splitter(
+        mesh=definition.splits.mesh,
+        units=partial(units_of, regions=None, whose=shown),
+        reshard_after_forward=True,
+        gather_dtype=None,
+        reduce_dtype=None,
+        device=definition.world.device,
+        cpu_offload=False,
+    )
+
+    def lend(
+        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
+    ) -> Callable[..., Any]:
+        return lend_sharded(definition, splitter, dict(params), buffers)
+
+    return lend
+
+
 def lend_sharded(
     definition: Definition,
     splitter: Splitter,

@@ -32,7 +32,6 @@ from accelfn.checkpoint.manifest import reader_of
 from accelfn.checkpoint.save import optimizer_name
 from accelfn.checkpoint.slices import Slice, assemble, cover
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.model.optimizer import rebuilt
 from accelfn.state.state import TrainState
 from accelfn.weights.export import file_in, read_box, weight_map
 from accelfn.weights.importing import (
@@ -602,9 +601,8 @@ def _keeps(state: TrainState) -> dict[str, set[str]]:
         name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
         for name, meta in metas.items()
     }
-    memo = {id(meta): tiny[name] for name, meta in metas.items()}
     try:
-        optimizer = rebuilt(state.definition.optimizer, memo)
+        optimizer = state.definition.optimizer_over(tiny)
         for param in tiny.values():
             param.grad = torch.zeros_like(param)
         optimizer.step()

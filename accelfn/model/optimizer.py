@@ -735,8 +735,9 @@ def _check_owned(
 # it there.
 
 
-COUNTS = frozenset({"step", "mu_product", "eta", "mu"})
-"""What torch's optimizers keep of a parameter as one number, as of a lone one all else."""
+def is_count(key: str, value: torch.Tensor) -> bool:
+    """Whether an entry is a number, and not a value of a parameter that is a number too."""
+    return key in {"step", "mu_product", "eta", "mu"} and not value.dim()
 
 
 def place_opt_state(
@@ -765,8 +766,7 @@ def place_opt_state(
     def put(name: str, key: str, value: Any) -> Any:
         if name not in params or not isinstance(value, torch.Tensor) or is_shard(value):
             return value
-        is_count = key in COUNTS and not value.dim()
-        on_host = is_count and name not in counted_there
+        on_host = is_count(key, value) and name not in counted_there
         return value.to("cpu" if on_host else params[name].device)
 
     return {

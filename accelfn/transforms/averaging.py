@@ -13,7 +13,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import is_number
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, OptimizerError
-from accelfn.model.optimizer import Hyper, parts_of, rebuilt
+from accelfn.model.optimizer import Hyper, parts_of
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
@@ -147,10 +147,8 @@ class schedule_free:
     ) -> tuple[Mapping[str, torch.Tensor], None]:
         """Return a copy of the parameters, moved by the optimizer's own `eval()`."""
         state = update.state
-        prototype = state.definition.optimizer
-        metas = dict(state.definition.skeleton.module.named_parameters())
         copies = {n: nn.Parameter(p.clone(), False) for n, p in params.items()}  # noqa: FBT003 - requires_grad
-        optimizer = rebuilt(prototype, {id(metas[n]): p for n, p in copies.items()})
+        optimizer = state.definition.optimizer_over(copies)
         entries = cast("dict[Any, Any]", optimizer.state)
         for name, param in copies.items():
             if name in state.opt_state:

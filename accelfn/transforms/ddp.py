@@ -14,7 +14,7 @@ from accelfn.data import Plan
 from accelfn.definition.transform import transform
 from accelfn.engine.binding import binding_of
 from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
-from accelfn.engine.engine import Engine, build
+from accelfn.engine.engine import Engine, build_engine
 from accelfn.engine.modules import BatchNorm, sync_norms
 from accelfn.engine.optimizer import LiveUpdate
 from accelfn.errors import ArgumentError
@@ -165,7 +165,7 @@ class wrap_ddp:
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, ranks, options, compression, live)
 
-        return build(state, binding_of(state), make, compression=compression)
+        return build_engine(state, binding_of(state), make, compression=compression)
 
 
 # `compress`: reduce gradients in fewer bytes.

@@ -13,7 +13,7 @@ from torch import nn
 from accelfn.base.arguments import option, truth
 from accelfn.definition.layout import by_rows
 from accelfn.definition.transform import facts_of, transform
-from accelfn.engine.engine import Engine, build
+from accelfn.engine.engine import Engine, build_engine
 from accelfn.engine.fsdp import check_units, units_of
 from accelfn.engine.modules import Regions, are_regions
 from accelfn.engine.optimizer import check_elements
@@ -207,7 +207,7 @@ class wrap_fsdp:
             del live
             return make(module, home)
 
-        return build(state, home, runner)
+        return build_engine(state, home, runner)
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         return units_of(module, self.units, f"{self!r}")
