@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`memory_estimate`: the bytes of a training state, before there is one.
+"""Memory of a training state: before it exists, as it is, and the largest batch that fits.
 
-The state is made of torch's fake tensors, which have a shape, a device and no values, and its
-optimizer takes a step on them. So what is counted is what the optimizer and the transforms
-really keep, and not a formula of theirs.
+`memory_estimate` makes the state of torch's fake tensors, which have a shape and a device but no
+values, and lets the optimizer take a step on them. So it counts what the optimizer and the
+transforms really keep, and needs no formula for each.
 """
 
 import gc
 import traceback
-from collections.abc import Callable, Container, Generator, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Generic, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 import torch
@@ -52,52 +52,210 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 from accelfn.world.axes import extents, fold_cp
 
-# A training state of tensors that have a shape, a device and no values: torch's fake
-# tensors.
-
-
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
 _ATEN = torch.ops.aten
-_READING = (
+_READS = (
     _ATEN.item.default,
     _ATEN._local_scalar_dense.default,
     _ATEN.is_nonzero.default,
 )
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def stepped_on_fakes(
-    bare: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
-) -> tuple[TrainState, Mapping[str, Any]]:
-    """Return a state of fake tensors after an update, and the slots that a setup adds to it.
+@attrs.frozen(kw_only=True)
+class StateBytes:
+    """Bytes of a training state on one rank.
+
+    Attributes:
+        params: the parameters, trained or not.
+        buffers: the model's other tensors.
+        grads: a gradient for each trained parameter.
+        opt_state: the optimizer's tensors after a step.
+        slots: the tensors of each transform, by its name.
+        buckets: the buckets of DistributedDataParallel in a world of several ranks; 0 if
+            gradients are views into them.
+    """
+
+    params: int
+    buffers: int
+    grads: int
+    opt_state: int
+    slots: Mapping[str, int]
+    buckets: int
+
+    @property
+    def total(self) -> int:
+        """The sum of all parts."""
+        return sum(size for _, size in self.rows())
+
+    def rows(self) -> Iterator[tuple[str, int]]:
+        """Yield each part with its name."""
+        yield "parameters", self.params
+        yield "buffers", self.buffers
+        yield "gradients", self.grads
+        yield "optimizer", self.opt_state
+        for name, size in self.slots.items():
+            yield f"slot {name!r}", size
+        yield "DDP's buckets", self.buckets
+
+
+@attrs.frozen(kw_only=True)
+class MemoryEstimate:
+    """Bytes of a training state for each dtype of the parameters; `str` gives a table.
+
+    Attributes:
+        num_parameters: number of elements of all parameters.
+        by_dtype: the bytes for each dtype that the setup accepts.
+        refused: why the setup rejects the other dtypes.
+        on_host: the names of the parts that are in the host's memory.
+    """
+
+    num_parameters: int
+    by_dtype: Mapping[torch.dtype, StateBytes]
+    refused: Mapping[torch.dtype, str]
+    on_host: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Show a table with a column for each dtype."""
+        columns = [dict(size.rows()) for size in self.by_dtype.values()]
+        rows = [(name, [column[name] for column in columns]) for name in columns[0]]
+        rows = [(name, sizes) for name, sizes in rows if any(sizes)]
+        rows.append(("total", [size.total for size in self.by_dtype.values()]))
+        notes = [f"Not {_name(dtype)}: {why}" for dtype, why in self.refused.items()]
+        if self.on_host:
+            notes.append(
+                f"In the host's memory (cpu_offload): {', '.join(self.on_host)}."
+            )
+        return "\n".join(
+            [
+                f"A training state of {self.num_parameters:,} parameters, on each rank:",
+                _format_table(map(_name, self.by_dtype), rows),
+                *notes,
+                "Activations are not included, nor what a step makes and drops.",
+            ]
+        )
+
+
+@explain_call_errors
+def memory_estimate(
+    model: ModelSource,
+    setup: Any = None,
+    *,
+    optimizer: OptimizerFactory,
+    axes: Mapping[str, int] | None = None,
+) -> MemoryEstimate:
+    """Estimate the bytes of a training state in float32, bfloat16 and float16.
+
+    This allocates no memory: the model's factory runs on torch's meta device, and the
+    optimizer's step and the `init` of each transform run on fake tensors. Activations are not
+    included, because they depend on the batch (`af.find_batch_size` finds the largest batch).
+    Temporary tensors of a step are not included either.
 
     Args:
-        bare: the model's structure.
-        setup: transforms.
-        optimizer: a factory of named parameters.
-        dtype: of the parameters, and of buffers of floating point.
+        model: a factory or an instance, which stays as it is; on the meta device if it is too
+            large for your machine.
+        setup: the transforms to include.
+        optimizer: a factory of named parameters, as `TrainState.create` takes it.
+        axes: number of ranks along each axis, if a setup splits the model over them
+            (`{"dp_shard": 8}`); the bytes are those of the rank that has most.
+
+    Law: the bytes are exactly those of the tensors in a real state after an update, with two
+    exceptions. `compress("powersgd")` allocates about as much as the gradients that it
+    compresses, from its first compressed update on. `diloco` allocates the outer optimizer's
+    state, as large as the parameters, at its first average, and with `delay` a fragment.
+
+    Cost: a few milliseconds for each parameter tensor, and no memory.
 
     Raises:
-        ModelError: a transform refuses the model in this dtype.
+        ArgumentError: `optimizer` is not a factory, or `model` gives no module.
+        ModelError: the setup rejects the model in float32.
+        Exception: torch's error for an operation that needs values.
+
+    Example:
+        >>> from functools import partial
+        >>> adamw = partial(torch.optim.AdamW, lr=0.1)
+        >>> print(memory_estimate(lambda: nn.Linear(512, 512), optimizer=adamw))
+        A training state of 262,656 parameters, on each rank:
+                       float32    bfloat16     float16
+        parameters    1.00 MiB  513.00 KiB  513.00 KiB
+        gradients     1.00 MiB  513.00 KiB  513.00 KiB
+        optimizer     2.00 MiB    1.00 MiB    1.00 MiB
+        total         4.01 MiB    2.00 MiB    2.00 MiB
+        Activations are not included, nor what a step makes and drops.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True), _Valueless(), _Copied():
-        state = _state_after_step(_with_fake_tensors(bare, dtype), optimizer)
-        return state, state.with_setup(setup).slots
-
-
-def _with_fake_tensors(bare: Skeleton, dtype: torch.dtype) -> nn.Module:
-    """Return a copy whose tensors are fake, and those of floating point of a dtype."""
-
-    def fake(meta: torch.Tensor) -> torch.Tensor:
-        return _like(meta, dtype if meta.is_floating_point() else meta.dtype)
-
-    return bare.build(
-        {name: fake(param) for name, param in bare.module.named_parameters()},
-        {name: fake(buffer) for name, buffer in bare.module.named_buffers()},
+    if isinstance(optimizer, Optimizer) or not callable(optimizer):
+        msg = (
+            f"af.memory_estimate(optimizer={type(optimizer).__name__}): expected a factory,"
+            " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
+        )
+        raise ArgumentError(msg)
+    axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
+    setup, skeleton = chain(setup), _skeleton_from(model)
+    by_dtype: dict[torch.dtype, StateBytes] = {}
+    refused: dict[torch.dtype, str] = {}
+    for dtype in _DTYPES:
+        try:
+            state, slots = _fake_state(skeleton, setup, optimizer, dtype)
+            by_dtype[dtype] = _count_bytes(state, slots, setup, axes)
+        except ModelError as error:
+            if dtype is torch.float32:
+                raise
+            refused[dtype] = str(error)
+    return MemoryEstimate(
+        num_parameters=sum(param.numel() for param in skeleton.module.parameters()),
+        by_dtype=by_dtype,
+        refused=refused,
+        on_host=_on_host(setup, axes),
     )
 
 
+def _skeleton_from(source: ModelSource) -> Skeleton:
+    if isinstance(source, nn.Module):
+        return skeleton_of(source)
+    with torch.device("meta"):
+        module = source()
+    if not isinstance(module, nn.Module):
+        msg = (
+            f"af.memory_estimate(model={source!r}) gave {type(module).__name__}; expected a"
+            " torch.nn.Module, or a factory that takes no argument and returns one."
+        )
+        raise ArgumentError(msg)
+    return skeleton_of(module)
+
+
+def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
+    """Return the names of the parts that a setup keeps in the host's memory."""
+    if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
+        return ()
+    if _has_full_gradients(setup):  # on the device, until they are reduced
+        return "parameters", "optimizer", "slots"
+    return "parameters", "gradients", "optimizer", "slots"
+
+
+def _has_full_gradients(setup: chain) -> bool:
+    """Return whether full gradients of micro-batches wait for the last micro-batch."""
+    return "whole_gradients" in setup.facts and "micro_batches" in setup.facts
+
+
+def _fake_state(
+    skeleton: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """Return a state of fake tensors after an update, and the slots of a setup."""
+
+    def fake(meta: torch.Tensor) -> torch.Tensor:
+        return _empty_like(meta, dtype if meta.is_floating_point() else meta.dtype)
+
+    with FakeTensorMode(allow_non_fake_inputs=True), _FakeReads(), _FakeDeepCopies():
+        module = skeleton.build(
+            {name: fake(param) for name, param in skeleton.module.named_parameters()},
+            {name: fake(buffer) for name, buffer in skeleton.module.named_buffers()},
+        )
+        state = _state_after_step(module, optimizer)
+        return state, state.with_setup(setup).slots
+
+
 def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
-    """Return the state of a model of fake tensors after a step of its optimizer."""
+    """Return the state of a module of fake tensors after a step of its optimizer."""
     skeleton = skeleton_of(module)
     prototype, _ = prototype_of(optimizer, module, skeleton)
     params = dict(module.named_parameters())
@@ -129,246 +287,48 @@ def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainSt
     )
 
 
-class _Valueless(TorchDispatchMode):
-    """Reads 0.5 or 1 from tensors without values, for optimizers that look at norms.
+class _FakeReads(TorchDispatchMode):
+    """Read 0.5 or 1 from fake tensors, for optimizers that look at norms.
 
-    Those among an optimizer's options have values, which it checks.
+    Tensors among an optimizer's options have values, which the optimizer checks.
     """
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Carry out an operation."""
         del types
-        if func in _READING and getattr(args[0], "constant", None) is not None:
+        if func in _READS and getattr(args[0], "constant", None) is not None:
             args = (args[0].constant,)
-        found = list(tree.tensor_leaves(args))
-        if found and not any(isinstance(t, FakeTensor) for t in found):
-            if func is not _ATEN.lift_fresh.default:  # which makes one fake
+        tensors = tree.tensor_leaves(args)
+        if tensors and not any(isinstance(t, FakeTensor) for t in tensors):
+            if func is not _ATEN.lift_fresh.default:  # which makes a fake tensor
                 with unset_fake_temporarily():
                     return func(*args, **(kwargs or {}))
-        elif func in _READING:
-            given = args[0].dtype
-            return 0.5 if given.is_floating_point else given is torch.bool or 1
+        elif func in _READS:
+            dtype = args[0].dtype
+            return 0.5 if dtype.is_floating_point else dtype is torch.bool or 1
         return func(*args, **(kwargs or {}))
 
 
-class _Copied(TorchFunctionMode):
-    """Copies a tensor among an optimizer's options without its values, which torch cannot."""
+class _FakeDeepCopies(TorchFunctionMode):
+    """Deep-copy fake tensors among an optimizer's options, which torch cannot do."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Carry out a call."""
         del types
         if func is torch.Tensor.__deepcopy__:
-            given, memo = args
-            memo[id(given)] = _like(given, given.dtype)
-            return memo[id(given)]
+            tensor, memo = args
+            memo[id(tensor)] = _empty_like(tensor, tensor.dtype)
+            return memo[id(tensor)]
         return func(*args, **(kwargs or {}))
 
 
-def _like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a fake tensor of another's shape; that one may be of any kind."""
+def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of the same shape in the current mode, from any kind of tensor."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
-
-
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@attrs.frozen(kw_only=True)
-class StateBytes:
-    """How many bytes a training state has on one rank, by what they are.
-
-    Attributes:
-        params: the parameters, trained or not.
-        buffers: the model's other tensors.
-        grads: one gradient a trained parameter.
-        opt_state: what the optimizer keeps after a step.
-        slots: what each transform keeps, by its name.
-        buckets: DistributedDataParallel's buckets in a world of several ranks; 0 where
-            gradients lie in them.
-    """
-
-    params: int
-    buffers: int
-    grads: int
-    opt_state: int
-    slots: Mapping[str, int]
-    buckets: int
-
-    @property
-    def total(self) -> int:
-        """All of them together."""
-        return sum(size for _, size in self.rows())
-
-    def rows(self) -> Iterator[tuple[str, int]]:
-        """Yield each part with its name."""
-        yield "parameters", self.params
-        yield "buffers", self.buffers
-        yield "gradients", self.grads
-        yield "optimizer", self.opt_state
-        for name, size in self.slots.items():
-            yield f"slot {name!r}", size
-        yield "DDP's buckets", self.buckets
-
-
-@attrs.frozen(kw_only=True)
-class MemoryEstimate:
-    """The bytes of a training state for each dtype of the parameters; `str` is a table.
-
-    Attributes:
-        num_parameters: how many numbers the model has.
-        by_dtype: the bytes for each dtype that the setup takes.
-        refused: why it does not take the others.
-        on_host: the names of what lies in the host's memory, where the setup keeps it there.
-    """
-
-    num_parameters: int
-    by_dtype: Mapping[torch.dtype, StateBytes]
-    refused: Mapping[torch.dtype, str]
-    on_host: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Show a table, a column a dtype."""
-        columns = [dict(each.rows()) for each in self.by_dtype.values()]
-        heads = map(_name, self.by_dtype)
-        lines = [("", *heads)]
-        for name in columns[0]:
-            sizes = [column[name] for column in columns]
-            if any(sizes):
-                lines.append((name, *map(format_bytes, sizes)))
-        totals = [each.total for each in self.by_dtype.values()]
-        lines.append(("total", *map(format_bytes, totals)))
-        width = max(len(line[0]) for line in lines)
-        table = "\n".join(
-            line[0].ljust(width) + "".join(f"{cell:>12}" for cell in line[1:])
-            for line in lines
-        )
-        refused = "".join(
-            f"Not {_name(dtype)}: {why}\n" for dtype, why in self.refused.items()
-        )
-        return (
-            f"A training state of {self.num_parameters:,} parameters, on each rank:\n"
-            f"{table}\n{refused}{self._placed()}Activations are not included, nor what a step"
-            " makes and drops."
-        )
-
-    def _placed(self) -> str:
-        names = ", ".join(self.on_host)
-        return f"In the host's memory (cpu_offload): {names}.\n" if names else ""
-
-
-@explain_call_errors
-def memory_estimate(
-    model: ModelSource,
-    setup: Any = None,
-    *,
-    optimizer: OptimizerFactory,
-    axes: Mapping[str, int] | None = None,
-) -> MemoryEstimate:
-    """Return the bytes of a training state in float32, bfloat16 and float16.
-
-    Nothing is allocated: a factory of the model runs on torch's meta device; a step of the
-    optimizer and the `init` of each transform run on fake tensors. Not included are
-    activations, which depend on the batch (`af.find_batch_size` finds what fits), and what a
-    step makes and drops again.
-
-    Args:
-        model: a factory, or an instance, on the meta device if it fits no other, which is left
-            as it is.
-        setup: transforms, whose slots are counted.
-        optimizer: a factory of named parameters, as `TrainState.create` takes it.
-        axes: how many ranks stand along each axis, where a setup splits the model over them
-            (`{"dp_shard": 8}`); the bytes are those of the rank that has most.
-
-    Law: the bytes are those of the tensors in a real state after an update, exactly. Left out
-    is the memory of `compress("powersgd")`, which begins with the update from which it
-    compresses: about that of the gradients of what it does; and what `diloco` keeps from its
-    first average on: the outer optimizer's state, which is as large as the parameters, and with
-    `delay` the fragment on its way.
-
-    Cost: a few milliseconds a parameter tensor, and no memory.
-
-    Raises:
-        ArgumentError: `optimizer` is no factory, or `model` gives no module.
-        ModelError: the setup refuses the model in float32.
-        Exception: what torch says of an operation that needs values.
-
-    Example:
-        >>> from functools import partial
-        >>> adamw = partial(torch.optim.AdamW, lr=0.1)
-        >>> print(memory_estimate(lambda: nn.Linear(512, 512), optimizer=adamw))
-        A training state of 262,656 parameters, on each rank:
-                       float32    bfloat16     float16
-        parameters    1.00 MiB  513.00 KiB  513.00 KiB
-        gradients     1.00 MiB  513.00 KiB  513.00 KiB
-        optimizer     2.00 MiB    1.00 MiB    1.00 MiB
-        total         4.01 MiB    2.00 MiB    2.00 MiB
-        Activations are not included, nor what a step makes and drops.
-    """
-    if isinstance(optimizer, Optimizer) or not callable(optimizer):
-        msg = (
-            f"af.memory_estimate(optimizer={type(optimizer).__name__}): expected a factory,"
-            " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
-        )
-        raise ArgumentError(msg)
-    axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
-    bare = _structure_of(model)
-    by_dtype: dict[torch.dtype, StateBytes] = {}
-    refused: dict[torch.dtype, str] = {}
-    for dtype in _DTYPES:
-        try:
-            state, slots = stepped_on_fakes(bare, chain(setup), optimizer, dtype)
-            by_dtype[dtype] = _count_bytes(state, slots, chain(setup), axes)
-        except ModelError as error:
-            if dtype is torch.float32:
-                raise
-            refused[dtype] = str(error)
-    count = sum(param.numel() for param in bare.module.parameters())
-    return MemoryEstimate(
-        num_parameters=count,
-        by_dtype=by_dtype,
-        refused=refused,
-        on_host=_on_host(chain(setup), axes),
-    )
-
-
-def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of what a setup keeps in the host's memory, where a model is cut."""
-    if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
-        return ()
-    names = ("parameters", "gradients", "optimizer", "slots")
-    are_whole = _are_whole(setup)  # on the device, until they are reduced
-    return tuple(each for each in names if each != "gradients" or not are_whole)
-
-
-def _are_whole(setup: chain) -> bool:
-    """Whether gradients of micro-batches wait whole for the last one."""
-    return "whole_gradients" in setup.facts and "micro_batches" in setup.facts
-
-
-def _structure_of(source: ModelSource) -> Skeleton:
-    """Return the model's structure."""
-    if isinstance(source, nn.Module):
-        return skeleton_of(source)
-    with torch.device("meta"):
-        made = source()
-    if not isinstance(made, nn.Module):
-        msg = (
-            f"af.memory_estimate(model={source!r}) gave {type(made).__name__}; expected a"
-            " torch.nn.Module, or a factory that takes no argument and returns one."
-        )
-        raise ArgumentError(msg)
-    return skeleton_of(made)
 
 
 def _count_bytes(
@@ -377,48 +337,40 @@ def _count_bytes(
     """Count the bytes of a state that is split along some axes."""
     params = dict(state.params)
     cuts = cuts_of(setup.owners["layout"], params, axes)
-    parts = {n: largest_part(params[n].shape, cuts[n], axes) for n in cuts}
-    size = _Size({n: params[n].shape for n in parts}, parts)
-    trainable = state.definition.skeleton.trainable
-    gradients = {name: params[name] for name in trainable}
-    whole = _Size({}, {}).of(gradients)
-    grads = whole if _are_whole(setup) else size.of(gradients)
-    copied = [
-        each
-        for each in setup.owners["engine"]
-        if not getattr(each, "gradient_as_bucket_view", True)
-    ]
+    shards = {
+        name: (params[name].shape, largest_part(params[name].shape, cut, axes))
+        for name, cut in cuts.items()
+    }
+    trained = {name: params[name] for name in state.definition.skeleton.trainable}
+    grads = _tree_bytes(trained, {} if _has_full_gradients(setup) else shards)
+    has_buckets = any(
+        not getattr(owner, "gradient_as_bucket_view", True)
+        for owner in setup.owners["engine"]
+    )
     return StateBytes(
-        params=size.of(params),
-        buffers=size.of(dict(state.buffers)),
+        params=_tree_bytes(params, shards),
+        buffers=_tree_bytes(dict(state.buffers), shards),
         grads=grads,
-        opt_state=size.of(dict(state.opt_state)),
-        slots={name: size.of(slot) for name, slot in slots.items()},
-        buckets=grads if copied else 0,
+        opt_state=_tree_bytes(dict(state.opt_state), shards),
+        slots={name: _tree_bytes(slot, shards) for name, slot in slots.items()},
+        buckets=grads if has_buckets else 0,
     )
 
 
-@attrs.frozen
-class _Size:
-    """The bytes of trees, of which what has a cut parameter's name and shape is cut, too.
+def _tree_bytes(value: Any, shards: Mapping[str, tuple[torch.Size, torch.Size]]) -> int:
+    """Return the bytes of all tensors in a tree, each counted once.
 
-    Attributes:
-        shapes: of the parameters that are cut.
-        parts: the shapes of what one rank has of them.
+    Args:
+        value: a tree. A tensor with the name and shape of a split parameter is split, too.
+        shards: the full shape of each split parameter, and the shape of its largest shard.
     """
-
-    shapes: Mapping[str, torch.Size]
-    parts: Mapping[str, torch.Size]
-
-    def of(self, value: Any) -> int:
-        """Return the bytes of all tensors in a tree, each counted once."""
-        sizes: dict[int, int] = {}
-        for name, tensor in _named_tensors(value, self.shapes, None):
-            whole = _num_bytes(tensor)
-            if name is not None and tensor.shape == self.shapes[name]:
-                whole = whole * self.parts[name].numel() // max(tensor.numel(), 1)
-            sizes[id(tensor)] = whole
-        return sum(sizes.values())
+    sizes: dict[int, int] = {}
+    for name, tensor in _named_tensors(value, shards, None):
+        size = _num_bytes(tensor)
+        if name is not None and tensor.shape == shards[name][0]:
+            size = size * shards[name][1].numel() // max(tensor.numel(), 1)
+        sizes[id(tensor)] = size
+    return sum(sizes.values())
 
 
 def _named_tensors(
@@ -443,6 +395,10 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return sum(_num_bytes(getattr(tensor, name)) for name in names)
+    return _full_bytes(tensor)
+
+
+def _full_bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
@@ -450,18 +406,28 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-# `memory`: the bytes of a training state that there is, on this rank and as a whole.
+def _format_table(heads: Iterable[str], rows: list[tuple[str, list[int]]]) -> str:
+    """Format named rows of sizes under their heads."""
+    lines = [("", *heads), *((name, *map(format_bytes, row)) for name, row in rows)]
+    width = max(len(line[0]) for line in lines)
+    return "\n".join(
+        line[0].ljust(width) + "".join(f"{cell:>12}" for cell in line[1:])
+        for line in lines
+    )
+
+
+# `memory`: the bytes of an existing training state, on this rank and in full.
 
 
 @attrs.frozen(kw_only=True)
 class Bytes:
-    """How much memory tensors take.
+    """Bytes that tensors take.
 
     Attributes:
-        here: on this rank, with what rounds parts up to one size.
-        whole: as much as one process would need for all of them.
-        host: of `here`, what parts of tensors take in the host's memory where the ranks
-            compute on another device (`wrap_fsdp(cpu_offload=True)`).
+        here: on this rank, with the padding of shards.
+        whole: as one process would need for the full tensors.
+        host: the part of `here` that is in the host's memory because the setup offloads it
+            from another device (`wrap_fsdp(cpu_offload=True)`).
     """
 
     here: int
@@ -469,7 +435,7 @@ class Bytes:
     host: int = 0
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        """Return both together."""
+        """Return the sum."""
         return Bytes(
             here=self.here + other.here,
             whole=self.whole + other.whole,
@@ -479,13 +445,13 @@ class Bytes:
 
 @attrs.frozen(kw_only=True)
 class Memory:
-    """What a training state takes, by what it is; `str` is a table.
+    """Bytes of a training state, by part; `str` gives a table.
 
     Attributes:
         params: the parameters, trained or not.
         buffers: the model's other tensors.
-        opt_state: what the optimizer keeps; nothing before the first update.
-        slots: what each transform keeps, by its name.
+        opt_state: the optimizer's tensors; none before the first update.
+        slots: the tensors of each transform, by its name.
     """
 
     params: Bytes
@@ -495,8 +461,8 @@ class Memory:
 
     @property
     def total(self) -> Bytes:
-        """All of them together."""
-        return sum((each for _, each in self.rows()), Bytes(here=0, whole=0))
+        """The sum of all parts."""
+        return sum((size for _, size in self.rows()), Bytes(here=0, whole=0))
 
     def rows(self) -> Iterator[tuple[str, Bytes]]:
         """Yield each part with its name."""
@@ -507,40 +473,34 @@ class Memory:
             yield f"slot {name!r}", size
 
     def __str__(self) -> str:
-        """Show a table: a line for what there is, a column for this rank and for the whole.
+        """Show a table: a row for each part, columns for this rank and for the full state.
 
-        Between them stands what of this rank's lies on the host, if there is any.
+        If this rank has offloaded tensors, a column between shows them.
         """
-        rows = [(name, each) for name, each in self.rows() if each.whole]
-        rows.append(("total", self.total))
-        columns = {
-            "here": [each.here for _, each in rows],
-            "on host": [each.host for _, each in rows],
-            "whole": [each.whole for _, each in rows],
-        }
+        columns = {"here": "here", "on host": "host", "whole": "whole"}
         if not self.total.host:
             del columns["on host"]
-        width = max(len(name) for name, _ in rows)
-        lines = [f"{'':{width}}" + "".join(f"{head:>12}" for head in columns)]
-        for i, (name, _) in enumerate(rows):
-            cells = (format_bytes(column[i]) for column in columns.values())
-            lines.append(f"{name:{width}}" + "".join(f"{cell:>12}" for cell in cells))
-        return "\n".join(lines)
+        sizes = [(name, size) for name, size in self.rows() if size.whole]
+        rows = [
+            (name, [getattr(size, column) for column in columns.values()])
+            for name, size in (*sizes, ("total", self.total))
+        ]
+        return _format_table(columns, rows)
 
 
 @explain_call_errors
 def memory(state: TrainState) -> Memory:
-    """Return the bytes of a state's tensors: of those on this rank, and of the whole.
+    """Return the bytes of a state's tensors, on this rank and in full.
 
-    They differ where a model is split over the ranks (see `wrap_fsdp`). Gradients and
-    activations are not of the state.
+    They differ if a model is split over the ranks (see `wrap_fsdp`). Gradients and
+    activations are not included, because they do not belong to the state.
 
     Args:
-        state: not donated.
+        state: a state that is not donated.
 
-    Law: the `here` of all ranks add up to `whole` and what rounds parts up, for what is split.
+    Law: for split tensors, the `here` of all ranks adds up to `whole` plus the padding.
 
-    Cost: no tensor is looked into, and nothing crosses the ranks.
+    Cost: reads no tensor, and communicates nothing.
 
     Example:
         >>> from functools import partial
@@ -563,11 +523,11 @@ def memory(state: TrainState) -> Memory:
 
 def _bytes_of(value: Any) -> Bytes:
     """Return the bytes of all tensors in a tree, each counted once."""
-    tensors = {id(each): each for each in tree.tensor_leaves(value)}.values()
+    tensors = {id(t): t for t in tree.tensor_leaves(value)}.values()
     return Bytes(
         here=sum(map(_local_bytes, tensors)),
-        whole=sum(map(_size, tensors)),
-        host=sum(_local_bytes(each) for each in tensors if _is_offloaded(each)),
+        whole=sum(map(_full_bytes, tensors)),
+        host=sum(_local_bytes(t) for t in tensors if _is_offloaded(t)),
     )
 
 
@@ -575,59 +535,55 @@ def _is_offloaded(tensor: torch.Tensor) -> bool:
     return is_shard(tensor) and local(tensor).device.type != computes_on(tensor)
 
 
-def _size(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def _local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank, including the padding of a part."""
+    """Return the bytes of a tensor on this rank, with the padding of a shard."""
     if is_shard(tensor):
         return local(tensor).untyped_storage().nbytes()
-    return _size(tensor)
+    return _full_bytes(tensor)
 
 
 # `find_batch_size`: the largest batch that fits into memory, on all ranks.
 #
-# A rank that runs out of memory leaves the others waiting in a collective that it will
-# never join. So each try has a process group of its own. The rank gives it up, which ends
-# the others' waiting, and all meet in the world's own group, which no try has used.
+# A rank that runs out of memory leaves the others waiting in a collective that it will never
+# join. So each try has its own process group. The rank closes it, which ends the waiting of the
+# others. Then all ranks agree in the world's own group, which no try has used.
 
 
 R = TypeVar("R")
 _LABEL = "find_batch_size"
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""What torch's allocators, CUDA, cuBLAS and cuDNN say; the second and third are the CPU's."""
+"""Words of torch's allocators, CUDA, cuBLAS and cuDNN; the second and third are the CPU's."""
 
 
 @explain_call_errors
 def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
     """Return `fn(batch_size, world)` for the largest of start, start/2, ... that fits.
 
-    `fn` is called anew for each batch size, so it creates its state and data inside, from
-    the batch size and in the world that it is given: the same ranks, joined by a process
-    group of this try's own. What it returns may go on to be used; its world is open as long as
-    the outer one. Nothing of a try that failed is kept. Meanwhile torch's default group is the
-    try's own, so packages that talk through it, as DeepSpeed does, take part.
+    `fn` is called for each batch size, so it must create its state and data itself, from the
+    batch size and in the world that it is given: the same ranks, joined by a process group for
+    this try. You can keep using its result; its world is open as long as the outer world.
+    Nothing of a failed try is kept. During a try, torch's default group is the group of the
+    try, so packages that use the default group, as DeepSpeed does, take part.
 
-    Out of memory is `torch.OutOfMemoryError`, `MemoryError`, and what the CPU's allocator,
-    CUDA, cuBLAS and cuDNN raise for it. All other errors pass at once.
+    Out of memory is `torch.OutOfMemoryError`, `MemoryError`, and the errors of the CPU's
+    allocator, CUDA, cuBLAS and cuDNN for it. All other errors are raised at once.
 
     Args:
-        fn: takes a batch size and a `World`; what the batch size counts is its own affair.
+        fn: takes a batch size and a `World`; it decides what the batch size counts.
         start: the first batch size, 1 or more, the same on all ranks.
-        world: whose ranks agree.
+        world: the ranks that search together.
 
     Law: the batch size is the largest `start // 2**k` for which no rank runs out of memory,
-        the same on all ranks; a rank that does while others wait for it ends their waiting.
+        the same on all ranks; a rank that runs out of memory ends the waiting of the others.
 
-    Cost: a gather of two numbers a try, and in a world of several ranks a process group and a
-        barrier a try.
+    Cost: for each try a gather of two numbers, and in a world of several ranks a process group
+        and a barrier.
 
     Raises:
         OutOfMemoryError: not even a batch size of 1 fits; the last error is its cause.
-        PeerFailedError: another rank failed, and not for lack of memory.
-        WorldError: several ranks are joined by NCCL, which cannot be left by one of them.
-        ArgumentError: `start` is no positive integer, or differs between ranks.
+        PeerFailedError: another rank failed for another reason.
+        WorldError: NCCL joins several ranks, and one rank cannot leave it.
+        ArgumentError: `start` is not a positive integer, or differs between ranks.
 
     Example:
         >>> def train(batch_size, world):
@@ -642,81 +598,74 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
         raise ArgumentError(msg)
     check_integer("af.find_batch_size", "start", start, 1)
     check_world("af.find_batch_size(fn, start, world)", world)
-    _check_world(world, start)
+    if world.size > 1:
+        _check_group(world)
+        _check_same_start(start, world)
     batch_size = start
-    while True:
-        tried = _try_batch_size(fn, batch_size, world)
-        if tried.all_fit(world, batch_size):
-            return tried.result[0]
-        if batch_size == 1:
-            msg = (
-                f"af.find_batch_size: {_who(tried)} ran out of memory with a batch size of"
-                f" 1, the last after {start}. Make the model or its samples smaller."
-            )
-            raise OutOfMemoryError(msg) from tried.error
-        del tried
-        _free(world)
+    while not (result := _try_batch_size(fn, batch_size, start, world)):
+        gc.collect()  # objects that refer to themselves
+        devices.give_back_memory(world.device)
         batch_size //= 2
+    return result[0]
 
 
-@attrs.define
-class _Try(Generic[R]):
-    """What came of one batch size on this rank: a result in a list, or an error."""
+def _try_batch_size(
+    fn: Callable[[int, World], R], batch_size: int, start: int, world: World
+) -> list[R]:
+    """Return a result in a list, or an empty list if a rank ran out of memory.
 
-    result: list[R]
-    error: Exception | None
-    give_up: Callable[[], None]
-
-    def all_fit(self, world: World, batch_size: int) -> bool:
-        """Agree on whether the batch size fits on all ranks; if not, let go of the result.
-
-        Raises:
-            PeerFailedError: some rank lost its connection, and none ran out of memory.
-        """
-        lost = isinstance(self.error, PeerFailedError)
-        mine = torch.tensor(
-            [self.error is not None and not lost, lost], device=world.device
-        )
-        flags = torch.stack(all_gather(mine.int(), world, label=_LABEL)).any(0)
-        none_left, some_lost = flags.tolist()
-        if not none_left and not some_lost:
-            return True
-        if self.result:
-            self.result.clear()
-            self.give_up()
-        if none_left:
-            return False
+    Raises:
+        OutOfMemoryError: a rank ran out of memory with a batch size of 1.
+        PeerFailedError: some rank lost its connection, and no rank ran out of memory.
+    """
+    branch, leave = _branch(world)
+    result, error = _call_in_branch(fn, batch_size, world, branch)
+    if error is not None:
+        leave()  # ends the waiting of the other ranks
+    is_lost = isinstance(error, PeerFailedError)
+    has_no_memory = error is not None and not is_lost
+    mine = torch.tensor([has_no_memory, is_lost], device=world.device).int()
+    flags = torch.stack(all_gather(mine, world, label=_LABEL)).any(0).tolist()
+    if not any(flags):
+        return result
+    if error is None:
+        result.clear()
+        leave()
+    if not flags[0]:
         msg = (
             f"Rank {world.rank} of {world.size}: a rank lost its connection while"
             f" af.find_batch_size tried a batch size of {batch_size}, and no rank ran out of"
             " memory. Look at the other ranks' output for the cause."
         )
-        raise PeerFailedError(msg) from self.error
+        raise PeerFailedError(msg) from error
+    if batch_size == 1:
+        rank = "this rank" if has_no_memory else "another rank"
+        msg = (
+            f"af.find_batch_size: {rank} ran out of memory with a batch size of 1, the last"
+            f" after {start}. Make the model or its samples smaller."
+        )
+        raise OutOfMemoryError(msg) from error
+    return []
 
 
-def _try_batch_size(
-    fn: Callable[[int, World], R], batch_size: int, world: World
-) -> _Try[R]:
-    """Call the function in a branch of the world; keep no frame of a call that failed."""
-    branch, give_up = _branch(world)
+def _call_in_branch(
+    fn: Callable[[int, World], R], batch_size: int, world: World, branch: World
+) -> tuple[list[R], Exception | None]:
+    """Return the function's result in a list, or its error without the frames' variables."""
     world.connection.is_lent = branch is not world
     try:
         if branch is world:
-            result = fn(batch_size, world)
-        else:
-            with naming(_LABEL, branch), _standing_in(branch):
-                result = fn(batch_size, branch)
+            return [fn(batch_size, world)], None
+        with naming(_LABEL, branch), _as_default_group(branch):
+            return [fn(batch_size, branch)], None
     except Exception as error:
         if not isinstance(error, PeerFailedError) and not _is_out_of_memory(error):
             raise
         failure = error
-    else:
-        return _Try([result], None, give_up)
     finally:
         world.connection.is_lent = False
     _clear_frames(failure)
-    give_up()
-    return _Try([], failure, give_up)
+    return [], failure
 
 
 def _is_out_of_memory(error: Exception) -> bool:
@@ -728,90 +677,71 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _clear_frames(error: BaseException) -> None:
-    """Let go of what the functions that an error went through still refer to."""
-    known: set[int] = set()
-    behind: list[BaseException | None] = [error]
-    while behind:
-        each = behind.pop()
-        if each is not None and id(each) not in known:
-            known.add(id(each))
-            traceback.clear_frames(each.__traceback__)
-            behind += [each.__cause__, each.__context__]
+    """Clear the variables of all functions that an error and its causes went through."""
+    cleared: set[int] = set()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in cleared:
+            cleared.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            pending += [link.__cause__, link.__context__]
 
 
-def _free(world: World) -> None:
-    """Give memory back, of objects too that refer to themselves."""
-    gc.collect()
-    devices.give_back_memory(world.device)
-
-
-def _who(tried: _Try[R]) -> str:
-    ours = tried.error is not None and not isinstance(tried.error, PeerFailedError)
-    return "this rank" if ours else "another rank"
-
-
-def _check_world(world: World, start: int) -> None:
-    if world.size == 1:
-        return
-    _check_group(world)
+def _check_same_start(start: int, world: World) -> None:
     mine = torch.tensor([start], device=world.device)
-    starts = [int(each) for each in all_gather(mine, world, label=_LABEL)]
+    starts = [int(other) for other in all_gather(mine, world, label=_LABEL)]
     if len(set(starts)) > 1:
         msg = f"af.find_batch_size: start differs between ranks: {starts}."
         raise ArgumentError(msg)
 
 
 def _check_group(world: World) -> None:
-    """Refuse a world beside which torch cannot join the same ranks once more."""
-    if world.axes:
-        msg = (
-            f"af.find_batch_size in a world of axes, {dict(world.axes)}: it tries sizes in a"
-            " second group of all ranks, which has none. Find the batch size without axes."
-        )
-        raise WorldError(msg)
+    """Reject a world for which torch cannot make a second group of the same ranks."""
     simulated = world.connection.simulated
     is_whole = (
         world.group is dist.group.WORLD if simulated is None else simulated.is_whole
     )
-    if not is_whole or world.connection.is_branch:
-        msg = (
-            f"af.find_batch_size in a world of {world.size} ranks that is a part of the job,"
-            " or the world of another search: it needs the job's whole world, as"
-            " World.from_env() gives it."
-        )
-        raise WorldError(msg)
     backend = world.connection.backend(world.device)
-    if backend not in (None, "gloo"):
-        msg = (
-            f"af.find_batch_size in a world of {world.size} ranks joined by {backend}: a"
-            " rank that runs out of memory cannot end the others' waiting there. Open the"
-            " world with World.from_env(backend='gloo'), or find the batch size of one rank in"
-            " a run of one process, without a launcher."
+    why = ""
+    if world.axes:
+        why = (
+            f"of axes, {dict(world.axes)}: a second group of all ranks has no axes. Find the"
+            " batch size without axes."
         )
+    elif not is_whole or world.connection.is_branch:
+        why = (
+            f"of {world.size} ranks that is a part of the job, or the world of another"
+            " search. Use the job's whole world, as World.from_env() gives it."
+        )
+    elif backend not in (None, "gloo"):
+        why = (
+            f"of {world.size} ranks joined by {backend}: a rank that runs out of memory cannot"
+            " end the waiting of the others. Open the world with"
+            " World.from_env(backend='gloo'), or search in one process, without a launcher."
+        )
+    if why:
+        msg = f"af.find_batch_size in a world {why}"
         raise WorldError(msg)
-
-
-def _backend(world: World) -> Any:
-    group = world.group
-    assert group is not None  # noqa: S101 - a world of several has one
-    return group._get_backend(world.device)
 
 
 def _branch(world: World) -> tuple[World, Callable[[], None]]:
-    """Return the same ranks with a process group of their own, and what gives it up."""
+    """Return the same ranks with their own process group, and a function that closes it."""
     if world.size == 1:
-        return world, _nothing
+        return world, lambda: None
     simulated = world.connection.simulated
     make = _torch_branch if simulated is None else simulated.branch
-    branch, give_up = make(world)
+    branch, leave = make(world)
     world.connection.hold(branch.connection.close)
-    return branch, give_up
+    return branch, leave
 
 
 def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
-    timeout = _backend(world).options._timeout
+    group = world.group
+    assert group is not None  # noqa: S101 - a world of several has one
+    timeout = group._get_backend(world.device).options._timeout
     group = dist.new_group(timeout=timeout, backend="gloo")
-    # a rank that gave it up while others join it still would break their joining
+    # a rank that left early would break the joining of the others
     barrier(world, label=_LABEL)
     branch = attrs.evolve(world, group=group)
     branch.connection.is_branch = True
@@ -820,8 +750,8 @@ def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
 
 
 @contextmanager
-def _standing_in(branch: World) -> Generator[None, None, None]:
-    """Let a branch's group be torch's default one, through which packages talk, as DeepSpeed."""
+def _as_default_group(branch: World) -> Generator[None]:
+    """Make a branch's group torch's default group, which packages such as DeepSpeed use."""
     if branch.connection.simulated is not None:
         yield
         return
@@ -833,16 +763,13 @@ def _standing_in(branch: World) -> Generator[None, None, None]:
 
 
 def _leave(branch: World) -> None:
-    """Close a group's connections, which is what the other ranks notice.
+    """Close a group's connections, which the other ranks notice.
 
-    Gloo closes them, too, when nothing refers to the group any more; but DeepSpeed's engine
-    does for ever, and DistributedDataParallel until it is collected.
+    Gloo also closes them when no object refers to the group. But DeepSpeed's engine always
+    refers to it, and DistributedDataParallel until it is collected.
     """
     group = branch.group
     wake(branch)
     branch.connection.close()
     gc.collect()
     dist.destroy_process_group(group)
-
-
-def _nothing() -> None: ...

@@ -184,7 +184,7 @@ def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend) -> None:
         world = af.World(rank=0, size=2, group=dist.group.WORLD)
         # of the class: put back on the record, the method and the group would be garbage
         monkeypatch.setattr(type(world.connection), "backend", lambda *_: backend)
-        said = rf"2 ranks joined by {backend}.*backend='gloo'.*a run of one process"
+        said = rf"2 ranks joined by {backend}.*backend='gloo'.*in one process"
         with pytest.raises(af.WorldError, match=said):
             af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
     finally:
