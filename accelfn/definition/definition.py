@@ -43,8 +43,6 @@ class Cache:
         is_compared: whether ranks were compared for equal values and equal plans.
         is_to_compare: whether to compare the ranks again, because values were replaced.
         saw_a_batch: whether the first batch was checked.
-        saw_values: whether the warning about plain values instead of data was given.
-        last_value: the tensors of the last plain value, until the warning.
         has_shown: whether the user read a state's tensors since the last step.
         has_same_data: whether ranks that train on all samples were compared for equal data.
         compared_sums: whether the result of a user's `reduce` was compared once.
@@ -62,8 +60,6 @@ class Cache:
     is_compared: bool = False
     is_to_compare: bool = False
     saw_a_batch: bool = False
-    saw_values: bool = False
-    last_value: list[Any] = attrs.field(factory=list[Any])
     has_shown: bool = False
     has_same_data: bool = False
     compared_sums: bool = False

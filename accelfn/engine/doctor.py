@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find mistakes: differing ranks, hidden counters, untracked parameters, wrong losses."""
+"""Find likely mistakes in the first updates of an engine: no steady step enters this file.
+
+A `Doctor` looks at the first passes and updates, and gives advice. Functions named `reject_`
+explain a step that failed.
+"""
 
 import math
 import re
 from collections.abc import Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
+from operator import is_
 from typing import Any, NoReturn, TypeAlias, cast
 from weakref import ref
 
@@ -17,9 +22,11 @@ from torch.overrides import TorchFunctionMode
 from accelfn.base import devices, draws, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import on_host
-from accelfn.base.tree import cut_axes, local
-from accelfn.collectives import all_reduce_
+from accelfn.base.tree import cut_axes, is_shard, local
+from accelfn.collectives import all_gather, all_reduce_, check_replicas, checksum
+from accelfn.data import Batch
 from accelfn.data.consistency import (
+    LeftOut,
     are_alike,
     check_alike,
     check_definition_rows,
@@ -27,7 +34,7 @@ from accelfn.data.consistency import (
     readers_told,
 )
 from accelfn.data.epoch import form_of
-from accelfn.engine.loss import Samples
+from accelfn.engine.loss import ReadLoss, Samples
 from accelfn.errors import BatchError, Error, LossError, UnusedParametersError
 from accelfn.model.optimizer import kind_of
 from accelfn.schedules.factors import Rates
@@ -40,6 +47,267 @@ _FAR = 1e-2
 """The relative tolerance of gradients, for the order of sums."""
 _ASKED = 0, 1, 10, 100, 1000
 """Updates at which schedules are compared by their values: functions cannot be compared."""
+_IGNORED = -100
+"""The label that Transformers leaves out of a loss."""
+_MANY = 4
+"""A usual number of features in a batch: inputs, targets, a mask, weights."""
+_PASSES = 4
+"""The number of passes to look at: three equal changes mean a count or a decay.
+
+Values that depend on the batch, such as a sequence length, change irregularly.
+"""
+
+
+class Doctor:
+    """Looks at the passes and updates of a new engine, and gives advice.
+
+    The engine drops the doctor when there is nothing left to see. Data with a `collate`
+    function keep it, because any of their batches may lack samples.
+    """
+
+    def __init__(
+        self, state: TrainState, module: nn.Module, optimizers: Iterable[Optimizer]
+    ) -> None:
+        """Take the first state, the engine's module, and the parts of its optimizer."""
+        data = state.data
+        self._modules = Counters.of(module.named_modules(), _OF_MODULES)
+        named = (("", optimizer) for optimizer in optimizers)
+        self._optimizers = Counters.of(named, _OF_OPTIMIZERS)
+        self._left_out = None if data is None or data.collate is None else LeftOut()
+        self._last_value: list[Any] | None = None if data is None else []
+        ranks = state.world.along("tp")
+        self._layer_ranks = None if ranks.size == 1 else ranks
+        kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
+        self._has_own_loss = "PreTrainedModel" in kinds
+        self._num_passes = 0
+
+    def examine_loss(self, state: TrainState, samples: Samples, read: ReadLoss) -> None:
+        """Look at a loss and its samples, before the backward pass."""
+        self._num_passes += 1
+        if self._last_value is not None:
+            self._examine_value(state, samples)
+        if read.is_mean:
+            _advise_row_count(samples)
+        if read.is_mean and not samples.lone:
+            if self._left_out is not None:
+                self._left_out.look(samples.value, samples.known, "The loss")
+            if self._has_own_loss and self._num_passes <= _PASSES:
+                _advise_token_weights(samples.value)
+        if self._modules is not None and not self._modules.look():
+            self._modules = None
+
+    def examine_gradients(
+        self, trained: Iterable[str], gradients: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Compare the first gradients of unsplit parameters over the ranks of a layer."""
+        if self._layer_ranks is not None:
+            check_gradients(trained, gradients, self._layer_ranks)
+            self._layer_ranks = None
+
+    def examine_update(self) -> bool:
+        """Look at the optimizer after an update; return whether there is more to see."""
+        if self._optimizers is not None and not self._optimizers.look():
+            self._optimizers = None
+        kept = self._modules, self._optimizers, self._left_out, self._last_value
+        is_waiting = self._has_own_loss and self._num_passes < _PASSES
+        return is_waiting or any(part is not None for part in kept)
+
+    def _examine_value(self, state: TrainState, samples: Samples) -> None:
+        """Warn at the second update on plain values: the state's data do not advance.
+
+        Values between batches (a replay of samples) and one repeated value (overfitting) do
+        not warn.
+        """
+        before, cursor = self._last_value, state.cursor
+        if samples.batch is not None or cursor.epoch or cursor.samples:
+            self._last_value = None
+        elif samples.begins:
+            self._last_value = leaves = tree.tensor_leaves(samples.value)
+            if state.num_tried and before and not all(map(is_, before, leaves)):
+                self._last_value = None
+                if state.world.is_main:
+                    advise(_OF_VALUES)
+
+
+def _advise_row_count(samples: Samples) -> None:
+    """Warn about a list of samples that looks like a list of features."""
+    value: Any = samples.value
+    if samples.known is not None or not isinstance(value, list):
+        return
+    length, rows = len(cast("list[Any]", value)), tree.num_rows(value)
+    if length > max(rows, _MANY):
+        advise(
+            f"This batch is a list of {length} values of {rows} rows each,"
+            f" and counts as {rows} samples next to other batches. If it is a list of samples,"
+            " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
+            " or return af.Loss(total, weight) from the loss function."
+        )
+
+
+def _advise_token_weights(batch: Any) -> None:
+    """Warn about ignored labels in a Transformers model's own mean over tokens."""
+    labels = batch.get("labels") if isinstance(batch, Mapping) else None
+    if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
+        advise(
+            "A Transformers model's own loss is a mean over the labels that are not -100, and"
+            " counts here for the number of samples, so training depends on how ranks and"
+            " micro-batches share them. Return kept = (batch['labels'][:, 1:] != -100).sum();"
+            " af.Loss(model(**batch).loss * kept, kept), without [:, 1:] where labels are not"
+            " shifted."
+        )
+
+
+_OF_VALUES = (
+    "step(state, batch) gets values that are no batches of af.batches(state), so the"
+    " state stays at the beginning of its data, and a resumed run reads them again;"
+    " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
+    " epochs=...):` and step(state, batch, noise) with the batch itself and anything"
+    " else behind it. If a loader of your own is meant, leave out data=."
+)
+
+
+# The first call of a loss function: a dropped load, and batches that are not cut.
+#
+# Replicas that all train on the same samples stay equal, so only a check of the batch shows
+# that each rank does all the work.
+
+
+def examine_call(state: TrainState, batch: Any) -> None:
+    """Look at the first call of a loss function, after ranks compared their definitions.
+
+    Cost: at the first batch of a definition, an all-gather of 8 bytes if the batch is a plain
+    value under `shard_data` and the state has no data; otherwise none.
+    """
+    definition = state.definition
+    is_main, cache = definition.world.is_main, definition.cache
+    if cache.loaded is not None and is_main:
+        given, made = cache.loaded
+        if given() is state.lease and made() is None:
+            advise(
+                "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
+                " what the last one returned; this step takes the state that it was given,"
+                f" which stands at update {state.step}. Write state = af.load(state,"
+                " directory). If this state is meant, all is well."
+            )
+    if definition.world.batch.size == 1 or cache.saw_a_batch:
+        return
+    cache.saw_a_batch = True
+    is_sharded = definition.plan.num_shares > 1
+    if not isinstance(batch, Batch):
+        advice = _value_advice(state, batch) if is_sharded else None
+    elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
+        advice = None
+    else:
+        advice = _uncut_advice(state, batch) if is_sharded else _unsharded_advice(state)
+    if advice is not None and is_main:
+        advise(advice)
+
+
+def _is_whole(batch: Batch) -> bool:
+    """Whether this rank has all samples of an update that ranks could share."""
+    counted = sum(weight or 0 for weight in batch.weights)
+    return counted == batch.num_samples > 1
+
+
+def _has_own_stream(state: TrainState) -> bool:
+    """Whether each rank reads a data stream of its own."""
+    return state.data is not None and state.data.sharded
+
+
+def _value_advice(state: TrainState, value: Any) -> str | None:
+    """Return advice about a plain value under `shard_data`, or None."""
+    size = state.world.batch.size
+    if state.data is not None or not _is_alike(value, state):
+        return None  # a doctor warns of a value if the state has data
+    return (
+        f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
+        " batches of af.batches alone, so each rank trains on all samples, which is"
+        f" {size} times the work for the result of one rank. Give the dataset to the state,"
+        " TrainState.create(data=af.Data(dataset, batch_size=...)), and write `for batch in"
+        " af.batches(state, epochs=...):`; or give each rank its part, af.split(value,"
+        " world)."
+    )
+
+
+def _is_alike(value: Any, state: TrainState) -> bool:
+    """Whether the value's tensors are equal on all ranks."""
+    batch = state.world.batch
+    sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
+    # without tensors to compare, use the rank, so that ranks differ
+    mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
+    all_sums = all_gather(mine.to(batch.device), batch, label="first batch")
+    return len({int(value) for value in all_sums}) == 1
+
+
+def _has_words(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's checksum can be compared: not sparse, nested or a scalar."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    return plain and tensor.numel() > 1
+
+
+def _uncut_advice(state: TrainState, batch: Batch) -> str:
+    size = state.world.batch.size
+    return (
+        f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
+        f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
+        " begun before this setup was given: write `for batch in af.batches(state):` with"
+        " the state that is trained, made with world= and its setup."
+    )
+
+
+def _unsharded_advice(state: TrainState) -> str | None:
+    """Return advice if ranks have the same data and nothing shards it, or None."""
+    if not state.definition.cache.has_same_data:
+        return None
+    size = state.world.batch.size
+    return (
+        f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
+        f" samples of every batch, which is {size} times the work for the result of one."
+        " Write af.shard_data() into the setup, as in af.chain(af.shard_data(),"
+        " af.wrap_ddp())."
+    )
+
+
+# Ranks that train one model have equal definitions and parameters.
+
+
+def is_one_training(state: TrainState) -> bool:
+    """Whether the setup reduces gradients over ranks, or splits the model."""
+    owners = state.setup.owners
+    reduces = owners["engine"] or owners["reduce"]
+    return bool(reduces) or state.definition.layout is not None
+
+
+def compare_ranks(state: TrainState) -> None:
+    """Raise unless ranks have the same definition and parameters; once per definition.
+
+    Ranks that train independently may hold different parameters after the first update.
+
+    Cost: some small all-reduces (see `check_definitions` and `check_replicas`), once.
+
+    Raises:
+        ReplicaMismatchError: definitions or parameters differ between ranks.
+    """
+    definition, setup, world = state.definition, state.setup, state.world
+    cache = definition.cache
+    if world.size == 1 or (cache.is_compared and not cache.is_to_compare):
+        return
+    check_definitions(state)
+    is_apart = "apart" in setup.facts or not is_one_training(state)
+    values = not is_apart or state.step == 0
+    whole = {n: p for n, p in state.params.items() if not is_shard(p)}
+    has_copies = world.axes.get("dp_replicate", 1) > 1
+    check_replicas(
+        state.params if has_copies else whole,
+        world,
+        label="compare replicas",
+        values=values,
+        trained=set(definition.skeleton.trainable),
+    )
+    if not values and definition.trains_apart:
+        copy = definition.copy  # whose ranks agree at any time
+        check_replicas(whole, copy, label="compare replicas", values=True)
+    cache.is_compared = True
 
 
 def check_definitions(state: TrainState) -> None:
@@ -152,11 +420,6 @@ def _sample_schedule(rates: Rates, schedule: object) -> str:
 # Counters in modules and optimizers outside the state.
 
 
-_PASSES = 4
-"""The number of passes to compare: three equal changes mean a count or a decay.
-
-Values that depend on the batch, such as a sequence length, change irregularly.
-"""
 _Numbers: TypeAlias = dict[tuple[str, str], float]
 
 
@@ -166,24 +429,20 @@ class Counters:
     torch's own classes keep none, and are not checked.
     """
 
-    def __init__(self, owners: Iterable[tuple[str, object]], said: str) -> None:
+    def __init__(self, owners: list[tuple[str, object]], advice: str) -> None:
         """Take the objects with their names, and the text of the warning."""
-        self._owners = [
+        self._owners, self._advice = owners, advice
+        self._seen = list[_Numbers]()
+
+    @classmethod
+    def of(cls, owners: Iterable[tuple[str, object]], advice: str) -> "Counters | None":
+        """Return a check of objects by name, or None if all are torch's own."""
+        own = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
             if not type(owner).__module__.startswith("torch.")
         ]
-        self._said, self._seen = said, list[_Numbers]()
-
-    @classmethod
-    def of_modules(cls, module: nn.Module) -> "Counters":
-        """Return a check of a module's submodules, after each forward pass."""
-        return cls(module.named_modules(), _OF_MODULES)
-
-    @classmethod
-    def of_optimizers(cls, optimizers: Iterable[Optimizer]) -> "Counters":
-        """Return a check of optimizers, after each update."""
-        return cls((("", each) for each in optimizers), _OF_OPTIMIZERS)
+        return cls(own, advice) if own else None
 
     def look(self) -> bool:
         """Record values after a pass, and finally warn; return whether to continue."""
@@ -197,13 +456,13 @@ class Counters:
         if len(self._seen) < _PASSES:
             return True
         first, *later = self._seen
-        told = {
+        counts = {
             f"{path}.{name}": values
             for (path, name), value in first.items()
             if _counts(values := [value, *(each.get((path, name)) for each in later)])
         }
-        if told:
-            advise(self._said.format(_format_counts(told)))
+        if counts:
+            advise(self._advice.format(_format_counts(counts)))
         return False
 
 
@@ -249,10 +508,10 @@ def _counts(values: list[Any]) -> bool:
     )
 
 
-def _format_counts(told: dict[str, list[Any]]) -> str:
+def _format_counts(counts: dict[str, list[Any]]) -> str:
     return "; ".join(
         f"{name} was {', then '.join(map(repr, values))}"
-        for name, values in list(told.items())[:3]
+        for name, values in list(counts.items())[:3]
     )
 
 
@@ -273,45 +532,34 @@ _OF_OPTIMIZERS = (
 # Untracked leaves of a loss's graph, such as a criterion's parameters.
 
 
-class UntrackedLeaves:
-    """The leaves of a loss function's first graph that do not belong to the state.
+def untracked_leaves(
+    loss: torch.Tensor, known: Container[int]
+) -> "list[ref[torch.Tensor]]":
+    """Return the leaves of a loss's graph that do not belong to the state.
 
     No pass may add to their `grad`, or a step would depend on earlier steps.
+
+    Args:
+        loss: the loss; its graph is searched.
+        known: ids of the running model's parameters.
+
+    Raises:
+        LossError: a leaf belongs to a module of `af.bind` whose with block has ended.
     """
-
-    def __init__(self, loss: torch.Tensor, known: Container[int]) -> None:
-        """Warn if some leaves are parameters.
-
-        Args:
-            loss: the loss; its graph is searched.
-            known: ids of the running model's parameters.
-
-        Raises:
-            LossError: a leaf belongs to a module of `af.bind` whose with block has ended.
-        """
-        found = [each for each in _leaves_of(loss) if id(each) not in known]
-        _warn_of([each for each in found if isinstance(each, nn.Parameter)])
-        self.leaves = [ref(each) for each in found]
-
-    def set_aside(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Clear gradients of the leaves that still exist; return leaves and old gradients."""
-        aside = [
-            (each, each.grad) for one in self.leaves if (each := one()) is not None
-        ]
-        for each, _ in aside:
-            each.grad = None
-        return aside
+    leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+    _warn_of_untrained([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
+    return [ref(leaf) for leaf in leaves]
 
 
-def _warn_of(strangers: list[nn.Parameter]) -> None:
-    if any(map(was_lent, strangers)):
+def _warn_of_untrained(params: list[nn.Parameter]) -> None:
+    if any(map(was_lent, params)):
         msg = (
             "The loss depends on a module that af.bind lent for a with block, which has ended"
             " before the backward pass: it is empty. A model that judges is af.frozen(other),"
             " made in the loss function, or before: step(state, batch, af.frozen(other))."
         )
         raise LossError(msg)
-    shapes = [tuple(each.shape) for each in strangers]
+    shapes = [tuple(param.shape) for param in params]
     if shapes:
         advise(
             "The loss depends on parameters that are not those of the model that the loss"

@@ -10,7 +10,6 @@ another state swaps pointers.
 """
 
 from collections.abc import Callable, Mapping
-from operator import is_
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import attrs
@@ -19,24 +18,20 @@ from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import draws, tree
-from accelfn.base.arguments import advise
 from accelfn.base.devices import is_set_to
-from accelfn.base.draws import NOTHING, own_modes, span
+from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import is_shard, local, with_local
-from accelfn.collectives import all_gather, check_replicas, checksum
-from accelfn.data import Batch
-from accelfn.data.consistency import LeftOut
 from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.transform import check_returned
 from accelfn.engine import doctor
 from accelfn.engine.binding import ParamBinding, binding_of
 from accelfn.engine.doctor import (
-    Counters,
-    UntrackedLeaves,
-    check_definitions,
-    check_gradients,
+    Doctor,
+    compare_ranks,
+    is_one_training,
     reject_device_mismatch,
+    untracked_leaves,
 )
 from accelfn.engine.loss import (
     LocalRunner,
@@ -44,7 +39,6 @@ from accelfn.engine.loss import (
     ReadLoss,
     Runner,
     Samples,
-    advise_token_weights,
 )
 from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
 from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
@@ -56,6 +50,8 @@ from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import OptState, TrainState
 
 if TYPE_CHECKING:
+    from weakref import ref
+
     from accelfn.engine.ddp import Compression
 
 # Buffers that a forward pass writes (BatchNorm statistics): passes stay pure.
@@ -98,7 +94,6 @@ class Buffers:
                 else:
                     found[id(tensor)] = _Buffer(name, table, key, tensor)
         self._found = list(found.values())
-        self._num_keys = [len(before) for _, _, before in self._tables]
         self._assigned: dict[str, _Buffer] = {}
         self._home: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
@@ -111,6 +106,8 @@ class Buffers:
 
     def begin(self, written: Mapping[str, torch.Tensor]) -> None:
         """Set values for a forward pass: the state's, or the `written` ones of earlier passes."""
+        if not self._home:
+            return
         sources = {name: written.get(name, own) for name, own in self._home.items()}
         for name, each in self._assigned.items():
             if self._scratch[name].shape != sources[name].shape:
@@ -127,7 +124,16 @@ class Buffers:
         Raises:
             ModelError: a pass registered or removed a buffer, or changed a dtype or device.
         """
-        self._check_places()
+        for path, table, before in self._tables:
+            if len(table) != len(before):
+                key = min(table.keys() ^ before.keys())
+                what = "was removed" if key in before else "was registered"
+                raise ModelError(_buffer_error(_join_path(path, key), what))
+        for name, table, key, tensor in self._fixed:
+            if table.get(key) is not tensor:
+                shared = "is shared, and was assigned under one of its names"
+                what = "was None, and was set" if tensor is None else shared
+                raise ModelError(_buffer_error(name, what))
         for each in self._found:
             current, own = each.table.get(each.key), each.tensor
             if current is not own or not is_set_to(own, self._scratch[each.name]):
@@ -184,21 +190,6 @@ class Buffers:
         self._assigned[each.name] = each
         self._place(each, current.detach().clone())
 
-    def _check_places(self) -> None:
-        """Reject buffers that are not the state's."""
-        if [len(table) for _, table, _ in self._tables] != self._num_keys:
-            for path, table, before in self._tables:
-                for key in table.keys() ^ before.keys():
-                    what = "removed" if key in before else "registered"
-                    raise ModelError(
-                        _buffer_error(_join_path(path, key), f"was {what}")
-                    )
-        for name, table, key, tensor in self._fixed:
-            if table.get(key) is not tensor:
-                shared = "is shared, and was assigned under one of its names"
-                what = "was None, and was set" if tensor is None else shared
-                raise ModelError(_buffer_error(name, what))
-
 
 def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
@@ -239,7 +230,6 @@ class Engine:
         self._device = definition.world.device
         self._num_losses = definition.copy.size
         self._is_alone = self._num_losses == 1 and not definition.setup.reduces
-        self._layer_ranks = definition.world.along("tp")
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
         self._key_of: tuple[int | None, int] = (None, 0)
@@ -248,20 +238,14 @@ class Engine:
         self._of_this_rank = norm_buffers(module, synced=False)
         # gradients in the binding that are not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
-        self._live_buffers: dict[str, torch.Tensor] = {}
         self._handed_out: frozenset[str] = frozenset()
-        self._has_compared = self._layer_ranks.size == 1
         self._is_whole = definition.layout is None
         norms = norm_order(module) if self._is_whole else None
         self._forward = runner.forward if norms is None else norms.wrap(runner.forward)
-        self._strangers: dict[Any, UntrackedLeaves] = {}
-        self._aside: list[tuple[torch.Tensor, torch.Tensor | None]] = []
-        collate = None if state.data is None else state.data.collate
-        # None where no collate function can leave samples out
-        self._left_out = None if collate is None else LeftOut()
-        self._counters: Counters | None = Counters.of_modules(module)
-        kinds = {kind.__name__ for m in module.modules() for kind in type(m).__mro__}
-        self._token_looks = 4 if "PreTrainedModel" in kinds else 0
+        # of a loss function's code: leaves of its graph that are not the state's
+        self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
+        parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()
+        self._doctor: Doctor | None = Doctor(state, module, parts)
 
     def bind(self, state: TrainState) -> None:
         """Point module and optimizer at the state's tensors, unless they already do."""
@@ -280,31 +264,6 @@ class Engine:
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
 
-    def _look(self, loss_fn: LossFunction, samples: Samples, read: ReadLoss) -> None:
-        """Check a loss function's graph, the samples of a mean, and counters in modules."""
-        code = getattr(loss_fn, "__code__", None) or type(loss_fn)
-        strangers = self._strangers.get(code)
-        if strangers is None and self._is_whole:
-            known = {id(p) for p in self._binding.params.values()}
-            strangers = self._strangers[code] = UntrackedLeaves(read.scalar, known)
-        if read.is_mean and not samples.lone:
-            if self._left_out is not None:
-                self._left_out.look(samples.value, samples.known, "The loss")
-            if self._token_looks:
-                self._token_looks -= 1
-                advise_token_weights(samples.value)
-        if self._counters is not None and not self._counters.look():
-            self._counters = None
-        if strangers is not None and strangers.leaves:
-            self._aside = strangers.set_aside()
-
-    def _report_step(self, update: int) -> None:
-        """Report the update number to callbacks and error messages."""
-        activity = self._activity
-        activity.step, activity.is_between = update, False
-        if activity.on_update is not None:
-            activity.on_update(update)
-
     def value_and_grad(
         self,
         state: TrainState,
@@ -322,46 +281,36 @@ class Engine:
         With `may_be_kept`, the caller may keep the gradients after the next pass.
         """
         self.bind(state)
-        self._report_step(tried := state.num_tried)
-        outer = self._activity.samples
-        self._load_partial_grads(into, loss_scale)
+        tried, activity = state.num_tried, self._activity
+        activity.step, activity.is_between = tried, False
+        if activity.on_update is not None:
+            activity.on_update(tried)
+        if into is not None or self._live is not None:
+            self._load_partial_grads(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
         compression = self._compression if sync else None
-        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        kept: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
         try:
-            self._activity.samples, self._activity.has_coupled = samples, False
-            key, kept = self._key(state), _buffers_of(into, samples)
+            if samples.known == 0:  # the placeholder's pass may write into its buffers
+                kept = tree.clone(dict(kept))
             self._buffers.begin(kept)
             if compression is not None:
                 slot = state.slots.get(compression.name)
                 compression.begin(slot, state.seed, loss_scale)
-            with draws.seeded(key, self._device, tried, num_before):
-                with span("accelfn forward") if profiled else NOTHING:
-                    read = self._forward(loss_fn, samples, sync=sync)
-                if into is None and self._binding.has_gradients():
-                    doctor.reject_own_backward()
-                self._look(loss_fn, samples, read)
-                with span("accelfn backward") if profiled else NOTHING:
-                    averaged = self._backward(read, into, samples.lone, loss_scale)
-            live = self.live_update
-            stepped = {} if live is None else live.stepped_params()
-            tensors = self._collect_gradients(stepped, reduced=averaged is not None)
-            if live is not None:  # already stepped and freed
-                tensors = {}
-            elif self._holder is not None:
-                tensors = self._holder.hidden()
+            with draws.seeded(self._key(state), self._device, tried, num_before):
+                read, averaged = self._run(
+                    state, loss_fn, samples, into, sync=sync, loss_scale=loss_scale
+                )
+            tensors = self._collect_gradients(reduced=averaged is not None)
             self._live, written = tensors, self._buffers.end()
         except BaseException as error:
             self._abandon(state)
             if type(error) is RuntimeError:  # from torch, and not out of memory
                 reject_device_mismatch(samples, self._device, error)
             raise
-        finally:
-            self._activity.samples = outer
         if samples.known == 0:
             written = self._of_others(written, kept)
-        self._live_buffers = written
         weight = read.weight if before is None else before.divisor + read.weight
         taken = GradInfo(
             divisor=weight if averaged is None else averaged,
@@ -380,13 +329,39 @@ class Engine:
         taken.lease.is_mean = samples.lone and read.is_mean and loss_scale is None
         grads = Grads(
             tensors=tensors,
-            buffers=self._live_buffers,
+            buffers=written,
             reduced=averaged is not None or self._is_alone,
             taken=taken,
         )
-        if may_be_kept:
+        if may_be_kept and self._runner.reduces:
             self.hand_out()
         return Metrics(read.sums), grads
+
+    def _run(
+        self,
+        state: TrainState,
+        loss_fn: LossFunction,
+        samples: Samples,
+        into: Grads | None,
+        *,
+        sync: bool,
+        loss_scale: torch.Tensor | None,
+    ) -> tuple[ReadLoss, torch.Tensor | None]:
+        """Run forward and backward; return the loss, and the average weight if reduced."""
+        activity, outer = self._activity, self._activity.samples
+        activity.samples, activity.has_coupled = samples, False
+        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        try:
+            with span("accelfn forward") if profiled else NOTHING:
+                read = self._forward(loss_fn, samples, sync=sync)
+            if into is None and self._binding.has_gradients():
+                doctor.reject_own_backward()
+            if self._doctor is not None:
+                self._doctor.examine_loss(state, samples, read)
+            with span("accelfn backward") if profiled else NOTHING:
+                return read, self._backward(read, loss_fn, samples, into, loss_scale)
+        finally:
+            activity.samples = outer
 
     def _of_others(
         self, written: dict[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
@@ -470,17 +445,19 @@ class Engine:
         self._binding.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
-        self._live, self._live_buffers = None, {}
+        self._live, self._handed_out = None, frozenset()
         params = self._bound[0]
         if self._holder is not None:
             params = self.params = self._holder.bound
         self._bound = (params, self._bound[1], opt_state)
+        if self._doctor is not None and not self._doctor.examine_update():
+            self._doctor = None
         return opt_state
 
     def discard(self) -> None:
         """Drop gradients that no update will apply."""
         self._binding.clear_gradients()
-        self._live, self._live_buffers = None, {}
+        self._live, self._handed_out = None, frozenset()
 
     def is_undone(self) -> bool:
         """Drop an update that raised; return whether it certainly changed nothing."""
@@ -491,14 +468,18 @@ class Engine:
     def _backward(
         self,
         read: ReadLoss,
+        loss_fn: LossFunction,
+        samples: Samples,
         into: Grads | None,
-        lone: bool,  # noqa: FBT001 - of samples
         loss_scale: torch.Tensor | None,
     ) -> torch.Tensor | None:
-        """Run the backward pass of a total, or of a single mean."""
+        """Run the backward pass of a total, or of a single mean.
+
+        Leaves of the loss's graph that are not the state's keep their gradients.
+        """
         weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
-            whole = lone and read.weight and loss_scale is None
+            whole = samples.lone and read.weight and loss_scale is None
             scale = None if whole else read.weight
         elif isinstance(read.weight, torch.Tensor):
             scale = read.weight != 0  # a total without weight counts for nothing
@@ -507,33 +488,43 @@ class Engine:
         if loss_scale is not None:
             scale = loss_scale if scale is None else loss_scale * scale
         if self.live_update is not None:
-            mean = lone and read.is_mean
+            mean = samples.lone and read.is_mean
             self.live_update.divide_by(None if mean else never_zero(weight))
             self.live_update.hold()
+        code = getattr(loss_fn, "__code__", None) or type(loss_fn)
+        if code not in self._untracked:
+            known = {id(p) for p in self._binding.params.values()}
+            leaves = untracked_leaves(read.scalar, known) if self._is_whole else []
+            self._untracked[code] = leaves
+        kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        for leaf_ref in self._untracked[code]:
+            if (leaf := leaf_ref()) is not None:
+                kept.append((leaf, leaf.grad))
+                leaf.grad = None
         try:
             return self._runner.backward(read.scalar, scale, weight)
         finally:
-            for leaf, grad in self._aside:
+            for leaf, grad in kept:
                 leaf.grad = grad
-            self._aside = []
 
-    def _collect_gradients(
-        self, stepped: Mapping[str, torch.Tensor], *, reduced: bool
-    ) -> dict[str, torch.Tensor]:
-        """Return the gradients of the backward pass, or the parameters that it stepped."""
-        found = dict(stepped) or self._binding.take_gradients()
+    def _collect_gradients(self, *, reduced: bool) -> Mapping[str, torch.Tensor]:
+        """Return the gradients of the backward pass; hidden ones are not in the result."""
+        live, holder = self.live_update, self._holder
+        stepped = {} if live is None else live.stepped_params()
+        found = stepped or self._binding.take_gradients()
         trained = self._binding.trained
         if len(found) < len(trained):
             doctor.reject_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
             unused = [name for name in trained if name not in found]
-            doctor.reject_unused(unused, are_held=self._holder is not None)
+            doctor.reject_unused(unused, are_held=holder is not None)
         if not found:
             doctor.reject_disconnected()
-        if not self._has_compared:
-            check_gradients(self._binding.trained, found, self._layer_ranks)
-            self._has_compared = True
-        return found
+        if self._doctor is not None:
+            self._doctor.examine_gradients(trained, found)
+        if live is not None:  # already stepped and freed
+            return {}
+        return found if holder is None else holder.hidden()
 
     def _key(self, state: TrainState) -> int:
         """Return the RNG key of this rank's losses."""
@@ -546,7 +537,7 @@ class Engine:
         self, into: Grads | None, loss_scale: torch.Tensor | None
     ) -> None:
         """Load partial gradients, so that the backward pass adds to them."""
-        if into is None or into.as_taken is not self._live:
+        if self._live is not None and (into is None or into.as_taken is not self._live):
             self._detach_exported_grads()
         if into is None:
             return
@@ -568,11 +559,10 @@ class Engine:
 
     def _detach_exported_grads(self) -> None:
         """Copy exported gradients out of DDP's buckets, then drop unapplied gradients."""
-        handed_out, self._handed_out = self._handed_out, frozenset()
         if self._live is None:
             return
         live = self._live if isinstance(self._live, dict) else {}
-        for part in (local(live[name]) for name in handed_out):
+        for part in (local(live[name]) for name in self._handed_out):
             part.data = part.clone()
         self._buffers.leave()
         self.discard()
@@ -599,12 +589,6 @@ def _is_in_bucket(grad: torch.Tensor) -> bool:
     return (grad if type(grad) is torch.Tensor else local(grad))._base is not None
 
 
-def _buffers_of(into: Grads | None, samples: Samples) -> Mapping[str, torch.Tensor]:
-    """Return the buffers that a pass starts from; copies for an empty share's placeholder."""
-    kept = {} if into is None else into.buffers
-    return tree.clone(dict(kept)) if samples.known == 0 else kept
-
-
 # The engine of a state, built at first use after ranks have compared their definitions.
 
 
@@ -619,7 +603,8 @@ def engine_of(state: TrainState) -> Engine:
         state.lease.check()
         if world.is_main and cache.engine is None:
             advise_of_rates(state.definition.schedule)
-        _compare(state)
+        if is_one_training(state):
+            compare_ranks(state)
         cache.is_to_compare = False
         if cache.engine is None:
             cache.engine = _build_engine(state)
@@ -667,55 +652,6 @@ def build_engine(
     )
 
 
-def _compare(state: TrainState) -> None:
-    """Compare the ranks' states, if the setup says that they train one model.
-
-    Raises:
-        ReplicaMismatchError: definitions or parameters differ between ranks.
-    """
-    if _is_one_training(state):
-        compare(state)
-
-
-def _is_one_training(state: TrainState) -> bool:
-    """Whether the setup reduces gradients over ranks, or splits the model."""
-    owners = state.setup.owners
-    reduces = owners["engine"] or owners["reduce"]
-    return bool(reduces) or state.definition.layout is not None
-
-
-def compare(state: TrainState) -> None:
-    """Raise unless ranks have the same definition and parameters; once per definition.
-
-    Ranks that train independently may hold different parameters after the first update.
-
-    Cost: some small all-reduces (see `check_definitions` and `check_replicas`), once.
-
-    Raises:
-        ReplicaMismatchError: definitions or parameters differ between ranks.
-    """
-    definition, setup, world = state.definition, state.setup, state.world
-    cache = definition.cache
-    if world.size == 1 or (cache.is_compared and not cache.is_to_compare):
-        return
-    check_definitions(state)
-    is_apart = "apart" in setup.facts or not _is_one_training(state)
-    values = not is_apart or state.step == 0
-    whole = {n: p for n, p in state.params.items() if not is_shard(p)}
-    has_copies = world.axes.get("dp_replicate", 1) > 1
-    check_replicas(
-        state.params if has_copies else whole,
-        world,
-        label="compare replicas",
-        values=values,
-        trained=set(definition.skeleton.trainable),
-    )
-    if not values and definition.trains_apart:
-        copy = definition.copy  # whose ranks agree at any time
-        check_replicas(whole, copy, label="compare replicas", values=True)
-    cache.is_compared = True
-
-
 def _build_engine(state: TrainState) -> Engine:
     """Return the engine of a transform, or a local engine without collectives."""
     chosen = state.setup.owners["engine"]
@@ -736,138 +672,3 @@ def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
     names = {param: name for name, param in home.params.items()}
     optimizer = definition.optimizer_over(home.params)
     return LiveOptimizer(optimizer, names, home.opt_state_view)
-
-
-# Advice about data, at the first batch of a definition.
-#
-# Replicas that all train on the same samples stay equal, so only a check of the batch shows
-# that each rank does all the work.
-
-
-def check_loaded(state: TrainState) -> None:
-    """Warn if a state was loaded and its result was dropped."""
-    loaded = state.definition.cache.loaded
-    if loaded is None or not state.world.is_main:
-        return
-    given, made = loaded
-    if given() is state.lease and made() is None:
-        advise(
-            "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
-            " what the last one returned; this step takes the state that it was given, which"
-            f" stands at update {state.step}. Write state = af.load(state, directory). If this"
-            " state is meant, all is well."
-        )
-
-
-def check_first_batch(state: TrainState, batch: Any) -> None:
-    """Warn if every rank is about to train on all samples.
-
-    Cost: at the first batch of a definition, an all-gather of 8 bytes if the batch is a plain
-    value under `shard_data` and the state has no data; otherwise none.
-    """
-    definition = state.definition
-    if definition.world.batch.size == 1 or definition.cache.saw_a_batch:
-        return
-    with own_modes(definition.world.device):
-        engine_of(state)
-    definition.cache.saw_a_batch = True
-    is_sharded = definition.plan.num_shares > 1
-    if not isinstance(batch, Batch):
-        said = _value_advice(state, batch) if is_sharded else None
-    elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
-        said = None
-    elif is_sharded:
-        said = _uncut_advice(state, batch)
-    else:
-        said = _unsharded_advice(state)
-    if said is not None and definition.world.is_main:
-        advise(said)
-
-
-def warn_of_values(state: TrainState, value: Any) -> None:
-    """Warn at the second update on plain values: the loop does not advance the state's data.
-
-    Values between batches (a replay of samples) and one repeated value (overfitting) do not
-    warn.
-    """
-    cache, cursor = state.definition.cache, state.cursor
-    if cache.saw_values or cursor.epoch or cursor.samples:
-        return
-    before, cache.last_value = cache.last_value, tree.tensor_leaves(value)
-    if not (state.num_tried and before) or all(map(is_, before, cache.last_value)):
-        return
-    cache.last_value = []
-    cache.saw_values = True
-    if state.world.is_main:
-        advise(
-            "step(state, batch) gets values that are no batches of af.batches(state), so the"
-            " state stays at the beginning of its data, and a resumed run reads them again;"
-            " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
-            " epochs=...):` and step(state, batch, noise) with the batch itself and anything"
-            " else behind it. If a loader of your own is meant, leave out data=."
-        )
-
-
-def _is_whole(batch: Batch) -> bool:
-    """Whether this rank has all samples of an update that ranks could share."""
-    counted = sum(weight or 0 for weight in batch.weights)
-    return counted == batch.num_samples > 1
-
-
-def _has_own_stream(state: TrainState) -> bool:
-    """Whether each rank reads a data stream of its own."""
-    return state.data is not None and state.data.sharded
-
-
-def _value_advice(state: TrainState, value: Any) -> str | None:
-    """Return advice about a plain value under `shard_data`, or None."""
-    size = state.world.batch.size
-    if state.data is not None or not _is_alike(value, state):
-        return None  # `warn_of_values` warns of a value where the state has data
-    return (
-        f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
-        " batches of af.batches alone, so each rank trains on all samples, which is"
-        f" {size} times the work for the result of one rank. Give the dataset to the state,"
-        " TrainState.create(data=af.Data(dataset, batch_size=...)), and write `for batch in"
-        " af.batches(state, epochs=...):`; or give each rank its part, af.split(value,"
-        " world)."
-    )
-
-
-def _is_alike(value: Any, state: TrainState) -> bool:
-    """Whether the value's tensors are equal on all ranks."""
-    batch = state.world.batch
-    sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
-    # without tensors to compare, use the rank, so that ranks differ
-    mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
-    told = all_gather(mine.to(batch.device), batch, label="first batch")
-    return len({int(each) for each in told}) == 1
-
-
-def _has_words(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's checksum can be compared: not sparse, nested or a scalar."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    return plain and tensor.numel() > 1
-
-
-def _uncut_advice(state: TrainState, batch: Batch) -> str:
-    size = state.world.batch.size
-    return (
-        f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
-        f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
-        " begun before this setup was given: write `for batch in af.batches(state):` with"
-        " the state that is trained, made with world= and its setup."
-    )
-
-
-def _unsharded_advice(state: TrainState) -> str | None:
-    """Return advice if ranks have the same data and nothing shards it, or None."""
-    if not state.definition.cache.has_same_data:
-        return None
-    size = state.world.batch.size
-    return (
-        f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
-        f" samples of every batch, which is {size} times the work for the result of one."
-        " Write af.shard_data() into the setup, as in af.chain(af.shard_data(),"
-        " af.wrap_ddp())."
-    )

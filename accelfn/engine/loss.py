@@ -3,7 +3,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeAlias, cast
 
 import attrs
@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from accelfn.base import tree
-from accelfn.base.arguments import advise, qualname
+from accelfn.base.arguments import qualname
 from accelfn.collectives import broadcast_
 from accelfn.data import Batch
 from accelfn.errors import BatchError, LossError, NonFiniteLossError
@@ -24,11 +24,6 @@ from accelfn.state.metrics import (
     own_number,
 )
 from accelfn.world import World
-
-_IGNORED = -100
-"""The label that Transformers leaves out of a loss."""
-_MANY = 4
-"""A usual number of features in a batch: inputs, targets, a mask, weights."""
 
 
 @attrs.frozen
@@ -106,32 +101,7 @@ class Samples:
             if self.lone:
                 return 1
             raise
-        _advise_row_count(self.value, rows)
         return rows
-
-
-def _advise_row_count(value: Any, rows: int) -> None:
-    """Warn about a list of samples that looks like a list of features."""
-    if isinstance(value, list) and len(cast("list[Any]", value)) > max(rows, _MANY):
-        advise(
-            f"This batch is a list of {len(cast('list[Any]', value))} values of {rows} rows each,"
-            f" and counts as {rows} samples next to other batches. If it is a list of samples,"
-            " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
-            " or return af.Loss(total, weight) from the loss function."
-        )
-
-
-def advise_token_weights(batch: Any) -> None:
-    """Warn about ignored labels in a Transformers model's own mean over tokens."""
-    labels = batch.get("labels") if isinstance(batch, Mapping) else None
-    if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
-        advise(
-            "A Transformers model's own loss is a mean over the labels that are not -100, and"
-            " counts here for the number of samples, so training depends on how ranks and"
-            " micro-batches share them. Return kept = (batch['labels'][:, 1:] != -100).sum();"
-            " af.Loss(model(**batch).loss * kept, kept), without [:, 1:] where labels are not"
-            " shifted."
-        )
 
 
 def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:

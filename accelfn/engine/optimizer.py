@@ -19,7 +19,6 @@ from torch.optim.optimizer import (
 
 from accelfn.base import tree
 from accelfn.base.tree import is_wrapper
-from accelfn.engine.doctor import Counters
 from accelfn.errors import OptimizerError
 from accelfn.model.optimizer import (
     OTHERS,
@@ -261,8 +260,7 @@ class LiveOptimizer:
         """
         self._opt_state_view, self._torch = opt_state_view, optimizer
         self._step = bare_step(self._torch)
-        others = [each for each in parts_of(optimizer) if not is_torchs(each)]
-        self._counters = Counters.of_optimizers(others) if others else None
+        self.parts = parts_of(optimizer)
         self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
@@ -419,8 +417,6 @@ class LiveOptimizer:
         """Return the optimizer's state by name, after a step."""
         self._is_watched = False
         self._put_back()
-        if self._counters is not None and not self._counters.look():
-            self._counters = None
         entries = len(self._torch.state)
         if (
             self._note_changes()

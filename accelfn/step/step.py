@@ -26,7 +26,8 @@ from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import cut_axes, local
 from accelfn.collectives import all_reduce_, check_sums
 from accelfn.definition.transform import check_copied, facts_of
-from accelfn.engine.engine import Engine, compare, engine_of
+from accelfn.engine.doctor import compare_ranks
+from accelfn.engine.engine import Engine, engine_of
 from accelfn.engine.loss import LossFunction
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.model.optimizer import Assignments
@@ -737,7 +738,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             ' not. Let the last micro-batch reduce (sync=True), or use accumulate="whole".'
         )
         raise GradsError(msg)
-    compare(state)
+    compare_ranks(state)
     info = grads.taken
     factor = info.scale if info.lease.is_mean else 1
     with own_modes(ranks.device):

@@ -23,12 +23,8 @@ from accelfn.collectives import sum_named
 from accelfn.data import Batch
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import chain, check_returned, facts_of
-from accelfn.engine.engine import (
-    check_first_batch,
-    check_loaded,
-    engine_of,
-    warn_of_values,
-)
+from accelfn.engine.doctor import examine_call
+from accelfn.engine.engine import engine_of
 from accelfn.engine.loss import LossFunction, Samples
 from accelfn.engine.optimizer import LiveUpdate
 from accelfn.errors import ArgumentError, BatchError, GradsError, LossError
@@ -259,12 +255,10 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         cache = state.definition.cache
         wrapped = cache.composed.get(ref(compute))
         if wrapped is None:
-            check_loaded(state)
-            check_first_batch(state, batch)
+            engine_of(state)
+            examine_call(state, batch)
             wrapped = _compose(differentiable, state.definition.setup)
             cache.compose(compute, wrapped)
-        if state.definition.data is not None and not isinstance(batch, Batch):
-            warn_of_values(state, batch)
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
         return wrapped(state, batch, *extras, into=into, sync=sync)
