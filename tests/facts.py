@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelfn's transforms tell, refuse and need, as tables in the reference.
+"""Tables of what accelfn's transforms tell, refuse and need, for the reference.
 
-`python -m tests.facts` writes them into docs/reference/transforms.md.
+`python -m tests.facts` writes them into docs/reference/. The first example of a transform's
+card stands for it.
 """
 
 import re
@@ -12,9 +13,10 @@ import accelfn as af
 from tests.internals import FACTS, chain, facts_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "transforms.md"
+DEEPSPEED = PAGE.with_name("deepspeed.md")
 _PART = re.compile(r"(<!-- facts -->\n).*?(<!-- end of facts -->)", flags=re.DOTALL)
-SHOWN: tuple[Any, ...] = (
-    af.shard_data(),
+_CARD = re.compile(r"^## `af\.(\w+)`\n(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
+VARIANTS: tuple[Any, ...] = (
     af.wrap_ddp(),
     af.wrap_ddp(bucket_cap_mb=0.5),
     af.wrap_ddp(static_graph=True),
@@ -22,47 +24,46 @@ SHOWN: tuple[Any, ...] = (
     af.wrap_fsdp(),
     af.wrap_fsdp(find_unused_parameters=True),
     af.wrap_fsdp(cpu_offload=True),
-    af.wrap_deepspeed(2),
-    af.context_parallel(),
-    af.tensor_parallel({"up": "column", "down": "row"}),
-    af.accumulate(num_micro_batches=2),
     af.autocast("bf16"),
     af.autocast("fp16"),
     af.autocast("fp8"),
-    af.clip_grad_norm(1.0),
-    af.clip_grad_value(1.0),
     af.compress("fp16"),
     af.compress("powersgd"),
-    af.local_sgd(sync_every=8),
     af.diloco(sync_every=500),
     af.diloco(sync_every=500, bits=8),
-    af.sync_batchnorm(),
-    af.skip_nonfinite(),
-    af.ema(0.999),
-    af.plateau(),
-    af.schedule_free(),
     af.compile(),
     af.compile(fullgraph=False),
     af.compile(backend="eager"),
-    af.checkpoint_activations(),
-    af.optimizer_in_backward(),
-    af.check_replicas(every=100),
-    af.identity(),
 )
-"""Every public transform, and again where options change what it says."""
+"""Transforms with options that change what they say; they replace the example of the card."""
 
 
-def tables() -> str:
-    """Return what each fact means, and what each transform says."""
+def shown(text: str) -> list[Any]:
+    """Return the transforms of a page's tables."""
+    names = {each.__name__ for each in public()}
+    transforms: list[Any] = []
+    for name, card in _CARD.findall(text):
+        if name in names:
+            kind = getattr(af, name)
+            variants = [each for each in VARIANTS if type(each) is kind]
+            code = card.partition(f">>> af.{name}(")[2].partition("\n")[0]
+            transforms += variants or [eval(f"af.{name}({code}", {"af": af})]  # noqa: S307
+    return transforms
+
+
+def facts_table() -> str:
+    """Return the meaning of each fact."""
+    rows = [f"| `{fact}` | {meaning} |" for fact, meaning in FACTS.items()]
+    return "\n".join(["| fact | says |", "| --- | --- |", *rows, "", ""])
+
+
+def transforms_table(transforms: list[Any]) -> str:
+    """Return what each transform says."""
     rows = [
-        "| fact | says |",
-        "| --- | --- |",
-        *(f"| `{fact}` | {meaning} |" for fact, meaning in FACTS.items()),
-        "",
         "| transform | tells | refuses | needs |",
         "| --- | --- | --- | --- |",
     ]
-    for each in SHOWN:
+    for each in transforms:
         said = [
             facts_of(each),
             getattr(each, "refuses", {}),
@@ -73,9 +74,12 @@ def tables() -> str:
     return "\n".join(rows) + "\n"
 
 
-def page(text: str) -> str:
-    """Return the page with the tables as they are now."""
-    return _PART.sub(lambda found: f"{found[1]}{tables()}{found[2]}", text)
+def page(path: Path) -> str:
+    """Return a page with the tables as they are now."""
+    text = path.read_text(encoding="utf-8")
+    tables = facts_table() if path == PAGE else ""
+    tables += transforms_table(shown(text))
+    return _PART.sub(lambda found: f"{found[1]}{tables}{found[2]}", text)
 
 
 def public() -> set[type]:
@@ -91,4 +95,5 @@ def public() -> set[type]:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (PAGE, DEEPSPEED):
+        path.write_text(page(path), encoding="utf-8")

@@ -27,6 +27,8 @@ SLOW_PAGES = {
     )
 }
 """Whose blocks train for seconds, or start processes."""
+NEEDS = {"docs/reference/deepspeed.md": "deepspeed"}
+"""Packages that a page's code imports, and that an installation may lack."""
 MODULES = sorted(ROOT.glob("accelfn/**/*.py"))
 WRITTEN_BY_A_SESSION = {ROOT / "docs/benchmarks.md"}  # `nox -s bench` makes it
 
@@ -82,6 +84,8 @@ def test_a_page_begins_with_its_title(page):
 )
 def test_every_code_block_of_a_page_runs(page):
     """The Python blocks of a page run in order and print what the page shows."""
+    if package := NEEDS.get(page_name(page)):
+        pytest.importorskip(package)
     for example in BLOCKS.parse(page):
         example.evaluate()
 

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The reference says what transforms tell and refuse, as they do."""
 
+import pytest
+
+import accelfn as af
 from tests import facts
 
 
@@ -9,15 +12,28 @@ def test_the_tables_of_the_page_are_those_of_the_code() -> None:
     text = facts.PAGE.read_text(encoding="utf-8")
 
     assert "<!-- facts -->" in text
-    assert text == facts.page(text)
+    assert text == facts.page(facts.PAGE)
+
+
+def test_the_table_of_deepspeed_is_that_of_the_code() -> None:
+    """`python -m tests.facts` writes it, if DeepSpeed is installed."""
+    pytest.importorskip("deepspeed")
+    text = facts.DEEPSPEED.read_text(encoding="utf-8")
+
+    assert "`af.wrap_deepspeed(2)` |" in text
+    assert text == facts.page(facts.DEEPSPEED)
 
 
 def test_every_public_transform_is_shown() -> None:
-    assert {type(each) for each in facts.SHOWN} == facts.public()
+    """Each card begins with an example, and each variant has a card."""
+    shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
+    assert {type(each) for each in shown} == facts.public() - {af.wrap_deepspeed}
+    assert all(each in shown for each in facts.VARIANTS)
 
 
 def test_every_fact_is_told_by_one() -> None:
     """A fact that no transform of accelfn's tells would be nobody's to try."""
-    told = {fact for each in facts.SHOWN for fact in facts.facts_of(each)}
+    shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
+    told = {fact for each in shown for fact in facts.facts_of(each)}
 
     assert told == set(facts.FACTS)
