@@ -2,9 +2,11 @@
 """One canonical instance of every public transform, and what the laws need to know of it."""
 
 import attrs
+from hypothesis import find
 from hypothesis import strategies as st
 
 import accelfn as af
+from tests.internals import CATALOG as ROWS
 from tests.internals import public_transforms, row_of
 
 __all__ = ["CATALOG", "Entry", "public_transforms", "stacks"]
@@ -78,6 +80,12 @@ CATALOG = [
     Entry(af.sync_batchnorm()),
     Entry(af.context_parallel()),
 ]
+CATALOG += [
+    Entry(find(row.transforms(), lambda _: True))
+    for row in ROWS
+    if not any(isinstance(entry.transform, row.cls) for entry in CATALOG)
+]
+"""A transform without an entry above has the first that its row draws."""
 
 
 _APART = af.local_sgd, af.diloco

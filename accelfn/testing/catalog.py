@@ -231,7 +231,7 @@ def public_transforms() -> frozenset[type]:
     """
     return frozenset(
         value
-        for value in vars(af).values()
+        for value in (getattr(af, name) for name in dir(af))
         if isinstance(value, type)
         and getattr(value, "__accelfn_transform__", False)
         and value is not chain
