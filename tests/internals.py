@@ -245,7 +245,7 @@ _NAMES = {
     "accelfn.step": ("step",),
     "accelfn.testing": ("comparing",),
     "accelfn.testing.catalog": (
-        "APART",
+        "NOT_DRAWN",
         "CATALOG",
         "fields_of as catalog_fields_of",
         "public_transforms",
@@ -266,7 +266,7 @@ _NAMES = {
         "SimulatedGroup",
     ),
     "accelfn.testing.simulation.turns": ("Turns",),
-    "accelfn.testing.transform_laws": ("acted",),
+    "accelfn.testing.transform_laws": ("observe_acts",),
     "accelfn.track.tracker": ("flat",),
     "accelfn.transforms": (
         "clip",

@@ -58,7 +58,7 @@ class Row:
         """Draw one, to stand in a chain with transforms that have these fields."""
         fields = frozenset(beside)
         fixed = {name for name, away in self.default_beside.items() if away & fields}
-        return _made(self, fixed)
+        return _draw_transform(self, fixed)
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
         """Return the fields of others that one cannot stand beside; by default the mildest."""
@@ -77,7 +77,7 @@ class Row:
 
 
 @st.composite
-def _made(draw: st.DrawFn, row: Row, fixed: Collection[str]) -> Transform:
+def _draw_transform(draw: st.DrawFn, row: Row, fixed: Collection[str]) -> Transform:
     drawn = draw(row.arguments)
     return row.cls(**{name: each for name, each in drawn.items() if name not in fixed})
 
@@ -208,7 +208,7 @@ CATALOG: tuple[Row, ...] = (
 )
 
 
-APART: frozenset[type] = frozenset(
+NOT_DRAWN: frozenset[type] = frozenset(
     {
         *(af.compile, af.compress, af.optimizer_in_backward, af.schedule_free),
         *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
@@ -227,7 +227,7 @@ to gather.
 def public_transforms() -> frozenset[type]:
     """Return the classes of transforms among accelfn's public names; `chain` is none.
 
-    Those in `APART` are left out.
+    Those in `NOT_DRAWN` are left out.
     """
     return frozenset(
         value
@@ -235,7 +235,7 @@ def public_transforms() -> frozenset[type]:
         if isinstance(value, type)
         and getattr(value, "__accelfn_transform__", False)
         and value is not chain
-        and value not in APART
+        and value not in NOT_DRAWN
     )
 
 

@@ -111,7 +111,7 @@ class Comparison:
 
     def _lone(self, path: str, value: Any, *, in_one: bool) -> Difference:
         side = self.sides[0 if in_one else 1]
-        return Difference(path, f"only in {side}: {described(value)}")
+        return Difference(path, f"only in {side}: {describe_value(value)}")
 
     def _are_of_a_kind(self, one: Any, two: Any) -> bool:
         """Whether two containers are compared inside: both mappings, or both sequences."""
@@ -133,7 +133,7 @@ class Comparison:
                 return self._tensors(*(torch.tensor(x, dtype=dtype) for x in pair))
             if _are_equal(*pair):
                 return None
-        shown = [described(each) for each in pair]
+        shown = [describe_value(each) for each in pair]
         if shown[0] == shown[1]:
             shown = [
                 f"{x} ({type(y).__name__})" for x, y in zip(shown, pair, strict=True)
@@ -151,7 +151,7 @@ class Comparison:
             return None
         first = tuple(places[0].tolist())
         pair = _pair(one[first], two[first])
-        apart = _apart(one[unequal], two[unequal])
+        apart = _format_distance(one[unequal], two[unequal])
         if one.ndim == 0:
             return f"{pair}{apart and f', difference {apart}'}"
         if len(places) == 1:
@@ -176,7 +176,7 @@ class Comparison:
         return unequal & ~((wide[0] - wide[1]).abs() <= allowed)
 
 
-def listed(differences: Sequence[Difference]) -> str:
+def format_differences(differences: Sequence[Difference]) -> str:
     """Return one line a difference, at most 20, and how many more there are."""
     lines = [f"\n  {each}" for each in differences[:_MOST_LINES]]
     more = len(differences) - len(lines)
@@ -218,7 +218,7 @@ def largest(*tensors: torch.Tensor) -> float:
     return max((float(each.max()) for each in found if each.numel()), default=0.0)
 
 
-def described(value: Any) -> str:
+def describe_value(value: Any) -> str:
     """Say what a value is, on part of a line."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
@@ -305,7 +305,7 @@ def _element(element: torch.Tensor) -> str:
             return repr(value)
 
 
-def _apart(one: torch.Tensor, two: torch.Tensor) -> str:
+def _format_distance(one: torch.Tensor, two: torch.Tensor) -> str:
     """Say how far the farthest two of some elements are apart, where that is a number."""
     if one.dtype is torch.bool:
         return ""
@@ -391,7 +391,7 @@ def assert_states_equal(
         entries = "entry" if len(found) == 1 else "entries"
         msg = (
             f"The states differ in {len(found)} {entries} (the first, the second):"
-            f"{listed(found)}"
+            f"{format_differences(found)}"
         )
         raise LawError(msg)
 
@@ -451,7 +451,7 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
     if gather:
         parts = {path: leaf for path, leaf in found.items() if is_shard(leaf)}
         found |= gather_full(parts, state.world, label="compare states")
-    return {path: kept(leaf) for path, leaf in found.items()}
+    return {path: copy_leaf(leaf) for path, leaf in found.items()}
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
@@ -460,7 +460,7 @@ def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | No
     return str(next(iter(found.values()))[0]) if found else None
 
 
-def kept(leaf: Any) -> Any:
+def copy_leaf(leaf: Any) -> Any:
     """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
     if isinstance(leaf, torch.Tensor):
         return local(leaf).detach().clone()

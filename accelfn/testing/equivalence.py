@@ -21,7 +21,7 @@ from accelfn.state.metrics import Loss, Metrics, mean
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.step import Step, finalize, make_step
-from accelfn.testing.comparing import Comparison, Difference, listed
+from accelfn.testing.comparing import Comparison, Difference, format_differences
 from accelfn.testing.simulate import simulate
 from accelfn.transforms.ddp import shard_data, wrap_ddp
 from accelfn.world import World
@@ -104,7 +104,7 @@ def assert_equivalent(
                 when = when if moment < updates else "after af.finalize"
                 where = f"in a world of {size}, on rank {rank}, {when}"
                 hint = _hint(held, comparison) if moment == 0 and is_own else ""
-                raise LawError(_told(pair, where, found) + hint)
+                raise LawError(_format_error(pair, where, found) + hint)
 
 
 def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
@@ -117,10 +117,10 @@ def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[He
         held: list[Held] = []
         for batch in batches(state):
             state, metrics = step(state, batch)
-            held.append(_held(state, metrics))
+            held.append(_state_contents(state, metrics))
             if len(held) == updates:
                 break
-        return [*held, _held(finalize(state), {})]
+        return [*held, _state_contents(finalize(state), {})]
 
     return simulate(size, train)
 
@@ -143,7 +143,7 @@ def _over_ranks(setup: chain, size: int) -> chain:
     return chain(None if sharded else shard_data(), wrap_ddp(), setup)
 
 
-def _held(state: TrainState, metrics: Any) -> Held:
+def _state_contents(state: TrainState, metrics: Any) -> Held:
     if isinstance(metrics, Metrics):
         metrics = mean(metrics, state.world)
     held = {
@@ -180,14 +180,14 @@ def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
     return compared
 
 
-def _told(
+def _format_error(
     pair: Sequence[chain], where: str, found: Mapping[str, list[Difference]]
 ) -> str:
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
     lines = [each for differences in found.values() for each in differences]
     return (
         f"The setups do not train alike: {where}, they differ in {', '.join(found)} (the"
-        f" first, the second):{listed(lines)}\nThe first is {codes[0]}, the second"
+        f" first, the second):{format_differences(lines)}\nThe first is {codes[0]}, the second"
         f" {codes[1]}."
     )
 

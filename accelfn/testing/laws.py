@@ -28,7 +28,7 @@ from accelfn.state.state import TrainState
 from accelfn.step.step import make_step
 from accelfn.testing.comparing import entries, first_difference
 from accelfn.testing.processes import Pool
-from accelfn.testing.rank import packed
+from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
 from accelfn.world import World
 
@@ -128,7 +128,7 @@ class Subject:
             history: History = []
             for after, metrics in self.advance(states, 0, at):
                 states = after
-                history.append(held(states, metrics))
+                history.append(state_contents(states, metrics))
             for name, state in leaves(states):
                 save(state, folder / name)
             return history
@@ -156,12 +156,12 @@ class Subject:
             states, history = self.start(world), list[Mapping[str, Any]]()
             for after, metrics in self.advance(states, 0, 1):
                 states = after
-                history.append(held(states, metrics))
+                history.append(state_contents(states, metrics))
             copies = [tree.tree_map(fork, states) for fork in (TrainState.copy, _twin)]
             run, twin = (self.advance(copy, 1, self.updates - 1) for copy in copies)
             for after, metrics in run:
                 next(twin, None)
-                history.append(held(after, metrics))
+                history.append(state_contents(after, metrics))
             return history
 
         return list(self._simulated(rank))
@@ -174,8 +174,8 @@ class Subject:
         history: History = []
         for after, metrics in self.advance(states, done, number):
             states = after
-            history.append(held(states, metrics))
-        return [*history, {**held(states, {}), **self.end(states)}]
+            history.append(state_contents(states, metrics))
+        return [*history, {**state_contents(states, {}), **self.end(states)}]
 
 
 OWN = "own "
@@ -197,7 +197,7 @@ def leaves(states: States) -> list[tuple[str, TrainState]]:
     return [(f"state-{place}", state) for place, state in enumerate(found)]
 
 
-def held(states: States, metrics: Any) -> dict[str, Any]:
+def state_contents(states: States, metrics: Any) -> dict[str, Any]:
     """Return all that states hold and metrics say, by name."""
     found: dict[str, Any] = {}
     several = len(leaves(states)) > 1
@@ -356,7 +356,9 @@ def replicas_agree(subject: Subject) -> str | None:
     Entries of slots that a transform tells by_rank may be each rank's own, as values of
     metrics are, but not their names.
     """
-    shared = [[_shared(each) for each in history] for history in subject.plain]
+    shared = [
+        [_replicated_entries(each) for each in history] for history in subject.plain
+    ]
     said = "the states that rank 0 and another rank hold"
     broken = differ(shared[:1] * subject.size, shared, said)
     return broken and broken + (_BY_RANK if ": slots[" in broken else "")
@@ -474,7 +476,7 @@ def _generators() -> dict[str, Any]:
     return found
 
 
-def _shared(held: Mapping[str, Any]) -> dict[str, Any]:
+def _replicated_entries(held: Mapping[str, Any]) -> dict[str, Any]:
     """Return what all ranks hold alike: not metrics, batch statistics, slots to be merged.
 
     Of metrics it is the names.
@@ -646,7 +648,7 @@ def call_anew(frozen: bytes, *given: Any) -> Any:
     """
     pool = Pool(1)
     try:
-        (found,) = pool.run(packed((_call, (frozen, *given), {})), _SECONDS)
+        (found,) = pool.run(pack((_call, (frozen, *given), {})), _SECONDS)
     finally:
         pool.close()
     return pickle.loads(found)  # noqa: S301 - of our own process

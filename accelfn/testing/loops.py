@@ -23,7 +23,7 @@ from accelfn.model.optimizer import group_key, named_state
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.update import next_hyper
-from accelfn.testing.comparing import Comparison, Difference, listed
+from accelfn.testing.comparing import Comparison, Difference, format_differences
 
 Quantities: TypeAlias = Mapping[str, Any]
 """Trees of tensors and numbers by name, as they stand after an update."""
@@ -133,7 +133,9 @@ def compare_loops(
             exact = exact and not _differing(one, two, equal)
             count += 1
         _check_lengths(len(trusted), count, next(iter(reports), None), steps)
-    return Agreement(num_updates=steps, quantities=_ordered(*trusted), is_exact=exact)
+    return Agreement(
+        num_updates=steps, quantities=_sort_names(*trusted), is_exact=exact
+    )
 
 
 def quantities(
@@ -183,14 +185,14 @@ def quantities(
     elif source is not None or optimizer is not None:
         found |= _of_module(source, optimizer)
     return {
-        name: tree.clone(tree.tree_map(_whole, value))
+        name: tree.clone(tree.tree_map(_full_tensor, value))
         for name, value in found.items()
         if not isinstance(value, dict) or value
     }
 
 
 def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
-    model = _bare(source)
+    model = _unwrap(source)
     if not isinstance(model, nn.Module):
         msg = (
             f"quantities({source!r}): expected a torch module, with its optimizer beside"
@@ -225,7 +227,7 @@ def _of_state(state: TrainState) -> dict[str, Any]:
     }
 
 
-def _whole(leaf: Any) -> Any:
+def _full_tensor(leaf: Any) -> Any:
     return leaf.detach().full_tensor() if is_shard(leaf) else leaf
 
 
@@ -240,12 +242,12 @@ def _hyperparameters(
 
 def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
     if isinstance(source, nn.Module):
-        named = _bare(source).named_parameters()
+        named = _unwrap(source).named_parameters()
         return {name: param.grad for name, param in named if param.grad is not None}
     return dict(source.tensors)
 
 
-def _bare(model: Any) -> Any:
+def _unwrap(model: Any) -> Any:
     wrapped = isinstance(model, (DistributedDataParallel, DataParallel))
     return cast("nn.Module", model.module) if wrapped else model
 
@@ -288,14 +290,14 @@ def _check(count: int, one: Quantities, two: Quantities, near: Comparison) -> No
     if not found:
         return
     first, *others = found
-    agree = [name for name in _ordered(one, two) if name not in found]
+    agree = [name for name in _sort_names(one, two) if name not in found]
     when = f"After update {count - 1} (counted from 0)"
     when = when if count else "Before the first update"
     begins = not count and first not in ("lr", "hyper")
     look = _BEGINNING if begins else _LOOK_AT.get(first)
     named = f"{when}, {first} is the first to differ (the old loop, the new loop):"
     lines = [
-        named + listed(found[first]),
+        named + format_differences(found[first]),
         f"Differ too: {', '.join(others)}." if others else "",
         f"Agree: {', '.join(agree)}." if agree else "",
         f"Look at {look}." if look else "",
@@ -327,10 +329,10 @@ def _differing(
 ) -> dict[str, list[Difference]]:
     """Return where two reports differ, by quantity, causes first."""
     found = comparison.by_name(one, two)
-    return {name: found[name] for name in _ordered(found)}
+    return {name: found[name] for name in _sort_names(found)}
 
 
-def _ordered(*reports: Quantities) -> tuple[str, ...]:
+def _sort_names(*reports: Quantities) -> tuple[str, ...]:
     """Return the names of all quantities, what causes others first."""
     names = dict.fromkeys(name for report in reports for name in report)
     return tuple(sorted(names, key=_place))

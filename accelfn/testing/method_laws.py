@@ -29,12 +29,12 @@ from accelfn.state.views import eval_params
 from accelfn.step.step import finalize, make_step
 from accelfn.testing.comparing import (
     Comparison,
+    copy_leaf,
     entries,
     first_difference,
-    kept,
     leaves,
 )
-from accelfn.testing.laws import History, Law, Subject, differ, held
+from accelfn.testing.laws import History, Law, Subject, differ, state_contents
 from accelfn.testing.simulate import simulate
 from accelfn.transforms.accumulate import accumulate
 from accelfn.world import World
@@ -52,7 +52,7 @@ _IN_PLACE = frozenset({"after_update", "finalize"})
 _NEW = "Return new tensors instead."
 
 
-def watched(transform: Any, seen: Seen) -> Any:
+def watch_inputs(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells of inputs it changes and must not.
 
     A method may change in place its own slot and the gradients it is given, and after an
@@ -61,7 +61,7 @@ def watched(transform: Any, seen: Seen) -> Any:
     """
 
     def watch(field: str, own: str, function: Any, *given: Any, **named: Any) -> Any:
-        keep = _kept(given, own=own, field=field)
+        keep = _copy_inputs(given, own=own, field=field)
         returned = function(*given, **named)
         for name in keep():
             seen(f"{transform!r}.{field} changed {name} in place. {_NEW}")
@@ -72,7 +72,7 @@ def watched(transform: Any, seen: Seen) -> Any:
             return watch(field, self.name, partial(method, self), *given)
         _, slot, _ = given
         path = f"slots[{self.name!r}]"
-        before = {name: kept(leaf) for name, leaf in leaves(path, slot)}
+        before = {name: copy_leaf(leaf) for name, leaf in leaves(path, slot)}
         returned = watch(field, "", partial(method, self), *given)
         if changed := first_difference(before, dict(leaves(path, slot))):
             seen(
@@ -83,10 +83,10 @@ def watched(transform: Any, seen: Seen) -> Any:
     def wrap(field: str, method: Any, self: Any, inner: Callable[..., Any]) -> Any:
         return wraps(inner)(partial(watch, field, "", method(self, inner)))
 
-    return intercepted(intercepted(transform, _METHODS, call), _WRAPPERS, wrap)
+    return intercept(intercept(transform, _METHODS, call), _WRAPPERS, wrap)
 
 
-def subclassed(transform: Any, methods: Mapping[str, Any]) -> Any:
+def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
     """Return a transform of the same options and name, with other methods, or facts."""
     kind = type(transform)
     body = {"__slots__": (), "__module__": kind.__module__, **methods}
@@ -96,7 +96,7 @@ def subclassed(transform: Any, methods: Mapping[str, Any]) -> Any:
     return made
 
 
-def intercepted(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
+def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
     """Return an equal transform, for whose methods `call(field, method, self, ...)` is called."""
     kind = type(transform)
 
@@ -109,7 +109,7 @@ def intercepted(transform: Any, fields: Iterable[str], call: Callable[..., Any])
 
     methods = {field: getattr(kind, field, None) for field in fields}
     found = {field: method_of(field, m) for field, m in methods.items() if callable(m)}
-    return subclassed(transform, found)
+    return with_methods(transform, found)
 
 
 _METHODS = (
@@ -119,11 +119,13 @@ _METHODS = (
 _WRAPPERS = ("loss", "value_and_grad")
 
 
-def _kept(given: Iterable[Any], *, own: str, field: str) -> Callable[[], list[str]]:
+def _copy_inputs(
+    given: Iterable[Any], *, own: str, field: str
+) -> Callable[[], list[str]]:
     """Copy what must not change; return what says, later, what did."""
     tensors: dict[str, torch.Tensor] = {}
     for each in given:
-        tensors.update(_guarded(each, own=own, field=field))
+        tensors.update(_protected_tensors(each, own=own, field=field))
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     def changed() -> list[str]:
@@ -136,7 +138,7 @@ def _kept(given: Iterable[Any], *, own: str, field: str) -> Callable[[], list[st
     return changed
 
 
-def _guarded(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
+def _protected_tensors(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
     """Return the tensors of one argument that the method must leave alone, by name."""
     if isinstance(value, TrainState):
         return _of_state(value, own=own, all_but_slots=field not in _IN_PLACE)
@@ -201,7 +203,7 @@ _LARGE, _LITTLE = 10.0, 0.01
 """How large gradients are at first, and then."""
 
 
-def held_to_mean(transform: Any, seen: Seen) -> Any:
+def watch_mean(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells of what its `reduce` makes of gradients."""
 
     def call(
@@ -224,7 +226,7 @@ def held_to_mean(transform: Any, seen: Seen) -> Any:
                 )
         return returned
 
-    return intercepted(transform, ["reduce"], call)
+    return intercept(transform, ["reduce"], call)
 
 
 def sends_all(members: Sequence[Any]) -> Law:
@@ -233,7 +235,7 @@ def sends_all(members: Sequence[Any]) -> Law:
 
     def law(subject: Subject) -> str | None:
         def begins(world: World) -> _Reduced:
-            return _reduced(subject.start(world), range(1), _LARGE)
+            return _sum_reduced(subject.start(world), range(1), _LARGE)
 
         def goes_on(world: World) -> _Reduced:
             state, saved = subject.start(world), [slots for *_, slots in begun]
@@ -242,7 +244,7 @@ def sends_all(members: Sequence[Any]) -> Law:
                 own = tree.clone([slots_of[each.name] for slots_of in saved])
                 slots[each.name] = each.merge(own, world)[1]
             state = attrs.evolve(state, slots={**state.slots, **slots})
-            return _reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
+            return _sum_reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
 
         begun = simulate(subject.size, begins)
         size = (1 if subject.size > 1 else 2) if merging else subject.size
@@ -263,7 +265,7 @@ def sends_all(members: Sequence[Any]) -> Law:
     return law
 
 
-def _reduced(state: TrainState, steps: range, size: float) -> _Reduced:
+def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
     """Return the sums of what `reduce` gives, those of the means, and the slots after it."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
@@ -318,13 +320,13 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
 
     given_up = chain(*members).gives_up()
     laws: dict[str, tuple[tuple[str, ...], Law]] = {
-        "inputs_unchanged": ((), told_by(watched)),
+        "inputs_unchanged": ((), told_by(watch_inputs)),
         "own_slot": ((), _own_slot(members, around)),
-        "drops_nothing": ((), told_by(_watched_for_loss)),
+        "drops_nothing": ((), told_by(_watch_losses)),
         "skips_whole": ((), _skips_whole(members, around)),
-        "reduces_to_mean": (("reduce",), told_by(held_to_mean)),
-        "groups_apart": (("hyper",), told_by(_watched_groups)),
-        "takes_what_it_is_given": (("grads", "eval_params"), told_by(_watched_flow)),
+        "reduces_to_mean": (("reduce",), told_by(watch_mean)),
+        "groups_apart": (("hyper",), told_by(_watch_groups)),
+        "takes_what_it_is_given": (("grads", "eval_params"), told_by(_watch_flow)),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
         "owes_once": (("finalize",), _owes_once),
@@ -384,7 +386,7 @@ def _dtypes(slots: Mapping[str, Any]) -> dict[str, torch.dtype]:
 _NUMBERS = ("step", "num_skipped", "cursor", "seed")
 
 
-def _watched_for_loss(transform: Any, seen: Seen) -> Any:
+def _watch_losses(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells of gradients, parameters and numbers it loses."""
 
     def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
@@ -393,7 +395,7 @@ def _watched_for_loss(transform: Any, seen: Seen) -> Any:
             seen(f"{self!r}.{field} {told}")
         return returned
 
-    return intercepted(transform, _LOST, call)
+    return intercept(transform, _LOST, call)
 
 
 def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
@@ -420,7 +422,7 @@ def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str 
     return None
 
 
-def _watched_groups(transform: Any, seen: Seen) -> Any:
+def _watch_groups(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells where a group's numbers depend on another group's."""
 
     def call(
@@ -443,10 +445,10 @@ def _watched_groups(transform: Any, seen: Seen) -> Any:
             )
         return returned
 
-    return intercepted(transform, ["hyper"], call)
+    return intercept(transform, ["hyper"], call)
 
 
-def _watched_flow(transform: Any, seen: Seen) -> Any:
+def _watch_flow(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that tells where it takes its update's value instead."""
 
     def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
@@ -454,10 +456,12 @@ def _watched_flow(transform: Any, seen: Seen) -> Any:
 
         def result(by: int, at: Update) -> Any:
             with torch.random.fork_rng(devices=[]):  # all draw the same numbers
-                returned, _ = method(self, _moved(value, by), tree.clone(slot), at)
+                returned, _ = method(
+                    self, _change_numbers(value, by), tree.clone(slot), at
+                )
             return dict(getattr(returned, "tensors", returned))
 
-        both = result(2, _with_value(update, _moved(value, 2)))
+        both = result(2, _with_value(update, _change_numbers(value, 2)))
         plain, only = result(1, update), result(2, update)
         if first_difference(only, both) and not first_difference(plain, only):
             seen(
@@ -466,10 +470,10 @@ def _watched_flow(transform: Any, seen: Seen) -> Any:
             )
         return method(self, value, slot, update)
 
-    return intercepted(transform, ["grads", "eval_params"], call)
+    return intercept(transform, ["grads", "eval_params"], call)
 
 
-def _moved(value: Any, by: int) -> Any:
+def _change_numbers(value: Any, by: int) -> Any:
     """Return a copy of gradients or parameters, with other numbers unless `by` is 1."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -647,8 +651,8 @@ def _owes_once(subject: Subject) -> str | None:
         once, again = History(), History()
         for state, _ in subject.advance(subject.start(world), 0, subject.updates):
             paid = finalize(state.copy())
-            once.append(held(paid, {}))
-            again.append(held(finalize(paid), {}))
+            once.append(state_contents(paid, {}))
+            again.append(state_contents(finalize(paid), {}))
         return once, again
 
     once, again = zip(*simulate(subject.size, rank, sums="ring"), strict=True)

@@ -61,7 +61,9 @@ def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[Non
     try:
         yield
     except (Exception, pytest.fail.Exception) as error:
-        item.add_report_section("call", "simulated world", _told(item, error, last))
+        item.add_report_section(
+            "call", "simulated world", _format_report(item, error, last)
+        )
         raise
     finally:
         setattr(holder, name, plain)
@@ -92,7 +94,9 @@ def _on_every_rank(
     return simulated
 
 
-def _told(item: pytest.Function, error: BaseException, log: Sequence[Entry]) -> str:
+def _format_report(
+    item: pytest.Function, error: BaseException, log: Sequence[Entry]
+) -> str:
     """Return how to repeat a failed test, and the collectives that were carried out."""
     shown = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
@@ -162,7 +166,7 @@ def replay(directory: str | os.PathLike[str]) -> None:
         Exception: what the step raises, as it did; step into it with a debugger.
     """
     folder = Path(directory)
-    bundles = _read(folder)
+    bundles = _read_bundles(folder)
     first = bundles[0]
     make = _made_by(first["make"])
 
@@ -222,7 +226,7 @@ def _write(
     return path
 
 
-def _read(folder: Path) -> list[dict[str, Any]]:
+def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     """Return every rank's bundle, decoded."""
     found = sorted(folder.glob("rank-*.json"))
     if not found:

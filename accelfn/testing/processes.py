@@ -39,13 +39,13 @@ from accelfn.testing.comparing import (
     SAVED,
     Comparison,
     Difference,
-    described,
-    listed,
+    describe_value,
+    format_differences,
 )
 from accelfn.testing.rank import (
     Answer,
     Surroundings,
-    packed,
+    pack,
     serve,
 )
 from accelfn.testing.simulation.plan import Plan, Run
@@ -110,7 +110,7 @@ def run_processes(
     """
     _check(size, fn, timeout)
     sizes = {} if axes is None else resolve_axes("run_processes", axes, size)
-    program = packed((fn, args, sizes))
+    program = pack((fn, args, sizes))
     with _LOCK:
         try:
             return _pool(size).run(program, timeout)
@@ -321,7 +321,7 @@ def check_comparable(plan: Plan) -> None:
         )
         raise ArgumentError(msg)
     try:
-        packed(plan.fn)
+        pack(plan.fn)
     except ArgumentError as error:
         msg = f'simulate(also="processes"): {error}'
         raise ArgumentError(msg) from error
@@ -363,7 +363,7 @@ def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
             msg = (
                 f"Rank {rank} of {plan.size} returns one thing in a simulated world and"
                 " another on processes joined by Gloo (simulated, on processes):"
-                f"{listed(found)}\nThe run: {plan}"
+                f"{format_differences(found)}\nThe run: {plan}"
             )
             raise LawError(msg)
 
@@ -478,8 +478,8 @@ def _array(path: str, array: Any) -> torch.Tensor:
 
 def _incomparable(path: str, value: Any) -> ArgumentError:
     msg = (
-        f"{path} is a {type(value).__qualname__} ({described(value)}), which cannot be compared"
-        " with that of another process. Return dense tensors, arrays and plain data, in"
+        f"{path} is a {type(value).__qualname__} ({describe_value(value)}), which cannot be"
+        " compared with that of another process. Return dense tensors, arrays and plain data, in"
         " containers or records, or a TrainState."
     )
     return ArgumentError(msg)

@@ -35,7 +35,7 @@ from accelfn.world.world import Groups, open_groups
 _COLLECTIVE_SECONDS = 30.0
 
 
-def packed(value: object) -> bytes:
+def pack(value: object) -> bytes:
     """Return a value as bytes for another process.
 
     Raises:
@@ -216,7 +216,7 @@ def _result(
         group=connection,
     )
     try:
-        return packed(fn(world, *args))
+        return pack(fn(world, *args))
     finally:
         world.connection.close()
 

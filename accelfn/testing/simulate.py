@@ -14,7 +14,7 @@ from accelfn.base.arguments import explain_call_errors
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.calls import Fault, Sums
 from accelfn.testing.simulation.plan import Plan, Run
-from accelfn.testing.simulation.ranks import simulated
+from accelfn.testing.simulation.ranks import run_simulation
 from accelfn.world import World
 
 T = TypeVar("T")
@@ -104,15 +104,15 @@ def simulate(
     if also not in (None, "processes"):
         msg = f'simulate(also={also!r}): expected "processes" or None.'
         raise ArgumentError(msg)
-    return simulated(plan) if also is None else _compared(plan)
+    return run_simulation(plan) if also is None else _run_both(plan)
 
 
-def _compared(plan: Plan) -> Run[Any]:
+def _run_both(plan: Plan) -> Run[Any]:
     """Run, and compare with real processes."""
     # here, since few runs ask for it, and it brings all that starting processes needs
     from accelfn.testing import processes  # noqa: PLC0415
 
     processes.check_comparable(plan)
-    run = simulated(plan)
+    run = run_simulation(plan)
     processes.compare_with_processes(plan, run)
     return run

@@ -322,7 +322,9 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
             wanted = _histories(subject, around(whole), 1)
             if isinstance(wanted, str):
                 return f"on one rank, the run raised {wanted}"
-            for how, setup in _ways(members, around, subject.size, lossy=lossy).items():
+            for how, setup in _split_setups(
+                members, around, subject.size, lossy=lossy
+            ).items():
                 broken = _compare(subject, setup, wanted[0], rough=rough)
                 if broken and draws:  # other numbers for each rank and micro-batch
                     again = _histories(subject, around(whole), 1, name="another")
@@ -376,7 +378,7 @@ def _only_splits(transform: Any) -> bool:
     return splits and not results
 
 
-def _ways(
+def _split_setups(
     members: Sequence[Any], around: Around, size: int, *, lossy: bool
 ) -> Mapping[str, chain]:
     """Return, by how a message calls it, the setups in which updates are split.

@@ -145,10 +145,14 @@ def _chains(
         wanted = place not in chosen and draw(st.booleans())
         if wanted and len(chosen) < fixed + max_size and place.composes(chosen):
             chosen.append(place)
-    return chain(*[_made(draw, place, chosen) for place in order if place in chosen])
+    return chain(
+        *[_draw_transform(draw, place, chosen) for place in order if place in chosen]
+    )
 
 
-def _made(draw: st.DrawFn, place: _Place, places: Sequence[_Place]) -> Transform:
+def _draw_transform(
+    draw: st.DrawFn, place: _Place, places: Sequence[_Place]
+) -> Transform:
     if place.value is not None:
         return place.value
     beside = {
@@ -305,7 +309,9 @@ def _samples(
 Drawn = Mapping[str, st.SearchStrategy[Any]]
 
 
-def lifted(given: Mapping[str, Any], drawn: Drawn) -> dict[str, st.SearchStrategy[Any]]:
+def field_strategies(
+    given: Mapping[str, Any], drawn: Drawn
+) -> dict[str, st.SearchStrategy[Any]]:
     """Return a strategy for every field, the given ones first."""
     constant = {name: _strategy(value) for name, value in given.items()}
     return {**drawn, **constant}
@@ -378,7 +384,7 @@ def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
     Args:
         fields: fields of `Criterion` that are given: a value, or a strategy of values.
     """
-    return st.builds(Criterion, **lifted(fields, _OF_LOSSES))
+    return st.builds(Criterion, **field_strategies(fields, _OF_LOSSES))
 
 
 _OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
@@ -515,7 +521,7 @@ def models(**fields: Any) -> st.SearchStrategy[Net]:
     Example:
         >>> for_any_split = models(norm=False, dropout=False)
     """
-    return st.builds(Net, **lifted(fields, _OF_NETS))
+    return st.builds(Net, **field_strategies(fields, _OF_NETS))
 
 
 _OF_NETS: dict[str, st.SearchStrategy[Any]] = {
@@ -709,7 +715,7 @@ def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program
     values = {
         name for name, each in fields.items() if not isinstance(each, st.SearchStrategy)
     }
-    return _programs(exact, lifted(fields, _EXACT if exact else _ANY), values)
+    return _programs(exact, field_strategies(fields, _EXACT if exact else _ANY), values)
 
 
 _ANY: dict[str, st.SearchStrategy[Any]] = {

@@ -25,10 +25,10 @@ from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.simulation.group import (
     Algorithm,
     Cost,
-    Given,
+    Payload,
     check_algorithm,
     cost,
-    given,
+    payload_of,
 )
 from accelfn.world import World
 
@@ -48,7 +48,7 @@ _PARTS: Mapping[str, Callable[[int], int]] = {
 """How many parts for others a rank gives, by collective; of the rest, one."""
 
 
-def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Given]:
+def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
     """Return what ranks give to each collective, in order, on that many ranks.
 
     Args:
@@ -75,25 +75,30 @@ def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
         for entry in entries:
             if len(entry.ranks) < size:
                 among = entry.group or "two ranks"
-                _refuse(ranks, f"{_named(entry)} is not of all ranks, but of {among}")
+                _refuse(
+                    ranks,
+                    f"{_describe_call(entry)} is not of all ranks, but of {among}",
+                )
     for size, entries in others:
         for a, b in zip(calls, entries, strict=False):
             if _known_by(a) != _known_by(b):
-                on = f"{_named(a)} on {first} ranks is {_named(b)} on {size}"
+                on = f"{_describe_call(a)} on {first} ranks is {_describe_call(b)} on {size}"
                 _refuse(ranks, on)
         if len(calls) != len(entries):
             shorter, longer = sorted((calls, entries), key=len)
             more = first if longer is calls else size
-            _refuse(ranks, f"{_named(longer[len(shorter)])} is on {more} ranks only")
+            _refuse(
+                ranks, f"{_describe_call(longer[len(shorter)])} is on {more} ranks only"
+            )
 
 
 def _known_by(entry: Entry) -> tuple[object, ...]:
     return entry.kind, entry.op, entry.label, entry.step
 
 
-def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Given:
+def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     """Return what ranks would give to one collective."""
-    found = {size: given(entry) for size, entry in entries.items()}
+    found = {size: payload_of(entry) for size, entry in entries.items()}
     like = next(iter(found.values()))
     parts = _PARTS.get(like.kind, lambda _: 1)
     part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in found.items()}, ranks)
@@ -109,7 +114,9 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Given:
     if total is None or most is None:
         told = ", ".join(f"{each.total:,} on {size}" for size, each in found.items())
         entry = next(iter(entries.values()))
-        _refuse(ranks, f"the bytes that ranks give to {_named(entry)} are {told}")
+        _refuse(
+            ranks, f"the bytes that ranks give to {_describe_call(entry)} are {told}"
+        )
     return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
 
 
@@ -127,7 +134,7 @@ def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
     return found if found.denominator == 1 else None
 
 
-def _named(entry: Entry) -> str:
+def _describe_call(entry: Entry) -> str:
     label = "" if entry.label is None else f" {entry.label!r}"
     step = "before any update" if entry.step is None else f"at update {entry.step}"
     return f"{entry.kind}{label} {step} ({entry.site})"
@@ -214,21 +221,21 @@ class Link:
                 " real world, or write Link(latency=..., bandwidth=...)."
             )
             raise WorldError(msg)
-        _reduced(1, world)
-        small = min(_reduced(1, world) for _ in range(_TIMES))
+        _time_sum(1, world)
+        small = min(_time_sum(1, world) for _ in range(_TIMES))
         count = 2**14
-        large = _reduced(count, world)
+        large = _time_sum(count, world)
         while large < _SECONDS and count < _LARGEST:
             count *= 4
-            large = _reduced(count, world)
-        large = min(large, *(_reduced(count, world) for _ in range(2)))
+            large = _time_sum(count, world)
+        large = min(large, *(_time_sum(count, world) for _ in range(2)))
         rounds = 2 * (world.size - 1)
         busiest = 4 * (count - 1) * rounds / world.size
         latency = max(small, 0.0) / rounds
         return cls(latency=latency, bandwidth=busiest / max(large - small, 1e-9))
 
 
-def _reduced(count: int, world: World) -> float:
+def _time_sum(count: int, world: World) -> float:
     """Return the seconds in which the slowest rank summed so many floats."""
     values = torch.zeros(count, device=world.device)
     sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
@@ -246,7 +253,7 @@ _TOTAL = "all"
 _NO_LABEL = "no label"
 
 
-def written(
+def format_table(
     columns: Mapping[int, Mapping[str | None, int]],
     updates: int,
     seconds: Mapping[int, float] | None = None,
@@ -262,23 +269,25 @@ def written(
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
     rows = [("bytes an update", *head)]
     for label in labels:
-        sent = [_each(column.get(label, 0), updates) for column in columns.values()]
+        sent = [
+            _per_update(column.get(label, 0), updates) for column in columns.values()
+        ]
         rows.append((_NO_LABEL if label is None else label, *sent))
     totals = [sum(column.values()) for column in columns.values()]
-    rows.append((_TOTAL, *(_each(total, updates) for total in totals)))
+    rows.append((_TOTAL, *(_per_update(total, updates) for total in totals)))
     shares = zip(totals, columns, strict=True)
-    rows.append(("of these, a rank", *(_each(t, updates * n) for t, n in shares)))
+    rows.append(("of these, a rank", *(_per_update(t, updates * n) for t, n in shares)))
     if seconds is not None:
         rows.append(("seconds an update", *(f"{s:.3g}" for s in seconds.values())))
-    return _aligned(rows)
+    return _align_columns(rows)
 
 
-def _each(total: int, parts: int) -> str:
+def _per_update(total: int, parts: int) -> str:
     whole, rest = divmod(total, parts)
     return f"{whole:,}" if not rest else f"{total / parts:,.1f}"
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
+def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
     for first, *others in rows:
@@ -382,7 +391,9 @@ class Traffic:
         calls = self._calls(ranks, algorithm, of_updates=True)
         whole = all(len(call.ranks) == ranks for call in calls)
         slowest = max(
-            _waited([c for c in calls if rank in c.ranks], link, compute * overlap)
+            _wait_seconds(
+                [c for c in calls if rank in c.ranks], link, compute * overlap
+            )
             for rank in (range(1) if whole else range(ranks))
         )
         return compute + slowest / max(1, self.updates)
@@ -406,14 +417,14 @@ class Traffic:
         sizes = list(ranks)
         columns = {size: self.bytes(size, algorithm=algorithm) for size in sizes}
         if link is None:
-            return written(columns, max(1, self.updates))
+            return format_table(columns, max(1, self.updates))
         seconds = {
             size: self.seconds(
                 link, ranks=size, algorithm=algorithm, compute=compute, overlap=overlap
             )
             for size in sizes
         }
-        return written(columns, max(1, self.updates), seconds)
+        return format_table(columns, max(1, self.updates), seconds)
 
     def __str__(self) -> str:
         """Show bytes an update on the numbers of ranks on which the program ran."""
@@ -440,9 +451,9 @@ class Traffic:
         }
         entries = logs.get(ranks, next(iter(logs.values())))
         if ranks in logs:
-            calls = [given(entry) for entry in entries]
+            calls = [payload_of(entry) for entry in entries]
         elif ranks == 1:  # there is nobody to give it to
-            calls = [attrs.evolve(given(entry), ranks=1) for entry in entries]
+            calls = [attrs.evolve(payload_of(entry), ranks=1) for entry in entries]
         else:
             calls = foreseen(logs, ranks)
         return [
@@ -462,7 +473,7 @@ class Traffic:
         return tuple(e for e in log if (e.step is not None) is of_updates)
 
 
-def _waited(calls: Sequence[_Call], link: Link, backward: float) -> float:
+def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
     """Return the seconds that a rank waits in its calls, of all updates together."""
     by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
     for call in calls:

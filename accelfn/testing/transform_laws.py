@@ -26,7 +26,12 @@ from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.views import eval_params
 from accelfn.step.step import finalize, make_step
-from accelfn.testing.comparing import entries, first_difference, kept, leaves
+from accelfn.testing.comparing import (
+    copy_leaf,
+    entries,
+    first_difference,
+    leaves,
+)
 from accelfn.testing.laws import (
     COMMON,
     PROBLEMS,
@@ -42,7 +47,12 @@ from accelfn.testing.laws import (
     keeps_frozen,
     trains,
 )
-from accelfn.testing.method_laws import intercepted, method_laws, skips_once, subclassed
+from accelfn.testing.method_laws import (
+    intercept,
+    method_laws,
+    skips_once,
+    with_methods,
+)
 from accelfn.testing.processes import RankError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.step_laws import split_law
@@ -67,7 +77,7 @@ _OVER_RANKS = ("data", "reduce", "runner")
 """Methods that may have nothing to do in a world of 1."""
 
 
-def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
+def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
     """Return which methods did something in which of a subject's updates, on any rank.
 
     What counts is that it changed a bit of what it was given, or that ranks communicated.
@@ -84,10 +94,10 @@ def acted(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
         def note(name: str, rank: int) -> None:
             found.setdefault(name, set()).add(update[rank])
 
-        get = _observed_options(transform, _options(transform), found)
-        seen = intercepted(transform, (*_ACTS, "finalize"), _observed(note))
-        seen = intercepted(seen, _WRAPS, _observed_wrapper(note))
-        return subclassed(seen, {"__getattribute__": get})
+        get = _note_options(transform, _options(transform), found)
+        seen = intercept(transform, (*_ACTS, "finalize"), _note_method(note))
+        seen = intercept(seen, _WRAPS, _note_wrapper(note))
+        return with_methods(seen, {"__getattribute__": get})
 
     def rank(world: World) -> None:
         # all that is called, not only the latest
@@ -119,7 +129,7 @@ def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]
     return [name for name in wanted if name not in found]
 
 
-def unread(transforms: Any, found: Mapping[str, Any]) -> list[str]:
+def unread_options(transforms: Any, found: Mapping[str, Any]) -> list[str]:
     """Return the options that have no effect: no method names them, and none was read."""
     options = [(each, option) for each in transforms for option in _options(each)]
     wanted = [f"{each!r}.{option}" for each, option in options]
@@ -146,7 +156,7 @@ def _names(value: Any) -> set[str]:
     return set(code.co_names).union(*map(_names, code.co_consts))
 
 
-def _observed_options(transform: Any, options: list[str], found: Acted) -> Any:
+def _note_options(transform: Any, options: list[str], found: Acted) -> Any:
     """Return the access to attributes, which notes each option that is read."""
 
     def get(self: Any, name: str) -> Any:
@@ -170,7 +180,7 @@ def method_name(transform: Any, field: str, *, skipped: bool) -> str:
     return f"{transform!r}.{field}{' of a skipped update' if skipped else ''}"
 
 
-def _observed(note: Callable[[str, int], None]) -> Callable[..., Any]:
+def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
     """Return a call of a method that notes whether it did something, if it is from outside."""
     busy: set[int] = set()
 
@@ -184,13 +194,15 @@ def _observed(note: Callable[[str, int], None]) -> Callable[..., Any]:
         kept = update.state.slots.get(self.name) if update.skipped else slot
         # what ranks only count until they meet is not yet what the method is for
         counts = field == "after_update" and "apart" in facts_of(self)
-        before = _named(field, value, kept, counts=counts)
+        before = _copy_values(field, value, kept, counts=counts)
         talked = len(world.connection.activity.trail)
         returned = method(self, value, slot, update)
         busy.discard(world.rank)
         if field == "hyper" and not returned[0]:  # it laid nothing over
             returned = value, returned[1]
-        changed = first_difference(before, _named(field, *returned, counts=counts))
+        changed = first_difference(
+            before, _copy_values(field, *returned, counts=counts)
+        )
         changed = changed or (field == "eval_params" and returned[0] is not value)
         if len(world.connection.activity.trail) > talked or changed:
             note(method_name(self, field, skipped=update.skipped), world.rank)
@@ -199,7 +211,7 @@ def _observed(note: Callable[[str, int], None]) -> Callable[..., Any]:
     return call
 
 
-def _observed_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
+def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
     """Return a call of a method that notes whether it returned another thing."""
 
     def call(field: str, method: Any, self: Any, inner: Any, *given: Any) -> Any:
@@ -211,9 +223,9 @@ def _observed_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
     return call
 
 
-def _named(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
+def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
     """Return what a method can change of what it is given, copied; without what it counts."""
-    found = {path: kept(leaf) for path, leaf in leaves("slot", slot)}
+    found = {path: copy_leaf(leaf) for path, leaf in leaves("slot", slot)}
     if isinstance(value, TrainState):
         found = entries(value) | found
         value = None
@@ -227,7 +239,7 @@ def _named(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]
         }
     elif field == "hyper":
         value = {str(where): each for where, each in value.items()}
-    found |= {path: kept(leaf) for path, leaf in leaves(field, value)}
+    found |= {path: copy_leaf(leaf) for path, leaf in leaves(field, value)}
     return {n: e for n, e in found.items() if not (counts and n.startswith("slot"))}
 
 
@@ -260,7 +272,7 @@ def fact_law(members: Sequence[Any], around: Around) -> Law:
 def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | None:
     """With draws of its own for each method, the run of one that draws nothing is the same."""
     forced = [
-        subclassed(each, {"tells": {**facts_of(each), "draws_nothing": False}})
+        with_methods(each, {"tells": {**facts_of(each), "draws_nothing": False}})
         for each in members
     ]
     again = subject.within(around(forced)).histories()
@@ -475,7 +487,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     if updates is not None:
         check_integer("check_transform", "updates", updates, 1, "a number of updates")
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
-    anew = freeze(partial(_resumed, members, other, max(sizes)))
+    anew = freeze(partial(_resume_runs, members, other, max(sizes)))
     acting, number = _acting(members, problems, max(sizes), updates)
     laws |= acting
     subjects = [
@@ -496,7 +508,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
             raise LawError(msg)
 
 
-def _resumed(
+def _resume_runs(
     members: Sequence[Any], problem: Problem, size: int, updates: int, folder: Path
 ) -> list[History]:
     return _subject(members, problem, size, updates).resumed(1, folder)
@@ -558,7 +570,7 @@ def _acting(
                 )
 
             try:
-                seen = acted(subject, start)
+                seen = observe_acts(subject, start)
             except Exception as error:
                 error.add_note(f"It was tried with {subject.name}.")
                 raise
@@ -571,7 +583,7 @@ def _acting(
 
     idle_said, unread_said = (
         next((said.format(name, tried, told) for name in names), None)
-        for said, names in ((_IDLE, idlers), (_UNREAD, unread(members, found)))
+        for said, names in ((_IDLE, idlers), (_UNREAD, unread_options(members, found)))
     )
     laws: dict[str, Law] = {
         "acts": lambda _: idle_said,
@@ -609,20 +621,20 @@ def _subject(
         start=lambda world: problem.state(world, _setup(members)),
         begin=problem.state,
         advance=lambda state, _, number: problem.updates(state, number),
-        end=_owed,
+        end=_final_values,
     )
 
 
-def _owed(state: Any) -> dict[str, Any]:
+def _final_values(state: Any) -> dict[str, Any]:
     """Return what is evaluated, and what is left when what is owed is paid."""
     found = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
-    found = {n: p.clone() for n, p in _gathered(found, state).items()}
+    found = {n: p.clone() for n, p in _gather(found, state).items()}
     params = finalize(state).params.items()
     left = {f"finalize.params[{name!r}]": param for name, param in params}
-    return found | _gathered(left, state)
+    return found | _gather(left, state)
 
 
-def _gathered(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
+def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     return gather_full(params, state.world, label="compare states")
 
 

@@ -17,7 +17,7 @@ from accelfn.errors import LawError
 from accelfn.testing import Problem, check_transform
 from tests.budget import at_night
 from tests.catalog import CATALOG
-from tests.internals import PROBLEMS, Subject, acted, method_laws
+from tests.internals import PROBLEMS, Subject, method_laws, observe_acts
 from tests.laws.reducing import (
     ErrorFeedback,
     GatherAll,
@@ -1300,7 +1300,7 @@ def test_to_count_until_ranks_meet_is_not_to_act(every: int, when: Any) -> None:
         each = observed(AveragesEvery(every))
         return Problem().state(world, af.chain(af.shard_data(), each))
 
-    found = acted(run_of(AveragesEvery(every)), start)
+    found = observe_acts(run_of(AveragesEvery(every)), start)
     assert found.get(f"AveragesEvery({every}).after_update") == when
 
 

@@ -436,7 +436,7 @@ def test_a_link_is_measured_in_rounds(
         latency = rounds * true.latency
         return latency + 4 * (count - 1) * rounds / world.size / true.bandwidth
 
-    monkeypatch.setattr(traffic, "_reduced", reduced)
+    monkeypatch.setattr(traffic, "_time_sum", reduced)
 
     def fn(world: af.World) -> Link:
         monkeypatch.setattr(world.connection, "simulated", None)

@@ -113,8 +113,10 @@ class Call:
     def shapes(self) -> str:
         """Shapes and dtypes: of what ranks have in common, or of all that this one has."""
         if not self.kind.startswith("all_to_all"):
-            return _listed(self._common())
-        return f"gives {_listed(self.sends)}, takes {_listed(self.fills)}"
+            return _format_tensors(self._common())
+        return (
+            f"gives {_format_tensors(self.sends)}, takes {_format_tensors(self.fills)}"
+        )
 
     def agreed(self) -> tuple[Any, ...]:
         """Return what must be the same on all ranks, in the order of `AGREED`."""
@@ -188,7 +190,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
     return _num_bytes(tensor._indices()) + _num_bytes(tensor._values())
 
 
-def _listed(tensors: Iterable[torch.Tensor]) -> str:
+def _format_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(format_tensor(each) for each in tensors)
 
 
@@ -283,7 +285,7 @@ _OPERATIONS: Mapping[str, Operation] = {
 }
 
 
-def reduced(op: str, parts: Parts, sums: Sums) -> torch.Tensor:
+def reduce_tensors(op: str, parts: Parts, sums: Sums) -> torch.Tensor:
     """Return what all ranks' tensors are together; it is the same on all of them."""
     # nothing is cut out of a sparse tensor, and it has no place in a buffer
     dense = parts[0].layout is torch.strided
@@ -299,7 +301,7 @@ def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
     return total
 
 
-def _around(operate: Operation, parts: Parts) -> torch.Tensor:
+def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
     """Each piece of the buffer from another rank on, as a ring passes pieces round."""
     size = len(parts)
     pieces = [each.reshape(-1).tensor_split(size) for each in parts]
@@ -321,7 +323,7 @@ def _by_pairs(operate: Operation, parts: Parts) -> torch.Tensor:
 
 _ORDERS: Mapping[Sums, Callable[[Operation, Parts], torch.Tensor]] = {
     "ranks": _by_rank,
-    "ring": _around,
+    "ring": _by_ring,
     "tree": _by_pairs,
 }
 
@@ -386,7 +388,7 @@ def _is_error(_: object, __: object, value: object) -> None:
         raise ArgumentError(msg)
 
 
-def _named(value: object) -> str:
+def _format_error(value: object) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
@@ -405,7 +407,7 @@ class Raise:
     at: int | str | None = attrs.field(default=None, validator=_is_place)
     step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     error: Exception | type[Exception] = attrs.field(
-        default=RankFaultError, kw_only=True, validator=_is_error, repr=_named
+        default=RankFaultError, kw_only=True, validator=_is_error, repr=_format_error
     )
 
 

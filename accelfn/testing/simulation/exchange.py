@@ -40,10 +40,10 @@ from accelfn.testing.simulation.calls import (
     due_as_begins,
     entry_of,
     is_of_update,
-    reduced,
+    reduce_tensors,
     strike,
 )
-from accelfn.testing.simulation.turns import Gatherings
+from accelfn.testing.simulation.turns import Regroup
 from accelfn.world.connection import Activity
 
 if TYPE_CHECKING:
@@ -104,12 +104,12 @@ def _no_modes() -> AbstractContextManager[object]:
 
 
 def _all_reduce(calls: Sequence[Call], sums: Sums) -> Results:
-    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
+    total = reduce_tensors(str(calls[0].op), [call.sends[0] for call in calls], sums)
     return [(total,)] * len(calls)
 
 
 def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
-    total = reduced(str(calls[0].op), [call.sends[0] for call in calls], sums)
+    total = reduce_tensors(str(calls[0].op), [call.sends[0] for call in calls], sums)
     return [(total,) if call.fills else () for call in calls]
 
 
@@ -134,7 +134,7 @@ def _of_root(calls: Sequence[Call]) -> Call:
 def _reduce_scatter(calls: Sequence[Call], sums: Sums) -> Results:
     op = str(calls[0].op)
     shares = ([call.sends[rank] for call in calls] for rank in range(len(calls)))
-    return [(reduced(op, share, sums),) for share in shares]
+    return [(reduce_tensors(op, share, sums),) for share in shares]
 
 
 def _all_to_all(calls: Sequence[Call], _sums: Sums) -> Results:
@@ -167,7 +167,7 @@ _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
 }
 
 
-# Meetings: which calls of ranks belong together.
+# Matching: which calls of ranks belong together.
 #
 # The collectives of a group's ranks meet by their order; messages by sender, receiver and
 # tag, and among equal ones by their order. Each group has an order of its own.
@@ -193,8 +193,8 @@ class Meeting:
         return self.results[self.calls.index(call)]
 
 
-class Meetings:
-    """All meetings of one world that are not complete."""
+class CallMatching:
+    """All calls of one world that are not complete."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -249,10 +249,10 @@ def _is_message(send: Call, recv: Call) -> bool:
     )
 
 
-# Standings: where each rank of a simulated world is, for the tables in errors.
+# Status: where each rank of a simulated world is, for the tables in errors.
 
 
-class Standings:
+class RankStatus:
     """What each rank called last, whether it is still in there, and how it ended."""
 
     def __init__(self, size: int) -> None:
@@ -315,14 +315,14 @@ class Exchange:
     ) -> None:
         """Begin with nothing called; the world is elastic where a least size is given."""
         self.size = size
-        self.gatherings = Gatherings(size, least)
+        self.regroup = Regroup(size, least)
         self._sums: Sums = sums
         self.log: list[Entry] = []
         self.faults = list(faults)
         self.clocks = [0.0] * size
         self.turns: Turns | None = None
-        self._meetings = Meetings()
-        self._standings = Standings(size)
+        self._meetings = CallMatching()
+        self._standings = RankStatus(size)
         self._num_called = [0] * size
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
@@ -413,14 +413,14 @@ class Exchange:
         """
         error = self._gone.get(rank, error)
         if error is None or isinstance(error, Left):
-            self.gatherings.leave(rank)
+            self.regroup.leave(rank)
             self._standings.ends(rank, "returned" if error is None else error.how)
             return None
         crashed = isinstance(error, Crashed)
         self._standings.ends(rank, error.how if crashed else f"raised {_repr(error)}")
         how = self._standings.of(rank)
-        if crashed and self.gatherings.lose(rank, how):
-            self._meetings.forget(self.gatherings.is_broken)
+        if crashed and self.regroup.lose(rank, how):
+            self._meetings.forget(self.regroup.is_broken)
             return None
         text = f"rank {rank} {how}, so the others cannot go on.\n{self._standings}"
         self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
@@ -446,7 +446,7 @@ class Exchange:
                 f" waited for; the first of each rank:\n{rows}\n{self._recent()}"
             )
         self.turns = self._failure = None
-        self._meetings, self._standings = Meetings(), Standings(self.size)
+        self._meetings, self._standings = CallMatching(), RankStatus(self.size)
         self._gone.clear()
         self._told.clear()
         self._given_up.clear()
@@ -474,7 +474,7 @@ class Exchange:
 
     def _check_group(self, call: Call) -> None:
         """Refuse a call of a group that a rank has given up, or crashed in."""
-        lost = self.gatherings.lost_of(call.group)
+        lost = self.regroup.lost_of(call.group)
         if lost is not None:
             msg = (
                 f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
@@ -520,7 +520,7 @@ class Exchange:
                 ready()
                 or self._failure is not None
                 or call.group in self._given_up
-                or self.gatherings.is_broken(call.group)
+                or self.regroup.is_broken(call.group)
             ),
         )
         self._standings.goes_on(call.rank)
@@ -534,7 +534,7 @@ class Exchange:
 
     def begins(self, rank: int, update: int) -> None:
         """Let faults happen as a rank begins an update, with a collective or without."""
-        self.gatherings.reached = max(self.gatherings.reached, update)
+        self.regroup.reached = max(self.regroup.reached, update)
         self._strike(rank, due_as_begins(self.faults, rank, update))
 
     def check_reached(self) -> None:
@@ -550,7 +550,7 @@ class Exchange:
                 f" update {missed[0].step}. Plan it for an update that the rank takes."
             )
             raise SimulationError(msg)
-        self.gatherings.check_returned()
+        self.regroup.check_returned()
 
     def let_others(self, rank: int, ready: Callable[[], bool]) -> None:
         """Let others run until `ready()`.
@@ -565,13 +565,13 @@ class Exchange:
 
     def takes_back(self, rank: int) -> bool:
         """Let others run until a rank that crashed comes back; return whether it does."""
-        gone, gatherings = self._gone.get(rank), self.gatherings
+        gone, regroup = self._gone.get(rank), self.regroup
         if not isinstance(gone, Crashed) or gone.returns is None:
             return False
-        gatherings.expect(rank, gone.returns)
+        regroup.expect(rank, gone.returns)
         with suppress(Exception):  # whatever broke the world, they have told it
-            self.let_others(rank, lambda: gatherings.may_return(rank))
-            if gatherings.returns(rank):
+            self.let_others(rank, lambda: regroup.may_return(rank))
+            if regroup.returns(rank):
                 del self._gone[rank]
                 return True
         return False
@@ -638,10 +638,10 @@ def _repr(error: BaseException) -> str:
     return type(error).__name__
 
 
-# Sayings: what simulated ranks say of one thing, compared without a collective.
+# Shared values: what simulated ranks say of one thing, compared without a collective.
 
 
-class Sayings:
+class SharedValues:
     """What ranks said that not all have said yet, by what it is of and how often they did."""
 
     def __init__(self, size: int) -> None:

@@ -376,12 +376,12 @@ _numbers = count(1 << 48)
 def tell_rank() -> None:
     """Tell the meshes of this rank a number that no other rank of any run has."""
     number = next(_numbers)
-    answers = _threaded, SimpleNamespace(get_ident=lambda: number)
+    answers = _threaded_backend, SimpleNamespace(get_ident=lambda: number)
     for (module, name), answer in zip(ASKED, answers, strict=True):
         setattr(module, name, answer)
 
 
-def _threaded(group: Any = None) -> str:
+def _threaded_backend(group: Any = None) -> str:
     del group
     return "threaded"
 
@@ -546,7 +546,7 @@ _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARY = str(Path(__file__).parents[3]) + os.sep
 
 
-def explained(error: BaseException) -> BaseException:
+def explain_meta_error(error: BaseException) -> BaseException:
     """Return what names the line that asked for a value; what is no such error is as it was."""
     first = error.__cause__ if isinstance(error, Error) else error
     is_torchs = isinstance(first, (RuntimeError, ValueError)) and not isinstance(
@@ -609,7 +609,7 @@ class Cost:
 
 
 @attrs.frozen(kw_only=True)
-class Given:
+class Payload:
     """What ranks give to one collective, as far as its cost depends on it.
 
     Attributes:
@@ -627,9 +627,9 @@ class Given:
     is_sparse: bool = False
 
 
-def given(entry: Entry) -> Given:
+def payload_of(entry: Entry) -> Payload:
     """Return what ranks gave to a collective of a log."""
-    return Given(
+    return Payload(
         kind=entry.kind,
         ranks=len(entry.ranks),
         most=max(entry.for_others),
@@ -650,7 +650,7 @@ def check_algorithm(call: str, algorithm: object) -> None:
         raise ArgumentError(msg)
 
 
-def cost(what: Given, algorithm: Algorithm) -> Cost:
+def cost(what: Payload, algorithm: Algorithm) -> Cost:
     """Return what a collective costs."""
     if what.ranks == 1:
         return Cost(num_bytes=0, rounds=0, busiest=0.0)
@@ -660,28 +660,28 @@ def cost(what: Given, algorithm: Algorithm) -> Cost:
     return _COSTS[algorithm][kind](what)
 
 
-def _pipelined(what: Given) -> Cost:
+def _pipeline(what: Payload) -> Cost:
     """From rank to rank, part by part."""
     hops, n = what.ranks - 1, what.most
     return Cost(num_bytes=hops * n, rounds=hops, busiest=n)
 
 
-def _in_a_tree(what: Given) -> Cost:
+def _in_a_tree(what: Payload) -> Cost:
     """From one rank to two, to four, or back."""
     n, depth = what.most, (what.ranks - 1).bit_length()
     return Cost(num_bytes=(what.ranks - 1) * n, rounds=depth, busiest=depth * n)
 
 
-def _reduce_scatter(what: Given) -> Cost:
+def _reduce_scatter(what: Payload) -> Cost:
     """Each part once round the ring."""
     hops, n = what.ranks - 1, what.most
     return Cost(num_bytes=hops * n, rounds=hops, busiest=hops * n / what.ranks)
 
 
-def _twice(once: Callable[[Given], Cost]) -> Callable[[Given], Cost]:
+def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
     """To where the sum is made, and back in the same manner."""
 
-    def cost(what: Given) -> Cost:
+    def cost(what: Payload) -> Cost:
         there = once(what)
         return Cost(
             num_bytes=2 * there.num_bytes,
@@ -692,7 +692,7 @@ def _twice(once: Callable[[Given], Cost]) -> Callable[[Given], Cost]:
     return cost
 
 
-def _reduce_by_gloo(what: Given) -> Cost:
+def _reduce_by_gloo(what: Payload) -> Cost:
     """Once round the ring, and from there to the root."""
     ring, n = _reduce_scatter(what), what.most
     gathered = n - n // what.ranks
@@ -703,31 +703,31 @@ def _reduce_by_gloo(what: Given) -> Cost:
     )
 
 
-def _all_gather(what: Given) -> Cost:
+def _all_gather(what: Payload) -> Cost:
     hops = what.ranks - 1
     return Cost(num_bytes=hops * what.total, rounds=hops, busiest=hops * what.most)
 
 
-def _gather(what: Given) -> Cost:
+def _gather(what: Payload) -> Cost:
     return Cost(num_bytes=what.total, rounds=what.ranks - 1, busiest=what.total)
 
 
-def _to_each_its_own(what: Given) -> Cost:
+def _to_each_its_own(what: Payload) -> Cost:
     return Cost(num_bytes=what.total, rounds=what.ranks - 1, busiest=what.most)
 
 
-def _message(what: Given) -> Cost:
+def _message(what: Payload) -> Cost:
     return Cost(num_bytes=what.most, rounds=1, busiest=what.most)
 
 
-_RING: Mapping[str, Callable[[Given], Cost]] = {
+_RING: Mapping[str, Callable[[Payload], Cost]] = {
     "all_reduce": _twice(_reduce_scatter),
     "reduce_scatter": _reduce_scatter,
     "reduce_scatter_single": _reduce_scatter,
     "all_gather": _all_gather,
     "all_gather_single": _all_gather,
-    "broadcast": _pipelined,
-    "reduce": _pipelined,
+    "broadcast": _pipeline,
+    "reduce": _pipeline,
     "gather": _gather,
     "scatter": _to_each_its_own,
     "all_to_all": _to_each_its_own,
@@ -735,7 +735,7 @@ _RING: Mapping[str, Callable[[Given], Cost]] = {
     "barrier": _in_a_tree,
     "send": _message,
 }
-_COSTS: Mapping[Algorithm, Mapping[str, Callable[[Given], Cost]]] = {
+_COSTS: Mapping[Algorithm, Mapping[str, Callable[[Payload], Cost]]] = {
     "ring": _RING,
     "tree": {
         **_RING,

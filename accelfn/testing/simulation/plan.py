@@ -23,7 +23,7 @@ from accelfn.testing.simulation.group import (
     Algorithm,
     check_algorithm,
     cost,
-    given,
+    payload_of,
 )
 from accelfn.world import World
 from accelfn.world.axes import resolve_axes
@@ -90,7 +90,7 @@ class Run(Sequence[T], Generic[T]):
         totals: dict[Any, int] = {}
         for entry in self.log:
             key = getattr(entry, by)
-            num_bytes = cost(given(entry), algorithm).num_bytes
+            num_bytes = cost(payload_of(entry), algorithm).num_bytes
             totals[key] = totals.get(key, 0) + num_bytes
         return totals
 

@@ -27,11 +27,11 @@ from accelfn.base import devices, draws
 from accelfn.checkpoint import store
 from accelfn.testing.simulation import group
 from accelfn.testing.simulation.calls import Crashed, Members
-from accelfn.testing.simulation.exchange import Exchange, Sayings, SimulatedWork
+from accelfn.testing.simulation.exchange import Exchange, SharedValues, SimulatedWork
 from accelfn.testing.simulation.group import (
     Registry,
     SimulatedGroup,
-    explained,
+    explain_meta_error,
     known_to_torch,
 )
 from accelfn.testing.simulation.plan import Plan, Run
@@ -238,7 +238,7 @@ def _floor() -> Generator[None]:
         yield
 
 
-def simulated(plan: Plan) -> Run[Any]:
+def run_simulation(plan: Plan) -> Run[Any]:
     """Run a program on simulated ranks."""
     with _floor(), process_kept(plan.device), known_to_torch(plan.device):
         return _run(plan)
@@ -284,7 +284,7 @@ def _run(plan: Plan) -> Run[Any]:
         _inside.rank = True
         live(rank, _world(rank, plan, _Room(run, groups[rank], registries[rank])))
         while exchange.takes_back(rank):
-            alone = exchange.gatherings.alone(rank)
+            alone = exchange.regroup.alone(rank)
             group = SimulatedGroup(rank, alone, post, exchange.log)
             registries.append(Registry.of(group))
             ambient.begin_anew(rank, registries[-1])
@@ -332,7 +332,9 @@ class _Run:
 
     exchange: Exchange
     is_elastic: bool = False
-    sayings: dict[Members, Sayings] = attrs.field(factory=dict[Members, Sayings])
+    shared_values: dict[Members, SharedValues] = attrs.field(
+        factory=dict[Members, SharedValues]
+    )
 
 
 @attrs.frozen
@@ -357,18 +359,16 @@ class _Room:
     def is_awaited(self) -> bool:
         """Let those come that are on their way; return whether one waits to come in."""
         exchange = self._run.exchange
-        exchange.let_others(
-            self.group.rank_of_run, lambda: exchange.gatherings.is_quiet
-        )
-        return exchange.gatherings.is_awaited
+        exchange.let_others(self.group.rank_of_run, lambda: exchange.regroup.is_quiet)
+        return exchange.regroup.is_awaited
 
     def meet(self, world: World) -> World:
         """Return the world of all ranks that are left, and those that wait."""
         exchange, rank = self._run.exchange, self.group.rank_of_run
-        exchange.gatherings.come(rank)
-        exchange.let_others(rank, lambda: exchange.gatherings.is_due(rank))
+        exchange.regroup.come(rank)
+        exchange.let_others(rank, lambda: exchange.regroup.is_due(rank))
         activity = exchange.activity(rank) if self.is_newcomer else None
-        room = self.among(exchange.gatherings.formed(rank), activity)
+        room = self.among(exchange.regroup.formed(rank), activity)
         self._registry.begin(room.group)
         world.connection.close()
         joins = attrs.evolve(room, is_newcomer=False).connection()
@@ -388,8 +388,10 @@ class _Room:
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
         """Return the rank that said other rows of the same, and which."""
         members = self.group.members
-        sayings = self._run.sayings.setdefault(members, Sayings(len(members.ranks)))
-        return sayings.say(self.group.rank(), label, rows)
+        shared_values = self._run.shared_values.setdefault(
+            members, SharedValues(len(members.ranks))
+        )
+        return shared_values.say(self.group.rank(), label, rows)
 
     def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
         """Return the group of some of these ranks, this one among them, and its room."""
@@ -427,7 +429,7 @@ def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
     """Raise the one error, with how to repeat the run."""
     rank, error = errors.pop()
     if plan.device.type == "meta":
-        error = explained(error)
+        error = explain_meta_error(error)
     with suppress(Exception):  # a class of errors may take no notes
         where = "" if rank is None else f" rank {rank} of"
         note = f"In{where} a simulated world. To repeat the run: {plan}"

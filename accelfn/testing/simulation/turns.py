@@ -235,10 +235,10 @@ def _never() -> bool:
     return False
 
 
-# Gatherings: who makes the world of an elastic run, from one to the next.
+# Regroup: who makes the world of an elastic run, from one to the next.
 
 
-class Gatherings:
+class Regroup:
     """Which ranks are there, which are gone, and which wait to come in.
 
     A world goes on until one of its ranks is gone or one waits to come in; then those that are
