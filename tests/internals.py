@@ -44,13 +44,17 @@ _NAMES = {
         "tree_map",
     ),
     "accelfn.checkpoint": (
+        "background",
         "commit",
-        "disk",
         "elastic",
         "files",
-        "grammar",
         "manifest",
         "store",
+    ),
+    "accelfn.checkpoint.background": (
+        "Talk",
+        "Writing",
+        "talk_directory",
     ),
     "accelfn.checkpoint.commit": (
         "Lock",
@@ -76,11 +80,7 @@ _NAMES = {
         "assemble",
         "cover",
     ),
-    "accelfn.checkpoint.store": (
-        "Talk",
-        "Writing",
-        "talk_directory",
-    ),
+    "accelfn.checkpoint.store": ("best_of",),
     "accelfn.cli": (
         "main",
         "parser",

@@ -30,7 +30,7 @@ import torch
 from blake3 import blake3
 
 from accelfn.base import arguments
-from accelfn.checkpoint import disk, files
+from accelfn.checkpoint import files
 from accelfn.checkpoint.manifest import NAME, Manifest, joint_bytes, rank_file
 from accelfn.checkpoint.slices import Slice
 from accelfn.errors import (
@@ -163,14 +163,14 @@ class Save:
                 outcome = f"unread {type(error).__name__} {format_error(error)}"
         outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
         if commits:
-            done = not outcomes[0] and disk.is_there(self.final)
+            done = not outcomes[0] and files.is_there(self.final)
             outcomes = ["ok "] if done else outcomes[:1]
         for rank, text in enumerate(outcomes):
             if not text.startswith("ok "):
                 # if "begin" failed on rank 0, the directory belongs to another save
                 if self.rank == 0 and (what != "begin" or failure is None):
                     with suppress(OSError):
-                        disk.remove(self.partial)
+                        files.remove(self.partial)
                 verdict, _, error = (text or _SPEECHLESS).partition(" ")
                 kind, _, reason = error.partition(" ")
                 begins = self.not_verified if verdict == "unread" else self.not_saved
@@ -204,8 +204,8 @@ def begin(save: Save) -> None:
             f" {save.final.name}-2."
         )
         raise CheckpointError(msg)
-    disk.remove(save.partial)
-    disk.create(save.partial)
+    files.remove(save.partial)
+    files.create(save.partial)
 
 
 def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:
@@ -229,7 +229,9 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
             path, step = save.partial / name / own, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
             try:
-                written[name] = files.write(path, each.mine, metadata).to_plain()
+                written[name] = files.write_tensors(
+                    path, each.mine, metadata
+                ).to_plain()
             except OSError as error:
                 explain(error, path, each.mine)
         return json.dumps(written)
@@ -245,12 +247,12 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
             step = each.units["step"]
             data = divisions[name].manifest(each, of_ranks, step=step).to_bytes()
             digests[name] = blake3(data).hexdigest()
-            disk.write(save.partial / name / NAME, [data])
-            disk.flush(save.partial / name)
+            files.write(save.partial / name / NAME, [data])
+            files.flush(save.partial / name)
         if "" not in digests:
-            disk.write(save.partial / NAME, [joint_bytes(digests)])
-            disk.flush(save.partial)
-        disk.rename(save.partial, save.final)
+            files.write(save.partial / NAME, [joint_bytes(digests)])
+            files.flush(save.partial)
+        files.rename(save.partial, save.final)
 
     save.run_on_all(exchange, "write the manifest", name_it, commits=True)
 
@@ -263,7 +265,7 @@ def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
     """
     check_seen(save)
     for name in filter(None, contents if save.rank == 0 else ()):
-        disk.create(save.partial / name)
+        files.create(save.partial / name)
     is_alone = save.size == 1
     return json.dumps(
         {n: describe_contents(c, is_alone=is_alone) for n, c in contents.items()}
@@ -468,10 +470,10 @@ class Lock:
         """
         while (found := _text_of(self.path)) != self.text:
             if found is None:
-                disk.claim(self.path, self.text)
+                files.claim(self.path, self.text)
                 continue
             holder = _refuse_living(self.path, found)
-            if disk.withdraw(self.path, found):
+            if files.withdraw(self.path, found):
                 sys.stderr.write(
                     f"accelfn: taking over {self.path} of {holder}, which is gone\n"
                 )
@@ -480,13 +482,13 @@ class Lock:
         """Release the lock if this process took it."""
         if self.pid == os.getpid():
             with suppress(OSError):
-                disk.withdraw(self.path, self.text)
+                files.withdraw(self.path, self.text)
 
 
 def _text_of(path: Path) -> str | None:
     """Return a lock file's text: None without a file, "" if no lock wrote the file."""
     try:
-        with disk.open_plain(path) as file:
+        with files.open_plain(path) as file:
             text = file.read(_LONGEST + 1).decode()
     except FileNotFoundError:
         return None

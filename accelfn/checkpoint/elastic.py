@@ -165,7 +165,7 @@ class Source:
         if self.held is not None:
             held = self.held[file]
             return {n: held[n].to(device, copy=not is_copied) for n in names}
-        return files.read(
+        return files.read_tensors(
             Path(self.folder) / file,
             self.manifest.files[file],
             names,

@@ -8,24 +8,249 @@ The digest of a tensor covers the file up to the end of the tensor. So the first
 differs names the changed tensor, and the last digest is the output of `b3sum`.
 """
 
+import ctypes
+import errno
+import fcntl
 import json
 import math
 import os
+import shutil
+import socket
+import stat
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, Self, TypeAlias, cast
+from typing import Any, BinaryIO, NoReturn, Self, TypeAlias, cast
 
 import attrs
 import torch
 from blake3 import blake3
 
-from accelfn.base import devices
-from accelfn.checkpoint import disk
+from accelfn.base import arguments, devices
 from accelfn.errors import CheckpointCorruptError
+
+# Disk operations: write, rename, remove, lock. Each is durable on return.
+#
+# Contents count as written after a flush of the file, and names after a flush of the directory.
+# After a crash, a file system may have kept any part of unflushed changes (Pillai et al. 2014,
+# "All File Systems Are Not Created Equal").
+
+
+Chunk: TypeAlias = bytes | memoryview
+_PIECE = 1 << 23
+"""Bytes after which the disk starts to flush a file."""
+_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+"""Available on Linux."""
+if _sync_file_range is not None:
+    _sync_file_range.argtypes = (
+        *(ctypes.c_int, ctypes.c_int64, ctypes.c_int64),
+        ctypes.c_uint,
+    )
+_WRITE = 2
+"""SYNC_FILE_RANGE_WRITE: start to flush without waiting."""
+
+
+def make(directory: Path) -> None:
+    """Make a directory and its missing parents, and flush them."""
+    if not arguments.is_directory(directory):
+        if directory.is_symlink():
+            what = f"a link to {directory.readlink()}, which is not a directory"
+            raise NotADirectoryError(errno.ENOTDIR, what, str(directory))
+        make(directory.parent)
+        directory.mkdir(exist_ok=True)
+        flush(directory.parent)
+
+
+def create(directory: Path) -> None:
+    """Make a new directory and its missing parents."""
+    make(directory.parent)
+    directory.mkdir()
+
+
+def write(path: Path, chunks: Iterable[Chunk]) -> None:
+    """Write and flush a new file; the disk flushes a piece while the next is written.
+
+    A failed flush is not repeated: its pages count as clean and are lost (Rebello et al.
+    2020, "Can Applications Recover from fsync Failures?").
+    """
+    try:
+        with path.open("xb") as file:
+            begun = written = 0
+            for chunk in chunks:
+                written += file.write(chunk)
+                if written - begun >= _PIECE:
+                    _begin_flush(file.fileno(), begun, written)
+                    begun = written
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        _raise_named(error, path)
+
+
+def _begin_flush(handle: int, begin: int, end: int) -> None:
+    """Start to flush a part of a file; the final flush reports errors."""
+    if _sync_file_range is not None:
+        _sync_file_range(handle, begin, end - begin, _WRITE)
+
+
+def flush(directory: Path) -> None:
+    """Flush the names in a directory to the disk."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        _raise_named(error, directory)
+    finally:
+        os.close(handle)
+
+
+def rename(path: Path, new: Path) -> None:
+    """Rename a directory to an unused name and flush, or leave the old name."""
+    if arguments.exists(new):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(new))
+    path.rename(new)
+    try:
+        flush(new.parent)
+    except Exception:
+        new.rename(path)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory tree, if it exists."""
+    with suppress(FileNotFoundError):  # another process may remove it at the same time
+        if arguments.is_directory(path) and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def claim(path: Path, text: str) -> bool:
+    """Write a small file atomically; return False if the file exists already."""
+    draft = path.with_name(f".tmp-{uuid.uuid4().hex}")
+    try:
+        write(draft, [text.encode()])
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return False
+        except OSError:
+            return _claim_unlinked(path, text)
+    finally:
+        with suppress(OSError):  # the next save removes it
+            remove(draft)
+    return True
+
+
+def _claim_unlinked(path: Path, text: str) -> bool:
+    """Write the file on a file system without links; a crash may truncate the text."""
+    try:
+        write(path, [text.encode()])
+    except FileExistsError:
+        return False
+    except OSError:
+        remove(path)
+        raise
+    return True
+
+
+def withdraw(path: Path, text: str) -> bool:
+    """Remove a file that has this text; return True in exactly one process."""
+    try:
+        with path.open("rb+") as file:
+            with suppress(OSError):  # some file systems have no such locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+            is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            if not is_same or file.read() != text.encode():
+                return False
+            path.unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def tell(path: Path, text: str) -> None:
+    """Publish a text to other ranks atomically; an empty file if the disk is full."""
+    unfinished = path.with_name(f".{path.name}")
+    try:
+        unfinished.write_text(text, encoding="utf-8")
+        unfinished.rename(path)
+    except OSError:
+        path.touch()
+
+
+def hold(path: Path) -> BinaryIO | None:
+    """Make a file and lock it until it is closed or this process ends in any way.
+
+    Returns: the file; None if the file system has no such locks.
+    """
+    unfinished = path.with_name(f".{path.name}")
+    with suppress(OSError):
+        file = unfinished.open("xb", buffering=0)
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            file.write(_mount(file.fileno()))
+            unfinished.rename(path)
+        except BaseException:
+            file.close()
+            raise
+        return file
+    return None
+
+
+def is_let_go(path: Path) -> bool:
+    """Return whether a process of this machine has released its lock of a file."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read() == _mount(file.fileno()):
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return True
+    return False
+
+
+def _mount(handle: int) -> bytes:
+    """Return an identity of this machine and mount: locks are reliable only within one."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        machine = socket.gethostname()
+    return f"{machine.strip()} {os.fstat(handle).st_dev}".encode()
+
+
+def is_there(path: Path) -> bool:
+    """Return whether a path exists; False if the disk cannot tell."""
+    with suppress(OSError):
+        return arguments.exists(path)
+    return False
+
+
+def open_plain(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: the path is missing, or is a link, a directory or a device.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            return os.fdopen(handle, "rb", buffering=0)
+    except BaseException:
+        os.close(handle)
+        raise
+    os.close(handle)
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _raise_named(error: OSError, path: Path) -> NoReturn:
+    """Raise the error with the path, which a failed write or flush leaves out."""
+    if error.filename is not None or error.errno is None:
+        raise error
+    raise OSError(error.errno, os.strerror(error.errno), str(path)) from error
+
 
 # Hashing in a thread, while the file is read.
 
@@ -225,7 +450,7 @@ def bytes_in(dtype: str, shape: Sequence[int]) -> int:
     return math.prod(shape) * DTYPES[dtype].itemsize
 
 
-def write(
+def write_tensors(
     path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
 ) -> File:
     """Write tensors to a new file, flush it, and return its description.
@@ -238,7 +463,7 @@ def write(
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
         values = (bytes_of(tensors[name]) for name in order)
-        disk.write(path, chain([header], chain.from_iterable(map(_blocks, values))))
+        write(path, chain([header], chain.from_iterable(map(_blocks, values))))
         first, *ends = hashed.result()
     entries = {
         name: Entry(*places[name], digest=end)
@@ -261,7 +486,7 @@ def ignore_progress(_count: int) -> None:
     """Ignore the number of bytes that were read."""
 
 
-def read(
+def read_tensors(
     path: Path,
     file: File,
     wanted: AbstractSet[str],
@@ -285,7 +510,7 @@ def read(
             changed tensor.
     """
     try:
-        with disk.open_plain(path) as stream:
+        with open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size != file.size:
                 msg = f"{path}: {size} bytes, the manifest says {file.size}."
@@ -434,7 +659,7 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> None:
     """Fill a buffer from a stream's position, with as many threads as torch computes with.
 
     One thread copies cached data below the memory's bandwidth, and requests one piece at a time
-    from a disk. Each thread reads at least one block.
+    from a  Each thread reads at least one block.
     """
     handle, begin = stream.fileno(), stream.tell()
     threads = min(torch.get_num_threads(), len(buffer) // _BLOCK)
@@ -463,3 +688,74 @@ def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
         if not got:
             raise OSError(None, "it ended while it was read")
         at += got
+
+
+# Hints for wrong paths: the format of the files there, and the function that reads them.
+
+
+_SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
+_TORCH = (
+    "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
+)
+_OURS = (
+    "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
+    ' alone af.load_part(state, {path}, "params").'
+)
+_STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
+_ZERO = (
+    "It is a checkpoint of DeepSpeed; af.import_state(state, {path}) reads what ZeRO saves of"
+    " plain models, with the folder of a tag in it."
+)
+_IN_FOLDERS = {
+    "manifest.json": _OURS,
+    ".metadata": _STATE,
+    "optimizer.bin": _STATE,
+    "zero_to_fp32.py": _ZERO,
+    "model.safetensors": _SAFE,
+    "model.safetensors.index.json": _SAFE,
+    "pytorch_model.bin": _TORCH,
+    "pytorch_model.bin.index.json": _TORCH,
+}
+_ENDINGS = {
+    ".safetensors": _SAFE,
+    ".safetensors.index.json": _SAFE,
+    ".bin": _TORCH,
+    ".bin.index.json": _TORCH,
+    ".pt": _TORCH,
+    ".pth": _TORCH,
+    ".ckpt": _TORCH,
+}
+
+
+def reader_of(path: Path) -> str:
+    """Return sentences about functions that read a path, each after a space; or ""."""
+    found: list[str] = []
+    if arguments.is_directory(path):
+        found = [
+            text for name, text in _IN_FOLDERS.items() if arguments.exists(path / name)
+        ]
+    elif arguments.is_file(path):
+        found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
+    said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
+    return "".join(f" {text}" for text in said)
+
+
+def checkpoints_near(path: Path, name: str) -> str:
+    """Return a sentence, after a space, that names checkpoints in or next to a path.
+
+    Args:
+        path: a path without a checkpoint.
+        name: the name of a file that every checkpoint has.
+    """
+    inside = arguments.is_directory(path)
+    folder = path if inside else path.parent
+    try:
+        found = sorted(
+            each.name for each in folder.iterdir() if arguments.is_file(each / name)
+        )
+    except OSError:  # missing, or not readable
+        found = []
+    if not found:
+        return " af.save(state, directory) writes one."
+    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+    return f" {'In' if inside else 'Beside'} it there are {len(found)}: {shown}."

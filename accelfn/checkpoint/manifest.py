@@ -5,93 +5,351 @@ The digest is on the second line, and covers all lines after it.
 """
 
 import json
-import math
 import re
-from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
+import reprlib
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, TypeAlias, cast
 
 import attrs
 from blake3 import blake3
 
 from accelfn.base import arguments
-from accelfn.base.codec import Table, decode, encode, tensors_in
-from accelfn.checkpoint import disk, files, grammar
-from accelfn.checkpoint.files import DTYPES, File
-from accelfn.checkpoint.slices import of_copies
+from accelfn.base.codec import MAX_DEPTH, Table, decode, encode, tensors_in
+from accelfn.checkpoint import files
+from accelfn.checkpoint.files import DTYPES, File, bytes_in
+from accelfn.checkpoint.slices import Slice, cover, of_copies
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 
-# Hints for wrong paths: the format of the files there, and the function that reads them.
+# The structure of a manifest: the values that are valid at each place of its JSON.
+#
+# Anyone can write a manifest with a correct digest. So accelfn checks every value before using
+# it, and no value can cost much time or memory.
 
 
-_SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
-_TORCH = (
-    "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
-)
-_OURS = (
-    "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
-    ' alone af.load_part(state, {path}, "params").'
-)
-_STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
-_ZERO = (
-    "It is a checkpoint of DeepSpeed; af.import_state(state, {path}) reads what ZeRO saves of"
-    " plain models, with the folder of a tag in it."
-)
-_IN_FOLDERS = {
-    "manifest.json": _OURS,
-    ".metadata": _STATE,
-    "optimizer.bin": _STATE,
-    "zero_to_fp32.py": _ZERO,
-    "model.safetensors": _SAFE,
-    "model.safetensors.index.json": _SAFE,
-    "pytorch_model.bin": _TORCH,
-    "pytorch_model.bin.index.json": _TORCH,
-}
-_ENDINGS = {
-    ".safetensors": _SAFE,
-    ".safetensors.index.json": _SAFE,
-    ".bin": _TORCH,
-    ".bin.index.json": _TORCH,
-    ".pt": _TORCH,
-    ".pth": _TORCH,
-    ".ckpt": _TORCH,
-}
+Rule: TypeAlias = Callable[[Any], None]
+"""Raises `_UnexpectedError` for an invalid value."""
+
+MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
+"""The name of a state that is saved together with others, and of its directory."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_LARGEST_COUNT = 2**63
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 20
 
 
-def reader_of(path: Path) -> str:
-    """Return sentences about functions that read a path, each after a space; or ""."""
-    found: list[str] = []
-    if arguments.is_directory(path):
-        found = [
-            text for name, text in _IN_FOLDERS.items() if arguments.exists(path / name)
-        ]
-    elif arguments.is_file(path):
-        found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
-    said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
-    return "".join(f" {text}" for text in said)
+class _UnexpectedError(ValueError):
+    """An invalid value, the expected kind, and the place, from the innermost key outwards."""
+
+    def __init__(self, expected: str, found: object) -> None:
+        self.text = f"{quote(found)} where {expected} is expected"
+        self.place: list[str] = []
+        super().__init__(self.text)
 
 
-def checkpoints_near(path: Path, name: str) -> str:
-    """Return a sentence, after a space, that names checkpoints in or next to a path.
+def quote(value: object) -> str:
+    """Return a value's shortened `repr`: a value from a file can have any size."""
+    return _SHORT.repr(value)[:200]
 
-    Args:
-        path: a path without a checkpoint.
-        name: the name of a file that every checkpoint has.
+
+def _refuse(expected: str, found: object) -> NoReturn:
+    raise _UnexpectedError(expected, found)
+
+
+def check_structure(plain: Any) -> None:
+    """Reject JSON that no save has written.
+
+    Raises:
+        ValueError: names the place, the value and the expected kind.
     """
-    inside = arguments.is_directory(path)
-    folder = path if inside else path.parent
     try:
-        found = sorted(
-            each.name for each in folder.iterdir() if arguments.is_file(each / name)
+        _MANIFEST(plain)
+    except _UnexpectedError as error:
+        place = ".".join(reversed(error.place))
+        msg = f"{place[:200] or 'it'} is {error.text}"
+        raise ValueError(msg) from None
+
+
+def check_files(world_size: int, files: dict[str, File]) -> None:
+    """Reject a list of files that is not one file per rank.
+
+    Raises:
+        ValueError: names the unexpected files.
+    """
+    expected = {f"rank-{rank:05d}.safetensors" for rank in range(len(files))}
+    if len(files) != world_size or files.keys() != expected:
+        others = quote(sorted(files.keys() - expected))
+        msg = f"{len(files)} files are not those of {world_size} ranks; others are {others}"
+        raise ValueError(msg)
+
+
+def check_copies(copies: list[int], world_size: int) -> None:
+    """Reject copies of the model that do not cover all ranks.
+
+    Raises:
+        ValueError: states the number of ranks.
+    """
+    numbers = {*copies}
+    # compare with their count: a range up to the largest number could fill all memory
+    if copies and (len(copies), numbers) != (world_size, {*range(len(numbers))}):
+        msg = f"{quote(copies)} are not the copies of {world_size} ranks"
+        raise ValueError(msg)
+
+
+def check_sharded(
+    sharded: dict[str, Any], files: dict[str, File], copies: list[int]
+) -> None:
+    """Reject slices that do not cover their tensor, or that are missing in their files.
+
+    If the copies of a model have different slices, each copy is checked separately.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    for name, whole in sharded.items():
+        shape, boxes = tuple(whole["shape"]), dict[str, Slice]()
+        for file, box in whole["slices"].items():
+            entry = files[file].tensors.get(name) if file in files else None
+            size, offset = tuple(box["size"]), tuple(box["offset"])
+            if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
+                msg = f"{quote(file)} does not have the slice of {quote(name)} that is said"
+                raise ValueError(msg)
+            boxes[file] = Slice(shape, offset, size)
+        of_each = of_copies(boxes, copies) or {0: boxes}
+        is_of_all = len(of_each) in (1, len({*copies}))
+        whole_each = all(cover(each.values(), shape) for each in of_each.values())
+        if not (is_of_all and whole_each):
+            msg = (
+                f"the slices of {quote(name)} are not the whole of a tensor of shape"
+                f" {quote(shape)}"
+            )
+            raise ValueError(msg)
+        bytes_in(whole["dtype"], shape)  # no file lists a tensor without elements
+
+
+def _is(kind: type, expected: str) -> Rule:
+    def rule(value: Any) -> None:
+        if type(value) is not kind:
+            _refuse(expected, value)
+
+    return rule
+
+
+_TEXT = _is(str, "text")
+_WHOLE = _is(int, "a whole number")
+
+
+def _count(value: Any) -> None:
+    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
+        _refuse("a count of less than 2**63", value)
+
+
+def _one_of(words: Any, expected: str) -> Rule:
+    def rule(value: Any) -> None:
+        if not isinstance(value, str) or value not in words:
+            _refuse(expected, value)
+
+    return rule
+
+
+def _digest(value: Any) -> None:
+    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
+        _refuse("a digest of 64 digits", value)
+
+
+def _inside(rule: Rule, place: object, value: Any) -> None:
+    try:
+        rule(value)
+    except _UnexpectedError as error:
+        error.place.append(str(place))
+        raise
+
+
+def _list_of(rule: Rule) -> Rule:
+    def rule_of_list(value: Any) -> None:
+        if not isinstance(value, list):
+            _refuse("a list", value)
+        for i, item in enumerate(cast("list[Any]", value)):
+            _inside(rule, i, item)
+
+    return rule_of_list
+
+
+def _table_of(rule: Rule) -> Rule:
+    def rule_of_table(value: Any) -> None:
+        if not isinstance(value, dict):
+            _refuse("a table", value)
+        for name, item in cast("dict[str, Any]", value).items():
+            _inside(rule, name, item)
+
+    return rule_of_table
+
+
+def _record(**rules: Rule) -> Rule:
+    def rule_of_record(value: Any) -> None:
+        if not isinstance(value, dict):
+            _refuse("a record", value)
+        record = cast("dict[str, Any]", value)
+        if record.keys() != rules.keys():
+            _refuse(f"a record of {', '.join(rules)}", sorted(record))
+        for name, rule in rules.items():
+            _inside(rule, name, record[name])
+
+    return rule_of_record
+
+
+def _tree(value: Any, depth: int = MAX_DEPTH, kinds: tuple[str, ...] = ()) -> None:
+    """Check a tree encoded by `accelfn.base.codec`; `kinds` are those allowed at the root."""
+    if not kinds and (value is None or type(value) in (str, int, float, bool)):
+        return
+    kinds = kinds or tuple(_KINDS)
+    coded = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    kind, inside = next(iter(coded.items()), ("", None))
+    if len(coded) != 1 or kind not in kinds or depth < 0:
+        _refuse(f"one of {', '.join(kinds)}", value)
+    _inside(lambda inside: _KINDS[kind](inside, depth - 1), kind, inside)
+
+
+def _pairs(value: Any, depth: int) -> None:
+    def pair(item: Any) -> None:
+        if not isinstance(item, list) or len(cast("list[Any]", item)) != 2:
+            _refuse("a key and a value", item)
+        key, inside = cast("list[Any]", item)
+        if type(key) not in (str, int):
+            _refuse("a key", key)
+        _inside(lambda v: _tree(v, depth), key, inside)
+
+    _list_of(pair)(value)
+    if len({(type(key), key) for key, _ in value}) != len(value):
+        _refuse("each key once", value)
+
+
+_KINDS: dict[str, Callable[[Any, int], None]] = {
+    "tensor": lambda value, _: _TEXT(value),
+    "float": lambda value, _: _one_of(("nan", "inf", "-inf"), "a float's name")(value),
+    "dict": lambda value, depth: _table_of(lambda v: _tree(v, depth))(value),
+    "pairs": _pairs,
+    "object": _tree,
+    "pending": _tree,
+    "list": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
+    "tuple": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
+}
+
+
+def _number(value: Any) -> None:
+    if type(value) is int and abs(value) >= _LARGEST_COUNT:
+        _refuse("a number of less than 2**63", value)
+    if type(value) not in (int, float):
+        _tree(value, kinds=("float",))
+
+
+def _data(value: Any, depth: int = MAX_DEPTH) -> None:
+    if depth < 0:
+        _refuse("something less deep", value)
+    if isinstance(value, (dict, list)):
+        inside = _table_of if isinstance(value, dict) else _list_of
+        inside(lambda item: _data(item, depth - 1))(value)
+
+
+def _facts(value: Any) -> None:
+    if value is not None:
+        _table_of(_data)(value)
+
+
+def _definition(value: Any) -> None:
+    if value is not None:
+        _table_of(_TEXT)(value)
+
+
+def _units(value: Any) -> None:
+    _table_of(lambda _: None)(value)
+    for name, coded in cast("dict[str, Any]", value).items():
+        if name not in _UNITS and not name.startswith("slots."):
+            _refuse("a table of a state's fields", sorted(value))
+        _inside(_UNITS.get(name, _tree), name, coded)
+
+
+def _all_units(value: Any) -> None:
+    _units(value)
+    if _UNITS.keys() - cast("dict[str, Any]", value).keys():
+        _refuse(f"a table of {', '.join(_UNITS)}", sorted(value))
+
+
+def _cursor(value: Any) -> None:
+    _record(list=_list_of(_tree))(value)
+    if len(value["list"]) != 3:
+        _refuse("a position of 3 parts", value)
+    _inside(_count, "epoch", value["list"][0])
+    _inside(_count, "samples", value["list"][1])
+
+
+_TENSORS = _record(dict=_table_of(_record(tensor=_TEXT)))
+_UNITS: dict[str, Rule] = {
+    "params": _TENSORS,
+    "buffers": _TENSORS,
+    "opt_state": _record(dict=_table_of(lambda v: _tree(v, kinds=("dict", "pairs")))),
+    "step": _count,
+    "cursor": _cursor,
+    "seed": _WHOLE,
+    "num_skipped": _count,
+}
+_DTYPE = _one_of(DTYPES, "a dtype")
+_SHAPE = _list_of(_count)
+_MANIFEST = _record(
+    blake3=_digest,
+    format=_count,
+    step=_count,
+    world_size=_count,
+    optimizer=_TEXT,
+    transforms=_list_of(_TEXT),
+    data=_facts,
+    trees=_all_units,
+    trees_by_rank=_list_of(_units),
+    per_rank=_list_of(_TEXT),
+    copies=_list_of(_count),
+    sharded=_table_of(
+        _record(
+            dtype=_DTYPE,
+            shape=_SHAPE,
+            slices=_table_of(_record(offset=_SHAPE, size=_SHAPE)),
         )
-    except OSError:  # missing, or not readable
-        found = []
-    if not found:
-        return " af.save(state, directory) writes one."
-    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-    return f" {'In' if inside else 'Beside'} it there are {len(found)}: {shown}."
+    ),
+    definition=_definition,
+    metrics=_table_of(_number),
+    kept=_table_of(_digest),
+    persistent=_list_of(_TEXT),
+    files=_table_of(
+        _record(
+            size=_count,
+            blake3=_digest,
+            header_blake3=_digest,
+            tensors=_table_of(
+                _record(
+                    dtype=_DTYPE, shape=_SHAPE, begin=_count, end=_count, blake3=_digest
+                )
+            ),
+        )
+    ),
+)
+
+
+def check_joint(plain: Any) -> None:
+    """Reject JSON that does not name states that were saved together.
+
+    Raises:
+        ValueError: quotes the invalid value.
+    """
+    _record(blake3=_digest, format=_count, states=_table_of(_digest))(plain)
+    for name in plain["states"] or [""]:
+        if not MEMBER.fullmatch(name):
+            _refuse("a state's name", name)
+
+
+# The contents of a manifest.
 
 
 NAME = "manifest.json"
@@ -192,7 +450,7 @@ class Manifest:
             plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
             version = plain["format"]
             if type(version) is not int:
-                raise ValueError(f"its format is {grammar.quote(version)}")  # noqa: TRY301, TRY003, EM102
+                raise ValueError(f"its format is {quote(version)}")  # noqa: TRY301, TRY003, EM102
             if version == FORMAT:
                 _compare(data)
                 return cls._of(plain)
@@ -209,16 +467,16 @@ class Manifest:
     def _of(cls, plain: dict[str, Any]) -> Self:
         plain.setdefault("copies", [])
         plain.setdefault("definition", None)
-        grammar.check(plain)
+        check_structure(plain)
         del plain["blake3"], plain["format"]
-        files = {n: File.from_plain(each) for n, each in plain.pop("files").items()}
-        grammar.check_files(plain["world_size"], files)
-        grammar.check_copies(plain["copies"], plain["world_size"])
-        grammar.check_sharded(plain["sharded"], files, plain["copies"])
+        described = {n: File.from_plain(each) for n, each in plain.pop("files").items()}
+        check_files(plain["world_size"], described)
+        check_copies(plain["copies"], plain["world_size"])
+        check_sharded(plain["sharded"], described, plain["copies"])
         for name in ("transforms", "trees_by_rank", "per_rank", "persistent", "copies"):
             plain[name] = tuple(plain[name])
         metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
-        manifest = cls(**plain, metrics=metrics, files=files)
+        manifest = cls(**plain, metrics=metrics, files=described)
         manifest._check_tensors()
         return manifest
 
@@ -393,8 +651,8 @@ def read_manifest(
     if missing or extra:
         msg = (
             f"{folder}: files that the manifest names are missing:"
-            f" {grammar.quote(sorted(missing))}; files that it does not name:"
-            f" {grammar.quote(sorted(extra))}."
+            f" {quote(sorted(missing))}; files that it does not name:"
+            f" {quote(sorted(extra))}."
         )
         raise CheckpointCorruptError(msg)
     return manifest
@@ -425,7 +683,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
         _check_density(data)
         _compare(data)
         plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
-        grammar.check_joint(plain)
+        check_joint(plain)
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
         msg = f"{folder / NAME}: it names no states that were saved together: {error}"
         raise CheckpointCorruptError(msg) from error
@@ -476,7 +734,7 @@ def _read_bytes(
     """
     path = folder / NAME
     try:
-        with disk.open_plain(path) as stream:
+        with files.open_plain(path) as stream:
             size = stream.seek(0, 2)
             if size > _LARGEST:
                 msg = f"{path}: {size} bytes; a manifest has at most {_LARGEST}."
@@ -489,13 +747,11 @@ def _read_bytes(
             if arguments.is_directory(folder)
             else "there is no such directory"
         )
-        way = reader_of(folder) or checkpoints_near(folder, NAME)
+        way = files.reader_of(folder) or files.checkpoints_near(folder, NAME)
         msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
         raise missing_error(msg) from error
     except NotADirectoryError as error:
-        msg = (
-            f"{folder} is a file, not the directory of a checkpoint.{reader_of(folder)}"
-        )
+        msg = f"{folder} is a file, not the directory of a checkpoint.{files.reader_of(folder)}"
         raise CheckpointCorruptError(msg) from error
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
@@ -521,7 +777,7 @@ def _table(plain: Any) -> dict[str, Any]:
     """Check that JSON is an object with a format, as a manifest is."""
     if not isinstance(plain, dict) or "format" not in plain:
         is_object = isinstance(plain, dict)
-        lacks = "an object without one" if is_object else grammar.quote(plain)
+        lacks = "an object without one" if is_object else quote(plain)
         msg = f'expected a JSON object with "format", and found {lacks}'
         raise ValueError(msg)
     return cast("dict[str, Any]", plain)
@@ -570,46 +826,23 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def steps_in(directory: Path) -> tuple[int, ...]:
-    """Return the steps of a directory's checkpoints, in rising order.
+def step_of(folder: Path) -> int | None:
+    """Return the step of a checkpoint from its name; None for another name, as `step-34`."""
+    match = _STEP.fullmatch(folder.name)
+    step = int(match[1]) if match else 0
+    return step if folder.name == name_of(step) else None
 
-    Ignores names that a store does not give, such as `step-34`.
-    """
+
+def steps_in(directory: Path) -> tuple[int, ...]:
+    """Return the steps of a directory's checkpoints, in rising order."""
     if not arguments.is_directory(directory):
         return ()
     found = [
-        int(match[1])
+        step
         for path in directory.iterdir()
-        if (match := _STEP.fullmatch(path.name))
-        and path.name == name_of(int(match[1]))
-        and arguments.is_file(path / NAME)
+        if (step := step_of(path)) is not None and arguments.is_file(path / NAME)
     ]
     return tuple(sorted(found))
-
-
-def broken_after(directory: Path, step: int) -> Path | None:
-    """Return the newest broken link named like a checkpoint after a step."""
-    found = [
-        (int(match[1]), path)
-        for path in directory.iterdir()
-        if (match := _STEP.fullmatch(path.name))
-        and path.is_symlink()
-        and not arguments.exists(path)
-    ]
-    newest, path = max(found, default=(step, None))
-    return path if newest > step else None
-
-
-def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
-    """Return the newest of some steps with an undamaged checkpoint.
-
-    Cost: reads this checkpoint and all newer, damaged ones.
-    """
-    for step in sorted(steps, reverse=True):
-        with suppress(CheckpointError):
-            verify(directory / name_of(step))
-            return step
-    return None
 
 
 @contextmanager
@@ -622,7 +855,7 @@ def explain_removal(folder: Path) -> Generator[None]:
     try:
         yield
     except (CheckpointCorruptError, FileNotFoundError) as error:
-        if disk.is_there(folder):
+        if files.is_there(folder):
             raise
         msg = (
             f"{folder} was removed while it was read, as a run removes the older checkpoints of"
@@ -640,34 +873,7 @@ def verify(folder: Path) -> None:
     """
     for state, manifest in read_manifests(folder).items():
         for name, file in manifest.files.items():
-            files.read(folder / state / name, file, frozenset())
-
-
-def metrics_of(folder: Path) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint; states saved together share them."""
-    return next(iter(read_manifests(folder).values())).metrics
-
-
-def best_of(directory: Path, metric: str, mode: str) -> list[int]:
-    """Return the steps of checkpoints that have a metric, the best first."""
-    found: list[tuple[float, int]] = []
-    for step in steps_in(directory):
-        try:
-            value = metrics_of(directory / name_of(step)).get(metric)
-        except CheckpointError:  # damaged: loading it raises the error
-            continue
-        if value is not None and not math.isnan(value):
-            found.append((-value if mode == "max" else value, step))
-    return [step for _, step in sorted(found)]
-
-
-def metrics_in(directory: Path) -> set[str]:
-    """Return the names of all metrics in a directory's checkpoints."""
-    names = set[str]()
-    for step in steps_in(directory):
-        with suppress(CheckpointError):  # as above
-            names |= metrics_of(directory / name_of(step)).keys()
-    return names
+            files.read_tensors(folder / state / name, file, frozenset())
 
 
 def check_no_store(directory: Path) -> None:
@@ -684,16 +890,3 @@ def check_no_store(directory: Path) -> None:
             f" af.CheckpointStore({str(directory)!r}).restore(state)."
         )
         raise CheckpointError(msg)
-
-
-def discard(directory: Path, step: int) -> None:
-    """Remove a checkpoint: rename it first, then delete its files.
-
-    A crash in between leaves a temporary directory, not a damaged checkpoint.
-    """
-    gone = directory / f".tmp-{name_of(step)}.gone"
-    disk.remove(gone)
-    disk.rename(directory / name_of(step), gone)
-    # it is not a checkpoint any more, and the next save removes it
-    with suppress(OSError):
-        disk.remove(gone)

@@ -2,20 +2,16 @@
 """`save`: write a state to a directory of safetensors and JSON files."""
 
 import copy
-import json
 import os
 import re
-import uuid
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import timedelta
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
 
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, explain_call_errors, is_integer
+from accelfn.base.arguments import explain_call_errors
 from accelfn.base.codec import (
     ObjectState,
     Table,
@@ -24,9 +20,9 @@ from accelfn.base.codec import (
     has_state,
 )
 from accelfn.base.tree import Pending
-from accelfn.checkpoint import commit, disk, files
+from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Save
-from accelfn.checkpoint.grammar import MEMBER
+from accelfn.checkpoint.manifest import MEMBER
 from accelfn.checkpoint.slices import Slice, is_sharded, slice_of
 from accelfn.collectives import by_calls, gather_text
 from accelfn.data.plan import Cursor
@@ -34,7 +30,6 @@ from accelfn.definition.transform import has_field
 from accelfn.errors import (
     ArgumentError,
     CheckpointError,
-    CheckpointWriteError,
     WorldError,
 )
 from accelfn.model.optimizer import kind_of, place_opt_state
@@ -179,7 +174,6 @@ def decode_fields(
 # Checks of the arguments of saves and stores, before anything is written.
 
 
-Period: TypeAlias = int | timedelta
 Given: TypeAlias = TrainState | Mapping[str, TrainState]
 """A state, or several by name that are saved and loaded together."""
 States = TypeVar("States", TrainState, dict[str, TrainState])
@@ -236,96 +230,6 @@ def check_frozen(frozen: str) -> None:
     if frozen not in ("write", "hash"):
         msg = f'af.save(frozen={frozen!r}): expected "write" or "hash".'
         raise ArgumentError(msg)
-
-
-def check_options(
-    keep: object, keep_best: object, best_is: object, every: object
-) -> None:
-    """Reject invalid options of a store."""
-    if keep is not None and not is_integer(keep, 1):
-        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
-    elif not (keep_best is None or isinstance(keep_best, str)):
-        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
-    elif best_is not in ("min", "max"):
-        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
-    elif keep_best is None and best_is != "min":
-        msg = (
-            f"CheckpointStore(best_is={best_is!r}): needs a metric. Pass keep_best= also, the"
-            " name of a metric that you give to save, or leave out best_is=."
-        )
-    elif not (
-        every is None
-        or is_integer(every, 1)
-        or (isinstance(every, timedelta) and every > timedelta())
-    ):
-        msg = (
-            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
-            " or None."
-        )
-    else:
-        return
-    raise ArgumentError(msg)
-
-
-def check_writable(directory: Path) -> None:
-    """Make the directory and a probe in it, so that errors appear before training."""
-    try:
-        disk.make(directory)
-        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # unique among ranks
-        disk.create(probe)
-        disk.remove(probe)
-    except OSError as error:
-        msg = (
-            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
-            f" {_mode_near(directory)}this is user {os.getuid()}."
-        )
-        raise CheckpointWriteError(msg) from error
-
-
-def _mode_near(directory: Path) -> str:
-    """Return a text with the mode of the directory or its nearest existing parent."""
-    for each in (directory, *directory.parents):
-        if disk.is_there(each):
-            with suppress(OSError):
-                return f"{each} has mode {oct(each.stat().st_mode & 0o7777)}, and "
-    return ""
-
-
-def _text(name: object) -> str:
-    if not isinstance(name, str):  # 1 and "1" would be one
-        raise TypeError
-    return name
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, (str, bool)):  # float() accepts these also
-        raise TypeError
-    return float(value)
-
-
-def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as floats."""
-    try:
-        return {_text(name): _float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        msg = (
-            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
-            " af.mean(metrics, world) gives."
-        )
-        raise ArgumentError(msg) from error
-
-
-def check_numbers(said: Sequence[str]) -> None:
-    """Warn if a rank gave other metrics than rank 0, which are kept."""
-    first = json.loads(said[0])
-    for rank, text in enumerate(said):
-        if text != said[0]:
-            advise(
-                f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
-                f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
-                " Pass values that are equal on all ranks: metrics=af.mean(metrics, world)."
-            )
-            return
 
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

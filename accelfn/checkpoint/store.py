@@ -2,45 +2,39 @@
 """`CheckpointStore`: the checkpoints of a run in one directory, saved in the background."""
 
 import json
+import math
 import os
 import sys
-import threading
 import time
+import uuid
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import attrs
-import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import explain_call_errors, question
-from accelfn.base.devices import host_memory
+from accelfn.base.arguments import advise, explain_call_errors, is_integer, question
 from accelfn.base.hints import hint_attributes
-from accelfn.checkpoint import commit, disk, manifest
-from accelfn.checkpoint.commit import Contents, Lock, Save
+from accelfn.checkpoint import commit, files, manifest
+from accelfn.checkpoint.commit import Contents, Lock
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.save import (
     Given,
-    Period,
     States,
     check_frozen,
-    check_numbers,
-    check_options,
     check_path,
-    check_writable,
     contents_of,
     exchange_of,
-    numbers_of,
     save_of,
     states_of,
 )
 from accelfn.collectives import broadcast_object, gather_text
-from accelfn.collectives.failures import named
 from accelfn.errors import (
     ArgumentError,
     CheckpointCorruptError,
@@ -54,267 +48,176 @@ from accelfn.state.state import TrainState
 if TYPE_CHECKING:
     from accelfn.world import World
 
-# Background saves: a copy of the tensors in host memory, and a thread that writes it.
-#
-# Only the training thread may call collectives. So the writing threads communicate by small
-# files in a directory next to the checkpoint, on the disk that all ranks share.
+from accelfn.checkpoint.background import (
+    Buffers,
+    PendingSave,
+    Writing,
+    close_talk,
+    open_talk,
+)
+
+# Checks of a store's arguments, before anything is written.
 
 
-_PATIENCE = 600.0
-"""Seconds to wait for a rank in a world without a timeout."""
-_GRACE = 5.0
-"""Seconds to wait for writing ranks after another rank has failed."""
+Period: TypeAlias = int | timedelta
 
 
-class Buffers:
-    """Host memory for copies of tensors, reused by each save."""
-
-    def __init__(self) -> None:
-        """Start without memory."""
-        self._held: dict[str, torch.Tensor] = {}
-
-    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return copies in host memory, which the next call overwrites."""
-        copies: dict[str, torch.Tensor] = {}
-        devices: set[torch.device] = set()
-        for name, tensor in tensors.items():
-            held = self._held.get(name)
-            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-                held = host_memory(tensor.shape, tensor.dtype, tensor.device)
-            copies[name] = held.copy_(tensor.detach(), non_blocking=True)
-            if not tensor.is_cpu:
-                devices.add(tensor.device)
-        for device in devices:
-            arrived = torch.Event(device)
-            arrived.record()
-            arrived.synchronize()
-        self._held = copies
-        return copies
-
-
-@attrs.define(kw_only=True)
-class Talk:
-    """Exchanges texts between ranks by files in a shared directory.
-
-    Attributes:
-        save: the save that ranks work on.
-        patience: seconds to wait for a rank's text.
-        turn: the number of exchanges so far.
-        hurried_at: the time at which a rank was known to have failed; None if no rank has.
-    """
-
-    save: Save
-    patience: float
-    turn: int = 0
-    hurried_at: float | None = None
-
-    def __call__(self, what: str, text: str) -> list[str]:
-        """Publish this rank's text, wait for all ranks, and return their texts.
-
-        Raises:
-            CheckpointWriteError: a rank's writer has ended with an error.
-            PeerFailedError: a rank's process has ended, or its text did not arrive in time.
-        """
-        self.turn += 1
-        disk.tell(self._file(self.turn, self.save.rank), text)
-        pause, begun = 0.001, time.monotonic()
-        while absent := self._absent():
-            gone = [r for r in absent if disk.is_let_go(self._file(_HELD, r))]
-            absent = self._absent()  # a rank may have published before it ended
-            self._check_ended(absent)
-            gone = [rank for rank in gone if rank in absent]
-            if absent and (gone or self._is_over(begun)):
-                raise PeerFailedError(self._given_up(gone, absent, what, begun))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        return [_read_text(self._file(self.turn, rank)) for rank in self._ranks()]
-
-    def begin(self) -> BinaryIO | None:
-        """Return an open lock file that shows other ranks that this process lives."""
-        mine = self._file(_HELD, self.save.rank)
-        return disk.hold(mine) if self.save.size > 1 else None
-
-    def end(self, text: str) -> None:
-        """Tell other ranks that this rank has stopped, and why."""
-        if self.save.size > 1:
-            disk.tell(self._file(_ENDED, self.save.rank), text)
-
-    def _ranks(self) -> range:
-        return range(self.save.size)
-
-    def _file(self, turn: int | str, rank: int) -> Path:
-        return talk_directory(self.save.final) / f"{turn}-{rank}"
-
-    def _absent(self) -> list[int]:
-        return [
-            r for r in self._ranks() if not arguments.exists(self._file(self.turn, r))
-        ]
-
-    def _check_ended(self, absent: list[int]) -> None:
-        for rank in absent:
-            ended = self._file(_ENDED, rank)
-            if arguments.exists(ended):
-                nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
-                raise CheckpointWriteError(_read_text(ended) or nothing)
-
-    def _is_over(self, begun: float) -> bool:
-        now, hurried = time.monotonic(), self.hurried_at
-        return now > begun + self.patience or (
-            hurried is not None and now > max(begun, hurried) + _GRACE
+def check_options(
+    keep: object, keep_best: object, best_is: object, every: object
+) -> None:
+    """Reject invalid options of a store."""
+    if keep is not None and not is_integer(keep, 1):
+        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
+    elif not (keep_best is None or isinstance(keep_best, str)):
+        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
+    elif best_is not in ("min", "max"):
+        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
+    elif keep_best is None and best_is != "min":
+        msg = (
+            f"CheckpointStore(best_is={best_is!r}): needs a metric. Pass keep_best= also, the"
+            " name of a metric that you give to save, or leave out best_is=."
         )
-
-    def _given_up(
-        self, gone: list[int], absent: list[int], what: str, begun: float
-    ) -> str:
-        if gone:
-            how = f"the process of {named(gone)} has ended"
-        else:
-            waited = time.monotonic() - begun
-            how = (
-                f"{named(absent)} failed, left or did not arrive within {waited:.3g} s"
-            )
-        return (
-            f"The save of step {self.save.step} was not seen to its end: rank"
-            f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
-            " Look at its output for the cause."
+    elif not (
+        every is None
+        or is_integer(every, 1)
+        or (isinstance(every, timedelta) and every > timedelta())
+    ):
+        msg = (
+            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
+            " or None."
         )
+    else:
+        return
+    raise ArgumentError(msg)
 
 
-_ENDED, _HELD = "ended", "held"
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
-
-
-def talk_directory(final: Path) -> Path:
-    """Return the directory in which ranks exchange texts about a checkpoint."""
-    return final.parent / f".tmp-{final.name}.talk"
-
-
-def open_talk(save: Save) -> None:
-    """Make the directory for exchanges; if that fails, remove the unfinished checkpoint."""
+def check_writable(directory: Path) -> None:
+    """Make the directory and a probe in it, so that errors appear before training."""
     try:
-        disk.create(talk_directory(save.final))
-    except OSError:
-        disk.remove(save.partial)
-        raise
-
-
-def close_talk(save: Save) -> None:
-    """Remove the directory for exchanges, if possible."""
-    with suppress(OSError):  # the next save removes it
-        disk.remove(talk_directory(save.final))
-
-
-class _Mine(threading.local):
-    """The saves that the current thread has started."""
-
-    def __init__(self) -> None:
-        self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
-
-
-_mine = _Mine()
-
-
-def give_up() -> bool:
-    """Stop the saves that this thread has started, as the end of its process would.
-
-    Returns: whether there were any saves.
-    """
-    begun = list(_mine.writings)
-    for writing in begun:
-        writing.give_up()
-    return bool(begun)
-
-
-class Writing:
-    """A save that a background thread writes."""
-
-    def __init__(
-        self,
-        save: Save,
-        contents: Mapping[str, Contents],
-        then: Callable[[], None],
-        *,
-        patience: float | None,
-    ) -> None:
-        """Take the contents to write; their tensors must not change before `join`."""
-        self.save = save
-        self._contents, self._then = contents, then
-        self._talk = Talk(save=save, patience=patience or _PATIENCE)
-        self._begun, self._done = threading.Lock(), threading.Event()
-        self._error: BaseException | None = None
-        _mine.writings.add(self)
-
-    def start(self) -> None:
-        """Start the writing thread; if that fails, `join` returns the error."""
-        try:
-            threading.Thread(target=self._run, name="accelfn-save").start()
-        except RuntimeError as error:
-            if "can't start new thread" not in str(error):
-                raise  # an interrupt while threading took its locks
-            self._begun.acquire(blocking=False)
-            why = CheckpointWriteError(
-                f"no thread can be started to write it ({error}). Give the store async_=False,"
-                " or raise the limit of threads (ulimit -u)."
-            )
-            self._error = self._alone(why)
-            self._talk.end(str(self._error))
-            self._done.set()
-
-    def join(self) -> BaseException | None:
-        """Wait for the end of the save, and return its error.
-
-        Starts the save if an interrupt prevented its start: other ranks wait for it.
-        """
-        if not self._begun.locked():
-            self.start()
-        self._done.wait()
-        return self._error
-
-    def hurry(self) -> None:
-        """Shorten the wait for other ranks, because one of them has failed."""
-        self._talk.hurried_at = time.monotonic()
-
-    def give_up(self) -> None:
-        """Stop waiting for other ranks, and wait for the end of the save."""
-        self._talk.patience = 0.0
-        if self._begun.locked():
-            self._done.wait()
-
-    def _run(self) -> None:
-        if not self._begun.acquire(blocking=False):
-            return  # an interrupted `start` had started a thread already
-        held: BinaryIO | None = None
-        try:
-            held = self._talk.begin()
-            commit.write(self.save, self._contents, self._talk)
-            # the checkpoint exists: rank 0 verifies it without an exchange of files
-            self.save.run_on_all(lambda _, text: [text], commit.READ_BACK, self._then)
-        except CheckpointWriteError as error:
-            self._error = error  # all ranks have it
-        except PeerFailedError as error:
-            self._error = error  # the other ranks have this error too
-        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
-            self._error = self._alone(error)
-            with suppress(BaseException):  # this disk may be what has failed
-                self._talk.end(str(self._error))
-        finally:
-            if held is not None:
-                held.close()
-            self._done.set()
-
-    def _alone(self, error: BaseException) -> CheckpointWriteError:
-        """Return this rank's own error as an error of the save."""
-        rank = self.save.rank
-        is_there = disk.is_there(self.save.final)
-        begins = self.save.not_verified if is_there else self.save.not_saved
-        known = CheckpointWriteError(
-            f"{begins}: rank {rank} failed: {commit.format_error(error)}"
+        files.make(directory)
+        probe = directory / f".tmp-probe-{uuid.uuid4().hex}"  # unique among ranks
+        files.create(probe)
+        files.remove(probe)
+    except OSError as error:
+        msg = (
+            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
+            f" {_mode_near(directory)}this is user {os.getuid()}."
         )
-        known.__cause__ = error
-        return known
+        raise CheckpointWriteError(msg) from error
+
+
+def _mode_near(directory: Path) -> str:
+    """Return a text with the mode of the directory or its nearest existing parent."""
+    for each in (directory, *directory.parents):
+        if files.is_there(each):
+            with suppress(OSError):
+                return f"{each} has mode {oct(each.stat().st_mode & 0o7777)}, and "
+    return ""
+
+
+def _text(name: object) -> str:
+    if not isinstance(name, str):  # 1 and "1" would be one
+        raise TypeError
+    return name
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, (str, bool)):  # float() accepts these also
+        raise TypeError
+    return float(value)
+
+
+def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as floats."""
+    try:
+        return {_text(name): _float(value) for name, value in (metrics or {}).items()}
+    except (TypeError, ValueError, AttributeError) as error:
+        msg = (
+            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
+            " af.mean(metrics, world) gives."
+        )
+        raise ArgumentError(msg) from error
+
+
+def check_numbers(said: Sequence[str]) -> None:
+    """Warn if a rank gave other metrics than rank 0, which are kept."""
+    first = json.loads(said[0])
+    for rank, text in enumerate(said):
+        if text != said[0]:
+            advise(
+                f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
+                f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
+                " Pass values that are equal on all ranks: metrics=af.mean(metrics, world)."
+            )
+            return
+
+
+# The checkpoints in a store's directory.
+
+
+def broken_after(directory: Path, step: int) -> Path | None:
+    """Return the newest broken link named like a checkpoint after a step."""
+    found = [
+        (saved, path)
+        for path in directory.iterdir()
+        if (saved := manifest.step_of(path)) is not None
+        and path.is_symlink()
+        and not arguments.exists(path)
+    ]
+    newest, path = max(found, default=(step, None))
+    return path if newest > step else None
+
+
+def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
+    """Return the newest of some steps with an undamaged checkpoint.
+
+    Cost: reads this checkpoint and all newer, damaged ones.
+    """
+    for step in sorted(steps, reverse=True):
+        with suppress(CheckpointError):
+            manifest.verify(directory / manifest.name_of(step))
+            return step
+    return None
+
+
+def metrics_of(folder: Path) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint; states saved together share them."""
+    return next(iter(manifest.read_manifests(folder).values())).metrics
+
+
+def best_of(directory: Path, metric: str, mode: str) -> list[int]:
+    """Return the steps of checkpoints that have a metric, the best first."""
+    found: list[tuple[float, int]] = []
+    for step in manifest.steps_in(directory):
+        try:
+            value = metrics_of(directory / manifest.name_of(step)).get(metric)
+        except CheckpointError:  # damaged: loading it raises the error
+            continue
+        if value is not None and not math.isnan(value):
+            found.append((-value if mode == "max" else value, step))
+    return [step for _, step in sorted(found)]
+
+
+def metrics_in(directory: Path) -> set[str]:
+    """Return the names of all metrics in a directory's checkpoints."""
+    names = set[str]()
+    for step in manifest.steps_in(directory):
+        with suppress(CheckpointError):  # as above
+            names |= metrics_of(directory / manifest.name_of(step)).keys()
+    return names
+
+
+def discard(directory: Path, step: int) -> None:
+    """Remove a checkpoint: rename it first, then delete its files.
+
+    A crash in between leaves a temporary directory, not a damaged checkpoint.
+    """
+    gone = directory / f".tmp-{manifest.name_of(step)}.gone"
+    files.remove(gone)
+    files.rename(directory / manifest.name_of(step), gone)
+    # it is not a checkpoint any more, and the next save removes it
+    with suppress(OSError):
+        files.remove(gone)
 
 
 # Retention: remove old checkpoints, only after a newer checkpoint was verified.
@@ -349,7 +252,7 @@ class Retention:
         try:
             manifest.verify(self.directory / manifest.name_of(step))
         except CheckpointError:
-            manifest.discard(self.directory, step)
+            discard(self.directory, step)
             raise
         self._remove({step, *self._steps_to_keep()})
 
@@ -376,7 +279,7 @@ class Retention:
         steps = manifest.steps_in(self.directory)
         kept = set(steps if self.keep is None else steps[-self.keep :])
         if self.best is not None:
-            kept.update(manifest.best_of(self.directory, self.best, self.best_is)[:1])
+            kept.update(best_of(self.directory, self.best, self.best_is)[:1])
         return kept
 
     def _steps_to_remove(self, kept: set[int]) -> list[int]:
@@ -388,7 +291,7 @@ class Retention:
             self._say_no_best()
         for step in others:
             try:
-                manifest.discard(self.directory, step)
+                discard(self.directory, step)
             except OSError as error:  # the next save tries again
                 sys.stderr.write(
                     f"accelfn: {self.directory / manifest.name_of(step)} is to be removed,"
@@ -399,7 +302,7 @@ class Retention:
         """Report once that no checkpoint has the metric of `keep_best`."""
         if self.best is None or self.has_said_no_best:
             return
-        names = manifest.metrics_in(self.directory)
+        names = metrics_in(self.directory)
         if self.best not in names:
             self.has_said_no_best = True
             sys.stderr.write(
@@ -407,93 +310,6 @@ class Retention:
                 f" {self.directory} has that metric. Metrics that were given to save:"
                 f" {', '.join(sorted(names)) or 'none'}.\n"
             )
-
-
-# The pending save of a store, and the exchange of its outcome.
-
-
-class PendingSave:
-    """The save that was started and not yet joined, if any.
-
-    Attributes:
-        writing: the save's writing thread; None if no save is pending.
-        world: the world of the state that was saved last.
-    """
-
-    def __init__(self) -> None:
-        """Start without a save."""
-        self.writing: Writing | None = None
-        self.world: World | None = None
-
-    def is_of_others(self, now: "World | None") -> bool:
-        """Return whether ranks have regrouped since the save, into the given world."""
-        if now is None or now.connection.regrouping is None:
-            return False
-        return self.world is None or self.world.connection is not now.connection
-
-    def finish(self) -> CheckpointWriteError | None:
-        """Wait for the end of the save, and return its error, the same on all ranks.
-
-        A failed save leaves no files.
-
-        Raises:
-            PeerFailedError: a rank has failed.
-        """
-        writing, world = self.writing, self.world
-        if world is not None and world.connection.successor is not None:
-            return self.abandon()
-        if writing is None or world is None:
-            return None
-        step = writing.save.step
-        # wait until all ranks have started: in a simulated world ranks take turns
-        gather_text("", world, label=f"store: wait for step {step}")
-        error = writing.join()
-        if isinstance(error, PeerFailedError):
-            self.writing = None
-            world.connection.tell("waited in a save", is_waiting=True)
-            raise error
-        text = "" if error is None else str(error)
-        told = _first(gather_text(text, world, label=f"store: outcome of step {step}"))
-        self.writing = None  # not before: an interrupt may have ended the waiting
-        if world.is_main:
-            close_talk(writing.save)
-            if told is not None:  # no rank writes to the directory any more
-                with suppress(OSError):  # the next save removes it
-                    disk.remove(writing.save.partial)
-        if told is not None:
-            told.__cause__ = None if error is None else error.__cause__
-        return told
-
-    def abandon(self) -> CheckpointWriteError | None:
-        """Finish a save after a rank has failed; return an error other than that failure.
-
-        The checkpoint is complete, or it does not exist and a line on stderr says so.
-        """
-        writing, self.writing = self.writing, None
-        if writing is None:
-            return None
-        writing.hurry()
-        error = writing.join()
-        if isinstance(error, CheckpointWriteError):
-            return error
-        if error is not None and not disk.is_there(writing.save.final):
-            sys.stderr.write(f"accelfn: {error}\n")
-        return None
-
-    def rejoin(
-        self, world: "World", error: CheckpointWriteError | None
-    ) -> CheckpointWriteError | None:
-        """Continue in a new world, and return the first error that any of its ranks has."""
-        text = "" if error is None else str(error)
-        told = _first(gather_text(text, world, label="store: ranks have met anew"))
-        self.world = world
-        return told
-
-
-def _first(texts: list[str]) -> CheckpointWriteError | None:
-    """Return the first nonempty text as an error, if any."""
-    failed = [CheckpointWriteError(text) for text in texts if text]
-    return failed[0] if failed else None
 
 
 @explain_call_errors
@@ -596,7 +412,7 @@ class CheckpointStore:
         if self.keep_best is None:
             msg = "CheckpointStore.best: say by which metric, with keep_best=."
             raise ArgumentError(msg)
-        found = manifest.best_of(self.directory, self.keep_best, self.best_is)
+        found = best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / manifest.name_of(found[0]) if found else None
 
     @question
@@ -827,7 +643,7 @@ class CheckpointStore:
             outcome = load(state, folder, allow=allow)
         except CheckpointError as error:
             outcome = error
-        is_gone = isinstance(outcome, CheckpointError) and not disk.is_there(folder)
+        is_gone = isinstance(outcome, CheckpointError) and not files.is_there(folder)
         texts = gather_text("gone" if is_gone else "", world, label="store: restored")
         return outcome, any(texts)
 
@@ -840,7 +656,7 @@ class CheckpointStore:
         try:
             steps = list(self.steps)
             newest = steps[-1] if steps else -1
-            broken = manifest.broken_after(self.directory, newest)
+            broken = broken_after(self.directory, newest)
         except (OSError, CheckpointError) as error:
             return commit.format_error(error)
         if broken is None or step is not None:
@@ -850,7 +666,7 @@ class CheckpointStore:
 
     def _how_to_continue(self, steps: Sequence[int]) -> str:
         """Return a sentence on how to continue from the newest undamaged checkpoint."""
-        whole = manifest.newest_whole(self.directory, steps)
+        whole = newest_whole(self.directory, steps)
         if whole is None:
             return "No older checkpoint is whole: remove it to begin again."
         return (
@@ -877,7 +693,7 @@ class CheckpointStore:
         """Remove leftovers of interrupted saves; needs the lock."""
         for path in self.directory.glob(".tmp-*"):
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
-            disk.remove(path)
+            files.remove(path)
 
     def _retain(self, step: int) -> None:
         """On rank 0, verify the new checkpoint and then remove old ones."""

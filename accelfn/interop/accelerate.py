@@ -13,9 +13,8 @@ import torch
 from accelfn.base import arguments
 from accelfn.base.arguments import advise, as_path, explain_call_errors
 from accelfn.base.tree import is_shard
-from accelfn.checkpoint import compare
-from accelfn.checkpoint.load import Loaded, convert_dtype, read_all_or_none
-from accelfn.checkpoint.manifest import reader_of
+from accelfn.checkpoint.files import reader_of
+from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
 from accelfn.checkpoint.save import fields_of, with_fields
 from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
@@ -325,7 +324,7 @@ def _check_names(
         for n, each in weights.items()
     }
     there |= {n: torch.empty(0, device="meta") for n in strange}
-    found = compare.differences(there, asked)
+    found = differences(there, asked)
     other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
     named = attrs.evolve(found, dtypes=other)
     if not strict:

@@ -26,9 +26,9 @@ from torch import nn
 
 from accelfn.base import arguments
 from accelfn.base.arguments import as_path, explain_call_errors
-from accelfn.checkpoint import disk
+from accelfn.checkpoint import files
 from accelfn.checkpoint.elastic import Source as SavedState
-from accelfn.checkpoint.manifest import reader_of
+from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import optimizer_name
 from accelfn.checkpoint.slices import Slice, assemble, cover
 from accelfn.errors import CheckpointCorruptError, CheckpointError
@@ -349,7 +349,7 @@ class _Chunk:
     def read(self, part: Slice) -> torch.Tensor:
         """Read a part of the box, given relative to the box."""
         try:
-            with disk.open_plain(self.path) as stream:
+            with files.open_plain(self.path) as stream:
                 window = _Window(stream, self.begin, self.length)
                 meta = _load_storage(window, "meta")  # what it is, and no values
                 self._check(meta)
@@ -419,7 +419,7 @@ def pieces_of(folder: Path) -> tuple[dict[str, Piece], list[str]]:
     """
     path = folder / METADATA
     try:
-        with disk.open_plain(path) as stream:
+        with files.open_plain(path) as stream:
             records = _Records(io.BytesIO(stream.read(_LARGEST))).load()
         tensors = cast("Mapping[str, Any]", records.state_dict_metadata)
         places = {
@@ -630,7 +630,7 @@ def write_distributed(
     step = torch.tensor(source.manifest.step)
     _save(folder, {"model": dict(model), "optim": {"state": kept}, "step": step})
     for path in folder.rglob("*"):
-        disk.flush(path)
+        files.flush(path)
     entries = (each for entry in kept.values() for each in entry.values())
     tensors = (each for each in entries if isinstance(each, torch.Tensor))
     return sum(each.nbytes for each in (*model.values(), *tensors))

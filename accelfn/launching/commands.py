@@ -15,8 +15,9 @@ from typing import Any, TypeAlias, cast
 from torch.utils.collect_env import get_env_info, pretty_str
 
 from accelfn.base import arguments
-from accelfn.checkpoint import commit, compare, disk, files
+from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.elastic import Source
+from accelfn.checkpoint.load import list_names
 from accelfn.checkpoint.manifest import (
     NAME,
     Manifest,
@@ -129,7 +130,7 @@ def ls(directory: str) -> tuple[list[str], int]:
     for step in steps:
         with suppress(FileNotFoundError):
             row = _row(store, step)
-            if disk.is_there(store / name_of(step)):  # its run may remove it meanwhile
+            if files.is_there(store / name_of(step)):  # its run may remove it meanwhile
                 table.append(row)
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     rows = [
@@ -175,7 +176,7 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     rows, code = list[str](), 0
     for folder in folders:
         found = [*_verify_files(folder, bar)]
-        if steps and not disk.is_there(folder):
+        if steps and not files.is_there(folder):
             found = [(f"{folder} was removed by its run while it was read", True)]
         rows += [row for row, _ in found]
         code = code if all(is_whole for _, is_whole in found) else 1
@@ -194,7 +195,7 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
             for name, file in manifest.files.items():
                 path = folder / state / name
                 try:
-                    files.read(path, file, frozenset(), on_read=told)
+                    files.read_tensors(path, file, frozenset(), on_read=told)
                 except CheckpointCorruptError as error:
                     yield str(error), False
                 else:
@@ -233,11 +234,13 @@ def export(
             written, size = "", write_distributed(job.partial, held, source)
         else:
             written = _MODEL
-            size = files.write(job.partial / _MODEL, held, {"format": "pt"}).size
-        disk.flush(job.partial)
-        disk.rename(job.partial, job.final)
+            size = files.write_tensors(
+                job.partial / _MODEL, held, {"format": "pt"}
+            ).size
+        files.flush(job.partial)
+        files.rename(job.partial, job.final)
     except OSError as error:
-        disk.remove(job.partial)
+        files.remove(job.partial)
         msg = f"{out} was not written: {error}."
         raise CheckpointWriteError(msg) from error
     return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
@@ -260,15 +263,15 @@ def _model_tensors(
             slots = [each for each in manifest.trees if each.startswith("slots.")]
             msg = (
                 f"{folder}: {unit} does not hold parameters by name; there are"
-                f" {compare.some(slots) or 'no slots'}."
+                f" {list_names(slots) or 'no slots'}."
             )
             raise CheckpointError(msg)
         params |= found
     own = sorted(set(params.values()) & manifest.differing)
     if own or manifest.kept.keys() - params.keys():
-        what = f"ranks differ in {compare.some(own)}"
+        what = f"ranks differ in {list_names(own)}"
         if not own:
-            what = f"{compare.some(sorted(manifest.kept))} were not written"
+            what = f"{list_names(sorted(manifest.kept))} were not written"
         msg = f"{folder}: {what}. Load it with af.load, and use af.export_model."
         raise CheckpointError(msg)
     buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}

@@ -457,7 +457,9 @@ def _homes(
             )
         )
         path = Path(folder) / "unit.safetensors"
-        files.write(path, {n: p.data for n, p in write.items()}, {"format": "pt"})
+        files.write_tensors(
+            path, {n: p.data for n, p in write.items()}, {"format": "pt"}
+        )
         there |= map_weights(path)
     for name, param in params.items():
         file = there[name]

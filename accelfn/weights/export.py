@@ -22,9 +22,9 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
-from accelfn.checkpoint import commit, disk, files
+from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Save
-from accelfn.checkpoint.manifest import reader_of
+from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import exchange_of, save_of
 from accelfn.checkpoint.slices import Slice, is_sharded
 from accelfn.collectives import by_calls
@@ -171,7 +171,7 @@ class Shards:
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor into new memory."""
         path = self.places[name]
-        return files.read(path, self.tables[path], {name}, verify=False)[name]
+        return files.read_tensors(path, self.tables[path], {name}, verify=False)[name]
 
     def read_to(self, name: str, tensor: torch.Tensor) -> None:
         """Read a tensor into the memory of a contiguous tensor of its shape.
@@ -185,7 +185,7 @@ class Shards:
         entry = self.tables[path].tensors[name]
         dtype = files.DTYPES[entry.dtype]
         try:
-            with disk.open_plain(path) as stream:
+            with files.open_plain(path) as stream:
                 stream.seek(entry.begin)
                 if tensor.dtype == dtype:
                     files.read_into(stream, files.bytes_of(tensor))
@@ -208,7 +208,7 @@ class Shards:
         path = self.places[name]
         entry = self.tables[path].tensors[name]
         try:
-            with disk.open_plain(path) as stream:
+            with files.open_plain(path) as stream:
                 return read_box(stream, entry.begin, files.DTYPES[entry.dtype], box)
         except OSError as error:
             msg = f"{path} cannot be read: {error}"
@@ -350,7 +350,7 @@ def _bytes(path: Path, *, header: bool = False) -> bytes:
         CheckpointCorruptError: the file cannot be read, or has another format.
     """
     try:
-        with disk.open_plain(path.resolve()) as stream:
+        with files.open_plain(path.resolve()) as stream:
             size = stream.seek(0, 2)
             stream.seek(0)
             length = int.from_bytes(stream.read(8), "little") if header else size
@@ -443,9 +443,9 @@ def export_model(
     def name_it() -> None:
         if job.rank == 0:
             if len(plan) > 1:
-                disk.write(job.partial / INDEX, [index_of(plan, tensors)])
-            disk.flush(job.partial)
-            disk.rename(job.partial, job.final)
+                files.write(job.partial / INDEX, [index_of(plan, tensors)])
+            files.flush(job.partial)
+            files.rename(job.partial, job.final)
 
     job.run_on_all(exchange, "name the directory", name_it)
 
@@ -531,9 +531,9 @@ def save_pretrained(
         if job.rank == 0:
             _by_its_own_method(state, tensors, job.partial, options)
             for path in job.partial.rglob("*"):
-                disk.flush(path)
-            disk.flush(job.partial)
-            disk.rename(job.partial, job.final)
+                files.flush(path)
+            files.flush(job.partial)
+            files.rename(job.partial, job.final)
 
     job.run_on_all(exchange, "write by the model's save_pretrained", write)
 
@@ -595,7 +595,7 @@ def _writing(
         if job.rank == 0:
             path = job.partial / file
             try:
-                files.write(path, held, {"format": "pt"})
+                files.write_tensors(path, held, {"format": "pt"})
             except OSError as error:
                 commit.explain(error, path, held)
 

@@ -27,7 +27,8 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import tensor_leaves
-from accelfn.checkpoint import compare, disk, files
+from accelfn.checkpoint import files
+from accelfn.checkpoint.load import differences, list_names
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta
@@ -227,7 +228,7 @@ class Maps:
         path = self.shards.places[name]
         entry = self.shards.tables[path].tensors[name]
         if path not in self._opened:
-            with disk.open_plain(path) as stream:
+            with files.open_plain(path) as stream:
                 # a private mapping: what is written into it never goes to the file
                 file = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
             self._opened[path] = file
@@ -362,7 +363,7 @@ def placement(
             modules = [name for name, _ in model.named_children()]
             msg = (
                 f"{caller}(device_map={{{prefix!r}: ...}}): the model has no such module."
-                f" Its own are {compare.some(modules)}."
+                f" Its own are {list_names(modules)}."
             )
             raise ArgumentError(msg)
         devices[prefix] = _device(caller, prefix, device)
@@ -461,7 +462,7 @@ def _rebuild_missing(
     ]
     if left:
         msg = (
-            f"{compare.some(left)}: on the meta device, and not in the model's state dict, so"
+            f"{list_names(left)}: on the meta device, and not in the model's state dict, so"
             " no file has values for it. Build the model in `with af.empty_weights():`, which"
             " makes all but the parameters, or give a factory, as"
             " af.import_model(lambda: Net(...), ...); or give it values first:"
@@ -496,7 +497,7 @@ def _match_targets(
             pairs[named[0]] = target
         for name in named[1:]:
             del there[name]
-    found = compare.differences(there, expected)
+    found = differences(there, expected)
     # only what is floating-point on both sides is converted
     floating = {
         name
@@ -532,7 +533,7 @@ def _check_given(
     ]
     if left:
         msg = (
-            f"{where}: {compare.some(left)}: without values in the model, on the meta device,"
+            f"{where}: {list_names(left)}: without values in the model, on the meta device,"
             " and not in the files. Build the model with values, not in"
             " af.empty_weights(), and what strict=False leaves keeps them."
         )

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import accelfn as af
-from tests.internals import commit, store
+from tests.internals import background, commit, store
 from tests.laws.disks import lent
 from tests.laws.states import is_of, state_of
 
@@ -86,7 +86,7 @@ class InterruptedAt:
 
     def __init__(self, at: int | None) -> None:
         self.at, self.count = at, 0
-        self.files = {store.__file__, store.__file__, threading.__file__}
+        self.files = {background.__file__, store.__file__, threading.__file__}
 
     def trace(self, frame: FrameType, event: str, _: object) -> Any:
         code = frame.f_code
@@ -127,7 +127,7 @@ def lines_of_a_save() -> int:
 @given(part=st.floats(0, 1, exclude_max=True))
 def test_no_interrupt_lets_saves_write_over_each_other(part: float) -> None:
     """B9: Ctrl-C at any line of a save: the next waits for what is being written."""
-    write, copies_of = commit.write, store.Buffers.copies_of
+    write, copies_of = commit.write, background.Buffers.copies_of
     at, written, over = int(part * lines_of_a_save()), list[int](), list[int]()
 
     def slow(job: commit.Save, *args: Any) -> None:
@@ -145,7 +145,7 @@ def test_no_interrupt_lets_saves_write_over_each_other(part: float) -> None:
     with (
         lent() as root,
         mock.patch.object(commit, "write", slow),
-        mock.patch.object(store.Buffers, "copies_of", copies),
+        mock.patch.object(background.Buffers, "copies_of", copies),
     ):
         saved = af.CheckpointStore(root)
         saved.save(state_of(1))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import commit, disk, files, gather_text, manifest, store
+from tests.internals import commit, files, gather_text, manifest, store
 from tests.laws.disks import Disk, lent, watched
 from tests.laws.states import base, is_of, state_of, to_save
 
@@ -31,8 +31,8 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "begin": (store, "contents_of", lambda state, *_: state.world.rank),
     "say what it holds": (commit, "_describe_states", lambda job, *_: job.rank),
-    "write its file": (files, "write", lambda path, *_: int(path.name[5:10])),
-    "write the manifest": (disk, "rename", lambda *_: 0),
+    "write its file": (files, "write_tensors", lambda path, *_: int(path.name[5:10])),
+    "write the manifest": (files, "rename", lambda *_: 0),
     "read it back": (manifest, "verify", lambda *_: 0),
     "divide": (commit, "divide_writes", lambda _contents, _ranks, rank: rank),
 }
@@ -171,14 +171,14 @@ def test_a_store_on_a_broken_disk_is_refused() -> None:
 @contextmanager
 def first_fails(number: int) -> Iterator[None]:
     """Have files of step 1 fail to be written, with an error of the system's, and no others."""
-    write = files.write
+    write = files.write_tensors
 
     def full(path: Path, *args: Any) -> Any:
         if "step-00000001" in str(path):
             raise OSError(number, os.strerror(number), str(path))
         return write(path, *args)
 
-    with mock.patch.object(files, "write", full):
+    with mock.patch.object(files, "write_tensors", full):
         yield
 
 
@@ -229,9 +229,9 @@ def test_two_failed_saves_are_both_told() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
     with lent() as root, af.CheckpointStore(root) as saved:
-        with mock.patch.object(files, "write", full):
+        with mock.patch.object(files, "write_tensors", full):
             saved.save(state_of(1))
-            refuse = mock.patch.object(disk, "create", full)
+            refuse = mock.patch.object(files, "create", full)
             with refuse, pytest.raises(af.CheckpointWriteError) as caught:
                 saved.save(state_of(2))
         assert "step 2 was not saved: rank 0 could not begin" in str(caught.value)
@@ -281,7 +281,7 @@ def test_what_a_store_did_not_write_is_not_its_own(
 @given(stuck=st.sets(st.integers(1, 4), min_size=1), keep=st.integers(1, 2))
 def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -> None:
     """B5: one checkpoint that cannot be removed is named, and all others are."""
-    rename, said = disk.rename, StringIO()
+    rename, said = files.rename, StringIO()
 
     def sticks(path: Path, new: Path) -> None:
         if path.name.startswith("step-") and int(path.name[5:]) in stuck:
@@ -289,7 +289,7 @@ def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -
         rename(path, new)
 
     with lent() as root, af.CheckpointStore(root, keep=keep, async_=False) as saved:
-        with mock.patch.object(disk, "rename", sticks), redirect_stderr(said):
+        with mock.patch.object(files, "rename", sticks), redirect_stderr(said):
             for step in range(1, 7):
                 saved.save(state_of(step))
             newest = {*range(7 - keep, 7)}

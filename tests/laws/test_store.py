@@ -321,11 +321,11 @@ def test_an_interrupted_wait_can_be_made_again(interrupts: int) -> None:
         go.wait(60)
         return write(*args, **kwargs)
 
-    write = files.write
+    write = files.write_tensors
     with (
         lent() as root,
         mock.patch.object(Writing, "join", joined),
-        mock.patch.object(files, "write", slow),
+        mock.patch.object(files, "write_tensors", slow),
         af.CheckpointStore(root) as store,
     ):
         store.save(state_of(1))

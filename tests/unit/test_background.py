@@ -15,9 +15,9 @@ from tests.internals import (
     Save,
     Talk,
     Writing,
+    background,
     contents_of,
-    disk,
-    store,
+    files,
     talk_directory,
 )
 from tests.states import linear_state
@@ -56,7 +56,7 @@ def test_whoever_says_nothing_in_time_is_named(talks):
 def test_a_process_that_ended_is_named_at_once(talks):
     """B1: its file is let go, whatever the timeout; one that has spoken before is not gone."""
     talks(2).begin().close()
-    disk.tell(talk_directory(talks(2).save.final) / "1-2", "ok")
+    files.tell(talk_directory(talks(2).save.final) / "1-2", "ok")
     held, gone = talks(1).begin(), talks(0).begin()
     gone.close()
     assert "but the process of rank 0 has ended." in said(talks(1))
@@ -66,13 +66,13 @@ def test_a_process_that_ended_is_named_at_once(talks):
 def test_a_lock_of_another_mount_tells_nothing(talks, monkeypatch):
     """B1: there it may be free, and its holder alive."""
     talks(0).begin().close()
-    monkeypatch.setattr(disk, "_mount", lambda _: b"elsewhere")
+    monkeypatch.setattr(files, "_mount", lambda _: b"elsewhere")
     assert "ranks 0 and 2 failed, left or did not" in said(talks(1, patience=0.1))
 
 
 def test_nobody_waits_long_when_one_is_known_to_be_gone(talks, monkeypatch):
     """B1: then those that have not spoken are given a moment."""
-    monkeypatch.setattr(store, "_GRACE", 0.1)
+    monkeypatch.setattr(background, "_GRACE", 0.1)
     talk = talks(1, patience=1e6)
     talk.hurried_at = 0.0
     assert "ranks 0 and 2 failed, left or did not" in said(talk)
@@ -100,7 +100,7 @@ def test_a_writer_that_ended_is_believed(talks, text):
 
 def test_a_copy_is_of_the_kind_that_the_tensor_is_now():
     """Memory is used again for a tensor of the same shape and dtype, and for no other."""
-    buffers, seen = store.Buffers(), []
+    buffers, seen = background.Buffers(), []
     for each in (
         torch.arange(3.0) + 1 / 3,
         torch.arange(3.0) + 2 / 3,
@@ -122,7 +122,7 @@ def test_how_long_a_rank_waits(tmp_path, monkeypatch, patience, hurried):
     clock = SimpleNamespace(now=100.0)
     clock.monotonic = lambda: clock.now
     clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
-    monkeypatch.setattr(store, "time", clock)
+    monkeypatch.setattr(background, "time", clock)
     talk = talk_in(tmp_path, 1, patience)
     talk.hurried_at = hurried
     assert "failed, left or did not arrive" in said(talk)
@@ -141,7 +141,7 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
         time.sleep(0)
 
     clock = SimpleNamespace(monotonic=lambda: waited, sleep=sleep)
-    monkeypatch.setattr(store, "time", clock)
+    monkeypatch.setattr(background, "time", clock)
     saved = af.CheckpointStore(tmp_path)
     save = Save(final=tmp_path / "step-00000002", step=2, rank=1, size=2)
     talk_directory(save.final).mkdir()

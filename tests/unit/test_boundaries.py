@@ -31,9 +31,9 @@ from accelfn.track import tracker
 from tests.internals import (
     Slice,
     agent,
-    disk,
     entries_of,
     failures,
+    files,
     optimizer,
     run,
     worker,
@@ -412,15 +412,15 @@ def test_a_folder_may_be_made_by_several_at_once(
 ) -> None:
     """Where another process makes it between the look and the act."""
     there = tmp_path / "run"
-    look = disk.arguments.is_directory
+    look = files.arguments.is_directory
 
     def looked(path: Path) -> bool:
         found = look(path)
         there.mkdir(exist_ok=True)
         return found
 
-    monkeypatch.setattr(disk.arguments, "is_directory", looked)
-    disk.make(there)
+    monkeypatch.setattr(files.arguments, "is_directory", looked)
+    files.make(there)
     assert there.is_dir()
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import codec, disk, manifest, store
+from tests.internals import background, codec, files, manifest
 from tests.states import bits, values
 
 torch.set_num_threads(1)
@@ -404,14 +404,14 @@ def test_nothing_older_is_removed_for_a_save_that_is_not_read_back(
 ):
     """One that the disk has changed meanwhile is none: the error is told, and the older stays."""
     stored(tmp_path, None)
-    rename = disk.rename
+    rename = files.rename
 
     def damaging(path, new):
         rename(path, new)
         if new == tmp_path / "step-00000001" and not is_whole:
             damage(new)
 
-    monkeypatch.setattr(disk, "rename", damaging)
+    monkeypatch.setattr(files, "rename", damaging)
     with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
         later = attrs.evolve(fresh(), step=1)
         if is_whole:
@@ -552,7 +552,7 @@ def test_a_disk_without_locks_is_written_to(tmp_path, monkeypatch, async_):
 
     monkeypatch.setattr(fcntl, "flock", flock)
     own = SimpleNamespace(Thread=Now, Lock=threading.Lock, Event=Done)
-    monkeypatch.setattr(store, "threading", own)
+    monkeypatch.setattr(background, "threading", own)
     with af.CheckpointStore(tmp_path, async_=async_) as kept:
         kept.save(fresh())
         assert kept.restore(fresh(seed=3)).seed == fresh().seed
@@ -995,9 +995,9 @@ def test_a_piece_goes_to_the_disk_while_the_next_is_written(sizes, piece):
         begun.append((start, end))
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disk, "_PIECE", piece)
-        patch.setattr(disk, "_begin_flush", begin)
-        disk.write(Path(folder, "file"), handed())
+        patch.setattr(files, "_PIECE", piece)
+        patch.setattr(files, "_begin_flush", begin)
+        files.write(Path(folder, "file"), handed())
         assert Path(folder, "file").read_bytes() == b"".join(chunks)
     assert [start for start, _ in begun] == [0, *(end for _, end in begun)][:-1]
     assert all(end - start >= piece for start, end in begun)
@@ -1009,9 +1009,9 @@ def test_a_system_begins_early_if_it_can(has_it, tmp_path, monkeypatch):
     """What it is asked is of the file's own bytes; without it the file is the same."""
     asked = []
     call = (lambda *words: asked.append(words)) if has_it else None
-    monkeypatch.setattr(disk, "_sync_file_range", call)
-    monkeypatch.setattr(disk, "_PIECE", 4)
-    disk.write(tmp_path / "file", [b"abc", b"defg", b"hijk", b"l"])
+    monkeypatch.setattr(files, "_sync_file_range", call)
+    monkeypatch.setattr(files, "_PIECE", 4)
+    files.write(tmp_path / "file", [b"abc", b"defg", b"hijk", b"l"])
     assert (tmp_path / "file").read_bytes() == b"abcdefghijkl"
     assert [words[1:] for words in asked] == ([(0, 7, 2), (7, 4, 2)] if has_it else [])
 
@@ -1021,8 +1021,8 @@ def test_linux_begins_early(tmp_path):
     """The kernel takes what it is asked."""
     with (tmp_path / "file").open("wb", buffering=0) as file:
         file.write(b"abc")
-        assert disk._sync_file_range(file.fileno(), 0, 3, disk._WRITE) == 0
-        assert disk._sync_file_range(file.fileno(), -1, 3, disk._WRITE) == -1
+        assert files._sync_file_range(file.fileno(), 0, 3, files._WRITE) == 0
+        assert files._sync_file_range(file.fileno(), -1, 3, files._WRITE) == -1
 
 
 @pytest.mark.parametrize("kind", ["set", "Tensor", ""])

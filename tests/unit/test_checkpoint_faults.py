@@ -28,10 +28,11 @@ from tests.golden import make as golden
 from tests.internals import (
     Manifest,
     Slice,
+    best_of,
     commit,
     contents_of,
     devices,
-    disk,
+    files,
     gather_text,
     manifest,
     read_manifest,
@@ -173,7 +174,7 @@ def test_states_that_were_not_saved_together(case, tmp_path):
         af.load({"one": fresh()}, folder)
     with pytest.raises(af.CheckpointError, match=re.escape(str(folder))):
         manifest.verify(folder)
-    assert manifest.best_of(tmp_path, "loss", "min") == []
+    assert best_of(tmp_path, "loss", "min") == []
 
 
 # C5, C22: directories.
@@ -186,7 +187,7 @@ def test_c5_a_directory_that_cannot_be_written_to(where, tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(disk, where, refuse)
+    monkeypatch.setattr(files, where, refuse)
     words = rf"{tmp_path}.*Permission denied.*mode 0o\d+.*user {os.getuid()}"
     with pytest.raises(af.CheckpointWriteError, match=words):
         af.CheckpointStore(tmp_path / "runs")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from tests.internals import disk
+from tests.internals import files
 
 FULL = OSError(errno.ENOSPC, "no room")
 
@@ -22,7 +22,7 @@ def failing(*_: Any) -> NoReturn:
 
 def held(folder: Path) -> None:
     """Hold a file, and let it go."""
-    file = disk.hold(folder / "held")
+    file = files.hold(folder / "held")
     assert file is not None
     file.close()
 
@@ -30,20 +30,20 @@ def held(folder: Path) -> None:
 def refused(folder: Path) -> None:
     """Open what is no file."""
     with pytest.raises(OSError, match="not a regular file"):
-        disk.open_plain(folder)
+        files.open_plain(folder)
 
 
 CALLS: dict[str, Callable[[Path], object]] = {
-    "flush": disk.flush,
-    "write": lambda folder: disk.write(folder / "new", [b"text"]),
-    "claim": lambda folder: disk.claim(folder / "new", "text"),
-    "claim again": lambda folder: disk.claim(folder / "old", "text"),
-    "withdraw": lambda folder: disk.withdraw(folder / "old", "text"),
-    "withdraw another's": lambda folder: disk.withdraw(folder / "old", "other"),
-    "tell": lambda folder: disk.tell(folder / "new", "text"),
+    "flush": files.flush,
+    "write": lambda folder: files.write(folder / "new", [b"text"]),
+    "claim": lambda folder: files.claim(folder / "new", "text"),
+    "claim again": lambda folder: files.claim(folder / "old", "text"),
+    "withdraw": lambda folder: files.withdraw(folder / "old", "text"),
+    "withdraw another's": lambda folder: files.withdraw(folder / "old", "other"),
+    "tell": lambda folder: files.tell(folder / "new", "text"),
     "hold": held,
-    "is let go": lambda folder: disk.is_let_go(folder / "old"),
-    "open": lambda folder: disk.open_plain(folder / "old").close(),
+    "is let go": lambda folder: files.is_let_go(folder / "old"),
+    "open": lambda folder: files.open_plain(folder / "old").close(),
     "open a directory": refused,
 }
 
@@ -85,21 +85,21 @@ def test_the_first_claim_counts(
 
         monkeypatch.setattr(os, "link", link)
     path = tmp_path / "lock"
-    assert disk.claim(path, "mine")
-    assert not disk.claim(path, "yours")
+    assert files.claim(path, "mine")
+    assert not files.claim(path, "yours")
     assert path.read_text() == "mine"
     assert [each.name for each in tmp_path.iterdir()] == ["lock"]
-    assert not disk.withdraw(path, "yours")
-    assert disk.withdraw(path, "mine")
-    assert not disk.withdraw(path, "mine")
-    assert disk.claim(path, "yours")
+    assert not files.withdraw(path, "yours")
+    assert files.withdraw(path, "mine")
+    assert not files.withdraw(path, "mine")
+    assert files.claim(path, "yours")
 
 
 def test_a_claim_that_is_not_written_whole_is_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where a disk without links is full, the error is told, and the name is free."""
-    write = disk.write
+    write = files.write
 
     def begun(path: Path, chunks: Any) -> None:
         write(path, chunks)
@@ -107,9 +107,9 @@ def test_a_claim_that_is_not_written_whole_is_none(
             failing()
 
     monkeypatch.setattr(os, "link", failing)
-    monkeypatch.setattr(disk, "write", begun)
+    monkeypatch.setattr(files, "write", begun)
     with pytest.raises(OSError, match="no room"):
-        disk.claim(tmp_path / "lock", "mine")
+        files.claim(tmp_path / "lock", "mine")
     assert [*tmp_path.iterdir()] == []
 
 
@@ -119,7 +119,7 @@ def test_a_name_that_is_taken_is_not_given_again(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     (tmp_path / "one" / "file").touch()
     with pytest.raises(FileExistsError, match="two"):
-        disk.rename(tmp_path / "one", tmp_path / "two")
+        files.rename(tmp_path / "one", tmp_path / "two")
     assert (tmp_path / "one" / "file").exists()
     assert [*(tmp_path / "two").iterdir()] == []
 
@@ -136,12 +136,12 @@ def test_what_is_let_go_was_held_on_this_machine(
                 raise FileNotFoundError(errno.ENOENT, "none")
 
             monkeypatch.setattr(Path, "read_text", missing)
-        assert not disk.is_let_go(path)
-        file = disk.hold(path)
+        assert not files.is_let_go(path)
+        file = files.hold(path)
         assert file is not None
-        assert not disk.is_let_go(path)
+        assert not files.is_let_go(path)
         file.close()
-        assert disk.is_let_go(path)
+        assert files.is_let_go(path)
         path.write_bytes(b"elsewhere " + path.read_bytes())
-        assert not disk.is_let_go(path)
+        assert not files.is_let_go(path)
         path.unlink()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.golden import make as golden
-from tests.internals import MAX_DEPTH, grammar
+from tests.internals import MAX_DEPTH, manifest
 
 
 def plain(**changes: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def plain(**changes: Any) -> dict[str, Any]:
 
 def check(said: dict[str, Any]) -> None:
     """Look at what the newest format's manifest says."""
-    grammar.check(said)
+    manifest.check_structure(said)
 
 
 def nested(kind: str, depth: int) -> Any:

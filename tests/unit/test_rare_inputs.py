@@ -24,6 +24,7 @@ from tests.internals import (
     WEIGHTS,
     Failure,
     _port_of_job,
+    best_of,
     budget,
     commit,
     few_bits,
@@ -67,7 +68,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other(
     saved(tmp_path, [0.3, 0.1, 0.2])
     (tmp_path / manifest.name_of(broken) / "manifest.json").write_text("{")
     others = [each for each in (2, 3, 1) if each != broken]
-    assert manifest.best_of(tmp_path, "loss", "min") == others
+    assert best_of(tmp_path, "loss", "min") == others
     with (
         af.CheckpointStore(tmp_path) as store,
         pytest.raises(CheckpointError) as caught,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.internals import disk, files
+from tests.internals import files
 
 
 @given(
@@ -42,7 +42,7 @@ def test_threads_read_what_one_would(
     ):
         path = Path(directory) / "values"
         path.write_bytes(values[: len(values) - missing])
-        with disk.open_plain(path) as stream:
+        with files.open_plain(path) as stream:
             stream.seek(before)
             if size and missing:
                 with pytest.raises(OSError, match="it ended while it was read"):

@@ -37,14 +37,14 @@ def stored(folder, updates=2):
 
 def removing(monkeypatch, act):
     """Let the first reading of a file of tensors begin with an act."""
-    real, acts = files.read, [act]
+    real, acts = files.read_tensors, [act]
 
     def read(path, *args, **options):
         if acts:
             acts.pop()()
         return real(path, *args, **options)
 
-    monkeypatch.setattr(files, "read", read)
+    monkeypatch.setattr(files, "read_tensors", read)
 
 
 def test_a_load_says_that_a_checkpoint_was_removed(tmp_path, monkeypatch):

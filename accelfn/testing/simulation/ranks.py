@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.utils import _device
 
 from accelfn.base import devices, draws
-from accelfn.checkpoint import store
+from accelfn.checkpoint import background
 from accelfn.testing.simulation import group
 from accelfn.testing.simulation.calls import Crashed, Members
 from accelfn.testing.simulation.exchange import Exchange, SharedValues, SimulatedWork
@@ -419,7 +419,7 @@ class _Room:
 def _let_go(error: BaseException | None) -> None:
     """Let a rank that has crashed hold nothing, as a process that is gone."""
     if isinstance(error, Crashed):
-        had_saves = store.give_up()
+        had_saves = background.give_up()
         traceback.clear_frames(error.__traceback__)
         if had_saves:  # their errors, and what these refer to, are in circles
             gc.collect()

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Background saves: a copy of the tensors in host memory, and a thread that writes it.
+
+Only the training thread may call collectives. So the writing threads communicate by small files
+in a directory next to the checkpoint, on the disk that all ranks share.
+"""
+
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import attrs
+import torch
+
+from accelfn.base import arguments
+from accelfn.base.devices import host_memory
+from accelfn.checkpoint import commit, files
+from accelfn.checkpoint.commit import Contents, Save
+from accelfn.collectives import gather_text
+from accelfn.collectives.failures import named
+from accelfn.errors import (
+    CheckpointWriteError,
+    PeerFailedError,
+)
+
+if TYPE_CHECKING:
+    from accelfn.world import World
+
+
+_PATIENCE = 600.0
+"""Seconds to wait for a rank in a world without a timeout."""
+_GRACE = 5.0
+"""Seconds to wait for writing ranks after another rank has failed."""
+
+
+class Buffers:
+    """Host memory for copies of tensors, reused by each save."""
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._held: dict[str, torch.Tensor] = {}
+
+    def copies_of(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return copies in host memory, which the next call overwrites."""
+        copies: dict[str, torch.Tensor] = {}
+        devices: set[torch.device] = set()
+        for name, tensor in tensors.items():
+            held = self._held.get(name)
+            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
+                held = host_memory(tensor.shape, tensor.dtype, tensor.device)
+            copies[name] = held.copy_(tensor.detach(), non_blocking=True)
+            if not tensor.is_cpu:
+                devices.add(tensor.device)
+        for device in devices:
+            arrived = torch.Event(device)
+            arrived.record()
+            arrived.synchronize()
+        self._held = copies
+        return copies
+
+
+@attrs.define(kw_only=True)
+class Talk:
+    """Exchanges texts between ranks by files in a shared directory.
+
+    Attributes:
+        save: the save that ranks work on.
+        patience: seconds to wait for a rank's text.
+        turn: the number of exchanges so far.
+        hurried_at: the time at which a rank was known to have failed; None if no rank has.
+    """
+
+    save: Save
+    patience: float
+    turn: int = 0
+    hurried_at: float | None = None
+
+    def __call__(self, what: str, text: str) -> list[str]:
+        """Publish this rank's text, wait for all ranks, and return their texts.
+
+        Raises:
+            CheckpointWriteError: a rank's writer has ended with an error.
+            PeerFailedError: a rank's process has ended, or its text did not arrive in time.
+        """
+        self.turn += 1
+        files.tell(self._file(self.turn, self.save.rank), text)
+        pause, begun = 0.001, time.monotonic()
+        while absent := self._absent():
+            gone = [r for r in absent if files.is_let_go(self._file(_HELD, r))]
+            absent = self._absent()  # a rank may have published before it ended
+            self._check_ended(absent)
+            gone = [rank for rank in gone if rank in absent]
+            if absent and (gone or self._is_over(begun)):
+                raise PeerFailedError(self._given_up(gone, absent, what, begun))
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        return [_read_text(self._file(self.turn, rank)) for rank in self._ranks()]
+
+    def begin(self) -> BinaryIO | None:
+        """Return an open lock file that shows other ranks that this process lives."""
+        mine = self._file(_HELD, self.save.rank)
+        return files.hold(mine) if self.save.size > 1 else None
+
+    def end(self, text: str) -> None:
+        """Tell other ranks that this rank has stopped, and why."""
+        if self.save.size > 1:
+            files.tell(self._file(_ENDED, self.save.rank), text)
+
+    def _ranks(self) -> range:
+        return range(self.save.size)
+
+    def _file(self, turn: int | str, rank: int) -> Path:
+        return talk_directory(self.save.final) / f"{turn}-{rank}"
+
+    def _absent(self) -> list[int]:
+        return [
+            r for r in self._ranks() if not arguments.exists(self._file(self.turn, r))
+        ]
+
+    def _check_ended(self, absent: list[int]) -> None:
+        for rank in absent:
+            ended = self._file(_ENDED, rank)
+            if arguments.exists(ended):
+                nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
+                raise CheckpointWriteError(_read_text(ended) or nothing)
+
+    def _is_over(self, begun: float) -> bool:
+        now, hurried = time.monotonic(), self.hurried_at
+        return now > begun + self.patience or (
+            hurried is not None and now > max(begun, hurried) + _GRACE
+        )
+
+    def _given_up(
+        self, gone: list[int], absent: list[int], what: str, begun: float
+    ) -> str:
+        if gone:
+            how = f"the process of {named(gone)} has ended"
+        else:
+            waited = time.monotonic() - begun
+            how = (
+                f"{named(absent)} failed, left or did not arrive within {waited:.3g} s"
+            )
+        return (
+            f"The save of step {self.save.step} was not seen to its end: rank"
+            f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
+            " Look at its output for the cause."
+        )
+
+
+_ENDED, _HELD = "ended", "held"
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def talk_directory(final: Path) -> Path:
+    """Return the directory in which ranks exchange texts about a checkpoint."""
+    return final.parent / f".tmp-{final.name}.talk"
+
+
+def open_talk(save: Save) -> None:
+    """Make the directory for exchanges; if that fails, remove the unfinished checkpoint."""
+    try:
+        files.create(talk_directory(save.final))
+    except OSError:
+        files.remove(save.partial)
+        raise
+
+
+def close_talk(save: Save) -> None:
+    """Remove the directory for exchanges, if possible."""
+    with suppress(OSError):  # the next save removes it
+        files.remove(talk_directory(save.final))
+
+
+class _Mine(threading.local):
+    """The saves that the current thread has started."""
+
+    def __init__(self) -> None:
+        self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
+
+
+_mine = _Mine()
+
+
+def give_up() -> bool:
+    """Stop the saves that this thread has started, as the end of its process would.
+
+    Returns: whether there were any saves.
+    """
+    begun = list(_mine.writings)
+    for writing in begun:
+        writing.give_up()
+    return bool(begun)
+
+
+class Writing:
+    """A save that a background thread writes."""
+
+    def __init__(
+        self,
+        save: Save,
+        contents: Mapping[str, Contents],
+        then: Callable[[], None],
+        *,
+        patience: float | None,
+    ) -> None:
+        """Take the contents to write; their tensors must not change before `join`."""
+        self.save = save
+        self._contents, self._then = contents, then
+        self._talk = Talk(save=save, patience=patience or _PATIENCE)
+        self._begun, self._done = threading.Lock(), threading.Event()
+        self._error: BaseException | None = None
+        _mine.writings.add(self)
+
+    def start(self) -> None:
+        """Start the writing thread; if that fails, `join` returns the error."""
+        try:
+            threading.Thread(target=self._run, name="accelfn-save").start()
+        except RuntimeError as error:
+            if "can't start new thread" not in str(error):
+                raise  # an interrupt while threading took its locks
+            self._begun.acquire(blocking=False)
+            why = CheckpointWriteError(
+                f"no thread can be started to write it ({error}). Give the store async_=False,"
+                " or raise the limit of threads (ulimit -u)."
+            )
+            self._error = self._alone(why)
+            self._talk.end(str(self._error))
+            self._done.set()
+
+    def join(self) -> BaseException | None:
+        """Wait for the end of the save, and return its error.
+
+        Starts the save if an interrupt prevented its start: other ranks wait for it.
+        """
+        if not self._begun.locked():
+            self.start()
+        self._done.wait()
+        return self._error
+
+    def hurry(self) -> None:
+        """Shorten the wait for other ranks, because one of them has failed."""
+        self._talk.hurried_at = time.monotonic()
+
+    def give_up(self) -> None:
+        """Stop waiting for other ranks, and wait for the end of the save."""
+        self._talk.patience = 0.0
+        if self._begun.locked():
+            self._done.wait()
+
+    def _run(self) -> None:
+        if not self._begun.acquire(blocking=False):
+            return  # an interrupted `start` had started a thread already
+        held: BinaryIO | None = None
+        try:
+            held = self._talk.begin()
+            commit.write(self.save, self._contents, self._talk)
+            # the checkpoint exists: rank 0 verifies it without an exchange of files
+            self.save.run_on_all(lambda _, text: [text], commit.READ_BACK, self._then)
+        except CheckpointWriteError as error:
+            self._error = error  # all ranks have it
+        except PeerFailedError as error:
+            self._error = error  # the other ranks have this error too
+        except BaseException as error:  # noqa: BLE001 - raised in the training's thread
+            self._error = self._alone(error)
+            with suppress(BaseException):  # this disk may be what has failed
+                self._talk.end(str(self._error))
+        finally:
+            if held is not None:
+                held.close()
+            self._done.set()
+
+    def _alone(self, error: BaseException) -> CheckpointWriteError:
+        """Return this rank's own error as an error of the save."""
+        rank = self.save.rank
+        is_there = files.is_there(self.save.final)
+        begins = self.save.not_verified if is_there else self.save.not_saved
+        known = CheckpointWriteError(
+            f"{begins}: rank {rank} failed: {commit.format_error(error)}"
+        )
+        known.__cause__ = error
+        return known
+
+
+# The pending save of a store, and the exchange of its outcome.
+
+
+class PendingSave:
+    """The save that was started and not yet joined, if any.
+
+    Attributes:
+        writing: the save's writing thread; None if no save is pending.
+        world: the world of the state that was saved last.
+    """
+
+    def __init__(self) -> None:
+        """Start without a save."""
+        self.writing: Writing | None = None
+        self.world: World | None = None
+
+    def is_of_others(self, now: "World | None") -> bool:
+        """Return whether ranks have regrouped since the save, into the given world."""
+        if now is None or now.connection.regrouping is None:
+            return False
+        return self.world is None or self.world.connection is not now.connection
+
+    def finish(self) -> CheckpointWriteError | None:
+        """Wait for the end of the save, and return its error, the same on all ranks.
+
+        A failed save leaves no files.
+
+        Raises:
+            PeerFailedError: a rank has failed.
+        """
+        writing, world = self.writing, self.world
+        if world is not None and world.connection.successor is not None:
+            return self.abandon()
+        if writing is None or world is None:
+            return None
+        step = writing.save.step
+        # wait until all ranks have started: in a simulated world ranks take turns
+        gather_text("", world, label=f"store: wait for step {step}")
+        error = writing.join()
+        if isinstance(error, PeerFailedError):
+            self.writing = None
+            world.connection.tell("waited in a save", is_waiting=True)
+            raise error
+        text = "" if error is None else str(error)
+        told = _first(gather_text(text, world, label=f"store: outcome of step {step}"))
+        self.writing = None  # not before: an interrupt may have ended the waiting
+        if world.is_main:
+            close_talk(writing.save)
+            if told is not None:  # no rank writes to the directory any more
+                with suppress(OSError):  # the next save removes it
+                    files.remove(writing.save.partial)
+        if told is not None:
+            told.__cause__ = None if error is None else error.__cause__
+        return told
+
+    def abandon(self) -> CheckpointWriteError | None:
+        """Finish a save after a rank has failed; return an error other than that failure.
+
+        The checkpoint is complete, or it does not exist and a line on stderr says so.
+        """
+        writing, self.writing = self.writing, None
+        if writing is None:
+            return None
+        writing.hurry()
+        error = writing.join()
+        if isinstance(error, CheckpointWriteError):
+            return error
+        if error is not None and not files.is_there(writing.save.final):
+            sys.stderr.write(f"accelfn: {error}\n")
+        return None
+
+    def rejoin(
+        self, world: "World", error: CheckpointWriteError | None
+    ) -> CheckpointWriteError | None:
+        """Continue in a new world, and return the first error that any of its ranks has."""
+        text = "" if error is None else str(error)
+        told = _first(gather_text(text, world, label="store: ranks have met anew"))
+        self.world = world
+        return told
+
+
+def _first(texts: list[str]) -> CheckpointWriteError | None:
+    """Return the first nonempty text as an error, if any."""
+    failed = [CheckpointWriteError(text) for text in texts if text]
+    return failed[0] if failed else None
