@@ -9,11 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from accelfn import plug
 from tests import house
 from tests.style.bounds import SATELLITES, tracked
 
 _PUBLIC_MODULES = (
-    *("errors", "testing", "testing.strategies", "schedules", "orders", "track"),
+    *(
+        "errors",
+        "testing",
+        "testing.strategies",
+        "schedules",
+        "orders",
+        "track",
+        "plug",
+    ),
 )
 
 
@@ -70,6 +79,36 @@ def test_importing_the_package_loads_no_satellite() -> None:
         [sys.executable, "-c", says], capture_output=True, text=True, check=True
     )
     assert not {*found.stdout.split()} & {*SATELLITES}
+
+
+def test_plug_has_few_names_each_with_its_sentence() -> None:
+    """What satellites use of the kernel is at most 40 names, as type checkers see them."""
+    names = {name for some in plug.NAMES.values() for name in some}
+    body = ast.parse(Path(plug.__file__).read_text(encoding="utf-8")).body
+    (typed,) = (each.body for each in body if isinstance(each, ast.If))
+
+    assert len(names) <= 40
+    assert {(each.module, each.names[0].name) for each in typed} == {
+        (module, name) for module, some in plug.NAMES.items() for name in some
+    }
+    assert all(getattr(plug, name) is not None for name in names)
+    for sentence in [each for some in plug.NAMES.values() for each in some.values()]:
+        assert re.fullmatch(r"[A-Z][^.]{20,}\.", sentence), sentence
+
+
+def test_the_kernel_imports_no_public_table() -> None:
+    """A folder of the kernel takes a name from where it is, so layers are what they seem."""
+    satellites = {*SATELLITES, "plug"}
+    found = [
+        path
+        for path in house.PACKAGE.rglob("*/*.py")
+        if path.relative_to(house.PACKAGE).parts[0] not in satellites
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and node.module == "accelfn"
+        if not all((house.PACKAGE / each.name).is_dir() for each in node.names)
+    ]
+
+    assert not found
 
 
 def test_tests_import_private_names_from_one_module() -> None:
