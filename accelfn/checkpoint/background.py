@@ -20,7 +20,7 @@ import torch
 from accelfn.base import arguments
 from accelfn.base.devices import host_memory
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.commit import Contents, Save
+from accelfn.checkpoint.commit import Save
 from accelfn.collectives import gather_text
 from accelfn.collectives.failures import named
 from accelfn.errors import (
@@ -206,14 +206,12 @@ class Writing:
     def __init__(
         self,
         save: Save,
-        contents: Mapping[str, Contents],
-        then: Callable[[], None],
+        write: Callable[[commit.Exchange], None],
         *,
         patience: float | None,
     ) -> None:
-        """Take the contents to write; their tensors must not change before `join`."""
-        self.save = save
-        self._contents, self._then = contents, then
+        """Take the function that writes; the tensors must not change before `join`."""
+        self.save, self._write = save, write
         self._talk = Talk(save=save, patience=patience or _PATIENCE)
         self._begun, self._done = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
@@ -261,9 +259,7 @@ class Writing:
         held: BinaryIO | None = None
         try:
             held = self._talk.begin()
-            commit.write(self.save, self._contents, self._talk)
-            # the checkpoint exists: rank 0 verifies it without an exchange of files
-            self.save.run_on_all(lambda _, text: [text], commit.READ_BACK, self._then)
+            self._write(self._talk)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
         except PeerFailedError as error:

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from enum import Enum, StrEnum
 from pathlib import Path
 from typing import Any, NoReturn, Self, TypeAlias, cast
 
@@ -43,10 +44,43 @@ from accelfn.errors import (
 Exchange: TypeAlias = Callable[[str, str], list[str]]
 """Gather texts: takes a label and this rank's text, returns all ranks' in rank order."""
 
-READ_BACK = "read it back"
-"""Label of the check after the rename; a checkpoint that fails it loses its name."""
 
-_SPEECHLESS = "failed OSError it had no room to say why"
+class Phase(Enum):
+    """A part of a save, which all ranks complete or none.
+
+    The value labels the exchange of outcomes, and follows "could not" in errors.
+    """
+
+    BEGIN = "begin"
+    FIND = "see the directory"
+    DESCRIBE = "describe its contents"
+    WRITE = "write its file"
+    COMMIT = "write the manifest"
+    """Rank 0 acts alone. If its disk was too full to report the outcome, the existence of the
+    final directory decides."""
+    VERIFY = "read it back"
+    """After the commit, so another error than `CheckpointError` leaves the checkpoint."""
+
+
+class Verdict(StrEnum):
+    """The outcome of a phase on a rank; the first word of the text that ranks exchange."""
+
+    DONE = "done"
+    FAILED = "failed"
+    IN_USE = "in-use"
+    UNVERIFIED = "unverified"
+
+    @classmethod
+    def of(cls, error: Exception, phase: Phase) -> "Verdict":
+        """Return the verdict on a phase that ended with an error."""
+        if isinstance(error, DirectoryInUseError):
+            return cls.IN_USE
+        if phase is Phase.VERIFY and not isinstance(error, CheckpointError):
+            return cls.UNVERIFIED
+        return cls.FAILED
+
+
+_NO_ROOM = f"{Verdict.FAILED} it had no room to say why"
 
 
 @attrs.frozen(kw_only=True)
@@ -136,49 +170,56 @@ class Save:
 
     def run_on_all(
         self,
-        exchange: Exchange,
-        what: str,
+        exchange: Exchange | None,
+        phase: Phase,
         act: Callable[[], str | None],
         *,
-        commits: bool = False,
+        task: str = "",
     ) -> list[str]:
         """Act on every rank and return all results, or raise on every rank.
 
-        With `commits`, rank 0 alone acts. If its disk was too full to report the result, the
-        existence of the final directory decides.
+        Args:
+            exchange: gathers the outcomes; None: this rank alone raises its error.
+            phase: the part of the save.
+            act: acts, and returns a text for all ranks.
+            task: the words for errors, if they are not the phase's value.
 
         Raises:
             CheckpointWriteError: a rank failed; the error names the rank and the reason.
             DirectoryInUseError: another job holds the directory.
         """
         failure: Exception | None = None
+        task = task or phase.value
         try:
-            outcome = f"ok {act() or ''}"
+            outcome = f"{Verdict.DONE} {act() or ''}"
         except Exception as error:  # noqa: BLE001 - reported to all ranks, whatever it is
-            failure, outcome = (
-                error,
-                f"failed {type(error).__name__} {format_error(error)}",
+            failure = error
+            outcome = f"{Verdict.of(error, phase)} {format_error(error)}"
+        outcomes = {self.rank: outcome}
+        if exchange is not None and self.size > 1:
+            outcomes = dict(enumerate(exchange(task, outcome)))
+        if phase is Phase.COMMIT:
+            is_done = not outcomes[0] and files.is_there(self.final)
+            outcomes = {0: f"{Verdict.DONE} " if is_done else outcomes[0]}
+        results: list[str] = []
+        for rank, text in outcomes.items():
+            verdict, _, said = (text or _NO_ROOM).partition(" ")
+            if verdict == Verdict.DONE:
+                results.append(said)
+                continue
+            # if rank 0 failed to begin, the directory belongs to another save
+            if self.rank == 0 and (phase is not Phase.BEGIN or failure is None):
+                with suppress(OSError):
+                    files.remove(self.partial)
+            saved = (
+                self.not_verified if verdict == Verdict.UNVERIFIED else self.not_saved
             )
-            if what == READ_BACK and not isinstance(error, CheckpointError):
-                outcome = f"unread {type(error).__name__} {format_error(error)}"
-        outcomes = exchange(what, outcome) if self.size > 1 else [outcome]
-        if commits:
-            done = not outcomes[0] and files.is_there(self.final)
-            outcomes = ["ok "] if done else outcomes[:1]
-        for rank, text in enumerate(outcomes):
-            if not text.startswith("ok "):
-                # if "begin" failed on rank 0, the directory belongs to another save
-                if self.rank == 0 and (what != "begin" or failure is None):
-                    with suppress(OSError):
-                        files.remove(self.partial)
-                verdict, _, error = (text or _SPEECHLESS).partition(" ")
-                kind, _, reason = error.partition(" ")
-                begins = self.not_verified if verdict == "unread" else self.not_saved
-                msg = f"{begins}: rank {rank} could not {what}: {reason}"
-                in_use = kind == DirectoryInUseError.__name__
-                error_type = DirectoryInUseError if in_use else CheckpointWriteError
-                raise error_type(msg) from failure
-        return [text[3:] for text in outcomes]
+            msg = f"{saved}: rank {rank} could not {task}: {said}"
+            in_use = verdict == Verdict.IN_USE
+            raise (DirectoryInUseError if in_use else CheckpointWriteError)(
+                msg
+            ) from failure
+        return results
 
 
 def format_error(error: BaseException) -> str:
@@ -215,7 +256,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         CheckpointWriteError: on every rank, if any rank failed.
     """
     said = save.run_on_all(
-        exchange, "say what it holds", lambda: _describe_states(save, contents)
+        exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
     )
     ranks, own = list(map(json.loads, said)), rank_file(save.rank)
     divisions = {
@@ -236,7 +277,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
                 explain(error, path, each.mine)
         return json.dumps(written)
 
-    texts = save.run_on_all(exchange, "write its file", write_file)
+    texts = save.run_on_all(exchange, Phase.WRITE, write_file)
 
     def name_it() -> None:
         if save.rank:
@@ -254,7 +295,7 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
             files.flush(save.partial)
         files.rename(save.partial, save.final)
 
-    save.run_on_all(exchange, "write the manifest", name_it, commits=True)
+    save.run_on_all(exchange, Phase.COMMIT, name_it)
 
 
 def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:

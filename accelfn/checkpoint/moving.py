@@ -15,6 +15,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.arguments import call_mismatch, explain_call_errors
 from accelfn.checkpoint import commit, files
+from accelfn.checkpoint.commit import Verdict
 from accelfn.checkpoint.elastic import (
     Arrivals,
     receive,
@@ -217,20 +218,22 @@ def _run_on_all(
     outcome: T | Exception
     try:
         outcome = act()
-        text = f"ok {told(outcome)}"
+        text = f"{Verdict.DONE} {told(outcome)}"
     except Exception as error:
         if not can_tell():
             raise
-        outcome, text = error, f"failed {commit.format_error(error)}"
+        outcome, text = error, f"{Verdict.FAILED} {commit.format_error(error)}"
     texts = gather_text(text, world, label=f"with_world: {what}")
     if isinstance(outcome, Exception):
         raise outcome
+    results: list[str] = []
     for rank, each in enumerate(texts):
-        if not each.startswith("ok "):
-            why = each.partition(" ")[2]
-            msg = f"{_CALL}: rank {rank} of {world.size} could not {what}: {why}"
+        verdict, _, said = each.partition(" ")
+        if verdict != Verdict.DONE:
+            msg = f"{_CALL}: rank {rank} of {world.size} could not {what}: {said}"
             raise StateError(msg)
-    return outcome, [each.partition(" ")[2] for each in texts]
+        results.append(said)
+    return outcome, results
 
 
 def _describe(contents: commit.Contents | None) -> str:

@@ -21,7 +21,7 @@ from accelfn.base.codec import (
 )
 from accelfn.base.tree import Pending
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.commit import Contents, Save
+from accelfn.checkpoint.commit import Contents, Phase, Save
 from accelfn.checkpoint.manifest import MEMBER
 from accelfn.checkpoint.slices import Slice, is_sharded, slice_of
 from accelfn.collectives import by_calls, gather_text
@@ -279,7 +279,7 @@ def save(
             contents[name] = contents_of(each, frozen)
         commit.begin(job)
 
-    job.run_on_all(exchange, "begin", begin)
+    job.run_on_all(exchange, Phase.BEGIN, begin)
     commit.write(job, contents, exchange)
 
 

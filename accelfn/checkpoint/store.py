@@ -22,7 +22,7 @@ from accelfn.base import arguments
 from accelfn.base.arguments import advise, explain_call_errors, is_integer, question
 from accelfn.base.hints import hint_attributes
 from accelfn.checkpoint import commit, files, manifest
-from accelfn.checkpoint.commit import Contents, Lock
+from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
 from accelfn.checkpoint.load import load
 from accelfn.checkpoint.save import (
     Given,
@@ -472,20 +472,19 @@ class CheckpointStore:
             contents.update(self._collect_contents(job, states, numbers))
             return json.dumps(numbers)
 
-        retain = partial(self._retain, job.step)
+        write = partial(self._write, job, contents)
         try:
-            given = job.run_on_all(exchange, "begin", begin)
+            given = job.run_on_all(exchange, Phase.BEGIN, begin)
             if self.async_ and is_first:  # ranks exchange files from now on
-                job.run_on_all(exchange, "look for it", partial(commit.check_seen, job))
+                job.run_on_all(exchange, Phase.FIND, partial(commit.check_seen, job))
             if self.async_:
                 patience = state.world.connection.timeout(state.world.device)
-                pending.writing = Writing(job, contents, retain, patience=patience)
+                pending.writing = Writing(job, write, patience=patience)
                 # start after the assignment: an interrupt in between would let the next save
                 # overwrite buffers that are being written
                 pending.writing.start()
             else:
-                commit.write(job, contents, exchange)
-                job.run_on_all(exchange, commit.READ_BACK, retain)
+                write(exchange)
         except CheckpointWriteError as error:
             if state.world.is_main and self._lock is not None:
                 close_talk(job)
@@ -596,6 +595,28 @@ class CheckpointStore:
             open_talk(job)
         return contents
 
+    def _write(
+        self, job: Save, contents: Mapping[str, Contents], exchange: commit.Exchange
+    ) -> None:
+        """Write and commit a checkpoint; every save of this store runs this on all ranks.
+
+        Without `async_`, `save` calls it. With `async_`, a thread does, and `wait`, `close` and
+        the next `save` report its error to all ranks.
+        """
+        commit.write(job, contents, exchange)
+        act = partial(self._after_commit, job)
+        job.run_on_all(None if self.async_ else exchange, Phase.VERIFY, act)
+
+    def _after_commit(self, job: Save) -> None:
+        """Verify the new checkpoint, and remove old ones, on rank 0.
+
+        Runs on all ranks after each commit, whether the save ends in `save`, in its thread, or
+        after another rank has failed. So it must not call collectives. If it raises, the
+        checkpoint stays (unless it is damaged), and the save raises `CheckpointWriteError`.
+        """
+        if job.rank == 0:
+            self._retention.after(job.step)
+
     def _wait(self, world: "World | None") -> None:
         error = self._join_pending(world)
         if error is not None:
@@ -694,12 +715,6 @@ class CheckpointStore:
         for path in self.directory.glob(".tmp-*"):
             sys.stderr.write(f"accelfn: removing {path}, left by an interrupted save\n")
             files.remove(path)
-
-    def _retain(self, step: int) -> None:
-        """On rank 0, verify the new checkpoint and then remove old ones."""
-        world = self._pending.world
-        if world is not None and world.is_main:
-            self._retention.after(step)
 
     def _with_newest(
         self, error: CheckpointWriteError, more: str = ""

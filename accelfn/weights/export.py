@@ -23,7 +23,7 @@ from accelfn.base.arguments import (
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
 from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.commit import Save
+from accelfn.checkpoint.commit import Phase, Save
 from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import exchange_of, save_of
 from accelfn.checkpoint.slices import Slice, is_sharded
@@ -434,11 +434,13 @@ def export_model(
         commit.begin(job)
 
     exchange = exchange_of(state, "export")
-    job.run_on_all(exchange, "begin", begin)
+    job.run_on_all(exchange, Phase.BEGIN, begin)
     plan = split_into_files(tensors, limit)
     for file, names in plan.items():
         held = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
-        job.run_on_all(exchange, f"write {file}", _writing(job, file, held))
+        job.run_on_all(
+            exchange, Phase.WRITE, _writing(job, file, held), task=f"write {file}"
+        )
 
     def name_it() -> None:
         if job.rank == 0:
@@ -447,7 +449,7 @@ def export_model(
             files.flush(job.partial)
             files.rename(job.partial, job.final)
 
-    job.run_on_all(exchange, "name the directory", name_it)
+    job.run_on_all(exchange, Phase.COMMIT, name_it, task="name the directory")
 
 
 @explain_call_errors
@@ -524,7 +526,7 @@ def save_pretrained(
         raise ArgumentError(msg)
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
-    job.run_on_all(exchange, "begin", lambda: commit.begin(job))
+    job.run_on_all(exchange, Phase.BEGIN, lambda: commit.begin(job))
     tensors = _gather_to_main({**params, **state.buffers}, job, state.world)
 
     def write() -> None:
@@ -535,7 +537,9 @@ def save_pretrained(
             files.flush(job.partial)
             files.rename(job.partial, job.final)
 
-    job.run_on_all(exchange, "write by the model's save_pretrained", write)
+    job.run_on_all(
+        exchange, Phase.WRITE, write, task="write by the model's save_pretrained"
+    )
 
 
 def _exported_tensors(

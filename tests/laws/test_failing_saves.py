@@ -30,7 +30,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 }
 PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "begin": (store, "contents_of", lambda state, *_: state.world.rank),
-    "say what it holds": (commit, "_describe_states", lambda job, *_: job.rank),
+    "describe its contents": (commit, "_describe_states", lambda job, *_: job.rank),
     "write its file": (files, "write_tensors", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (files, "rename", lambda *_: 0),
     "read it back": (manifest, "verify", lambda *_: 0),

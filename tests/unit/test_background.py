@@ -16,6 +16,7 @@ from tests.internals import (
     Talk,
     Writing,
     background,
+    commit,
     contents_of,
     files,
     talk_directory,
@@ -147,7 +148,7 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
     talk_directory(save.final).mkdir()
     contents = contents_of(linear_state(), "write")
     writing = saved._pending.writing = Writing(
-        save, contents, lambda: None, patience=None
+        save, partial(commit.write, save, {"": contents}), patience=None
     )
     writing.start()
     is_lost.set()

@@ -84,7 +84,7 @@ def of_ranks(folder, world):
     def exchange(what, text):
         return gather_text(text, world, label=what)
 
-    job.run_on_all(exchange, "begin", lambda: commit.begin(job))
+    job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
     commit.write(job, {"": contents}, exchange)
     return state
 

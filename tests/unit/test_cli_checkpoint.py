@@ -284,7 +284,7 @@ def of_slices(folder, world):
     def exchange(what, text):
         return gather_text(text, world, label=what)
 
-    job.run_on_all(exchange, "begin", lambda: commit.begin(job))
+    job.run_on_all(exchange, commit.Phase.BEGIN, lambda: commit.begin(job))
     commit.write(job, {"": contents}, exchange)
     return state
 
