@@ -126,7 +126,11 @@ class ReplicaBinding:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the existing gradients by parameter name."""
-        return {n: grad for n, param in self._pairs if (grad := param.grad) is not None}
+        gradients: dict[str, torch.Tensor] = {}
+        for name, param in self._pairs:
+            if param.grad is not None:
+                gradients[name] = param.grad
+        return gradients
 
     def put_gradients(self, grads: Grads) -> None:
         """Set each parameter's gradient, or None."""

@@ -516,7 +516,7 @@ class DDPRunner:
         if self._compression is not None:
             self._compression.weigh(total[0])
         if self._live is not None:
-            self._live.divide_by(torch.where(total == 0, 1, self._weight)[0])
+            self._live.divide_by(self._weight[0])
 
     def _reduce(self, bucket: dist.GradBucket) -> Reduced:
         """Reduce a bucket that the backward pass has filled."""

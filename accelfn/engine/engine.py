@@ -45,7 +45,7 @@ from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.errors import GradsError, ModelError
 from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates
-from accelfn.state.grads import GradInfo, Grads, never_zero
+from accelfn.state.grads import GradInfo, Grads
 from accelfn.state.metrics import Metrics, Number
 from accelfn.state.state import OptState, TrainState
 
@@ -245,6 +245,8 @@ class Engine:
         # of a loss function's code: leaves of its graph that are not the state's
         self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
         parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()
+        # what the optimizer's kernel divides gradients by in the update that was prepared
+        self._divisor: Number | None = None
         self._doctor: Doctor | None = Doctor(state, module, parts)
 
     def bind(self, state: TrainState) -> None:
@@ -385,7 +387,7 @@ class Engine:
             part = local(grad).detach()
             live[name] = with_local(grad, part) if is_shard(grad) else part
 
-    def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> Grads:
+    def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> None:
         """Set gradients for the optimizer, divided unless its kernel divides.
 
         Raises:
@@ -394,15 +396,9 @@ class Engine:
         """
         self.bind(state)
         self._optimizer.expect(planned)
-        taken = grads.taken
-        is_scaled = taken.loss_scale is not None
-        if not taken.lease.is_mean and (
-            is_scaled or not self._optimizer.divides(taken.divisor)
-        ):
-            grads = grads.divided()
+        self._divisor = grads.divide(self._optimizer.divides)
         if grads.as_taken is not self._live:
             self._binding.put_gradients(grads)
-        return grads
 
     def finish(self, grads: Grads) -> OptState:
         """End an update taken by the backward pass; return the optimizer's state by name."""
@@ -421,9 +417,7 @@ class Engine:
         If `skip` is 1 on the device, nothing changes. If the optimizer itself skips an update
         that is not finite, nothing changes and the result is None.
         """
-        taken = grads.taken
-        divisor = None if taken.lease.is_mean else taken.denominator
-        opt_state = self._optimizer.update(hyper, divisor, skip)
+        opt_state = self._optimizer.update(hyper, self._divisor, skip)
         if opt_state is None:
             return None
         return self._end_update(grads, opt_state, skip)
@@ -489,7 +483,7 @@ class Engine:
             scale = loss_scale if scale is None else loss_scale * scale
         if self.live_update is not None:
             mean = samples.lone and read.is_mean
-            self.live_update.divide_by(None if mean else never_zero(weight))
+            self.live_update.divide_by(1 if mean else weight)
             self.live_update.hold()
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         if code not in self._untracked:
@@ -550,8 +544,7 @@ class Engine:
         try:
             self._binding.put_gradients(into)
             into.give_away()
-            if into.taken.lease.is_mean:
-                into.multiplied()
+            into.multiply_back()
         except BaseException:
             self._detach_exported_grads()
             self._binding.clear_gradients()

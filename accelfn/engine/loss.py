@@ -88,13 +88,11 @@ class Samples:
         return attrs.evolve(self, extras=(*self.extras, weight))
 
     def count(self) -> int:
-        """Return the number of samples.
+        """Return the number of samples that the data do not say.
 
         Raises:
             BatchError: the number is needed and cannot be determined.
         """
-        if self.known is not None:
-            return self.known
         try:
             rows = tree.num_rows(self.value) or 1
         except BatchError:
@@ -116,7 +114,7 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
     if isinstance(returned, torch.Tensor):
         seen = _check_scalar(returned, loss_fn)
         finite = _finite(seen, loss_fn, samples)
-        weight = samples.count()
+        weight = samples.count() if samples.known is None else samples.known
         sums = {"loss": WeightedSum(seen, weight, weight)}
         return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
     if isinstance(returned, Loss):
@@ -148,23 +146,12 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
     raise LossError(msg)
 
 
-def _is_finite(value: torch.Tensor) -> bool:
-    """Return False for a CPU scalar that is not finite; do not wait for a device."""
-    known = _on_host(value)
-    return known is None or math.isfinite(known)
-
-
-def _on_host(value: torch.Tensor) -> float | None:
-    """Return the number of a CPU tensor; None for a tensor on a device."""
-    # not `item`, an operator that waits for devices, so that a step has none
-    known: Any = value.tolist() if value.is_cpu else None
-    return known
-
-
 def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
     """Reject a weight tensor that cannot be a divisor; `af.Loss` checks numbers."""
-    known = _on_host(weight) if isinstance(weight, torch.Tensor) else None
-    if known is not None and not 0 <= known < math.inf:
+    if not isinstance(weight, torch.Tensor) or not weight.is_cpu:
+        return
+    known: Any = weight.tolist()
+    if not 0 <= known < math.inf:
         msg = (
             f"{qualname(loss_fn)} returned af.Loss(total, weight={known}): expected a finite"
             " count or sum, 0 or more."
@@ -201,9 +188,11 @@ def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Te
 
 def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
     """Return whether a loss is finite, as far as known; raise if it must be."""
-    finite = _is_finite(value)
-    if finite or samples.judged:
-        return finite
+    # not `item`, an operator that waits for devices, so that a step has none
+    if not value.is_cpu or math.isfinite(cast("Any", value.tolist())):
+        return True
+    if samples.judged:
+        return False
     empty = _has_no_rows(samples.value)
     of = " for a batch without samples" if empty else ""
     msg = (
@@ -359,7 +348,8 @@ def run_backward(
     On the CPU the engine is called directly: `torch.autograd.backward` adds checks that are not
     needed here, and a context for device threads, at 17 µs per call.
     """
-    if all(type(root) is torch.Tensor and root.is_cpu for root in roots):
+    first, last = roots[0], roots[-1]
+    if type(first) is type(last) is torch.Tensor and first.is_cpu and last.is_cpu:
         engine = cast("Any", Variable)._execution_engine
         keep_graph = create_graph = False
         engine.run_backward(

@@ -32,7 +32,7 @@ from accelfn.model.optimizer import (
     rebuilt,
     wrapper_error,
 )
-from accelfn.state.grads import divide_
+from accelfn.state.grads import divide_, never_zero
 from accelfn.state.metrics import Number
 from accelfn.state.state import TrainState
 
@@ -416,7 +416,8 @@ class LiveOptimizer:
     def finish(self) -> State:
         """Return the optimizer's state by name, after a step."""
         self._is_watched = False
-        self._put_back()
+        if self._assigned:
+            self._put_back()
         entries = len(self._torch.state)
         if (
             self._note_changes()
@@ -460,8 +461,10 @@ class LiveOptimizer:
         **handed: torch.Tensor | None,
     ) -> None:
         """Call `step`, and pass tensors to fused kernels as a GradScaler does."""
-        told = {name: each for name, each in handed.items() if each is not None}
-        vars(optimizer).update(told)
+        own = vars(optimizer)
+        for name, tensor in handed.items():
+            if tensor is not None:
+                own[name] = tensor
         try:
             step()
         except KeyError as error:
@@ -476,8 +479,8 @@ class LiveOptimizer:
             )
             raise OptimizerError(msg) from error
         finally:
-            for name in told:
-                del vars(optimizer)[name]
+            for name in handed:
+                own.pop(name, None)
 
     def _assign(self, hyper: Assignments) -> None:
         """Set hyperparameters; reset those that only the last update set."""
@@ -499,8 +502,6 @@ class LiveOptimizer:
 
         These tensors are in the state, so a copy or checkpoint would keep the set values.
         """
-        if not self._assigned:
-            return
         left: Assignments = {}
         for (i, key), value in self._assigned.items():
             own = self._base[i][key]
@@ -817,7 +818,7 @@ class LiveUpdate:
         self._hold: Callable[[], None] = _nothing
         self._begin: Callable[[], None] | None = None
         self._hyper: Assignments = {}
-        self._divisor: Number | None = None
+        self._divisor: Number = 1
         self._done: list[str] = []
 
     def hook(self) -> None:
@@ -845,9 +846,9 @@ class LiveUpdate:
         """Cancel the planned update."""
         self.is_planned, self._hold, self._begin = False, _nothing, None
 
-    def divide_by(self, divisor: Number | None) -> None:
-        """Set the divisor of gradients before they are computed; None is 1."""
-        self._divisor = divisor
+    def divide_by(self, weight: Number) -> None:
+        """Set the weight of the losses before gradients are computed: see `divide_`."""
+        self._divisor = never_zero(weight)
 
     def hold(self) -> None:
         """Defer interrupts until the end of the update."""
@@ -864,11 +865,8 @@ class LiveUpdate:
             begin, self._begin = self._begin, None
             begin()
             self._optimizer.begin(self._hyper)
-        divisor = self._divisor
-        if divisor is not None and not self._optimizer.divides(divisor):
-            divide_([grad], divisor)
-            divisor = None
-        self._optimizer.step_alone(param, divisor)
+        left = divide_([grad], self._divisor, self._optimizer.divides)
+        self._optimizer.step_alone(param, left)
         param.grad = None
         self._done.append(self._names[id(param)])
 

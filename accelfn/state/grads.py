@@ -4,7 +4,7 @@
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import attrs
 import torch
@@ -18,15 +18,6 @@ from accelfn.errors import Error, GradsError
 from accelfn.state.metrics import Number
 
 # Leases: records of donated tensors raise when they are used.
-
-
-class Leased(Protocol):
-    """A record of tensors."""
-
-    @property
-    def lease(self) -> "Lease":
-        """The lease of the tensors, which ends when they change."""
-        ...
 
 
 class Lease:
@@ -70,7 +61,7 @@ class Lease:
         self._ended = (kind, message, update)
 
     def hand_over(
-        self, heir: Leased, kind: type[Error], message: str, *, update: int
+        self, heir: Any, kind: type[Error], message: str, *, update: int
     ) -> None:
         """End the lease, and pass the tensors to `heir`, which old records can find.
 
@@ -95,7 +86,7 @@ class _Line:
     """A chain of leases, each handed over to the next."""
 
     __slots__ = ("__weakref__", "newest")
-    newest: Leased
+    newest: Any
 
 
 _GIVEN = (
@@ -104,21 +95,53 @@ _GIVEN = (
 )
 
 
-def divide_(tensors: Iterable[torch.Tensor], divisor: Number) -> None:
-    """Divide gradients by one number, in place.
+# The one division of a gradient by its weight.
+#
+# A backward pass computes gradients of a total: a mean loss is multiplied by its number of
+# samples first. Totals and weights add exactly over micro-batches and ranks, so a gradient is
+# divided once, by the weight of the whole update. Otherwise ranks and micro-batches with
+# fewer samples would count too much. `divide_` does this for each engine:
+#
+# - before transforms of `grads`, and when somebody reads `grads.tensors` (`Grads.divide`);
+# - else just before the optimizer step (`Engine.prepare`, which calls `Grads.divide`);
+# - in the backward pass, if that steps the optimizer (`LiveUpdate`).
+#
+# A fused kernel, or DeepSpeed, divides by itself; then `divide_` leaves the divisor to it. DDP
+# and FSDP divide gradients by the number of ranks, and the weight too: both are averages, and
+# the number of ranks cancels.
+
+
+def divide_(
+    tensors: Iterable[torch.Tensor],
+    divisor: Number,
+    kernel_divides: Callable[[Number], bool] | None = None,
+) -> Number | None:
+    """Divide gradients by one number in place, unless the optimizer's kernel will.
 
     16 bits cannot hold a count, so gradients of 16 bits are divided in float32.
+
+    Returns: the divisor that is left to the kernel, or None.
     """
+    if kernel_divides is not None and kernel_divides(divisor):
+        return divisor
     if not isinstance(divisor, torch.Tensor):
         if divisor != 1:
             tree.div_(tensors, divisor)
-        return
+        return None
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         wide = tensor.dtype if tensor.dtype.itemsize >= 4 else torch.float32
         by_dtype.setdefault(wide, []).append(tensor)
     for dtype, same in by_dtype.items():
         tree.div_(same, divisor.to(dtype))
+    return None
+
+
+def never_zero(divisor: Number) -> Number:
+    """Return a divisor, or 1 if it is 0: gradients without weight are 0, and stay 0."""
+    if isinstance(divisor, torch.Tensor):
+        return torch.where(divisor == 0, 1, divisor)
+    return divisor or 1
 
 
 @attrs.frozen(eq=False)
@@ -179,26 +202,10 @@ class GradInfo:
     lease: Lease = attrs.field(factory=Lease, repr=False)
 
     @property
-    def denominator(self) -> Number:
-        """The divisor, or 1 if the divisor is 0.
-
-        Gradients with a weight of 0 are 0, and dividing by 1 keeps them.
-        """
-        return self.divisor if self.has_weight else never_zero(self.divisor)
-
-    @property
     def scale(self) -> Number:
         """The number that turns gradients of totals into gradients of the mean."""
-        if self.loss_scale is None:
-            return self.denominator
-        return self.loss_scale.double() * self.denominator
-
-
-def never_zero(divisor: Number) -> Number:
-    """Return a divisor, or 1 if the divisor is 0."""
-    if isinstance(divisor, torch.Tensor):
-        return torch.where(divisor == 0, 1, divisor)
-    return divisor or 1
+        weight = self.divisor if self.has_weight else never_zero(self.divisor)
+        return weight if self.loss_scale is None else self.loss_scale.double() * weight
 
 
 @hint_attributes("setattr", "getitem")
@@ -237,7 +244,8 @@ class Grads:
             return self.as_taken
         if not self.taken.lease.is_mean:
             self.taken.lease.check()
-        return self.divided().as_taken
+        self.divide()
+        return self.as_taken
 
     @property
     def weight(self) -> Number:
@@ -247,23 +255,26 @@ class Grads:
             return info.divisor
         return info.divisor * info.num_averaged
 
-    def divided(self) -> Self:
-        """Divide the gradients in place, to those of the mean.
+    def divide(
+        self, kernel_divides: Callable[[Number], bool] | None = None
+    ) -> Number | None:
+        """Divide gradients of totals in place, to those of the mean; see `divide_`.
 
-        Gradients with a weight of 0 are zeros, and stay zeros.
+        No kernel knows the loss scale, so with a loss scale nothing is left to it.
         """
-        lease = self.taken.lease
-        if not lease.is_mean:
-            divide_(self.as_taken.values(), self.taken.scale)
-            lease.is_mean = True
-        return self
+        info = self.taken
+        if info.lease.is_mean:
+            return None
+        kernel = kernel_divides if info.loss_scale is None else None
+        left = divide_(self.as_taken.values(), info.scale, kernel)
+        info.lease.is_mean = left is None
+        return left
 
-    def multiplied(self) -> Self:
+    def multiply_back(self) -> None:
         """Multiply divided gradients in place, back to those of totals."""
         if self.taken.lease.is_mean:
             tree.mul_(self.as_taken.values(), self.taken.scale)
             self.taken.lease.is_mean = False
-        return self
 
     def give_away(self) -> None:
         """End the lease: these gradients, and records that share it, raise from now on."""

@@ -214,10 +214,10 @@ class Metrics(Mapping[str, torch.Tensor]):
         except AttributeError:
             msg = f"af.Metrics({sums!r}): expected a dict, {{name: (total, weight)}}."
             raise ArgumentError(msg) from None
-        self._sums: dict[str, WeightedSum] = {
-            name: entry if isinstance(entry, WeightedSum) else _pair(name, entry)
-            for name, entry in items
-        }
+        self._sums: dict[str, WeightedSum] = {}
+        for name, entry in items:
+            is_sum = isinstance(entry, WeightedSum)
+            self._sums[name] = entry if is_sum else _pair(name, entry)
 
     @property
     def sums(self) -> Mapping[str, WeightedSum]:
@@ -267,7 +267,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         if not isinstance(other, Metrics):
             return NotImplemented
         sums = dict(self._sums)
-        for name, entry in other.sums.items():
+        for name, entry in other._sums.items():
             sums[name] = sums[name] + entry if name in sums else entry
         return Metrics(sums)
 
@@ -288,10 +288,10 @@ class Metrics(Mapping[str, torch.Tensor]):
                 " Let the loss give it another name."
             )
             raise LossError(msg)
-        new_sums = {
-            name: WeightedSum(own_number(value), 1) for name, value in values.items()
-        }
-        return Metrics({**self._sums, **new_sums})
+        sums = dict(self._sums)
+        for name, value in values.items():
+            sums[name] = WeightedSum(own_number(value), 1)
+        return Metrics(sums)
 
     def __repr__(self) -> str:
         """Show the means."""

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, ParamSpec, Protocol, TypeVar
 from weakref import ref
 
@@ -50,6 +50,8 @@ from accelfn.state.update import (
 from accelfn.step.value_and_grad import Count, check_update, gradients_of
 from accelfn.world import World
 
+# pyright: reportPrivateUsage=false
+
 # Deferred Ctrl-C: SIGINT arrives before an update or after it, and never loses its state.
 #
 # Python runs a signal handler between any two instructions of the main thread. If the
@@ -84,20 +86,9 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
     `return` and the assignment of the returned value.
     """
 
-    __slots__ = (
-        "_is_asked",
-        "_is_over",
-        "_is_sent",
-        "_noted",
-        "_on_the_way",
-        "_previous",
-    )
-
-    def __init__(self) -> None:
-        """Create a block that defers nothing before `begin`."""
-        self._previous: Any = None
-        self._noted = self._is_over = self._is_asked = self._is_sent = False
-        self._on_the_way: dict[FrameType, int | None] = {}
+    _previous: Any = None
+    _noted = _is_over = _is_asked = _is_sent = False
+    _on_the_way: Mapping[FrameType, int | None] = MappingProxyType({})
 
     def begin(self) -> None:
         """Defer SIGINT from now on, if its handler is a Python function."""
@@ -274,40 +265,39 @@ def take_update(
 
     `hold` is called before the state is donated: from then on Ctrl-C would lose it.
     """
-    with span("accelfn apply_grads"):
-        assignments, update = plan_hyper(_begin_update(state, grads))
+    is_profiling = profiler._is_profiler_enabled
+    with span("accelfn apply_grads") if is_profiling else NOTHING:
+        slots, new_slots = state._slots, grads.taken.slots
+        if new_slots:
+            slots = {**slots, **new_slots}
+        assignments, update = plan_hyper(Update(state=state, slots=slots, grads=grads))
         update = reduce_grads(update)
-        reduced_grads, engine = update.grads, engine_of(state)
+        reduced_grads, engine, flag = update.grads, engine_of(state), None
         try:
-            update, flag = transform_grads(update), None
+            update = transform_grads(update)
             if update.grads.taken.skip is not None:
                 update, flag = resolve_skip(update, update.grads.taken.skip, engine)
-            if update.skipped:
-                hold()
-                after = _skip_update(state, update, reduced_grads, engine)
-            else:
-                ready = engine.prepare(state, update.grads, assignments)
-                hold()
-                opt_state = _step_optimizer(state, ready, assignments, flag, engine)
-                if ready is not update.grads:
-                    update = update.with_grads(ready)
-                if ready.taken.owned_by_engine:
+            opt_state = None
+            if not update.skipped:
+                opt_state = _step_optimizer(
+                    state, update, assignments, engine, flag=flag, hold=hold
+                )
+                if update.grads.taken.owned_by_engine:
                     update = _add_engine_reports(
                         update, engine, is_taken=opt_state is not None
                     )
-                if opt_state is None:
-                    state.lease.restore()  # nothing was changed
-                    after = _skip_update(state, update, reduced_grads, engine)
-                else:
-                    checked_grads, params = (reduced_grads, update.grads), engine.params
-                    after = _state_after(
-                        state,
-                        update,
-                        checked_grads,
-                        opt_state,
-                        flag=flag,
-                        params=params,
-                    )
+            if opt_state is None:
+                hold()
+                after = _skip_update(state, update, reduced_grads, engine)
+            else:
+                after = _state_after(
+                    state,
+                    update,
+                    (reduced_grads, update.grads),
+                    opt_state,
+                    flag=flag,
+                    params=engine.params,
+                )
         finally:
             reduced_grads.give_away()
             if reduced_grads is not grads:
@@ -333,12 +323,15 @@ def take_in_backward(
         if world.loss.size > 1 and not setup.owners["engine"]:
             raise GradsError(_explain_unreduced(world.loss))
         engine = engine_of(state)
-        assignments, update = plan_hyper(Update(state=state, slots=_slots(state)))
+        assignments, update = plan_hyper(Update(state=state, slots=state._slots))
         num_tried = state.num_tried
         engine.bind(state)
         live = engine.live_update
         assert live is not None  # noqa: S101 - the caller has checked this
-        live.plan(assignments, hold, lambda: begin_donation(state, num_tried))
+        begin = partial(
+            state.lease.end, StateDonatedError, _INTERRUPTED, update=num_tried
+        )
+        live.plan(assignments, hold, begin)
         try:
             metrics, grads = compute()
         except BaseException:
@@ -373,7 +366,8 @@ def reduce_grads(update: Update) -> Update:
             raise GradsError(_explain_unreduced(definition.copy))
         return update
     with span("accelfn reduce"):
-        totals = _show_totals(grads.multiplied(), totals=True)
+        grads.multiply_back()
+        totals = _show_totals(grads, totals=True)
         sums, update = apply_transforms("reduce", totals, update, Grads)
         sums = _show_totals(sums, totals=False)
         if "apart" not in facts_of(owner):
@@ -390,14 +384,9 @@ def transform_grads(update: Update) -> Update:
         return (
             update  # the engine's optimizer divides them, and may apply the transforms
         )
-    update = update.with_grads(update.grads.divided())
+    update.grads.divide()
     grads, update = apply_transforms("grads", update.grads, update, Grads)
     return update.with_grads(grads)
-
-
-def begin_donation(state: TrainState, update: int) -> None:
-    """End the state's lease, because its tensors are about to change."""
-    state.lease.end(StateDonatedError, _INTERRUPTED, update=update)
 
 
 def end_donation(
@@ -408,8 +397,8 @@ def end_donation(
     Raises:
         StateError: a transform's slot holds tensors of the state itself, or of gradients.
     """
-    if _slots(after) is not _slots(state):
-        _check_slots(_slots(state), after, grads)
+    if after._slots is not state._slots:
+        _check_slots(state._slots, after, grads)
     activity = state.definition.world.connection.activity
     activity.is_between = True
     activity.num_updates += 1
@@ -440,7 +429,7 @@ def _check_slots(
     """Check slots that an update replaced, at their 1st, 2nd, 4th, 8th, ... change."""
     changes = after.definition.cache.slot_changes
     for owner in after.definition.setup:
-        slot = _slots(after).get(owner.name)
+        slot = after._slots.get(owner.name)
         if slot is None or slot is before.get(owner.name):
             continue
         count = changes[owner.name] = changes.get(owner.name, 0) + 1
@@ -449,39 +438,34 @@ def _check_slots(
             check_copied(owner, slot, after, *(g.tensors for g in grads if g.tensors))
 
 
-def _begin_update(state: TrainState, grads: Grads) -> Update:
-    slots, updated_slots = _slots(state), grads.taken.slots
-    return Update(
-        state=state,
-        slots={**slots, **updated_slots} if updated_slots else slots,
-        grads=grads,
-    )
-
-
-def _slots(state: TrainState) -> dict[str, Any]:
-    # the private field, because the property would check the lease again
-    return state._slots  # pyright: ignore[reportPrivateUsage]
-
-
 def _step_optimizer(
     state: TrainState,
-    ready: Grads,
+    update: Update,
     assignments: Assignments,
-    flag: torch.Tensor | None,
     engine: Engine,
+    *,
+    flag: torch.Tensor | None,
+    hold: Callable[[], None],
 ) -> OptState | None:
-    """Step the optimizer; the state is donated from here on."""
-    begin_donation(state, ready.taken.update)
-    is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    """Step the optimizer, and donate the state; return None if nothing was changed."""
+    grads = update.grads
+    engine.prepare(state, grads, assignments)
+    hold()
+    state.lease.end(StateDonatedError, _INTERRUPTED, update=grads.taken.update)
+    is_profiling = profiler._is_profiler_enabled
     try:
         with span("accelfn optimizer") if is_profiling else NOTHING:
             if state.definition.has_torchs_optimizer:
-                return engine.update(ready, assignments, flag)
-            with draws_for(state, "optimizer"):  # an optimizer may add noise
-                return engine.update(ready, assignments, flag)
+                opt_state = engine.update(grads, assignments, flag)
+            else:
+                with draws_for(state, "optimizer"):  # an optimizer may add noise
+                    opt_state = engine.update(grads, assignments, flag)
     except BaseException:
         _undo(state, engine)
         raise
+    if opt_state is None:
+        state.lease.restore()
+    return opt_state
 
 
 def _state_after(
@@ -685,9 +669,10 @@ def finalize(state: TrainState) -> TrainState:
     with own_modes(state.definition.world.device):
         after = attrs.evolve(state, lease=Lease())
         update = Update(state=state, slots=after.slots)
-        begin_donation(state, state.num_tried)
+        number = state.num_tried
+        state.lease.end(StateDonatedError, _INTERRUPTED, update=number)
         after = apply_to_state("finalize", after, update)
-        return end_donation(state, after, state.num_tried)
+        return end_donation(state, after, number)
 
 
 @explain_call_errors

@@ -10,6 +10,7 @@ from weakref import ref
 
 import attrs
 import torch
+from torch.autograd import profiler
 
 from accelfn.base.arguments import (
     call_mismatch,
@@ -18,7 +19,7 @@ from accelfn.base.arguments import (
     qualname,
     signature,
 )
-from accelfn.base.draws import own_modes, span
+from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.collectives import sum_named
 from accelfn.data import Batch
 from accelfn.data.plan import Cursor
@@ -338,6 +339,12 @@ def _check_function(owner: object, field: str, returned: object) -> None:
     )
 
 
+_REDUCED = (
+    "value_and_grad(into=grads): these gradients are reduced over the ranks already, and the"
+    " new ones would not be. Take them with sync=False."
+)
+
+
 def _innermost(
     loss_fn: LossFunction, setup: chain, *, has_weight: bool
 ) -> ValueAndGrad:
@@ -356,7 +363,9 @@ def _innermost(
     ) -> tuple[Metrics, Grads]:
         world = state.definition.world
         if into is not None:
-            _check_into(state, into)
+            check_update(state, into)
+            if into.reduced and world.loss.size > 1 and state.definition.copy.size > 1:
+                raise GradsError(_REDUCED)
         is_lone = not setup.reduces and (
             world.loss.size == 1
             or (stays_local and (not has_engine or state.definition.copy.size == 1))
@@ -371,7 +380,8 @@ def _innermost(
         samples = Samples(value, extras, weight, *flags, source)
         if has_weight:
             samples = samples.with_weight(world.device)
-        with span("accelfn value_and_grad"):
+        is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        with span("accelfn value_and_grad") if is_profiling else NOTHING:
             engine = engine_of(state)
             if engine.live_update is not None:
                 _check_planned(engine.live_update, state, into, sync=sync)
@@ -387,18 +397,6 @@ def _innermost(
             )
 
     return compute
-
-
-def _check_into(state: TrainState, into: Grads) -> None:
-    """Raise unless more gradients can be added to `into`."""
-    check_update(state, into)
-    definition = state.definition
-    if into.reduced and definition.world.loss.size > 1 and definition.copy.size > 1:
-        msg = (
-            "value_and_grad(into=grads): these gradients are reduced over the ranks"
-            " already, and the new ones would not be. Take them with sync=False."
-        )
-        raise GradsError(msg)
 
 
 def _check_planned(
@@ -441,7 +439,8 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
         return after
     # or another part of the last one
     if before is not None and (start == state.cursor or after == before):
-        return max(before, after, key=lambda each: (each.epoch, each.samples))
+        is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
+        return after if is_later else before
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
         f" state is at epoch {state.cursor.epoch} sample {state.cursor.samples}."

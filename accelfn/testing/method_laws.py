@@ -216,7 +216,7 @@ def watch_mean(transform: Any, seen: Seen) -> Any:
         if missing:
             seen(f"in update {update.num_tried} it leaves out {missing[0]!r}")
         for name in wanted.keys() & found.tensors.keys():
-            mean = found.tensors[name].double() / found.taken.denominator
+            mean = found.tensors[name].double() / found.taken.scale
             size, off = wanted[name].norm(), (mean - wanted[name]).norm()
             if not off <= NEAR * size:
                 seen(
@@ -282,7 +282,7 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
         found, update = apply_transforms("reduce", grads.map(torch.clone), at, Grads)
         for name, each in found.tensors.items():
-            sums[name] = sums[name] + each.double() / found.taken.denominator
+            sums[name] = sums[name] + each.double() / found.taken.scale
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
     return sums, means, tree.clone(dict(update.slots))
 
