@@ -17,7 +17,6 @@ from typing import (
     Any,
     NoReturn,
     Protocol,
-    Self,
     TypeAlias,
     TypeVar,
     cast,
@@ -527,20 +526,7 @@ def own_objects(slot: Any) -> Any:
 T = TypeVar("T")
 
 
-class Trained(Protocol):
-    """What a transform is applied to: a state, which says how it is trained."""
-
-    @property
-    def setup(self) -> "chain":
-        """The transforms that it is trained by."""
-        ...
-
-    def with_setup(self, setup: "chain", /) -> Self:
-        """Return the same, trained by others."""
-        ...
-
-
-State = TypeVar("State", bound=Trained)
+State = TypeVar("State")
 
 
 class Transform(Protocol):
@@ -695,10 +681,11 @@ def _copy_containers(value: Any) -> Any:
 
 def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
-    if not hasattr(state, "with_setup"):
+    trained: Any = state
+    if not hasattr(trained, "with_setup"):
         msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
         raise ArgumentError(msg)
-    return state.with_setup(chain(state.setup, self))
+    return trained.with_setup(chain(trained.setup, self))
 
 
 def _repr(self: Any) -> str:

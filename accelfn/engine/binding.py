@@ -18,7 +18,6 @@ from accelfn.base.tree import is_shard, local
 from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer import OptStateView
 from accelfn.state.grads import Grads
-from accelfn.state.metrics import Number
 from accelfn.state.state import OptState, TrainState
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -48,8 +47,12 @@ class ParamBinding(Protocol):
         ...
 
     @property
-    def holder(self) -> "Holder | None":
-        """The object that hides gradients until the update (DeepSpeed); None: they are visible."""
+    def holder(self) -> Any:
+        """The object that hides gradients until the update (DeepSpeed); None: they are visible.
+
+        It has `hidden()`, a placeholder for the gradients, `reports()`, metrics of the last
+        update, and `bound`, the parameters of the state after an update.
+        """
         ...
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
@@ -83,28 +86,11 @@ class ParamBinding(Protocol):
         ...
 
 
-class Holder(Protocol):
-    """Holds gradients from the backward pass to the update."""
-
-    @property
-    def bound(self) -> Mapping[str, torch.Tensor]:
-        """The parameters of the state after an update."""
-        ...
-
-    def hidden(self) -> Mapping[str, torch.Tensor]:
-        """Return a placeholder for the hidden gradients."""
-        ...
-
-    def reports(self) -> Mapping[str, Number]:
-        """Return metrics of the last update."""
-        ...
-
-
 class ReplicaBinding:
     """Binds whole parameters on each rank: one process, or a replica of DDP."""
 
     opt_state_view: OptStateView | None = None
-    holder: Holder | None = None
+    holder = None
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around the state's tensors."""

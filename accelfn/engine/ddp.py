@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import attrs
 import torch
@@ -45,31 +45,6 @@ Gradients: TypeAlias = Mapping[str, torch.Tensor]
 Reduced: TypeAlias = torch.futures.Future[torch.Tensor]
 
 _LABEL = "compressed gradients"
-
-
-class Compression(Protocol):
-    """A method to reduce gradients in fewer bytes."""
-
-    @property
-    def name(self) -> str:
-        """The name of the transform that owns the slot."""
-        ...
-
-    def begin(self, slot: Any, seed: int, loss_scale: torch.Tensor | None) -> None:
-        """Begin a pass, with the slot, the state's seed and the loss scale."""
-        ...
-
-    def weigh(self, weight: torch.Tensor) -> None:
-        """Set the total weight of all ranks' losses."""
-        ...
-
-    def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Set a bucket to its mean over the ranks; gradients are views of the bucket."""
-        ...
-
-    def end(self) -> dict[str, Any]:
-        """Return the slot after the pass, by its name; empty if there is none."""
-        ...
 
 
 class Narrow:
@@ -142,9 +117,7 @@ class LowRank:
         self._errors: dict[str, torch.Tensor] = {}
         self._factors: dict[str, torch.Tensor] = {}
 
-    def begin(
-        self, slot: dict[str, Any], seed: int, loss_scale: torch.Tensor | None
-    ) -> None:
+    def begin(self, slot: Any, seed: int, loss_scale: torch.Tensor | None) -> None:
         """Load errors and factors from the slot."""
         self._before, self._seed, self._scale = slot, seed, loss_scale
         self._errors, self._factors = dict(slot["error"]), dict(slot["q"])
@@ -237,6 +210,8 @@ def _wide(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.float() if gradient.dtype.itemsize < 4 else gradient
 
 
+Compression: TypeAlias = Narrow | LowRank
+"""A method to reduce gradients in fewer bytes."""
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _COPY = torch.ops.aten.copy_.default
 
