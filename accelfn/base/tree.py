@@ -24,14 +24,12 @@ import attrs
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.base.arguments import explain_call_errors
 from accelfn.base.hints import find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
 
 # `Pending`: results of collectives that may still be running.
 
 
-@explain_call_errors
 class Pending:
     """Values on their way: what `af.start_reduce` returns, and a slot may keep.
 

@@ -13,7 +13,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import call_mismatch, explain_call_errors
+from accelfn.base.arguments import call_mismatch
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Verdict
 from accelfn.checkpoint.elastic import (
@@ -46,7 +46,6 @@ Restore: TypeAlias = Callable[[TrainState], TrainState]
 _CALL = "af.with_world(state, world)"
 
 
-@explain_call_errors
 def with_world(
     state: TrainState,
     world: World,
@@ -349,7 +348,6 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
 _REGROUP = "af.regroup(state)"
 
 
-@explain_call_errors
 def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     """Continue in the world of all present ranks, after ranks have left or joined.
 

@@ -416,7 +416,6 @@ class CheckpointStore:
         return self.directory / manifest.name_of(found[0]) if found else None
 
     @question
-    @explain_call_errors
     def due(self, state: Given) -> bool:
         """Return whether to save now, the same on all ranks; of several states, the first's.
 
@@ -507,7 +506,6 @@ class CheckpointStore:
         """
         self._wait(None)
 
-    @explain_call_errors
     def restore(
         self, state: States, *, step: int | None = None, allow: Sequence[str] = ()
     ) -> States:

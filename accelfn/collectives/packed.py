@@ -22,7 +22,6 @@ from accelfn.base import tree
 from accelfn.base.arguments import (
     Number,
     advise,
-    explain_call_errors,
     is_number,
 )
 from accelfn.base.devices import is_positive, readable, send_async
@@ -234,7 +233,6 @@ def _as_tensor(data: bytes, length: int) -> torch.Tensor:
     return torch.frombuffer(bytearray(data.ljust(length, b"\0")), dtype=torch.uint8)
 
 
-@explain_call_errors
 def barrier(world: World, *, label: str = "barrier") -> None:
     """Wait until every rank arrives; errors quote `label`."""
     check_world("barrier", world)

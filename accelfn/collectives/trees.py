@@ -74,7 +74,6 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     return _gather_leaves(values, world, label, grad=grad, is_ragged=False)
 
 
-@explain_call_errors
 def gather_ragged(
     values: T, world: World, *, grad: bool = False, label: str = "gather_ragged"
 ) -> T:
@@ -183,7 +182,6 @@ def reduce(
     return _by_dtype(values, leaves, lambda same: reduce_same(same, ready, op, label))
 
 
-@explain_call_errors
 def start_reduce(
     values: Any, world: World, op: str = "sum", *, label: str = "reduce"
 ) -> Pending:
@@ -240,7 +238,6 @@ def start_reduce(
     return Pending(finish)
 
 
-@explain_call_errors
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
     """Return the tensors that rank `root` has, on all ranks.
 
@@ -266,7 +263,6 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     return _by_dtype(values, leaves, given)
 
 
-@explain_call_errors
 def pad_across(
     values: T,
     world: World,
@@ -330,7 +326,6 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
         raise ArgumentError(msg)
 
 
-@explain_call_errors
 def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """Return whether the flag is true on any rank, the same on all.
 
@@ -343,7 +338,6 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     return bool(reduce_same([value], ready, "max", label)[0])
 
 
-@explain_call_errors
 def all_ranks(flag: object, world: World, *, label: str = "all_ranks") -> bool:
     """Return whether the flag is true on every rank, the same on all.
 
@@ -435,7 +429,6 @@ def _row(leaf: torch.Tensor) -> torch.Tensor:
 # where it is asked for by name.
 
 
-@explain_call_errors
 def gather_objects(
     value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
 ) -> list[Any]:
@@ -461,7 +454,6 @@ def gather_objects(
     return [_deserialize(each, world, pickle=pickle) for each in parts]
 
 
-@explain_call_errors
 def broadcast_object(
     value: Any,
     world: World,
@@ -485,7 +477,6 @@ def broadcast_object(
     )
 
 
-@explain_call_errors
 def scatter(
     values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
 ) -> Any:
@@ -569,7 +560,6 @@ def _deserialize(data: bytes, world: World, *, pickle: bool) -> Any:
 Shapes: TypeAlias = list[list[int]]
 
 
-@explain_call_errors
 def all_to_all(
     values: Sequence[T],
     world: World,

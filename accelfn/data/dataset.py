@@ -374,7 +374,6 @@ class Data:
             check_indexed(self)
 
     @classmethod
-    @explain_call_errors
     def mix(
         cls,
         datasets: Sequence[Any],
@@ -494,7 +493,6 @@ class Data:
             raise DataError(msg)
         return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
 
-    @explain_call_errors
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
         """Return how many updates so many epochs make, for a state of this seed.
 

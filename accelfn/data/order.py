@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 from torch.utils.data.distributed import DistributedSampler
 
 from accelfn.base import draws
-from accelfn.base.arguments import check_integer, explain_call_errors, truth
+from accelfn.base.arguments import check_integer, truth
 from accelfn.errors import ArgumentError, DataError
 
 
@@ -289,7 +289,6 @@ def _as_lengths(values: Any) -> Indices:
     return as_counts(values, "af.orders.bucketed(lengths)")
 
 
-@explain_call_errors
 @attrs.frozen(eq=False, repr=False)
 class bucketed:
     """Samples of like length together, so that little of a padded batch is padding.
@@ -509,7 +508,6 @@ def _as_weights(values: Any) -> Floats:
     return weights if has_sum else weights / weights.max() / len(weights)
 
 
-@explain_call_errors
 @attrs.frozen(eq=False, repr=False)
 class weighted:
     """Samples in proportion to weights.

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import explain_call_errors, integer, truth
+from accelfn.base.arguments import integer, truth
 from accelfn.base.hints import find_hint, hint_attributes
 from accelfn.data.order import Indices, as_counts
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
@@ -366,7 +366,6 @@ def _as_costs(values: Any) -> Indices:
     return as_counts(values, "af.budget(costs)")
 
 
-@explain_call_errors
 @attrs.frozen(eq=False, repr=False)
 class budget:
     """Let an update take as many samples, in their order, as fit a limit.

@@ -21,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from accelfn.base import codec, draws
-from accelfn.base.arguments import explain_call_errors
 from accelfn.collectives import all_gather, scatter_bytes
 from accelfn.collectives.failures import check_world
 from accelfn.data.epoch import Portion
@@ -724,7 +723,6 @@ def _heard(told: dict[str, Any]) -> Portion:
 _ENDS = ("last", "first", "together")
 
 
-@explain_call_errors
 def lockstep(
     iterable: Iterable[Any], world: World, *, ends: str = "last"
 ) -> Iterator[Batch]:

@@ -11,7 +11,7 @@ import attrs
 import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import advise, as_path, explain_call_errors
+from accelfn.base.arguments import advise, as_path
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
@@ -109,7 +109,6 @@ _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
 """Folders of Accelerate with FSDP's sharded checkpoints."""
 
 
-@explain_call_errors
 def import_state(
     state: TrainState,
     directory: str | os.PathLike[str],

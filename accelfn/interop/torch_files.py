@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from accelfn.base import arguments
-from accelfn.base.arguments import as_path, explain_call_errors
+from accelfn.base.arguments import as_path
 from accelfn.checkpoint import files
 from accelfn.checkpoint.elastic import Source as SavedState
 from accelfn.checkpoint.files import reader_of
@@ -133,7 +133,6 @@ _ONE = threading.Lock()
 """Lock for reading: torch's list of allowed classes is shared by the whole process."""
 
 
-@explain_call_errors
 def import_torch_weights(
     model: Source[M],
     file: str | os.PathLike[str],

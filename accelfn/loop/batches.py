@@ -148,7 +148,6 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
     return Batches(data=state.data, reading=reading, is_loaded=state.lease.is_loaded)
 
 
-@explain_call_errors
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
     """Move the state's cursor to after `samples` samples of an epoch.
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from accelfn.base.arguments import explain_call_errors, is_integer
+from accelfn.base.arguments import is_integer
 from accelfn.collectives import barrier, gather_text
 from accelfn.collectives.failures import check_world
 from accelfn.definition.transform import by_rank
@@ -20,7 +20,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@explain_call_errors
 def on_rank(
     world: World, rank: int = 0, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
@@ -46,7 +45,6 @@ def on_rank(
     return _on("af.on_rank", world, rank, local=local)
 
 
-@explain_call_errors
 def on_main(
     world: World, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
@@ -101,7 +99,6 @@ _went = threading.local()
 """Whether each thread is in a block of `main_first`: simulated ranks are threads."""
 
 
-@explain_call_errors
 @contextmanager
 def main_first(world: World, *, local: bool = False) -> Generator[None]:
     """Let rank 0 go through a `with` block before the others enter it.
@@ -141,7 +138,6 @@ def main_first(world: World, *, local: bool = False) -> Generator[None]:
             barrier(world, label="main_first")
 
 
-@explain_call_errors
 def print_in_order(world: World, *values: object) -> None:
     """Print a line for each rank on rank 0, in rank order: "rank 1: ...".
 
@@ -155,7 +151,6 @@ def print_in_order(world: World, *values: object) -> None:
             print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - it is what it is for
 
 
-@explain_call_errors
 def print_once(world: World, *values: object, local: bool = False) -> None:
     """Print on rank 0 only; with `local`, once on every machine."""
     check_world("af.print_once", world)
@@ -163,7 +158,6 @@ def print_once(world: World, *values: object, local: bool = False) -> None:
         print(*values, flush=True)  # noqa: T201 - printing is what it is for
 
 
-@explain_call_errors
 def assert_replicas_agree(state: TrainState) -> None:
     """Raise, on all ranks, unless they hold the same state.
 
@@ -250,7 +244,6 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
                 )
 
 
-@explain_call_errors
 def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLogger:
     """Return a logger of the standard library that rank 0 alone writes to, or some ranks.
 

@@ -375,7 +375,6 @@ def _metric_name(fn: EvaluateFunction) -> str:
 # `observe`: what an evaluation gave, told to the transforms that go by it.
 
 
-@explain_call_errors
 def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
     """Return the state whose transforms know what an evaluation gave: `(state, value) -> state`.
 
@@ -448,7 +447,6 @@ def _number(value: object) -> float:
 # `gather_valid`: what ranks computed of an update's samples, each sample once.
 
 
-@explain_call_errors
 def gather_valid(
     values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
 ) -> Any:
@@ -523,7 +521,6 @@ def _check_same_rows(values: Any, rows: int) -> None:
 T = TypeVar("T")
 
 
-@explain_call_errors
 def split(values: T, world: World, *, pad: bool = False) -> T:
     """Return this rank's part of values that all ranks hold: prompts, files, rows.
 

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import (
 )
 
 from accelfn.base import devices, tree
-from accelfn.base.arguments import check_integer, explain_call_errors, format_bytes
+from accelfn.base.arguments import check_integer, format_bytes
 from accelfn.base.tree import Pending, computes_on, is_shard, local
 from accelfn.collectives import all_gather, barrier, naming
 from accelfn.collectives.failures import check_world, wake
@@ -136,7 +136,6 @@ class MemoryEstimate:
         )
 
 
-@explain_call_errors
 def memory_estimate(
     model: ModelSource,
     setup: Any = None,
@@ -488,7 +487,6 @@ class Memory:
         return _format_table(columns, rows)
 
 
-@explain_call_errors
 def memory(state: TrainState) -> Memory:
     """Return the bytes of a state's tensors, on this rank and in full.
 
@@ -555,7 +553,6 @@ _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_
 """Words of torch's allocators, CUDA, cuBLAS and cuDNN; the second and third are the CPU's."""
 
 
-@explain_call_errors
 def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
     """Return `fn(batch_size, world)` for the largest of start, start/2, ... that fits.
 

@@ -81,7 +81,6 @@ def deliver(number: int, _frame: FrameType | None = None) -> bool:
     return True
 
 
-@explain_call_errors
 @contextmanager
 def stopping(
     world: World,
@@ -422,7 +421,6 @@ def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
 # `salvage`: the newest state of a training, by way of an old one.
 
 
-@explain_call_errors
 def salvage(state: TrainState) -> TrainState:
     """Return the newest state that came of one, however many updates lie between.
 

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from torch.optim import ASGD, Optimizer
 
-from accelfn.base.arguments import call_mismatch, explain_call_errors, signature
+from accelfn.base.arguments import call_mismatch, signature
 from accelfn.base.tree import is_shard
 from accelfn.errors import ArgumentError, Error, ModelError, OptimizerError
 from accelfn.model.model import Skeleton
@@ -186,7 +186,6 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     return partial(bare, optimizer)
 
 
-@explain_call_errors
 @attrs.frozen(init=False, repr=False)
 class partition:
     """Give parameters to several optimizers, each its own: Muon to matrices, AdamW the rest.
@@ -867,7 +866,6 @@ def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
     return made, model
 
 
-@explain_call_errors
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
     """Return a factory of an optimizer of the package lomo-optim, for `TrainState.create`.
 

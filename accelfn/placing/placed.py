@@ -186,7 +186,6 @@ def let_in(
 M = TypeVar("M", bound=nn.Module)
 
 
-@arguments.explain_call_errors
 @contextmanager
 def placed(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None

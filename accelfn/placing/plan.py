@@ -174,7 +174,6 @@ class Unit:
         return " + ".join(name or "(the model's own)" for name in self.names)
 
 
-@arguments.explain_call_errors
 @attrs.frozen
 class DeviceMap:
     """The place of each unit of a model; `print` shows a table.
@@ -275,7 +274,6 @@ class DeviceMap:
         return [unit for unit in self.units if unit.device in away]
 
 
-@arguments.explain_call_errors
 def place(
     model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
 ) -> DeviceMap:

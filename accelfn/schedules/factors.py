@@ -57,7 +57,6 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
         raise ArgumentError(msg)
 
 
-@explain_call_errors
 @attrs.frozen
 class from_torch:
     """Take the learning rates of a torch scheduler, and the momenta that it cycles.
@@ -294,7 +293,6 @@ def _factor(default: float | None = None) -> Any:
     return attrs.field(default=default, validator=_is_factor)
 
 
-@explain_call_errors
 @attrs.frozen
 class constant:
     """Keep the learning rate at `factor` times the optimizer's own."""
@@ -358,7 +356,6 @@ class warmup_cosine:
         return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@explain_call_errors
 @attrs.frozen
 class one_cycle:
     """Rise from `start` to 1 over a fraction of the updates, then fall to `end`, by cosines.
@@ -396,7 +393,6 @@ def _cosine(start: float, end: float, done: float) -> float:
     return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-@explain_call_errors
 @attrs.frozen(init=False)
 class join:
     """Run schedules one after the other; each starts again from update 0.

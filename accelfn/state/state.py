@@ -465,7 +465,6 @@ class TrainState:
         """
         return next_rates(self, self._slots)
 
-    @explain_call_errors
     def copy(self) -> Self:
         """Copy the state and its tensors; a step on one does not change the other.
 
@@ -503,7 +502,6 @@ class TrainState:
         )
         raise CallError(msg)
 
-    @explain_call_errors
     def with_params(self, params: Mapping[str, torch.Tensor]) -> Self:
         """Return the state with copies of the given parameters.
 
@@ -522,7 +520,6 @@ class TrainState:
         made = attrs.evolve(self, params=copies)
         return attrs.evolve(made, slots=restart_slots(self, made))
 
-    @explain_call_errors
     def with_slot(self, name: str, value: Any) -> Self:
         """Return the state with a user entry, which checkpoints include.
 
@@ -539,7 +536,6 @@ class TrainState:
         entries.say_what_follows(name, value, own_tensors)
         return attrs.evolve(self, slots={**self._slots, name: value})
 
-    @explain_call_errors
     def with_setup(self, setup: Any) -> Self:
         """Return the state with another setup; it shares this one's tensors.
 
@@ -568,7 +564,6 @@ class TrainState:
         begin_slots(state, values.slots)
         return state
 
-    @explain_call_errors
     def with_trainable(self, predicate: Callable[[str, torch.Tensor], object]) -> Self:
         """Return the state with other parameters trained; it shares this one's tensors.
 

@@ -23,7 +23,6 @@ _Place: TypeAlias = tuple[int, torch.Size, torch.dtype]
 """A tensor's address, shape and dtype."""
 
 
-@explain_call_errors
 def eval_params(state: TrainState) -> Mapping[str, torch.Tensor]:
     """Return the parameters to evaluate and export, as the setup's transforms define.
 
@@ -247,7 +246,6 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
     return module.eval().requires_grad_(requires_grad=False)
 
 
-@explain_call_errors
 def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
     """Return a context that makes random numbers a function of the state and a purpose.
 

@@ -610,7 +610,6 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     return step
 
 
-@explain_call_errors
 def build(state: TrainState) -> TrainState:
     """Build the engine now, so that its errors come before the first step.
 
@@ -624,7 +623,6 @@ def build(state: TrainState) -> TrainState:
     return state
 
 
-@explain_call_errors
 def release(state: TrainState) -> None:
     """Drop the engine of a state's lineage early; the next step builds another."""
     check_state("af.release(state)", state)
@@ -656,7 +654,6 @@ def _already_deferred() -> None: ...
 
 
 @without_sigint
-@explain_call_errors
 def finalize(state: TrainState) -> TrainState:
     """Return the state after the last work of its transforms, such as a final average.
 
@@ -675,7 +672,6 @@ def finalize(state: TrainState) -> TrainState:
         return end_donation(state, after, number)
 
 
-@explain_call_errors
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
     """Reduce gradients over the ranks of the state's world, exactly by weight.
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import explain_call_errors, is_number
+from accelfn.base.arguments import is_number
 from accelfn.base.tree import Pending, is_shard, local
 from accelfn.collectives import gather_full
 from accelfn.errors import ArgumentError, LawError
@@ -344,7 +344,6 @@ SAVED = (
 """The fields of a state that are saved, numbers first: they explain what follows."""
 
 
-@explain_call_errors
 def assert_states_equal(
     a: TrainState, b: TrainState, *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
@@ -475,7 +474,6 @@ def copy_leaf(leaf: Any) -> Any:
 # so it changes only where communication does.
 
 
-@explain_call_errors
 def assert_collectives(
     run: Run[Any], path: str | os.PathLike[str], *, update: bool = False
 ) -> None:

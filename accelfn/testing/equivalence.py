@@ -11,7 +11,7 @@ from torch import nn
 
 from accelfn import schedules
 from accelfn.base import tree
-from accelfn.base.arguments import check_integer, check_sizes, explain_call_errors
+from accelfn.base.arguments import check_integer, check_sizes
 from accelfn.data import Data
 from accelfn.definition.transform import chain
 from accelfn.errors import ArgumentError, LawError
@@ -32,7 +32,6 @@ Held: TypeAlias = Mapping[str, Any]
 """What a rank holds at one moment, by name, causes first."""
 
 
-@explain_call_errors
 def assert_equivalent(
     setup_a: Any,
     setup_b: Any,

@@ -15,7 +15,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
 from accelfn.base import devices, tree
-from accelfn.base.arguments import check_integer, explain_call_errors
+from accelfn.base.arguments import check_integer
 from accelfn.base.tree import is_shard
 from accelfn.data import Batch
 from accelfn.errors import ArgumentError, LawError
@@ -77,7 +77,6 @@ class Agreement:
         )
 
 
-@explain_call_errors
 def compare_loops(
     old: Loop, new: Loop, *, steps: int, rtol: float = 1e-4, atol: float = 0.0
 ) -> Agreement:

@@ -26,7 +26,6 @@ import torch
 from pytest_accelfn import register_profiles
 
 from accelfn.base import tree
-from accelfn.base.arguments import explain_call_errors
 from accelfn.base.codec import Table, decode, encode
 from accelfn.checkpoint.save import fields_of, with_fields
 from accelfn.data import Batch
@@ -120,7 +119,6 @@ Make: TypeAlias = Callable[[World], tuple[Any, Step]]
 FORMAT = 1
 
 
-@explain_call_errors
 def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
     """Return the step; when it raises, every rank leaves a bundle of what it was given.
 
@@ -156,7 +154,6 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
     return bundled
 
 
-@explain_call_errors
 def replay(directory: str | os.PathLike[str]) -> None:
     """Run the step of a crash bundle again, on as many simulated ranks as there were.
 

@@ -30,7 +30,7 @@ import attrs
 import numpy as np
 import torch
 
-from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
+from accelfn.base.arguments import check_seconds, is_integer
 from accelfn.base.tree import Pending
 from accelfn.errors import ArgumentError, Error, LawError
 from accelfn.state.metrics import Metrics
@@ -70,7 +70,6 @@ class RankError(Error, RuntimeError):
     """A program failed on a rank; the text has the traceback of the first that failed."""
 
 
-@explain_call_errors
 def run_processes(
     size: int,
     fn: Callable[[World, *Ts], T],

@@ -101,7 +101,6 @@ def check_step(
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
 
-@explain_call_errors
 def check_resume(
     make: Callable[[World], tuple[TrainState, Step]],
     steps: int,

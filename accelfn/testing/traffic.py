@@ -17,7 +17,7 @@ import attrs
 import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import explain_call_errors, is_integer, is_number
+from accelfn.base.arguments import is_integer, is_number
 from accelfn.collectives import reduce, sum_
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.testing.simulate import simulate
@@ -497,7 +497,6 @@ def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> flo
     return max(0.0, now - backward)
 
 
-@explain_call_errors
 def communication(
     fn: Callable[[World], object],
     *,

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base.arguments import check_integer, check_sizes, explain_call_errors
+from accelfn.base.arguments import check_integer, check_sizes
 from accelfn.collectives import gather_full
 from accelfn.definition.transform import chain, facts_of, has_field, is_transform
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
@@ -400,7 +400,6 @@ _LAST = (
 _SHARES, _ENGINE = shard_data(), wrap_ddp()
 
 
-@explain_call_errors
 def check_transform(
     transform: Any,
     *,

@@ -8,7 +8,6 @@ from typing import Any
 
 from accelfn import World
 from accelfn.errors import TrackingError
-from accelfn.plug import arguments
 from accelfn.track.tracker import (
     IMAGES,
     Pixels,
@@ -65,7 +64,6 @@ class _TensorBoard:
         self.backend.close()
 
 
-@arguments.explain_call_errors
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
@@ -123,7 +121,6 @@ class _Wandb:
         self.backend.finish(exit_code=int(failed))
 
 
-@arguments.explain_call_errors
 def wandb(
     project: str,
     *,
@@ -223,7 +220,6 @@ def _check(sent: object, name: str) -> None:
         raise TrackingError(msg)
 
 
-@arguments.explain_call_errors
 def comet(
     project: str,
     *,
@@ -301,7 +297,6 @@ class _MLflow:
         self._client.set_terminated(self._run, "FAILED" if failed else "FINISHED")
 
 
-@arguments.explain_call_errors
 def mlflow(
     experiment: str,
     *,

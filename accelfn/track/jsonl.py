@@ -20,7 +20,6 @@ import attrs
 
 from accelfn import World
 from accelfn.errors import ArgumentError, TrackingError
-from accelfn.plug import arguments
 from accelfn.track.tracker import (
     MOST_STEPS,
     Pixels,
@@ -107,7 +106,6 @@ def _length_of_lines(handle: int) -> int:
     return 0
 
 
-@arguments.explain_call_errors
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
     """Return a tracker that appends to a text file, one line of JSON per record.
 
@@ -177,7 +175,6 @@ class Log:
     unfinished: bool
 
 
-@arguments.explain_call_errors
 def read(path: str | Path) -> Log:
     """Read a file of `af.track.jsonl`, also while the run writes to the file.
 

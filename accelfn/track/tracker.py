@@ -520,7 +520,6 @@ def _warn(told: list[str]) -> None:
         warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
 
 
-@arguments.explain_call_errors
 def together(*trackers: Tracker | None) -> Tracker:
     """Combine trackers into one tracker; closing it closes all of them.
 
@@ -589,7 +588,6 @@ def open_tracker(
 # Memory of a process.
 
 
-@arguments.explain_call_errors
 def peak_memory_bytes(world: World) -> int:
     """Return this rank's peak memory: of its device, or of the process.
 
@@ -611,7 +609,6 @@ def peak_memory_bytes(world: World) -> int:
 # `custom`: a tracker for your own backend.
 
 
-@arguments.explain_call_errors
 def custom(
     open_sink: Callable[[], Sink],
     *,
@@ -696,7 +693,6 @@ def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) 
         kept.setdefault(name, {})[step] = value
 
 
-@arguments.explain_call_errors
 def in_memory(*, world: World) -> Tracker:
     """Return a tracker that keeps values in memory, by name and step.
 
@@ -718,7 +714,6 @@ _EVERY = 0.1
 """Seconds between two updates of a bar in a notebook, as in rich on a terminal."""
 
 
-@arguments.explain_call_errors
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
     """Yield the items of `work`, with a bar on rank 0's terminal or in a notebook's cell.
 

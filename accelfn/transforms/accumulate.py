@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import explain_call_errors, integer, is_integer
+from accelfn.base.arguments import integer, is_integer
 from accelfn.data import Batch, Plan
 from accelfn.data.plan import even_part
 from accelfn.definition.transform import transform
@@ -159,7 +159,6 @@ class accumulate:
             raise BatchError(msg)
 
 
-@explain_call_errors
 def micro_batches(value: Any, num: int) -> list[Any]:
     """Split the rows of every tensor in a value into `num` micro-batches.
 

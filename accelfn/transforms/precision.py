@@ -10,7 +10,6 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.arguments import (
-    explain_call_errors,
     integer,
     is_integer,
     is_number,
@@ -288,7 +287,6 @@ def _power_of_2(number: torch.Tensor) -> torch.Tensor:
     return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
-@explain_call_errors
 @contextlib.contextmanager
 def full_precision(*values: Any) -> Generator[Any]:
     """Run a region of a loss without autocast.

@@ -481,7 +481,6 @@ def full_params(
     return {name: copies[first] for name, first in names.items()}
 
 
-@explain_call_errors
 def save_pretrained(
     state: TrainState,
     directory: str | os.PathLike[str],

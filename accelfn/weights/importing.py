@@ -106,7 +106,6 @@ M = TypeVar("M", bound=nn.Module)
 Source: TypeAlias = M | Callable[[], M]
 
 
-@explain_call_errors
 @contextmanager
 def empty_weights() -> Generator[None]:
     """Build modules in a `with` block whose parameters have no values.

@@ -108,7 +108,6 @@ class World:
                 raise WorldError(msg)
 
     @classmethod
-    @explain_call_errors
     def single(cls, *, device: str | torch.device | None = None) -> Self:
         """Return the world of one process, without a process group.
 

@@ -198,7 +198,7 @@ def test_where_parameters_are_taken_is_one_word(call):
     """Another word, and the one of before, are refused with what to write."""
     with pytest.raises(af.ArgumentError, match=r'expected "train" or "eval"'):
         call(make(), at="raw")
-    with pytest.raises(af.CallError, match='at="train" in place of raw=True'):
+    with pytest.raises(af.CallError, match='at="train" instead of raw=True'):
         call(make(), raw=True)
 
 
