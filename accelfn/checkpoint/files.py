@@ -18,7 +18,7 @@ import shutil
 import socket
 import stat
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -351,14 +351,19 @@ class Entry:
         shape: the tensor's shape.
         begin: the offset of the first byte in the file.
         end: the offset after the last byte.
-        digest: the digest of the file up to `end`.
+        blake3: the digest of the file up to `end`.
     """
 
     dtype: str
     shape: tuple[int, ...]
     begin: int
     end: int
-    digest: str
+    blake3: str
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
+        """Return the entry that `attrs.asdict` described."""
+        return cls(**dict[str, Any](plain, shape=tuple(plain["shape"])))
 
     def empty(self) -> torch.Tensor:
         """Return an uninitialized tensor of this dtype and shape."""
@@ -371,33 +376,19 @@ class File:
 
     Attributes:
         size: the file's size in bytes.
-        digest: the digest of the whole file.
-        header_digest: the digest of the bytes before the first tensor.
+        blake3: the digest of the whole file.
+        header_blake3: the digest of the bytes before the first tensor.
         tensors: entries by name, in the file's order.
     """
 
     size: int
-    digest: str
-    header_digest: str
+    blake3: str
+    header_blake3: str
     tensors: Mapping[str, Entry]
 
     def to_plain(self) -> dict[str, Any]:
-        """Return plain data, with digests under the name of their algorithm."""
-        return {
-            "size": self.size,
-            "blake3": self.digest,
-            "header_blake3": self.header_digest,
-            "tensors": {
-                name: {
-                    "dtype": each.dtype,
-                    "shape": each.shape,
-                    "begin": each.begin,
-                    "end": each.end,
-                    "blake3": each.digest,
-                }
-                for name, each in self.tensors.items()
-            },
-        }
+        """Return plain data."""
+        return attrs.asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
@@ -406,16 +397,7 @@ class File:
         Raises:
             ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
         """
-        tensors = {
-            name: Entry(
-                each["dtype"],
-                tuple(each["shape"]),
-                each["begin"],
-                each["end"],
-                each["blake3"],
-            )
-            for name, each in plain["tensors"].items()
-        }
+        tensors = {n: Entry.from_plain(each) for n, each in plain["tensors"].items()}
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((each.begin for each in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
@@ -466,8 +448,7 @@ def write_tensors(
         write(path, chain([header], chain.from_iterable(map(_blocks, values))))
         first, *ends = hashed.result()
     entries = {
-        name: Entry(*places[name], digest=end)
-        for name, end in zip(order, ends, strict=True)
+        name: Entry(*places[name], end) for name, end in zip(order, ends, strict=True)
     }
     size = max((entry.end for entry in entries.values()), default=len(header))
     return File(size, ends[-1] if ends else first, first, entries)
@@ -477,7 +458,7 @@ def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return the description of a file that is not written; its digests are zeros."""
     order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, {})
-    entries = {name: Entry(*places[name], digest=_NONE) for name in order}
+    entries = {name: Entry(*places[name], _NONE) for name in order}
     size = max((entry.end for entry in entries.values()), default=len(header))
     return File(size, _NONE, _NONE, entries)
 
@@ -556,18 +537,18 @@ def _read_verified(
             on_read(len(values))
             hashing.add(values, what, expected)
 
-        fill(memoryview(bytearray(begin)), "its header", file.header_digest)
+        fill(memoryview(bytearray(begin)), "its header", file.header_blake3)
         for name, entry in file.tensors.items():
             if name in wanted:
                 found[name] = entry.empty()
-                fill(bytes_of(found[name]), name, entry.digest)
+                fill(bytes_of(found[name]), name, entry.blake3)
                 continue
             size = entry.end - entry.begin
             for at in range(0, max(size, 1), most):
                 piece = devices.empty((min(most, size - at),), torch.uint8)
                 is_last = at + most >= size
-                fill(bytes_of(piece), name, entry.digest if is_last else None)
-        fill(memoryview(b""), "the whole", file.digest)
+                fill(bytes_of(piece), name, entry.blake3 if is_last else None)
+        fill(memoryview(b""), "the whole", file.blake3)
         hashing.finish()
     return found
 
@@ -585,6 +566,20 @@ def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
 def _blocks(raw: memoryview, size: int = _BLOCK) -> Iterator[memoryview]:
     for start in range(0, len(raw), size):
         yield raw[start : start + size]
+
+
+def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object; `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        ValueError: a name appears twice.
+    """
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
+        msg = f"the name {twice[:80]!r} comes twice"
+        raise ValueError(msg)
+    return found
 
 
 def name_of(dtype: torch.dtype) -> str:

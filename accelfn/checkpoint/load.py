@@ -14,7 +14,7 @@ from weakref import ref
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, explain_call_errors
+from accelfn.base.arguments import advise, as_path, explain_call_errors
 from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint.commit import format_error
@@ -31,7 +31,6 @@ from accelfn.checkpoint.manifest import (
 from accelfn.checkpoint.save import (
     FIELDS,
     States,
-    check_path,
     definition_of,
     fields_of,
     optimizer_name,
@@ -400,35 +399,32 @@ class Loaded:
         return "\n".join(rows)
 
 
-def _are_fields(_owner: object, _field: object, value: tuple[str, ...]) -> None:
-    for name in value:
-        field, dot, inside = name.partition(".")
-        if field not in FIELDS or (dot and (field != "slots" or not inside)):
-            msg = (
-                f"af.load_part(only={value!r}): expected some of {FIELDS}, or slots by name as"
-                ' "slots.ema".'
-            )
-            raise ArgumentError(msg)
-
-
-def _word(*words: str) -> Any:
-    def check(_owner: object, field: Any, value: object) -> None:
-        if value not in words:
-            expected = " or ".join(f'"{word}"' for word in words)
-            msg = f"af.load_part({field.name}={value!r}): expected {expected}."
-            raise ArgumentError(msg)
-
-    return attrs.field(kw_only=True, validator=check)
-
-
 @attrs.frozen
 class Wanted:
-    """The fields to load, and the differences that are allowed."""
+    """The fields to load, and the differences that are allowed; see `load_part`."""
 
-    only: tuple[str, ...] = attrs.field(validator=_are_fields)
-    missing: str = _word("error", "init")
-    extra: str = _word("error", "ignore")
-    cast: bool = attrs.field(kw_only=True)
+    only: tuple[str, ...]
+    missing: str
+    extra: str
+    cast: bool
+
+    def check(self) -> None:
+        """Reject other words than those of `load_part`."""
+        for name in self.only:
+            field, dot, inside = name.partition(".")
+            if field not in FIELDS or (dot and (field != "slots" or not inside)):
+                msg = (
+                    f"af.load_part(only={self.only!r}): expected some of {FIELDS}, or slots by"
+                    ' name as "slots.ema".'
+                )
+                raise ArgumentError(msg)
+        for option, word, known in (
+            ("missing", self.missing, "init"),
+            ("extra", self.extra, "ignore"),
+        ):
+            if word not in ("error", known):
+                msg = f'af.load_part({option}={word!r}): expected "error" or "{known}".'
+                raise ArgumentError(msg)
 
     def of(self, field: str, names: Mapping[str, Any]) -> dict[str, Any]:
         """Return the requested entries of a field."""
@@ -668,8 +664,7 @@ def load(
         ArgumentError: an option is not one of these words.
     """
     _, states = states_of("af.load(state, directory)", state)
-    check_path("af.load", directory, "state, ")
-    folder = Path(directory)
+    folder = as_path("af.load(state, directory)", directory, "a directory")
 
     def open_source(name: str) -> Source:
         check_no_store(folder)
@@ -757,23 +752,25 @@ def load_part(
 
     Raises: as `load`, for the selected fields.
     """
-    check_state("af.load_part(state, directory, only)", state)
+    call = "af.load_part(state, directory, only)"
+    check_state(call, state)
     state.lease.check()
-    check_path("af.load_part", directory, "state, ")
-    folder = Path(directory)
+    folder = as_path(call, directory, "a directory")
 
-    def read() -> tuple[Source, Wanted, dict[str, Any]]:
+    wanted = Wanted(_several(only), missing, extra, cast)
+    wanted.check()
+
+    def read() -> tuple[Source, dict[str, Any]]:
         check_no_store(folder)
         source = source_of(state, read_manifest(folder), folder, verify=verify)
-        wanted = Wanted(_several(only), missing=missing, extra=extra, cast=cast)
         if "opt_state" in wanted.only:
             check_optimizer(state, source.manifest, folder)
         if "cursor" in wanted.only:
             check_allowed(state, source.manifest, _several(allow))
             check_data(state, source.manifest, folder, _several(allow))
-        return source, wanted, source.fields()
+        return source, source.fields()
 
-    source, wanted, saved = read_all_or_none(state, read)
+    source, saved = read_all_or_none(state, read)
     return load_fields(state, source, wanted, saved)
 
 

@@ -447,7 +447,9 @@ class Manifest:
         """
         try:
             _check_density(data)
-            plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
+            plain = _table(
+                json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
+            )
             version = plain["format"]
             if type(version) is not int:
                 raise ValueError(f"its format is {quote(version)}")  # noqa: TRY301, TRY003, EM102
@@ -682,7 +684,7 @@ def digests_in(folder: Path) -> dict[str, str | None]:
     try:
         _check_density(data)
         _compare(data)
-        plain = _table(json.loads(data, object_pairs_hook=_reject_duplicate_keys))
+        plain = _table(json.loads(data, object_pairs_hook=files.reject_duplicate_keys))
         check_joint(plain)
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
         msg = f"{folder / NAME}: it names no states that were saved together: {error}"
@@ -805,14 +807,6 @@ def _compare(data: bytes) -> None:
     if seal is None or seal[1].decode() != blake3(data[seal.end() :]).hexdigest():
         msg = "it is not what was saved: its BLAKE3 differs. Load another checkpoint."
         raise CheckpointCorruptError(msg)
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        msg = "a name comes twice"
-        raise ValueError(msg)
-    return found
 
 
 # The checkpoints in the directory of a store.

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import attrs
 import torch
 
-from accelfn.base.arguments import explain_call_errors
+from accelfn.base.arguments import as_path, explain_call_errors
 from accelfn.base.codec import (
     ObjectState,
     Table,
@@ -210,21 +210,6 @@ def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainStat
     return next(iter(states.values())), states
 
 
-def check_path(call: str, directory: object, before: str = "") -> None:
-    """Reject values that are not paths, and paths that no disk can have."""
-    if isinstance(directory, (str, os.PathLike)):
-        name: object = os.fspath(directory)
-        if isinstance(name, str):
-            try:
-                raw = os.fsencode(name)
-            except UnicodeEncodeError:
-                raw = b"\0"
-            if b"\0" not in raw:
-                return
-    msg = f"{call}({before}{directory!r}): expected the path of a directory."
-    raise ArgumentError(msg)
-
-
 def check_frozen(frozen: str) -> None:
     """Reject other values of `frozen`."""
     if frozen not in ("write", "hash"):
@@ -270,8 +255,8 @@ def save(
     """
     first, states = states_of("af.save(state, directory)", state)
     check_frozen(frozen)
-    check_path("af.save", directory, "state, ")
-    job, exchange = save_of(first, Path(directory)), exchange_of(first, "save")
+    folder = as_path("af.save(state, directory)", directory, "a directory")
+    job, exchange = save_of(first, folder), exchange_of(first, "save")
     contents: dict[str, Contents] = {}
 
     def begin() -> None:

@@ -19,7 +19,13 @@ from typing import TYPE_CHECKING, Any, Self, TypeAlias
 import attrs
 
 from accelfn.base import arguments
-from accelfn.base.arguments import advise, explain_call_errors, is_integer, question
+from accelfn.base.arguments import (
+    advise,
+    as_path,
+    explain_call_errors,
+    is_integer,
+    question,
+)
 from accelfn.base.hints import hint_attributes
 from accelfn.checkpoint import commit, files, manifest
 from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
@@ -28,7 +34,6 @@ from accelfn.checkpoint.save import (
     Given,
     States,
     check_frozen,
-    check_path,
     contents_of,
     exchange_of,
     save_of,
@@ -66,28 +71,23 @@ def check_options(
     keep: object, keep_best: object, best_is: object, every: object
 ) -> None:
     """Reject invalid options of a store."""
+    is_period = isinstance(every, timedelta) and every > timedelta()
     if keep is not None and not is_integer(keep, 1):
-        msg = f"CheckpointStore(keep={keep!r}): expected at least 1, or None for all."
+        said = f"keep={keep!r}): expected at least 1, or None for all."
     elif not (keep_best is None or isinstance(keep_best, str)):
-        msg = f"CheckpointStore(keep_best={keep_best!r}): expected a metric's name."
+        said = f"keep_best={keep_best!r}): expected a metric's name."
     elif best_is not in ("min", "max"):
-        msg = f'CheckpointStore(best_is={best_is!r}): expected "min" or "max".'
+        said = f'best_is={best_is!r}): expected "min" or "max".'
     elif keep_best is None and best_is != "min":
-        msg = (
-            f"CheckpointStore(best_is={best_is!r}): needs a metric. Pass keep_best= also, the"
-            " name of a metric that you give to save, or leave out best_is=."
+        said = (
+            f"best_is={best_is!r}): needs a metric. Pass keep_best= also, the name of a metric"
+            " that you give to save, or leave out best_is=."
         )
-    elif not (
-        every is None
-        or is_integer(every, 1)
-        or (isinstance(every, timedelta) and every > timedelta())
-    ):
-        msg = (
-            f"CheckpointStore(every={every!r}): expected a number of updates, a timedelta,"
-            " or None."
-        )
+    elif not (every is None or is_integer(every, 1) or is_period):
+        said = f"every={every!r}): expected a number of updates, a timedelta, or None."
     else:
         return
+    msg = f"CheckpointStore({said}"
     raise ArgumentError(msg)
 
 
@@ -367,8 +367,8 @@ class CheckpointStore:
         """Check that the directory can be written to."""
         check_options(keep, keep_best, best_is, every)
         check_frozen(frozen)
-        check_path("af.CheckpointStore", directory)
-        self.directory = Path(directory).absolute()
+        path = as_path("af.CheckpointStore(directory)", directory, "a directory")
+        self.directory = path.absolute()
         self.keep, self.keep_best, self.best_is = keep, keep_best, best_is
         self.frozen, self.every, self.async_ = frozen, every, async_
         self._buffers: dict[str, Buffers] = defaultdict(Buffers)

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -181,23 +182,16 @@ class Shards:
         Raises:
             CheckpointCorruptError: the file is missing, or too short.
         """
-        path = self.places[name]
-        entry = self.tables[path].tensors[name]
-        dtype = files.DTYPES[entry.dtype]
-        try:
-            with files.open_plain(path) as stream:
-                stream.seek(entry.begin)
-                if tensor.dtype == dtype:
-                    files.read_into(stream, files.bytes_of(tensor))
-                    return
-                piece = torch.empty(min(tensor.numel(), _PIECE), dtype=dtype)
-                for into in tensor.view(-1).split(_PIECE):
-                    part = piece[: into.numel()]
-                    files.read_into(stream, files.bytes_of(part))
-                    into.copy_(part)
-        except OSError as error:
-            msg = f"{path} cannot be read: {error}"
-            raise CheckpointCorruptError(msg) from error
+        with self._open(name) as (stream, begin, dtype):
+            stream.seek(begin)
+            if tensor.dtype == dtype:
+                files.read_into(stream, files.bytes_of(tensor))
+                return
+            piece = torch.empty(min(tensor.numel(), _PIECE), dtype=dtype)
+            for into in tensor.view(-1).split(_PIECE):
+                part = piece[: into.numel()]
+                files.read_into(stream, files.bytes_of(part))
+                into.copy_(part)
 
     def read_box(self, name: str, box: Slice) -> torch.Tensor:
         """Read a box of a tensor into new memory, without reading the rest.
@@ -205,11 +199,17 @@ class Shards:
         Raises:
             CheckpointCorruptError: the file is missing, or too short.
         """
+        with self._open(name) as (stream, begin, dtype):
+            return read_box(stream, begin, dtype, box)
+
+    @contextmanager
+    def _open(self, name: str) -> Generator[tuple[BinaryIO, int, torch.dtype]]:
+        """Open a tensor's file; yield it with the tensor's first byte and dtype."""
         path = self.places[name]
         entry = self.tables[path].tensors[name]
         try:
             with files.open_plain(path) as stream:
-                return read_box(stream, entry.begin, files.DTYPES[entry.dtype], box)
+                yield stream, entry.begin, files.DTYPES[entry.dtype]
         except OSError as error:
             msg = f"{path} cannot be read: {error}"
             raise CheckpointCorruptError(msg) from error
@@ -371,20 +371,10 @@ def _bytes(path: Path, *, header: bool = False) -> bytes:
 
 def _json(path: Path, data: bytes) -> Any:
     try:
-        return json.loads(data, object_pairs_hook=_reject_duplicate_keys)
+        return json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
     except (ValueError, RecursionError) as error:
         msg = f"{path} cannot be read: {error}."
         raise CheckpointCorruptError(msg) from error
-
-
-def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        msg = f"the name {twice!r} comes twice"
-        raise ValueError(msg)
-    return found
 
 
 @explain_call_errors

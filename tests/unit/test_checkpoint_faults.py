@@ -298,10 +298,10 @@ def test_c7_digests_are_of_the_file(saved):
     for name, file in read_manifest(saved).files.items():
         content = (saved / name).read_bytes()
         begin = min(each.begin for each in file.tensors.values())
-        assert blake3(content[:begin]).hexdigest() == file.header_digest
+        assert blake3(content[:begin]).hexdigest() == file.header_blake3
         for each in file.tensors.values():
-            assert blake3(content[: each.end]).hexdigest() == each.digest
-        assert blake3(content).hexdigest() == file.digest
+            assert blake3(content[: each.end]).hexdigest() == each.blake3
+        assert blake3(content).hexdigest() == file.blake3
         assert max(each.end for each in file.tensors.values()) == len(content)
 
 
