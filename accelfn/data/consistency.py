@@ -35,7 +35,7 @@ from accelfn.data.epoch import (
     places_of,
     sample_at,
 )
-from accelfn.data.loaders import nothing
+from accelfn.data.loaders import skip_seeding
 from accelfn.data.order import Sequential, Shuffled
 from accelfn.data.sources import Items, Joined, Rows, Source
 from accelfn.errors import BatchError, ReplicaMismatchError
@@ -225,7 +225,7 @@ def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     if isinstance(source, Rows):
         size = sum(t[:1].nbytes for t in tree.tensor_leaves(source.tensors))
         rows = _spread_indices(len(source), max(1, _BYTES // max(1, size)))
-        yield f"{len(rows)} of its rows", lambda: source.batch(rows, nothing)
+        yield f"{len(rows)} of its rows", lambda: source.batch(rows, skip_seeding)
     dataset: Any = source.dataset if isinstance(source, Items) else None
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices

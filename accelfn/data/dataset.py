@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Data`: a dataset with its batch size, order and readers, as a value."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, Self, cast
 
@@ -14,9 +14,9 @@ from accelfn.base.arguments import (
     advise,
     check_integer,
     explain_call_errors,
-    integer,
     is_integer,
     is_number,
+    option,
     truth,
 )
 from accelfn.base.hints import hint_attributes
@@ -33,7 +33,7 @@ from accelfn.data.order import (
     promised_length,
     refuse_distributed,
 )
-from accelfn.data.plan import REMAINDERS, Batch, Cursor, Cut, EvenCut, budget
+from accelfn.data.plan import Batch, Cursor, Cut, EvenCut, budget
 from accelfn.data.reading import Reading, assemble_batches, pairs_of
 from accelfn.data.sources import (
     Joined,
@@ -41,120 +41,142 @@ from accelfn.data.sources import (
     mix_datasets,
     source_of,
 )
-from accelfn.data.stream import first_state, is_stream, stateless
+from accelfn.data.stream import first_state, is_stream, resume_error
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
-# What `Data` refuses, as it is made.
-
-
-_STREAMS_ONLY = ("sharded", "dispatch", "replay")
 _FEW = 4
 """Samples in a list; fewer than rows that columns have."""
 _MOST_WORKERS = 4096
 """More cores than a machine has."""
 
 
-def is_batch_size(_owner: object, _field: object, value: object) -> None:
-    """Refuse what is no number of samples, budget or None; attrs validators, all of these."""
-    if value is None or isinstance(value, budget):
-        return
-    if not is_integer(value, 1):
-        msg = (
-            f"af.Data(batch_size={value!r}): expected an integer of at least 1, or"
-            " af.budget(costs, limit=...)."
-        )
-        raise ArgumentError(msg)
+def _expect(is_valid: Callable[[Any], bool], expected: str) -> Any:
+    """Return a validator that raises `ArgumentError` for an invalid option."""
+
+    def check(_data: object, field: Any, value: object) -> None:
+        if not is_valid(value):
+            msg = f"af.Data({field.name}={value!r}): expected {expected}."
+            raise ArgumentError(msg)
+
+    return check
 
 
-def is_num_workers(owner: object, field: Any, value: object) -> None:
-    """Refuse what is no number of processes, and more than there can be."""
-    integer(0, "a number of processes")(owner, field, value)
-    if is_integer(value, _MOST_WORKERS + 1):
-        msg = (
-            f"af.Data(num_workers={value}): expected {_MOST_WORKERS} processes at most, and"
-            " no more than this one may use cores."
-        )
-        raise ArgumentError(msg)
-
-
-def is_remainder(_owner: object, _field: object, value: object) -> None:
-    """Refuse any other word."""
-    if value not in REMAINDERS:
-        msg = (
-            f"af.Data(remainder={value!r}): expected one of"
-            f" {', '.join(map(repr, REMAINDERS))}."
-        )
-        raise ArgumentError(msg)
-
-
-def is_duration(_owner: object, _field: object, value: object) -> None:
-    """Refuse what is no time to wait."""
-    if not is_number(value) or not 0 < value < float("inf"):
-        msg = (
-            f"af.Data(timeout={value!r}): expected a finite number of seconds above 0."
-        )
-        raise ArgumentError(msg)
-
-
-def is_text(_owner: object, field: Any, value: object) -> None:
-    """Refuse anything but text and None."""
-    if value is not None and not isinstance(value, str):
-        msg = f"af.Data({field.name}={value!r}): expected a string, or None."
-        raise ArgumentError(msg)
-
-
-def is_order(value: Any) -> bool:
-    """Whether it is an order, and not a function that says one."""
+def _is_order(value: Any) -> bool:
+    """Return whether a value is an order, and not a function that gives indices."""
     return hasattr(value, "of_epoch") and hasattr(value, "num_samples")
 
 
-def check_options(data: "Data") -> None:
-    """Refuse options that cannot be together, whatever the dataset."""
-    if data.collate is not None and not callable(data.collate):
-        msg = f"af.Data(collate={data.collate!r}): expected a function."
-        raise ArgumentError(msg)
-    if isinstance(data.dataset, type(data)):
-        msg = f"af.Data: a {type(data).__name__} cannot be read by index; give its dataset."
+def _is_order_option(value: Any) -> bool:
+    is_class = isinstance(value, type) and _is_order(
+        value
+    )  # orders.weighted, not called
+    return value is None or ((callable(value) or _is_order(value)) and not is_class)
+
+
+_BATCH_SIZE = _expect(
+    lambda value: value is None or isinstance(value, budget) or is_integer(value, 1),
+    "an integer of at least 1, or af.budget(costs, limit=...)",
+)
+_REMAINDER = _expect(
+    lambda value: value in ("short", "pad", "drop"), "one of 'short', 'pad', 'drop'"
+)
+_COLLATE = _expect(lambda value: value is None or callable(value), "a function")
+_NUM_WORKERS = _expect(
+    lambda value: is_integer(value, 0) and value <= _MOST_WORKERS,
+    f"a number of processes from 0 to {_MOST_WORKERS}",
+)
+_ORDER = _expect(
+    _is_order_option,
+    "a function (seed, epoch, n) -> indices, or an order of af.orders. Give a torch sampler to"
+    " a DataLoader, and that to af.Data.from_loader",
+)
+_TIMEOUT = _expect(
+    lambda value: is_number(value) and 0 < value < float("inf"),
+    "a finite number of seconds above 0",
+)
+_FINGERPRINT = _expect(
+    lambda value: value is None or isinstance(value, str), "a string, or None"
+)
+
+
+def _check_dataset(data: "Data") -> None:
+    """Raise for datasets of other kinds than samples."""
+    dataset, kind = data.dataset, type(data.dataset).__name__
+    if isinstance(dataset, Data):
+        msg = f"af.Data: a {kind} cannot be read by index; give its dataset."
         raise DataError(msg)
-    _check_loader(data.dataset)
-    _check_order(data)
-    _check_batching(data)
-
-
-def check_indexed(data: "Data") -> None:
-    """Refuse what does not go with a dataset that is read by index."""
-    given = [name for name in _STREAMS_ONLY if getattr(data, name)]
-    if given:
+    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
         msg = (
-            f"af.Data({given[0]}=True): {type(data.dataset).__name__} is read by index,"
-            " not a stream; leave it out."
+            f"af.Data: a {kind} gives batches, and samples are expected. Give"
+            " af.Data.from_loader(loader), or TrainState.create(data=loader). For a stream of"
+            f" samples, make the {kind} with batch_size=None."
         )
         raise ArgumentError(msg)
+
+
+def _check_batching(data: "Data") -> None:
+    """Raise for options that exclude each other, whatever the dataset."""
+    sampler, why = data.batch_sampler, ""
+    if data.batch_size is None and sampler is None:
+        why = ": got neither batch_size= nor batch_sampler=; give one of the two."
+    elif data.batch_size is not None and sampler is not None:
+        why = ": got both batch_size= and batch_sampler=; give one of the two."
+    elif data.order is not None and data.shuffle:
+        why = "(shuffle=True, order=...): your order is not shuffled. Give one of the two."
+    elif isinstance(data.batch_size, budget) and data.remainder != "short":
+        why = (
+            f"(batch_size=af.budget(...), remainder={data.remainder!r}): a batch is as large"
+            " as it is; leave remainder out."
+        )
+    elif sampler is not None:
+        if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
+            why = (
+                f"(batch_sampler=...): {type(sampler).__name__} is not iterable, or has no"
+                " length. Give lists of indices, or an object with __iter__ and __len__ that"
+                " yields them."
+            )
+        elif data.order is not None or data.shuffle or data.remainder != "short":
+            why = (
+                "(batch_sampler=...): it says which samples come in which batch; leave out"
+                " order=, shuffle= and remainder=."
+            )
+        else:
+            refuse_distributed(sampler)
+    if why:
+        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - a message has a name
+
+
+def _check_indexed(data: "Data") -> None:
+    """Raise for options of a stream, and for an epoch without batches."""
+    kind = type(data.dataset).__name__
+    for name in ("sharded", "dispatch", "replay"):
+        if getattr(data, name):
+            msg = f"af.Data({name}=True): {kind} is read by index, not a stream; leave it out."
+            raise ArgumentError(msg)
     if len(data.source) == 0:
-        msg = f"af.Data: the dataset ({type(data.dataset).__name__}) is empty."
+        msg = f"af.Data: the dataset ({kind}) is empty."
         raise DataError(msg)
-    _warn_of_columns(data.dataset)
-    n = len(data)
+    _advise_of_columns(data.dataset)
     if isinstance(data.batch_size, budget):
         data.batch_size.check(len(data.source))
     if isinstance(data.batch_size, int) and not data.updates_per_epoch:
         msg = (
-            f'af.Data(batch_size={data.batch_size}, remainder="drop"): the dataset'
-            f" has {n} samples, so every batch would be dropped."
-            " Take a smaller batch_size."
+            f'af.Data(batch_size={data.batch_size}, remainder="drop"): the dataset has'
+            f" {len(data)} samples, so every batch would be dropped. Take a smaller"
+            " batch_size."
         )
         raise DataError(msg)
 
 
-def _warn_of_columns(dataset: Any) -> None:
-    """Say if a list of samples looks like one of columns, as inputs and targets."""
+def _advise_of_columns(dataset: Any) -> None:
+    """Warn if a list of samples looks like a list of columns, as inputs and targets."""
     if not isinstance(dataset, list):
         return
     rows = cast("list[Any]", dataset)
-    are_tensors = all(isinstance(each, torch.Tensor) and each.ndim for each in rows)
+    are_tensors = all(isinstance(row, torch.Tensor) and row.ndim for row in rows)
     if not 2 <= len(rows) <= _FEW or not are_tensors:
         return
-    lengths = {each.shape[0] for each in rows}
+    lengths = {row.shape[0] for row in rows}
     if len(lengths) == 1 and (length := lengths.pop()) > _FEW:
         advise(
             f"af.Data([...]): a list is one of samples, and this one has {len(rows)}, tensors"
@@ -163,74 +185,9 @@ def _warn_of_columns(dataset: Any) -> None:
         )
 
 
-def _check_loader(dataset: Any) -> None:
-    """Refuse a DataLoader whose batches would be taken for samples."""
-    if isinstance(dataset, DataLoader) and dataset.batch_sampler is not None:
-        kind = type(cast("Any", dataset)).__name__
-        msg = (
-            f"af.Data: a {kind} gives batches, and samples are expected. Give"
-            " af.Data.from_loader(loader), or TrainState.create(data=loader); as a stream"
-            f" of samples, make the {kind} with batch_size=None."
-        )
-        raise ArgumentError(msg)
-
-
-def _check_order(data: "Data") -> None:
-    order: Any = data.order
-    is_uncalled = isinstance(order, type) and is_order(order)  # orders.weighted
-    if order is None or ((callable(order) or is_order(order)) and not is_uncalled):
-        return
-    msg = (
-        f"af.Data(order={order!r}): expected a function (seed, epoch, n) -> indices, or"
-        " what one of af.orders returns. Give a torch sampler to a DataLoader, and that"
-        " to af.Data.from_loader."
-    )
-    raise ArgumentError(msg)
-
-
-def _check_batching(data: "Data") -> None:
-    if (data.batch_size is None) == (data.batch_sampler is None):
-        neither = data.batch_size is None
-        given = (
-            "neither batch_size= nor batch_sampler="
-            if neither
-            else "both batch_size= and batch_sampler="
-        )
-        msg = f"af.Data: got {given}; give one of the two."
-        raise ArgumentError(msg)
-    if data.order is not None and data.shuffle:
-        msg = (
-            "af.Data(shuffle=True, order=...): an order of your own is not shuffled"
-            " again. Give one of the two."
-        )
-        raise ArgumentError(msg)
-    if data.batch_sampler is not None:
-        kind = type(data.batch_sampler).__name__
-        if not all(hasattr(data.batch_sampler, m) for m in ("__iter__", "__len__")):
-            msg = (
-                f"af.Data(batch_sampler=...): {kind} is not iterable, or has no length;"
-                " expected lists of indices, or an object with __iter__ and __len__"
-                " that yields them."
-            )
-            raise ArgumentError(msg)
-        refuse_distributed(data.batch_sampler)
-        if data.order is not None or data.shuffle or data.remainder != "short":
-            msg = (
-                "af.Data(batch_sampler=...): it says which samples come in which batch;"
-                " leave out order=, shuffle= and remainder=."
-            )
-            raise ArgumentError(msg)
-    if isinstance(data.batch_size, budget) and data.remainder != "short":
-        msg = (
-            f"af.Data(batch_size=af.budget(...), remainder={data.remainder!r}): a batch"
-            " is as large as it is; leave remainder out."
-        )
-        raise ArgumentError(msg)
-
-
-def check_stream(data: "Data") -> None:
-    """Refuse what does not go with a stream."""
-    kind = type(data.dataset).__name__
+def _check_stream(data: "Data") -> None:
+    """Raise for streams that cannot be read again, and for options of an index."""
+    kind, why = type(data.dataset).__name__, ""
     if isinstance(data.dataset, (set, frozenset)):
         msg = f"af.Data: a {kind} has no order; give it as a sorted list."
         raise DataError(msg)
@@ -240,60 +197,27 @@ def check_stream(data: "Data") -> None:
             " begins anew, as an IterableDataset's."
         )
         raise DataError(msg)
-    ordered = data.shuffle or data.order is not None
-    if ordered or not isinstance(data.batch_size, int):
-        msg = (
-            f"af.Data: {kind} is a stream, which comes in an order of its own. Give an"
-            " integer batch_size, and no shuffle=, order= or batch_sampler=; shuffle in"
-            " the stream itself."
+    is_ordered = data.shuffle or data.order is not None
+    if is_ordered or not isinstance(data.batch_size, int):
+        why = (
+            f": {kind} is a stream, which has its own order. Give an integer batch_size, and"
+            " no shuffle=, order= or batch_sampler=; shuffle in the stream itself."
         )
-        raise ArgumentError(msg)
-    if data.sharded and (data.dispatch or data.remainder != "short"):
-        msg = (
-            "af.Data(sharded=True): each rank reads samples of its own, of which the"
-            " last batches are short; leave out dispatch= and remainder=."
+    elif data.sharded and (data.dispatch or data.remainder != "short"):
+        why = (
+            "(sharded=True): each rank reads its own samples, and its last batches are short;"
+            " leave out dispatch= and remainder=."
         )
-        raise ArgumentError(msg)
-    if data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
-        msg = (
-            f"af.Data(num_workers={data.num_workers}): one process reads this stream;"
-            " leave it out, or let the stream itself have workers."
+    elif data.num_workers and (data.dispatch or isinstance(data.dataset, DataLoader)):
+        why = (
+            f"(num_workers={data.num_workers}): one process reads this stream; leave it out,"
+            " or let the stream itself have workers."
         )
-        raise ArgumentError(msg)
+    if why:
+        raise ArgumentError(f"af.Data{why}")  # noqa: EM102 - a message has a name
     if promised_length(data.dataset) == 0:
         msg = f"af.Data: the dataset ({kind}) is empty."
         raise DataError(msg)
-
-
-def check_sample(start: Cursor, cut: Cut) -> None:
-    """Refuse a cursor from which no batch of its epoch is left."""
-    if not cut.num_batches(start.samples):
-        msg = (
-            f"The cursor stands at sample {start.samples} of epoch {start.epoch}, but an"
-            f" epoch of this data has {cut.end(0)} in its batches, and none is left. Was the"
-            " dataset or its batch size changed?"
-        )
-        raise BatchError(msg)
-
-
-def check_stream_start(data: "Data", start: Cursor) -> None:
-    """Refuse a cursor at which a stream cannot be put."""
-    if start.samples == 0 or start.memory is not None:
-        return
-    if data.sharded:
-        msg = (
-            f"af.Data(sharded=True): the cursor at sample {start.samples} of epoch"
-            f" {start.epoch} does not say where each rank's stream"
-            f" ({type(data.dataset).__name__}) stands. Take the cursor of a batch or of"
-            " af.load; af.seek knows none."
-        )
-        raise DataError(msg)
-    if not data.replay:
-        raise DataError(stateless(data.dataset, start))
-
-
-def _flag() -> Any:
-    return attrs.field(default=False, kw_only=True, validator=truth())
 
 
 @explain_call_errors
@@ -349,29 +273,34 @@ class Data:
     """
 
     dataset: Any
-    batch_size: Any = attrs.field(default=None, validator=is_batch_size, kw_only=True)
-    shuffle: bool = _flag()
-    remainder: str = attrs.field(default="short", validator=is_remainder, kw_only=True)
-    collate: Collate | None = attrs.field(default=None, kw_only=True)
-    num_workers: int = attrs.field(default=0, validator=is_num_workers, kw_only=True)
-    order: Order | OrderFunction | None = attrs.field(default=None, kw_only=True)
+    batch_size: Any = attrs.field(default=None, validator=_BATCH_SIZE, kw_only=True)
+    shuffle: bool = option(default=False, validator=truth())
+    remainder: str = option("short", _REMAINDER)
+    collate: Collate | None = attrs.field(
+        default=None, validator=_COLLATE, kw_only=True
+    )
+    num_workers: int = option(0, _NUM_WORKERS)
+    order: Order | OrderFunction | None = attrs.field(
+        default=None, validator=_ORDER, kw_only=True
+    )
     batch_sampler: Any = attrs.field(default=None, kw_only=True)
-    timeout: float = attrs.field(default=300.0, validator=is_duration, kw_only=True)
-    fingerprint: str | None = attrs.field(default=None, validator=is_text, kw_only=True)
-    sharded: bool = _flag()
-    dispatch: bool = _flag()
-    replay: bool = _flag()
+    timeout: float = option(300.0, _TIMEOUT)
+    fingerprint: str | None = option(None, _FINGERPRINT)
+    sharded: bool = option(default=False, validator=truth())
+    dispatch: bool = option(default=False, validator=truth())
+    replay: bool = option(default=False, validator=truth())
     first: Any = attrs.field(default=None, init=False)
     """A stream's own state before it is read, with which each epoch begins."""
 
     def __attrs_post_init__(self) -> None:
-        """Look at the dataset once, and refuse what cannot be together."""
-        check_options(self)
+        """Check the dataset and the options."""
+        _check_dataset(self)
+        _check_batching(self)
         if self.is_stream:
-            check_stream(self)
+            _check_stream(self)
             object.__setattr__(self, "first", first_state(self.dataset))
         else:
-            check_indexed(self)
+            _check_indexed(self)
 
     @classmethod
     def mix(
@@ -382,28 +311,28 @@ class Data:
         shuffle: bool = False,
         **options: Any,
     ) -> Self:
-        """Return data that take samples of several datasets, in proportion to weights.
+        """Create data with samples of several datasets, in proportion to weights.
 
-        An epoch has as many samples as all datasets together. Since the run
-        began each dataset has had its share to within one sample, wherever 64 positions (or
-        more, for small weights) end, and so within two in each 64. A dataset goes through
-        its own samples epoch by epoch, however often that is in one of the mix's.
+        An epoch has as many samples as all datasets together. After each block of 64 positions
+        (or more, for small weights), each dataset has had its share since the beginning of the
+        run, to within one sample. Each dataset goes through its own samples epoch by epoch,
+        maybe several times in an epoch of the mix.
 
         Args:
-            datasets: map-style; their samples collate with one another.
-            weights: one each; by default, their lengths.
-            shuffle: whether each has a shuffled order; which dataset is next is always drawn.
-            options: as of `Data`.
+            datasets: map-style datasets; their samples must collate with one another.
+            weights: a weight for each dataset; by default, their lengths.
+            shuffle: whether each dataset is shuffled; the next dataset is always random.
+            options: the options of `Data`.
 
         Example:
             >>> data = Data.mix([range(3), range(10, 13)], weights=[2, 1], batch_size=6)
             >>> len(data)
             6
         """
-        taken = sorted({"order", "batch_sampler"} & options.keys())
-        if taken:
-            msg = f"af.Data.mix({taken[0]}=...): the mix is the order; leave it out."
-            raise ArgumentError(msg)
+        for name in ("batch_sampler", "order"):
+            if name in options:
+                msg = f"af.Data.mix({name}=...): the mix is the order; leave it out."
+                raise ArgumentError(msg)
         source, order = mix_datasets(datasets, weights=weights, shuffle=shuffle)
         return cls(source, order=order, **options)
 
@@ -416,20 +345,20 @@ class Data:
         num_ranks: int = 1,
         num_micro_batches: int = 1,
     ) -> Self:
-        """Return what a torch DataLoader says, with its batch size as samples per update.
+        """Create data from a torch DataLoader; its batch size is the samples per update.
 
-        Kept: dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
+        accelfn keeps its dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
         num_workers and timeout. A `shuffle=True` becomes accelfn's, which is a function of
-        the state's seed. Batches go to pinned memory wherever there is a GPU. What is not
-        kept is said in a warning.
+        the state's seed. Batches go to pinned memory wherever there is a GPU. accelfn warns of
+        other options that it does not keep.
 
         Args:
-            loader: of torch, or torchdata's StatefulDataLoader.
-            num_ranks: where the loader's batch size is one rank's: of how many.
-            num_micro_batches: where it is one micro-batch's: of how many.
+            loader: a loader of torch, or torchdata's StatefulDataLoader.
+            num_ranks: the number of ranks, if the loader's batch size is for one rank.
+            num_micro_batches: the number of micro-batches, if it is for one micro-batch.
 
         Raises:
-            DataError: it gives each rank a part already, or does not batch.
+            DataError: the loader gives each rank a part already, or does not batch.
         """
         return cls(**options_of(loader, num_ranks, num_micro_batches))
 
@@ -448,7 +377,7 @@ class Data:
     @cached_property
     def ordering(self) -> Order:
         """In which order samples come, by index."""
-        if is_order(self.order):
+        if _is_order(self.order):
             return cast("Order", self.order)
         if self.order is not None:
             return Own(cast("OrderFunction", self.order))
@@ -463,11 +392,11 @@ class Data:
         if self.is_stream:
             promised = promised_length(self.dataset)
             if promised is None or self.sharded:
+                where = " on all ranks together" if self.sharded else ""
                 msg = (
-                    f"af.Data: the stream {type(self.dataset).__name__} does not say how"
-                    " many samples it has"
-                    f"{' on all ranks together' if self.sharded else ''}. Do without a"
-                    " length: give a schedule its num_updates=, and count as you read."
+                    f"af.Data: the stream {type(self.dataset).__name__} does not say how many"
+                    f" samples it has{where}. Do without a length: give a schedule its"
+                    " num_updates=, and count as you read."
                 )
                 raise LengthError(msg)
             return promised
@@ -524,26 +453,21 @@ class Data:
         if self.batch_sampler is not None:
             batches = f"batches by {type(self.batch_sampler).__name__}"
             return f"<Data of {len(self)} samples ({kind}), {batches}>"
-        size = self.batch_size
-        batches = (
-            f"batches of {size}" if isinstance(size, int) else f"batches in {size!r}"
-        )
-        return (
-            f"<Data of {len(self)} samples ({kind}), {self.ordering.name}, {batches}>"
-        )
+        word = "of" if isinstance(self.batch_size, int) else "in"
+        batches = f"{self.ordering.name}, batches {word} {self.batch_size!r}"
+        return f"<Data of {len(self)} samples ({kind}), {batches}>"
 
     @cached_property
     def facts(self) -> dict[str, Any]:
-        """What must be the same where a run is resumed, as plain data."""
-        if self.is_stream:
-            return form_of(self) | {"fingerprint": self.fingerprint}
-        return form_of(self) | {
-            "fingerprint": self.fingerprint or fingerprint_of(self.source)
-        }
+        """Plain data that must be the same when a run is resumed."""
+        name = self.fingerprint
+        if not self.is_stream:
+            name = name or fingerprint_of(self.source)
+        return form_of(self) | {"fingerprint": name}
 
     @cached_property
     def looks(self) -> Looks | None:
-        """What is seen of a few samples, for ranks that compare them; None of a stream."""
+        """Digests of a few samples, for ranks that compare them; None for a stream."""
         return None if self.is_stream else Looks(self.source)
 
     def in_order(self) -> "Data":
@@ -581,7 +505,24 @@ class Data:
             BatchError: the epoch has no such sample.
             DataError: a stream that cannot be put there.
         """
-        if self.is_stream:
-            check_stream_start(self, start)
-        elif start.samples:
-            check_sample(start, self._cut(start.epoch, seed))
+        place = f"sample {start.samples} of epoch {start.epoch}"
+        if start.samples == 0:
+            return
+        if not self.is_stream:
+            cut = self._cut(start.epoch, seed)
+            if not cut.num_batches(start.samples):
+                msg = (
+                    f"The cursor stands at {place}, but an epoch of this data has"
+                    f" {cut.end(0)} in its batches, and no batch is left. Was the dataset or"
+                    " its batch size changed?"
+                )
+                raise BatchError(msg)
+        elif self.sharded and start.memory is None:
+            msg = (
+                f"af.Data(sharded=True): the cursor at {place} does not say where each rank's"
+                f" stream ({type(self.dataset).__name__}) stands. Take the cursor of a batch"
+                " or of af.load; af.seek has no state."
+            )
+            raise DataError(msg)
+        elif not self.replay and start.memory is None:
+            raise resume_error(self.dataset, start)

@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pickle import PicklingError
 from typing import Any, TypeAlias, TypeVar
 
@@ -63,7 +63,7 @@ class Fetch:
     def __call__(self, task: Task) -> Any:
         """Return the collated samples."""
         if self.is_pure:
-            return self.source.batch(task.indices, nothing)
+            return self.source.batch(task.indices, skip_seeding)
         with draws.seeded() as drawing:
 
             def begin(place: int) -> None:
@@ -75,33 +75,33 @@ class Fetch:
             return collate_samples(self.collate, samples, task.indices)
 
 
-def nothing(_place: int) -> None:
-    """Set no generator: nothing draws."""
+def skip_seeding(_place: int) -> None:
+    """Seed no generator, because reading draws no random numbers."""
 
 
-# Worker processes of torch's loaders: what they raise, and what is said when one fails.
+# Worker processes of torch's loaders, and the errors when a worker fails.
 #
-# torch raises the end of a worker wherever the main process happens to be, in the middle of
-# a step, say. Here it is raised where a batch is asked for, with what was being read. This
-# and ending the workers needs attributes of torch's iterators that are not public.
+# torch raises the end of a worker wherever the main process happens to be, for example in the
+# middle of a step. accelfn raises it at the next batch, and names the samples. For this, and to
+# end the workers, it needs private attributes of torch's iterators.
 
 
 _torch: Any = signal_handling
 _starting = threading.local()
-"""Whether a thread starts workers."""
+"""Whether this thread starts workers."""
 
 
 @attrs.frozen
 class Place:
-    """Where reading happens, for errors: a rank, and the update that the first batch is for."""
+    """A reader's rank, and the update of its first batch, for errors."""
 
     rank: int
     size: int
     update: int
 
 
-def say_too_many(num_workers: int) -> None:
-    """Warn of more processes than this one may use cores."""
+def advise_of_workers(num_workers: int) -> None:
+    """Warn of more worker processes than usable cores."""
     affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
     # of the process: threads, as simulated ranks are, may be kept to fewer
     num_cores = len(affinity(os.getpid())) if affinity else os.cpu_count() or 1
@@ -114,21 +114,21 @@ def say_too_many(num_workers: int) -> None:
 
 
 @contextmanager
-def nothing_said() -> Generator[None]:
-    """Let torch say nothing of the number of workers, as it does of a new loader, and later."""
+def mute_worker_warnings() -> Generator[None]:
+    """Hide torch's warnings of the number of workers."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "This DataLoader will create")
         yield
 
 
 def start_method(num_workers: int) -> str | None:
-    """Return how workers are started: a fork on Linux, on any Python, if nobody said otherwise.
+    """Return how to start workers: by a fork on Linux, unless the program has chosen.
 
-    From 3.14 on Python would have a server start them. They would not be children of this
-    process, so it would hear of the end of one when the timeout is over, and not at once.
+    From 3.14 on Python would let a server start them. Then they are not children of this
+    process, which would notice the end of a worker only after the timeout.
     """
-    is_said = multiprocessing.get_start_method(allow_none=True) is not None
-    return "fork" if num_workers and not is_said and sys.platform == "linux" else None
+    is_chosen = multiprocessing.get_start_method(allow_none=True) is not None
+    return "fork" if num_workers and not is_chosen and sys.platform == "linux" else None
 
 
 def watch_workers(
@@ -137,14 +137,14 @@ def watch_workers(
     """Yield the results of a loader's workers, and end the workers.
 
     Args:
-        loader: of torch or torchdata, with workers.
-        timeout: that the loader has, in seconds.
-        place: where this is.
-        due: says how many updates have been read, and what is being read.
+        loader: a loader of torch or torchdata with workers.
+        timeout: the loader's timeout in seconds.
+        place: the rank and the update of the first batch.
+        due: returns the number of updates read, and a sentence about the samples being read.
 
     Raises:
-        DataError: a worker could not be started, was killed or did not answer. What a
-            dataset raises is raised as it is.
+        DataError: a worker could not be started, was killed or did not answer. Errors of a
+            dataset are raised unchanged.
     """
     values = _start_iterator(loader, place)
     try:
@@ -155,15 +155,18 @@ def watch_workers(
             except StopIteration:
                 return
             except (RuntimeError, OSError, EOFError) as error:
-                said = _failure(error, timeout)
-                if said is None:
+                reason = _explain_failure(error, timeout)
+                if reason is None:
                     raise
                 if "timed out" in str(error):
-                    _terminate(values)
+                    for (
+                        worker
+                    ) in values._workers:  # or it would wait for one that hangs
+                        worker.terminate()
                 num_read, being_read = due()
                 msg = (
                     f"A data worker of rank {place.rank} of {place.size} failed while the"
-                    f" batch of update {place.update + num_read} was due: {said}\n{being_read}"
+                    f" batch of update {place.update + num_read} was due: {reason}\n{being_read}"
                 )
                 raise DataError(msg) from error
             yield value
@@ -175,31 +178,30 @@ def watch_workers(
 def _start_iterator(loader: Any, place: Place) -> Any:
     """Create a loader's iterator, which starts the workers."""
     try:
-        with nothing_said(), _leaving_garbage():
-            # torch says in a warning what the error below says
+        with mute_worker_warnings(), _without_garbage():
+            # torch warns of the error below
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(loader)
     except (PicklingError, AttributeError, TypeError, OSError, EOFError) as error:
         how = multiprocessing.get_start_method(allow_none=True)
-        if how in (None, "fork"):  # which sends nothing
+        if how in (None, "fork"):  # a fork pickles nothing
             raise
         msg = (
             f"A data worker of rank {place.rank} of {place.size} could not be started for"
             f" update {place.update}: {error!r}. It is started by {how!r}, as the program or"
-            " a package of it says, so what the dataset holds is pickled for it: define"
-            " functions and classes in a module, not within a function; or call"
+            " a package of it says, so the dataset is pickled for it. Define functions and"
+            " classes in a module, not within a function; or call"
             ' multiprocessing.set_start_method("fork") when the program begins.'
         )
         raise DataError(msg) from error
 
 
 @contextmanager
-def _leaving_garbage() -> Generator[None]:
-    """Let workers that are forked here leave alone what is garbage in this process.
+def _without_garbage() -> Generator[None]:
+    """Keep workers that are forked in the block from collecting this process's garbage.
 
-    It is this process's to finalize. A process group of Gloo's, say, joins its threads, and
-    none of them is in a fork: collected there it ends the worker, or waits for ever. What is
-    left alone is not copied, either.
+    Only this process can finalize it. For example, a process group of Gloo joins its threads,
+    and a fork does not have them: to collect the group there ends the worker, or hangs.
     """
     _starting.here = True
     try:
@@ -216,59 +218,40 @@ def _leave_garbage() -> None:
 os.register_at_fork(after_in_child=_leave_garbage)
 
 
-def _failure(error: Exception, timeout: float) -> str | None:
-    """Return what an error says of a worker's end; None if a dataset raised it."""
-    said = str(error)
-    if "DataLoader timed out" in said:
+def _explain_failure(error: Exception, timeout: float) -> str | None:
+    """Return why a worker ended; None if a dataset raised the error."""
+    text = str(error)
+    if "DataLoader timed out" in text:
         return (
-            f"it gave nothing for {timeout:g} s, its timeout. It hangs, or what it read"
-            " cannot be sent to another process; then its own output says so."
+            f"it gave nothing for {timeout:g} s, its timeout. It hangs, or its samples cannot"
+            " be sent to another process; then its own output says so."
         )
-    if "DataLoader worker (pid" in said:
-        return said
-    if isinstance(error, (OSError, EOFError)) and "DataLoader worker" not in said:
-        return f"it ended before what it had read was taken over ({error!r})."
+    if "DataLoader worker (pid" in text:
+        return text
+    if isinstance(error, (OSError, EOFError)) and "DataLoader worker" not in text:
+        return f"it ended before its samples were received ({error!r})."
     return None
 
 
-def _terminate(values: Any) -> None:
-    """End workers of which one hangs, so that nothing waits for it."""
-    for worker in values._workers:
-        worker.terminate()
-
-
-class _listening(AbstractContextManager[None]):
+@contextmanager
+def _listening(values: Any) -> Generator[None]:
     """Let torch's signal handler raise the end of a worker, inside a `with` block only."""
-
-    __slots__ = ("_values",)
-
-    def __init__(self, values: Any) -> None:
-        """Take a loader's iterator; outside of the block, its workers are not its own."""
-        self._values = values
-
-    def __enter__(self) -> None:
-        """Listen, and look whether a worker has ended since."""
-        values = self._values
-        if not values._worker_pids_set:
-            pids = tuple([worker.pid for worker in values._workers])
-            _torch._set_worker_pids(id(values), pids)
-            values._worker_pids_set = True
-        for worker, expected in zip(
+    if not values._worker_pids_set:
+        pids = tuple([worker.pid for worker in values._workers])
+        _torch._set_worker_pids(id(values), pids)
+        values._worker_pids_set = True
+    try:
+        for worker, is_expected in zip(
             values._workers, values._workers_status, strict=True
         ):
-            if expected and worker.exitcode is not None:
-                self._forget()
+            if is_expected and worker.exitcode is not None:
                 msg = f"DataLoader worker (pid {worker.pid}) {_ending(worker.exitcode)}"
                 raise RuntimeError(msg)
-
-    def __exit__(self, *error: object) -> None:
-        """Listen no more."""
-        self._forget()
-
-    def _forget(self) -> None:
-        if self._values._worker_pids_set:
-            _torch._remove_worker_pids(id(self._values))
-            self._values._worker_pids_set = False
+        yield
+    finally:
+        if values._worker_pids_set:
+            _torch._remove_worker_pids(id(values))
+            values._worker_pids_set = False
 
 
 def _ending(exitcode: int) -> str:
@@ -277,7 +260,7 @@ def _ending(exitcode: int) -> str:
     return f"is killed by signal: {signal.Signals(-exitcode).name}."
 
 
-# Batches onto the device, the next one while this one is computed on.
+# Copy batches to the device, the next batch while this one is computed on.
 
 
 T = TypeVar("T")
@@ -288,22 +271,19 @@ def on_device(
 ) -> Iterator[tuple[T, list[Any]]]:
     """Yield the pairs with their values on a device.
 
-    To an accelerator the next pair is copied from pinned memory on a stream of its own, while
-    the caller computes on the one before; the copy is waited for where the values are used.
+    To an accelerator the next pair is copied from pinned memory on a side stream, while the
+    caller computes on this one; the caller's stream waits for the copy.
     """
     if device.type == "cpu":
         return pairs
     # mps has one stream, and the host's memory; meta has neither
     if device.type in ("mps", "meta"):
-        return _move_pairs(pairs, device)
+        return ((portion, _move(values, device)) for portion, values in pairs)
     return _prefetch(pairs, device)
 
 
-def _move_pairs(
-    pairs: Iterator[tuple[T, list[Any]]], device: torch.device
-) -> Iterator[tuple[T, list[Any]]]:
-    for what, values in pairs:
-        yield what, [tree.to_device(value, device) for value in values]
+def _move(values: list[Any], device: torch.device) -> list[Any]:
+    return [tree.to_device(value, device) for value in values]
 
 
 def _prefetch(
@@ -311,27 +291,27 @@ def _prefetch(
 ) -> Iterator[tuple[T, list[Any]]]:
     side = torch.Stream(device)
 
-    def staged_leaf(leaf: Any) -> Any:
+    def pin_leaf(leaf: Any) -> Any:
         return pin(leaf, device) if isinstance(leaf, torch.Tensor) else leaf
 
-    def copied() -> tuple[T, list[Any]] | None:
+    def copy_next() -> tuple[T, list[Any]] | None:
         pair = next(pairs, None)
         if pair is None:
             return None
-        what, values = pair
+        portion, values = pair
         with side:
-            ready = [tree.tree_map(staged_leaf, value) for value in values]
-            return what, [tree.to_device(each, device, opaque=False) for each in ready]
+            pinned = [tree.tree_map(pin_leaf, value) for value in values]
+            return portion, [tree.to_device(v, device, opaque=False) for v in pinned]
 
-    ahead = copied()
-    while ahead is not None:
-        what, values = ahead
+    pair = copy_next()
+    while pair is not None:
+        portion, values = pair
         current = torch.accelerator.current_stream(device)
         current.wait_stream(side)
         for leaf in tree.tensor_leaves(values):
-            if not leaf.is_cpu:  # as the lengths of a packed sequence
+            if not leaf.is_cpu:  # the lengths of a packed sequence are
                 # the caller's stream uses memory that the side stream allocated
                 leaf.record_stream(current)
-        ahead = copied()
-        # what is in an object nobody sees: it is moved on the caller's stream
-        yield what, [tree.to_device(value, device) for value in values]
+        pair = copy_next()
+        # tensors inside unknown objects are moved on the caller's stream
+        yield portion, _move(values, device)

@@ -458,15 +458,21 @@ def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
 def _draw_indices(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
     """Return at most `most` indices of a sampler, which may be infinite."""
     key = draws.key(seed, "sampler", epoch)
-    for each in (sampler, getattr(sampler, "sampler", None)):
-        if callable(getattr(each, "set_epoch", None)):
-            cast("Any", each).set_epoch(epoch)
-        own = getattr(each, "generator", None)
-        if isinstance(own, torch.Generator):
-            own.manual_seed(key)
+    for owner in (sampler, getattr(sampler, "sampler", None)):
+        if callable(getattr(owner, "set_epoch", None)):
+            cast("Any", owner).set_epoch(epoch)
+    seed_generators(sampler, key)
     with draws.seeded() as seeds:
         seeds.begin(key)
         return [_plain(each) for each in islice(sampler, most)]
+
+
+def seed_generators(owner: Any, key: int) -> None:
+    """Seed the `generator` of a sampler or loader, and that of its own sampler."""
+    for holder in (owner, getattr(owner, "sampler", None)):
+        generator = getattr(holder, "generator", None)
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(key)
 
 
 def _plain(index: Any) -> Any:

@@ -22,8 +22,6 @@ from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 Span: TypeAlias = tuple[int, int]
 """Positions `start` (included) to `stop` (excluded) of an epoch's order."""
 
-REMAINDERS = ("short", "pad", "drop")
-
 
 class Cut(Protocol):
     """An epoch's updates, as spans of its positions."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Streams: datasets that are read from front to back, and cannot be asked by index.
+"""Streams: datasets that are read from front to back, without an index.
 
-Every process reads the whole stream and keeps the samples at its own positions, so the order
-does not depend on ranks or workers, and no sample is seen twice. Where the stream stands is
-what its own `state_dict()` says; that travels with each batch.
+Every process reads the whole stream and keeps the samples at its own positions. So the order
+does not depend on ranks or workers, and no sample is seen twice. The stream's own `state_dict()`
+says where it is; that state travels with each batch.
 """
 
 import copy
@@ -11,13 +11,18 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import attrs
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    default_collate,
+    get_worker_info,
+)
 from torch.utils.data._utils import worker as torch_worker
 
 from accelfn.base import codec, draws
@@ -27,29 +32,37 @@ from accelfn.data.epoch import Portion
 from accelfn.data.loaders import (
     Collate,
     Place,
-    nothing_said,
+    mute_worker_warnings,
     start_method,
     watch_workers,
 )
-from accelfn.data.order import promised_length
+from accelfn.data.order import promised_length, seed_generators
 from accelfn.data.plan import Batch, Cursor, Plan, Span, even_part
 from accelfn.errors import ArgumentError, BatchError, DataError
 from accelfn.world import World
 
+if TYPE_CHECKING:
+    from accelfn.data.dataset import Data
+
 _LOG = logging.getLogger("accelfn")
 _BEFORE = -1
-"""The position whose key is that of what is drawn before the first sample."""
+"""The position whose key is that of random numbers before the first sample."""
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a dataset can be iterated over, and not asked by index."""
+    """Return whether a dataset can be iterated over, and has no index."""
     if isinstance(dataset, IterableDataset):
         return True
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
+def is_stateful(dataset: Any) -> bool:
+    """Return whether an object has `state_dict` and `load_state_dict`."""
+    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+
+
 def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
-    """Raise if a stream has given more or, when it has ended, fewer than it says it has.
+    """Raise if a stream gave more samples than its length or, at its end, fewer.
 
     Raises:
         DataError: with both numbers.
@@ -57,70 +70,59 @@ def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
     promised = promised_length(dataset)
     if promised is None or count == promised or (count < promised and not ended):
         return
-    less = "only " if count < promised else "at least "
+    bound = "only " if count < promised else "at least "
     msg = (
         f"{type(dataset).__name__} says that it has {promised} samples, and gave"
-        f" {less}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
+        f" {bound}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
         " __len__ out."
     )
     raise DataError(msg)
 
 
-def is_stateful(dataset: Any) -> bool:
-    """Whether it can say where it stands, and be put there."""
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")
+def log_replay(dataset: Any, count: int) -> None:
+    """Log that samples are read again."""
+    kind = type(dataset).__name__
+    _LOG.warning("Reading %d samples of %s again, to continue after them.", count, kind)
 
 
-def say_cost(dataset: Any, count: int) -> None:
-    """Log that so many samples are read again."""
-    _LOG.warning(
-        "Reading %d samples of %s again, to go on behind them.",
-        count,
-        type(dataset).__name__,
-    )
-
-
-def stateless(dataset: Any, cursor: Cursor) -> str:
-    """Return why a stream cannot go on at a cursor, and what to do."""
-    kind, where = (
-        type(dataset).__name__,
-        f"sample {cursor.samples} of epoch {cursor.epoch}",
-    )
-    again = (
-        f"af.Data(..., replay=True), which reads {cursor.samples} samples again to get"
-        " there."
-    )
+def resume_error(dataset: Any, cursor: Cursor) -> DataError:
+    """Return the error for a stream that cannot resume at a cursor."""
+    kind = type(dataset).__name__
+    place = f"sample {cursor.samples} of epoch {cursor.epoch}"
+    replay = f"af.Data(..., replay=True), which reads {cursor.samples} samples again."
     if is_stateful(dataset):
-        return (
-            f"{kind} is a stream, and the cursor at {where} does not hold its state:"
-            " af.seek knows none, and the samples in a shuffle buffer of datasets are not"
-            " in its own. Take the cursor of a batch or of af.load, shuffle without a"
-            f" buffer, or give {again}"
+        return DataError(
+            f"{kind} is a stream, and the cursor at {place} does not hold its state:"
+            " af.seek has no state, and the state of datasets lacks the samples in a shuffle"
+            " buffer. Take the cursor of a batch or of af.load, shuffle without a buffer, or"
+            f" give {replay}"
         )
-    return (
-        f"{kind} is a stream without state, so it cannot go on at {where}. Give it"
-        f" state_dict() and load_state_dict(), or {again}"
+    return DataError(
+        f"{kind} is a stream without state, so it cannot resume at {place}. Give it"
+        f" state_dict() and load_state_dict(), or {replay}"
     )
 
 
 def _is_lossy(dataset: Any) -> bool:
-    """Whether a state leaves samples out: those in a shuffle buffer of `datasets`."""
-    inside = [getattr(dataset, "_ex_iterable", None)]
-    for each in inside:
-        if hasattr(each, "buffer_size"):
+    """Return whether a state lacks samples: those in a shuffle buffer of `datasets`."""
+    iterables = [getattr(dataset, "_ex_iterable", None)]
+    for iterable in iterables:
+        if hasattr(iterable, "buffer_size"):
             return True
-        inner = getattr(each, "ex_iterable", None)
-        inside += [inner] if inner is not None else getattr(each, "ex_iterables", [])
+        inner = getattr(iterable, "ex_iterable", None)
+        iterables += (
+            [inner] if inner is not None else getattr(iterable, "ex_iterables", [])
+        )
     return False
 
 
 def first_state(dataset: Any) -> Any:
-    """Return what a stream says of its place before it is read; None if it says nothing.
+    """Return a stream's state before it is read; None if it has none.
 
-    A loader is not asked: it would start its workers, and begins anew by itself. Of those
-    of torchdata.nodes, one that was asked ignores the state that it is given next. A stream
-    of `datasets` would name the place of its newest iterator, even one that somebody has
-    only looked into; `iter` begins with the state that was loaded, if any.
+    accelfn does not ask a loader: it would start its workers, and it starts again by itself. A
+    node of torchdata.nodes ignores the state that it is given after it was asked. A stream of
+    `datasets` would give the place of its newest iterator, even of one that somebody has only
+    looked into; `iter` begins with the state that was loaded, if any.
     """
     if hasattr(dataset, "_starting_state_dict"):
         return copy.deepcopy(dataset._starting_state_dict) or {}
@@ -134,13 +136,13 @@ def first_state(dataset: Any) -> Any:
 
 
 _READERS: "WeakValueDictionary[int, Opened]" = WeakValueDictionary()
-"""Who reads a stream, by its id: a stream with state stands in one place only."""
+"""The reader of each stream, by its id: a stream with state has one place only."""
 
 
 class Opened:
     """One epoch of a stream, from a cursor on, a sample at a time.
 
-    What the stream draws from default generators comes from (seed, epoch, position).
+    Random numbers of the stream from default generators depend on (seed, epoch, position).
     """
 
     def __init__(
@@ -148,8 +150,8 @@ class Opened:
     ) -> None:
         """Begin the epoch, and go to the cursor.
 
-        `first` is the dataset's state before it was read: one that remembers where another
-        loop left it begins anew.
+        `first` is the dataset's state before it was read. With it, a dataset that remembers
+        where another loop left it begins again.
         """
         self.position = start.samples
         self._dataset, self._key, self._epoch = dataset, key, start.epoch
@@ -157,40 +159,37 @@ class Opened:
             dataset.load_state_dict(copy.deepcopy(first))
         if callable(getattr(dataset, "set_epoch", None)):
             dataset.set_epoch(start.epoch)
-        for each in (dataset, getattr(dataset, "sampler", None)):  # a loader's
-            own = getattr(each, "generator", None)
-            if isinstance(own, torch.Generator):
-                own.manual_seed(key)
-        knows = is_stateful(dataset)
+        seed_generators(dataset, key)
         memory = copy.deepcopy(start.memory)
+        self._stateful: Any = dataset if is_stateful(dataset) else None
         with draws.seeded() as drawing:
             drawing.begin(draws.fold(key, _BEFORE))
-            if memory is not None and knows:
+            if memory is not None and self._stateful is not None:
                 dataset.load_state_dict(memory)
             self._iterator: Any = iter(dataset)
-            if memory is not None and not knows:
+            if memory is not None and self._stateful is None:
                 self._iterator.load_state_dict(memory)
-        both = (dataset, self._iterator)
-        self._knowing: Any = next((each for each in both if is_stateful(each)), None)
+        if self._stateful is None and is_stateful(self._iterator):
+            self._stateful = self._iterator
         _READERS[id(dataset)] = self
         if start.samples and memory is None:
-            self._read_again(start.samples)
+            self.position = 0
+            while self.position < start.samples and self.read():
+                pass
 
     def read(self) -> list[Any]:
-        """Return the next sample in a list, or an empty one at the end.
+        """Return the next sample in a list, or an empty list at the end.
 
         Raises:
-            DataError: another loop began to read the stream, whose state is now of both.
+            DataError: another loop reads the stream, and now both change its state.
         """
-        if (
-            self._knowing is self._dataset
-            and _READERS.get(id(self._dataset)) is not self
-        ):
+        kind, is_newest = type(self._dataset).__name__, _READERS.get(id(self._dataset))
+        if self._stateful is self._dataset and is_newest is not self:
             msg = (
-                f"af.Data({type(self._dataset).__name__}): a second loop reads this stream, and"
-                f" the first continues at sample {self.position} of epoch {self._epoch}, but a"
-                " stream has one state_dict(). Make a dataset for each state, evaluation and"
-                " simulated rank, or copy it before it is read: copy.deepcopy(dataset)."
+                f"af.Data({kind}): a second loop reads this stream, and the first continues at"
+                f" sample {self.position} of epoch {self._epoch}, but a stream has one"
+                " state_dict(). Make a dataset for each state, evaluation and simulated rank,"
+                " or copy it before it is read: copy.deepcopy(dataset)."
             )
             raise DataError(msg)
         with draws.seeded() as drawing:
@@ -201,23 +200,29 @@ class Opened:
                 return []
             except Exception as error:
                 error.add_note(
-                    f"This was raised by {type(self._dataset).__name__} as sample"
-                    f" {self.position} of epoch {self._epoch} was read."
+                    f"This was raised by {kind} as sample {self.position} of epoch"
+                    f" {self._epoch} was read."
                 )
                 raise
         self.position += 1
         return [sample]
 
     def memory(self) -> Any:
-        """Return what the stream says of its place, as a value of its own."""
-        if self._knowing is None or _is_lossy(self._dataset):
+        """Return a copy of the stream's state."""
+        if self._stateful is None or _is_lossy(self._dataset):
             return None
-        return copy.deepcopy(self._knowing.state_dict())
+        return copy.deepcopy(self._stateful.state_dict())
 
-    def _read_again(self, count: int) -> None:
-        self.position = 0
-        while self.position < count and self.read():
-            pass
+
+def _collate_spans(
+    collate: Collate, samples: Sequence[Any], spans: Iterable[Span], low: int = 0
+) -> list[Any]:
+    """Collate spans of samples that begin at `low`; an empty span takes a stand-in."""
+    values: list[Any] = []
+    for begin, stop in spans:
+        at = min(begin - low, len(samples) - 1)
+        values.append(collate(list(samples[at : at + max(stop - begin, 1)])))
+    return values
 
 
 @attrs.frozen(eq=False)
@@ -225,106 +230,93 @@ class Stream:
     """A stream and how it is cut into updates.
 
     Attributes:
-        dataset: an iterable.
-        batch_size: samples of an update, over all ranks.
-        remainder: what becomes of a short last batch.
-        collate: makes a batch of samples.
-        seed: of what is drawn.
-        first: the dataset's state before it is read.
+        data: the stream, with its batch size.
+        seed: the seed of random numbers.
     """
 
-    dataset: Any
-    batch_size: int
-    remainder: str
-    collate: Collate
+    data: "Data"
     seed: int
-    first: Any = None
 
     def portions(
         self, plans: Sequence[Plan], start: Cursor, epochs: int | None
     ) -> Iterator[tuple[list[Portion], list[Any]]]:
-        """Yield, for every update, what the ranks of these plans take, and its samples."""
+        """Yield, for every update, the portions of these plans, and the samples."""
         while epochs is None or start.epoch < epochs:
-            for low, samples, own, after in self._epoch(start):
+            for low, samples, end, after in self._epoch(start):
                 span = (low, low + len(samples))
-                cut = [_portion(plan, start, after, span, own) for plan in plans]
+                cut = [_portion(plan, start, after, span, end) for plan in plans]
                 yield cut, samples
                 start = after
 
     def values(self, portion: Portion, samples: Sequence[Any]) -> list[Any]:
-        """Return a rank's collated micro-batches of an update that has these samples."""
-        low = portion.start.samples
-        found: list[Any] = []
-        for begin, stop in portion.spans:
-            at = begin - low if stop > begin else min(begin - low, len(samples) - 1)
-            found.append(self.collate(list(samples[at : at + max(stop - begin, 1)])))
-        return found
+        """Return a rank's collated micro-batches of an update with these samples."""
+        collate = self.data.collate or default_collate
+        return _collate_spans(collate, samples, portion.spans, portion.start.samples)
+
+    def _open(self, start: Cursor) -> Opened:
+        key = draws.key(self.seed, "data", start.epoch)
+        return Opened(self.data.dataset, key, start, self.data.first)
 
     def _epoch(self, start: Cursor) -> Iterator[tuple[int, list[Any], int, Cursor]]:
-        """Yield each update's place, samples, the end of what is no repeat, and cursor."""
-        size, drop = self.batch_size, self.remainder == "drop"
-        ahead = (
-            size if drop else 1
-        )  # whether a batch is the last is known before it is given
-        opened = Opened(self.dataset, self._key(start.epoch), start, self.first)
+        """Yield each update's position, samples, end without repeats, and cursor."""
+        size, drop = self.data.batch_size, self.data.remainder == "drop"
+        # read so far ahead that the last batch is known before it is yielded
+        need = 2 * size if drop else size + 1
+        opened = self._open(start)
         low, samples, memories = start.samples, list[Any](), dict[int, Any]()
         head: list[Any] | None = [] if low == 0 else None
         while True:
-            while len(samples) < size + ahead and (more := opened.read()):
+            while len(samples) < need and (more := opened.read()):
                 samples += more
                 if head is not None and len(head) < size:
                     head += more
                 if (opened.position - start.samples) % size == 0:
                     memories[opened.position] = opened.memory()
-            check_promise(self.dataset, opened.position, start.epoch, ended=False)
-            ended = len(samples) < size + ahead
-            taken, samples = samples[:size], samples[size:]
-            if not taken or (drop and len(taken) < size):
-                self._refuse_nothing(start, len(taken))
-            is_last = ended and (not samples or (drop and len(samples) < size))
-            own = low + len(taken)
+            is_last = len(samples) < need
+            batch, samples = samples[:size], samples[size:]
+            if not batch or (drop and len(batch) < size):
+                self._raise_empty(start, len(batch))
+            count = opened.position
+            check_promise(self.data.dataset, count, start.epoch, ended=is_last)
+            end = low + len(batch)
             if is_last:
-                check_promise(self.dataset, opened.position, start.epoch, ended=True)
-                if self.remainder == "pad":
-                    taken += self._repeats(head, size - len(taken), start.epoch)
-                yield low, taken, own, Cursor(start.epoch + 1, 0)
+                if self.data.remainder == "pad":
+                    batch += self._repeats(head, size - len(batch), start.epoch)
+                yield low, batch, end, Cursor(start.epoch + 1, 0)
                 return
-            yield low, taken, own, Cursor(start.epoch, own, memory=memories.pop(own))
-            low = own
+            yield low, batch, end, Cursor(start.epoch, end, memory=memories.pop(end))
+            low = end
 
     def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
         """Return the first samples of the epoch, cyclically; read again after a resume."""
         if count and head is None:
-            again = Opened(self.dataset, self._key(epoch), Cursor(epoch), self.first)
+            opened = self._open(Cursor(epoch))
             head = []
-            while len(head) < self.batch_size and (more := again.read()):
+            while len(head) < self.data.batch_size and (more := opened.read()):
                 head += more
         return [head[i % len(head)] for i in range(count)] if head else []
 
-    def _key(self, epoch: int) -> int:
-        return draws.key(self.seed, "data", epoch)
-
-    def _refuse_nothing(self, start: Cursor, count: int) -> None:
-        kind = type(self.dataset).__name__
+    def _raise_empty(self, start: Cursor, count: int) -> None:
+        kind = type(self.data.dataset).__name__
         if start.samples:
             msg = (
-                f"{kind} ended where it was to go on, at sample {start.samples} of epoch"
+                f"{kind} ended where it was to continue, at sample {start.samples} of epoch"
                 f" {start.epoch}. Was it changed?"
             )
         elif count:
             msg = (
-                f'af.Data(batch_size={self.batch_size}, remainder="drop"): {kind} has'
+                f'af.Data(batch_size={self.data.batch_size}, remainder="drop"): {kind} has'
                 f" {count} samples, so every batch would be dropped."
             )
-        elif self.first:
+        elif self.data.first:
             msg = (
-                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or was read to"
-                " its end before af.Data took it, and begins with the state that it had then."
-                " Give a dataset that was not read: make it again."
+                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or it was read to"
+                " its end before af.Data took it, and each epoch begins with that state. Give"
+                " a dataset that was not read: make it again."
             )
         else:
             msg = (
-                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or ends for"
+                f"{kind} gave no sample in epoch {start.epoch}: it is empty, or it ends for"
                 " good, as an iterator does. Give an object whose __iter__ begins anew."
             )
         raise DataError(msg)
@@ -350,142 +342,117 @@ def read_stream(
 
 
 class Share(IterableDataset[Any]):
-    """What one worker of several reads for a rank: every so many updates."""
+    """Every so many updates of a rank, which one of its workers reads."""
 
     def __init__(
         self, stream: Stream, plan: Plan, start: Cursor, epochs: int | None
     ) -> None:
-        """Take what is to be read."""
+        """Store what to read."""
         self._stream, self._plan = stream, plan
         self._start, self._epochs = start, epochs
 
     def __iter__(self) -> Iterator[tuple[Portion, list[Any]]]:
         """Read the whole stream, and collate this worker's updates."""
-        number, count = as_one_reader()
-        updates: Iterable[Any] = self._stream.portions(
-            [self._plan], self._start, self._epochs
-        )
+        number, count = hide_worker_info()
+        updates = self._stream.portions([self._plan], self._start, self._epochs)
         for i, ((portion,), samples) in enumerate(updates):
             if i % count == number:
                 yield portion, self._stream.values(portion, samples)
 
 
-def as_one_reader() -> tuple[int, int]:
-    """Return which worker of how many this is, and let no dataset find out.
+def hide_worker_info() -> tuple[int, int]:
+    """Return this worker's number and the number of workers, and hide both from datasets.
 
-    One that shards itself by torch's `get_worker_info()` then yields all its samples.
+    A dataset that shards itself by torch's `get_worker_info()` then yields all its samples.
     """
     info = get_worker_info()
     torch_worker._worker_info = None  # pyright: ignore[reportPrivateUsage]
     return (0, 1) if info is None else (info.id, info.num_workers)
 
 
-# Streams that give each rank samples of its own: read by torchdata, kept in step.
+# Streams that give each rank different samples: read by torchdata, kept in step.
 #
-# Ranks may have different numbers of samples, and learn at each update how many there are.
-# One that has none left takes part with filler until all have ended.
+# Ranks may have different numbers of samples, and exchange the numbers at each update. A rank
+# that has no sample left takes part with filler until all ranks have ended.
 
 
 class Counted(IterableDataset[Any]):
-    """A rank's stream in one worker, that knows how many samples it gave.
+    """A rank's stream in one worker, with a count of its samples.
 
     torchdata saves and restores it in each worker.
     """
 
-    def __init__(
-        self, dataset: Any, key: int, epoch: int, *, replay: bool, first: Any
-    ) -> None:
-        """Take the stream, its first state, the key of its draws, whether to read again."""
-        self._dataset, self._key, self._epoch = dataset, key, epoch
-        self._replay, self._first = replay, first
+    def __init__(self, data: "Data", key: int, epoch: int) -> None:
+        """Take the stream and the key of its random numbers."""
+        self._data, self._key, self._epoch = data, key, epoch
         self._start: tuple[int, Any] = (0, None)
         self._opened: Opened | None = None
         self._ended = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield samples from where it stands; of one epoch, and so none after its end."""
+        """Yield the rest of one epoch's samples."""
         if self._ended:
             return
-        info = get_worker_info()
+        info, dataset = get_worker_info(), self._data.dataset
         key = draws.fold(self._key, 0 if info is None else info.id)
         (count, memory), self._start = self._start, (0, None)
-        if count and memory is None:
-            if not self._replay:
-                raise DataError(stateless(self._dataset, Cursor(self._epoch, count)))
-            if info is None or info.id == 0:
-                say_cost(self._dataset, count)
         start = Cursor(self._epoch, count, memory=memory)
-        self._opened = Opened(self._dataset, key, start, self._first)
-        while more := self._opened.read():
-            if info is None:  # of several workers each may have a part
-                self._check(ended=False)
-            yield from more
-        if info is None:
-            self._check(ended=True)
-        self._ended = True
-
-    def _check(self, *, ended: bool) -> None:
-        if self._opened is not None:
-            count = self._opened.position
-            check_promise(self._dataset, count, self._epoch, ended=ended)
+        if count and memory is None:
+            if not self._data.replay:
+                raise resume_error(dataset, start)
+            if info is None or info.id == 0:
+                log_replay(dataset, count)
+        opened = self._opened = Opened(dataset, key, start, self._data.first)
+        while not self._ended:
+            samples = opened.read()
+            self._ended = not samples
+            if info is None:  # each of several workers may have a part
+                count = opened.position
+                check_promise(dataset, count, self._epoch, ended=self._ended)
+            yield from samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it stands."""
+        """Return the current place."""
         count, memory = self._start[0], copy.deepcopy(self._start[1])
         if self._opened is not None:
             count, memory = self._opened.position, self._opened.memory()
         return {"count": count, "memory": memory, "ended": self._ended}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there at the next `iter`."""
+        """Continue from a place at the next `iter`."""
         self._start, self._opened = (state["count"], state["memory"]), None
         self._ended = state["ended"]
 
 
 @attrs.frozen(eq=False)
 class Collated:
-    """Collates the micro-batches of a share; what a worker is given."""
+    """Collate the micro-batches of a share, in a worker."""
 
     collate: Collate
     num_parts: int
 
     def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
-        """Return how many samples there are, and their micro-batches."""
-        values: list[Any] = []
-        for i in range(self.num_parts):
-            begin, stop = even_part((0, len(samples)), i, self.num_parts)
-            at = min(begin, len(samples) - 1)
-            values.append(self.collate(samples[at : max(stop, at + 1)]))
-        return len(samples), values
+        """Return the number of samples, and their micro-batches."""
+        count, parts = len(samples), range(self.num_parts)
+        spans = [even_part((0, count), i, self.num_parts) for i in parts]
+        return count, _collate_spans(self.collate, samples, spans)
 
 
-@attrs.frozen(eq=False, kw_only=True)
+@attrs.frozen(eq=False)
 class Sharded:
-    """A rank's own stream, and how it is read.
+    """A rank's own stream.
 
     Attributes:
-        dataset: an iterable of this rank's samples.
-        batch_size: samples of an update, over all ranks.
-        collate: makes a batch of samples.
-        seed: of what is drawn.
-        num_workers: processes that read ahead.
-        timeout: seconds that one may take.
-        ranks: in which ranks keep in step.
-        replay: whether a stream without state is read again to resume it.
-        place: whose the first batch is, and for which update; errors name it.
-        first: the dataset's state before it is read.
+        data: the stream, and how to read it.
+        seed: the seed of random numbers.
+        ranks: the ranks that stay in step.
+        place: the rank and update of the first batch, for errors.
     """
 
-    dataset: Any
-    batch_size: int
-    collate: Collate
+    data: "Data"
     seed: int
-    num_workers: int
-    timeout: float
     ranks: World
-    replay: bool = False
     place: Place
-    first: Any = None
 
     def portions(
         self, plan: Plan, start: Cursor, epochs: int | None
@@ -500,141 +467,125 @@ class Sharded:
     def _epoch(
         self, plan: Plan, start: Cursor, update: int
     ) -> Iterator[tuple[Portion, list[Any]]]:
-        begin, end = even_part((0, self.batch_size), plan.world_rank, plan.world_size)
-        share = max(1, end - begin)
-        num_parts = len(plan.parts((0, self.batch_size)))
-        loader = self._loader(share, num_parts, start)
+        batch = (0, self.data.batch_size)
+        begin, end = even_part(batch, plan.world_rank, plan.world_size)
+        num_parts = len(plan.parts(batch))
+        collate = Collated(self.data.collate or default_collate, num_parts)
+        loader = self._loader(max(1, end - begin), collate, start)
         items = self._items(loader, start, update)
         item, cursor = next(items, None), start
         values: list[Any] = []
-        held: tuple[Any, ...] = ()
+        last_indices: tuple[Any, ...] = ()
         while True:
-            count = 0
+            count, memory = 0, cursor.memory
             if item is not None:
                 count, values = item
-            elif not values and cursor.samples:
-                values = self._stand_in(num_parts, start.epoch)
-            memory = self._memory(loader) if item is not None else cursor.memory
-            item = next(items, None) if item is not None else None
-            counts, more = self._agreed(count, more=item is not None)
-            self._refuse_nothing(counts, values, cursor)
-            total, before = sum(counts), sum(counts[: self.ranks.rank])
-            first = cursor.samples + before
-            after = (
-                Cursor(start.epoch, cursor.samples + total, memory=memory)
-                if more
-                else Cursor(start.epoch + 1, 0)
+                memory = self._memory(loader)
+                item = next(items, None)
+            elif not values and cursor.samples:  # resumed at the end of its samples
+                first = Opened(
+                    self.data.dataset,
+                    self._key(start.epoch),
+                    Cursor(start.epoch),
+                    self.data.first,
+                )
+                values = collate(first.read())[1]
+            counts, has_more = self._gather_counts(count, has_more=item is not None)
+            self._check_first(counts, cursor)
+            total, low = sum(counts), cursor.samples + sum(counts[: self.ranks.rank])
+            after = Cursor(start.epoch + 1, 0)
+            if has_more:
+                after = Cursor(start.epoch, cursor.samples + total, memory=memory)
+            spans = tuple(
+                even_part((low, low + count), i, num_parts) for i in range(num_parts)
             )
-            own = (first, first + count)
-            portion = _own_portion((cursor, after), total, own, num_parts)
-            cut = Plan(num_micro_batches=num_parts)
-            portion = portion._replace(shares=[cut.counts(n)[0] for n in counts])
+            indices = tuple(np.arange(i, max(j, i + 1)) for i, j in spans)
             if count:
-                held = portion.indices
-            elif held:  # the stand-in is the last batch
-                portion = portion._replace(indices=held)
-            yield portion, values
-            if not more:
+                last_indices = indices
+            indices = last_indices or indices  # a stand-in is the last batch
+            cut = Plan(num_micro_batches=num_parts)
+            shares = [cut.counts(n)[0] for n in counts]
+            own = low + count
+            yield Portion(cursor, after, total, spans, indices, own, 0, shares), values
+            if not has_more:
                 return
             cursor = after
 
     def _items(self, loader: Any, start: Cursor, update: int) -> Iterator[Any]:
-        """Yield what the loader gives."""
-        if not self.num_workers:
+        """Yield the loader's items."""
+        if not self.data.num_workers:
             yield from loader
             return
         num_read = 0
 
         def due() -> tuple[int, str]:
-            what = f"rank {self.ranks.rank}'s own stream, in epoch {start.epoch}"
-            return num_read, f"Being read was {what}."
+            stream = f"rank {self.ranks.rank}'s own stream, in epoch {start.epoch}"
+            return num_read, f"Being read was {stream}."
 
-        place = attrs.evolve(self.place, update=update)
-        given = watch_workers(loader, timeout=self.timeout, place=place, due=due)
-        for num_read, item in enumerate(given, 1):  # noqa: B007 - `due` reads it
+        items = watch_workers(
+            loader,
+            timeout=self.data.timeout,
+            place=attrs.evolve(self.place, update=update),
+            due=due,
+        )
+        for num_read, item in enumerate(items, 1):  # noqa: B007 - `due` reads it
             yield item
 
-    def _loader(self, share: int, num_parts: int, start: Cursor) -> Any:
+    def _loader(self, share: int, collate: Collated, start: Cursor) -> Any:
         # costs as much to import as all of accelfn
         from torchdata.stateful_dataloader import (  # noqa: PLC0415
             StatefulDataLoader,
         )
 
-        key = self._key(start.epoch)
-        with nothing_said():
-            # torchdata calls what torch deprecates
+        key, num_workers = self._key(start.epoch), self.data.num_workers
+        with mute_worker_warnings():
+            # torchdata calls a function that torch has deprecated
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")
             loader = StatefulDataLoader(
-                Counted(
-                    self.dataset,
-                    key,
-                    start.epoch,
-                    replay=self.replay,
-                    first=self.first,
-                ),
+                Counted(self.data, key, start.epoch),
                 batch_size=share,
-                num_workers=self.num_workers,
-                collate_fn=cast("Collate", Collated(self.collate, num_parts)),
-                timeout=self.timeout if self.num_workers else 0,
-                multiprocessing_context=start_method(self.num_workers),
+                num_workers=num_workers,
+                collate_fn=cast("Collate", collate),
+                timeout=self.data.timeout if num_workers else 0,
+                multiprocessing_context=start_method(num_workers),
                 generator=torch.Generator().manual_seed(key),
             )
         if start.memory is not None:
-            if start.memory["num_workers"] != self.num_workers:
+            before = start.memory["num_workers"]
+            if before != num_workers:
                 msg = (
-                    f"This stream was read by {start.memory['num_workers']} workers a rank,"
-                    f" each of its own part, and cannot go on with {self.num_workers}."
+                    f"This stream was read by {before} workers a rank, each of its own part,"
+                    f" and cannot go on with {num_workers}."
                 )
                 raise DataError(msg)
             loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
         return loader
 
-    def _stand_in(self, num_parts: int, epoch: int) -> list[Any]:
-        """Return micro-batches of the rank's first sample, after it was resumed at its end."""
-        start = Cursor(epoch)
-        first = Opened(self.dataset, self._key(epoch), start, self.first).read()
-        return Collated(self.collate, num_parts)(first)[1]
-
     def _key(self, epoch: int) -> int:
         return draws.key(self.seed, "data", epoch, "rank", self.ranks.rank)
 
     def _memory(self, loader: Any) -> dict[str, Any]:
-        return {
-            "num_workers": self.num_workers,
-            "loader": copy.deepcopy(loader.state_dict()),
-        }
+        state = copy.deepcopy(loader.state_dict())
+        return {"num_workers": self.data.num_workers, "loader": state}
 
-    def _agreed(self, count: int, *, more: bool) -> tuple[list[int], bool]:
-        """Return how many samples each rank has, and whether any has more."""
-        mine = torch.tensor([count, more], device=self.ranks.device)
-        rows = [
-            each.tolist() for each in all_gather(mine, self.ranks, label="lockstep")
-        ]
+    def _gather_counts(self, count: int, *, has_more: bool) -> tuple[list[int], bool]:
+        """Return the number of samples of each rank, and whether any rank has more."""
+        mine = torch.tensor([count, has_more], device=self.ranks.device)
+        rows = [t.tolist() for t in all_gather(mine, self.ranks, label="lockstep")]
         return [int(row[0]) for row in rows], any(row[1] for row in rows)
 
-    def _refuse_nothing(
-        self, counts: list[int], values: list[Any], cursor: Cursor
-    ) -> None:
+    def _check_first(self, counts: list[int], cursor: Cursor) -> None:
         if cursor.samples or all(counts):
             return
-        without = [rank for rank, count in enumerate(counts) if not count]
         msg = (
-            f"af.Data(sharded=True): rank {without[0]} of {self.ranks.size} got no sample in"
-            f" epoch {cursor.epoch}, and so has no stand-in to take part with. Samples by"
+            f"af.Data(sharded=True): rank {counts.index(0)} of {self.ranks.size} got no sample"
+            f" in epoch {cursor.epoch}, and so has no stand-in to take part with. Samples by"
             f" rank in the first update: {counts}."
         )
         raise DataError(msg)
 
 
-def _own_portion(
-    cursors: tuple[Cursor, Cursor], total: int, own: Span, num_parts: int
-) -> Portion:
-    spans = tuple(even_part(own, i, num_parts) for i in range(num_parts))
-    indices = tuple(np.arange(begin, max(stop, begin + 1)) for begin, stop in spans)
-    return Portion(*cursors, total, spans, indices, own=own[1], key=0)
-
-
-# Dispatch: rank 0 reads a stream for all, and sends each rank its share.
+# Dispatch: rank 0 reads a stream for all ranks, and sends each rank its share.
 #
 # For streams that only one process can read: a socket, a queue, a database's cursor.
 # Tensors and plain data travel; nothing is pickled.
@@ -646,9 +597,9 @@ _LABEL = "dispatch of data"
 def read_dispatched(
     stream: Stream, plan: Plan, start: Cursor, epochs: int | None, world: World
 ) -> Iterator[tuple[Portion, list[Any]]]:
-    """Yield this rank's portions, read by rank 0 for all.
+    """Yield this rank's portions, which rank 0 reads for all ranks.
 
-    Ranks that share a batch, along "cp" and "tp", are told by the first of them.
+    Ranks that share a batch, along "cp" and "tp", get it from the first of them.
 
     Raises:
         DataError: on every rank, if rank 0 could not read.
@@ -656,7 +607,7 @@ def read_dispatched(
     ranks, sharers = world.batch, world.along("cp", "tp")
     updates = None
     if world.is_main:
-        plans = [_of_rank(plan, rank) for rank in range(ranks.size)]
+        plans = [_plan_of_rank(plan, rank) for rank in range(ranks.size)]
         updates = stream.portions(plans, start, epochs)
     while epochs is None or start.epoch < epochs:
         failure, payloads = None, None
@@ -664,15 +615,13 @@ def read_dispatched(
             try:
                 cut, samples = next(updates)
                 payloads = [
-                    codec.to_bytes(_portion_header(each, stream.values(each, samples)))
-                    for each in cut
+                    codec.to_bytes(_encode_portion(part, stream.values(part, samples)))
+                    for part in cut
                 ]
-            except Exception as error:  # noqa: BLE001 - the others wait to be told
+            except Exception as error:  # noqa: BLE001 - the other ranks must know
                 failure = error
-                payloads = [
-                    codec.to_bytes({"failed": f"{type(error).__name__}: {error}"})
-                ]
-                payloads *= ranks.size
+                text = f"{type(error).__name__}: {error}"
+                payloads = [codec.to_bytes({"failed": text})] * ranks.size
         copies = None
         if sharers.is_main:
             copies = [scatter_bytes(payloads, ranks, label=_LABEL)] * sharers.size
@@ -682,42 +631,37 @@ def read_dispatched(
         if "failed" in received:
             msg = f"Rank 0, which reads for all, could not: {received['failed']}"
             raise DataError(msg)
-        portion = _heard(received)
-        yield portion, received["values"]
+        values = received.pop("values")
+        portion = _decode_portion(received)
+        yield portion, values
         start = portion.after
 
 
-def _of_rank(plan: Plan, rank: int) -> Plan:
-    return attrs.evolve(
-        plan, world_rank=rank, rank=rank if plan.num_shares > 1 else plan.rank
-    )
+def _plan_of_rank(plan: Plan, rank: int) -> Plan:
+    share = rank if plan.num_shares > 1 else plan.rank
+    return attrs.evolve(plan, world_rank=rank, rank=share)
 
 
-def _portion_header(portion: Portion, values: list[Any]) -> dict[str, Any]:
-    return {
+def _encode_portion(portion: Portion, values: list[Any]) -> dict[str, Any]:
+    return portion._asdict() | {
         "start": portion.start.to_plain(),
         "after": portion.after.to_plain(),
-        "num_samples": portion.num_samples,
         "spans": [list(span) for span in portion.spans],
         "indices": [indices.tolist() for indices in portion.indices],
-        "own": portion.own,
         "values": values,
     }
 
 
-def _heard(told: dict[str, Any]) -> Portion:
-    return Portion(
-        start=Cursor(*told["start"]),
-        after=Cursor(*told["after"]),
-        num_samples=told["num_samples"],
-        spans=tuple((begin, stop) for begin, stop in told["spans"]),
-        indices=tuple(np.array(each, np.int64) for each in told["indices"]),
-        own=told["own"],
-        key=0,
+def _decode_portion(fields: dict[str, Any]) -> Portion:
+    return Portion(**fields)._replace(
+        start=Cursor(*fields["start"]),
+        after=Cursor(*fields["after"]),
+        spans=tuple((begin, stop) for begin, stop in fields["spans"]),
+        indices=tuple(np.array(row, np.int64) for row in fields["indices"]),
     )
 
 
-# `lockstep`: streams of unequal length, a rank each, without a rank that waits in vain.
+# `lockstep`: streams of unequal length, one per rank, without a rank that waits forever.
 
 
 _ENDS = ("last", "first", "together")
@@ -726,31 +670,31 @@ _ENDS = ("last", "first", "together")
 def lockstep(
     iterable: Iterable[Any], world: World, *, ends: str = "last"
 ) -> Iterator[Batch]:
-    """Yield this rank's own batches, as many on every rank.
+    """Yield this rank's own batches, the same number on every rank.
 
-    For loops over what ranks read for themselves: a step over `af.batches` needs no lockstep.
-    A step takes what is yielded, and does not move the state's cursor. A list is taken for a
-    rank's micro-batches, but for one that a DataLoader yields, which is its batch.
+    Use it if each rank reads its own samples: a step over `af.batches` needs no lockstep. You
+    can give the batches to a step, which does not move the state's cursor. A list is a rank's
+    micro-batches, but a list from a DataLoader is one batch.
 
     Args:
-        iterable: of this rank's batches; ranks may have different numbers of them.
-        world: whose ranks go together; those that share a batch ("cp", "tp") give the same.
-        ends: "last": when all ranks have ended; one that has ended takes part with its last
-            batch, whose weight is 0. "first": as soon as one rank has ended. "together": all
-            must end at once.
+        iterable: this rank's batches; ranks may have different numbers of batches.
+        world: the ranks that go together; ranks that share a batch ("cp", "tp") give the same.
+        ends: "last": when all ranks have ended; a rank that has ended takes part with its last
+            batch, with weight 0. "first": as soon as one rank has ended. "together": all
+            ranks must end at once.
 
     Yields:
-        Batches; `weights` of 0 mark those that do not count.
+        Batches; `weights` of 0 mark batches that do not count.
 
-    Law: with "last", the mean over all that was seen is that of all ranks' samples.
+    Law: with "last", the mean is over the samples of all ranks.
 
-    Cost: one all-gather of an integer a batch; with "last", the last batch is kept.
+    Cost: one all-gather of an integer for each batch; with "last", the last batch is kept.
 
     Raises:
-        DataError: ranks ended apart, and `ends="together"`; or one has no batch at all to
-            stand in, and `ends="last"`.
-        BatchError: a list of micro-batches has none.
-        ArgumentError: `ends` is another word, or there is nothing to iterate over.
+        DataError: ranks ended at different batches, and `ends="together"`; or a rank has no
+            batch at all as a stand-in, and `ends="last"`.
+        BatchError: a list of micro-batches is empty.
+        ArgumentError: `ends` is another word, or you cannot iterate over the first argument.
     """
     if ends not in _ENDS:
         expected = ", ".join(map(repr, _ENDS))
@@ -765,33 +709,32 @@ def lockstep(
         raise ArgumentError(msg)
     batches = iter(iterable)
     if isinstance(iterable, DataLoader):
-        # a list is what it makes of samples that are tuples
-        batches = ([each] for each in batches)
+        # a loader makes a list of samples that are tuples
+        batches = ([batch] for batch in batches)
     return _equal_batches(batches, world.batch, ends)
 
 
 def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Batch]:
-    number, last = 0, None
+    number, last, end = 0, None, object()
     while True:
-        mine = [last := item for item in _next(items)]
-        flags = all_gather(
-            torch.tensor([len(mine)], device=ranks.device), ranks, label="lockstep"
-        )
-        having = [bool(flag) for flag in flags]
-        if not any(having) or (ends == "first" and not all(having)):
+        item = next(items, end)
+        last = last if item is end else item
+        mine = torch.tensor([int(item is not end)], device=ranks.device)
+        flags = [bool(flag) for flag in all_gather(mine, ranks, label="lockstep")]
+        if not any(flags) or (ends == "first" and not all(flags)):
             return
-        without = [rank for rank, has in enumerate(having) if not has]
+        without = [rank for rank, has_batch in enumerate(flags) if not has_batch]
         if without and ends == "together":
             msg = (
                 f"af.lockstep: rank {without[0]} ran out at batch {number}, others have"
-                f" {number + 1} or more. Give every rank as many, or say what is to become"
-                ' of the rest with ends="last" or ends="first".'
+                f" {number + 1} or more. Give every rank as many, or choose what to do with"
+                ' the rest by ends="last" or ends="first".'
             )
             raise DataError(msg)
         if without and number == 0:
             msg = (
-                f"af.lockstep: rank {without[0]} of {ranks.size} has no batch, and so none"
-                ' to stand in with weight 0. Give it one, or ends="first".'
+                f"af.lockstep: rank {without[0]} of {ranks.size} has no batch, and so no"
+                ' stand-in with weight 0. Give it a batch, or ends="first".'
             )
             raise DataError(msg)
         if isinstance(last, list) and not last:
@@ -800,27 +743,20 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
                 " a rank's micro-batches, at least one. Leave the batch out."
             )
             raise BatchError(msg)
-        yield _batch(last, having, ranks.rank)
+        yield _lockstep_batch(last, flags, ranks.rank)
         number += 1
 
 
-def _next(items: Iterator[Any]) -> list[Any]:
-    """Return the next item in a list, or an empty one."""
-    for item in items:
-        return [item]
-    return []
-
-
-def _batch(item: Any, having: list[bool], rank: int) -> Batch:
+def _lockstep_batch(item: Any, flags: list[bool], rank: int) -> Batch:
     values = tuple(item) if isinstance(item, list) else (item,)
-    counts = having[rank]
+    count, counts = len(values), flags[rank]
     return Batch(
         micro_batches=values,
-        weights=(None if counts else 0,) * len(values),
+        weights=(None if counts else 0,) * count,
         start=None,
         cursor=None,
         num_samples=0,
-        parts_indices=(np.empty(0, np.int64),) * len(values),
-        parts_filler=(not counts,) * len(values),
-        shares=partial(list, [[None if has else 0] * len(values) for has in having]),
+        parts_indices=(np.empty(0, np.int64),) * count,
+        parts_filler=(not counts,) * count,
+        shares=partial(list, [[None if flag else 0] * count for flag in flags]),
     )

@@ -243,7 +243,7 @@ def test_reading_again(way, caplog):
     assert flat(rest) == flat(whole[1:]) == [[4, 5, 6, 7], [8, 9]]
     if way != "sharded workers":  # there, the worker says it
         (line,) = [r.getMessage() for r in caplog.records if r.name == "accelfn"]
-        assert line == "Reading 4 samples of Plain again, to go on behind them."
+        assert line == "Reading 4 samples of Plain again, to continue after them."
 
 
 def test_reading_again_on_ranks(caplog):
@@ -273,7 +273,7 @@ def test_seeking_in_a_stream():
 def test_going_on_behind_the_end(way):
     """A cursor that the stream does not reach is refused."""
     data = af.Data(Stateful(10), batch_size=4, replay=True, **WAYS[way])
-    with pytest.raises(af.DataError, match="ended where it was to go on, at sample 40"):
+    with pytest.raises(af.DataError, match="ended where it was to continue, at sample 40"):
         read(data, cursor=af.Cursor(0, 40))
 
 
@@ -360,8 +360,8 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 # What excludes each other.
 
 REFUSED = {
-    "shuffle": ({"shuffle": True}, "order of its own.*shuffle in the stream itself"),
-    "order": ({"order": lambda *_: []}, "order of its own"),
+    "shuffle": ({"shuffle": True}, "its own order.*shuffle in the stream itself"),
+    "order": ({"order": lambda *_: []}, "its own order"),
     "budget": ({"batch_size": af.budget([1], limit=1)}, "integer batch_size"),
     "batch_sampler": (
         {"batch_size": None, "batch_sampler": [[0]]},

@@ -226,7 +226,7 @@ def test_a_worker_that_ends_while_the_step_computes():
             computed.append(batch.indices.tolist())
 
     with pytest.raises(
-        af.DataError, match="SIGKILL|exited unexpectedly|ended before what it had read"
+        af.DataError, match="SIGKILL|exited unexpectedly|ended before its samples"
     ):
         loop()
     assert computed in ([[index] for index in range(num)] for num in (6, 7))
@@ -389,7 +389,7 @@ def test_breaking_off_ends_the_workers():
 def test_more_workers_than_there_can_be():
     """B8: a number that no machine has cores for is refused, and no process is started."""
     for number in (2**63, 4097):
-        with pytest.raises(af.ArgumentError, match="4096 processes at most"):
+        with pytest.raises(af.ArgumentError, match="from 0 to 4096"):
             af.Data(torch.ones(4, 1), batch_size=2, num_workers=number)
 
 
