@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether ranks that share data hold the same samples, in the same order.
+"""Compare the samples of ranks that share data.
 
-A split that each rank drew for itself, or files in the order of a folder, give ranks other
-samples at the same index: some are then seen twice, others never, and nothing else shows it.
-So ranks tell one another what they find at a few indices.
+If each rank draws its own split, or lists a folder's files in another order, ranks have different
+samples at the same index. Some samples are then seen twice and others never, and nothing else
+shows it. So ranks exchange digests of the samples at a few indices.
 
-Samples that a dataset draws with a generator of its own differ wherever they are read. They
-are told from others by being read again, which is done only where ranks have found a
-difference; what differs within a rank is no difference between ranks.
+Samples that a dataset draws with its own generator differ each time that they are read. If ranks
+differ, each reads its samples again, and leaves out the values that change.
 """
 
 import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
@@ -45,104 +44,103 @@ if TYPE_CHECKING:
     from accelfn.data.dataset import Data
 
 _BYTES = 1 << 22
-"""As much of a dataset made of tensors is compared."""
+"""How many bytes of a dataset made of tensors are compared."""
 _INDICES = 1 << 16
-"""As many of a Subset's indices are."""
+"""How many indices of a Subset are compared."""
 _AGAIN = 4
-"""How often samples are read again where ranks differ."""
+"""How often samples are read again if ranks differ."""
 
 _SAMPLE, _FAILED = "sample ", "cannot be read: "
 
 _LABEL = "compare data"
 
-Seen: TypeAlias = dict[str, dict[str, list[str | None]]]
-"""Of each dataset, and each thing seen of it, a digest a leaf; None where it changes."""
+Digests: TypeAlias = list[str | None]
+"""A digest of each leaf; None if the leaf changes from one reading to the next."""
+View: TypeAlias = list[tuple[str, str, Digests]]
+"""The dataset of a mix, the name of a part of it, such as a sample, and its digests."""
 
 
 class Looks:
-    """What this process sees of a dataset at a few indices; read when it is first asked."""
+    """Digests of a dataset at a few indices in this process, read when they are needed."""
 
     def __init__(self, source: Source) -> None:
-        """Take what samples are read from."""
+        """Take the source of samples."""
         self._source = source
-        self._reads: list[Seen] = []
+        self._reads: list[View] = []
 
-    def seen(self) -> Seen:
-        """Return what was the same each time that it was read."""
+    def seen(self) -> View:
+        """Return the digests that were the same each time."""
         self._read(1)
-        return {
-            part: {
-                what: _same([each[part][what] for each in self._reads])
-                for what in found
-            }
-            for part, found in self._reads[0].items()
-        }
+        return [
+            (dataset, part, _same([read[i][2] for read in self._reads]))
+            for i, (dataset, part, _) in enumerate(self._reads[0])
+        ]
 
     def look_again(self) -> None:
-        """Read samples some more times, so that what changes by itself is known."""
+        """Read samples some more times, to find values that change."""
         self._read(1 + _AGAIN)
 
     def _read(self, times: int) -> None:
         while len(self._reads) < times:
-            self._reads.append(dict(_looked_at(self._source, "")))
+            self._reads.append(list(_digests_of(self._source, "")))
 
 
 def check_readers(data: "Data", world: World) -> None:
-    """Raise unless all ranks read alike, where they meet as they read.
+    """Raise unless all ranks read in the same way, if ranks communicate to read.
 
-    A rank that reads otherwise meets the others when its state is built, before its first
-    update: the calls are one, and what each says of its data comes first in both.
+    A rank that reads in another way compares definitions before its first update. That is the
+    same call, and both compare this first.
 
-    Cost: where ranks meet to read, a small all-reduce as reading begins; else none.
+    Cost: if ranks communicate to read, a small all-reduce as reading begins; else none.
 
     Raises:
-        ReplicaMismatchError: they do not; the option is named, a row a rank.
+        ReplicaMismatchError: ranks differ; the error names the option, and has a row per rank.
     """
     if data.sharded or data.dispatch:
-        check_definition_rows(readers_told(data), world)
+        check_definition_rows(reader_rows(data), world)
 
 
 def check_definition_rows(rows: dict[str, str], world: World) -> None:
-    """Raise unless all ranks say the same of what they train with, and how they read.
+    """Raise unless all ranks train with the same definition, and read in the same way.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: ranks differ; the error has a row per rank.
     """
     check_rows(
         rows,
         world,
         label="compare definitions",
         advice=(
-            "Such ranks would drift apart in silence. Give TrainState.create the same setup,"
+            "Such ranks would silently drift apart. Give TrainState.create the same setup,"
             " optimizer, schedule, seed and data on all of them."
         ),
     )
 
 
-def readers_told(data: "Data | None") -> dict[str, str]:
-    """Return who reads for whom, as ranks tell one another."""
-    told = {"sharded": data is not None and data.sharded}
-    told["dispatch"] = data is not None and data.dispatch
-    return {f"data, {name}": str(value) for name, value in told.items()}
+def reader_rows(data: "Data | None") -> dict[str, str]:
+    """Return who reads for whom, as rows to compare over ranks."""
+    return {
+        "data, sharded": str(data is not None and data.sharded),
+        "data, dispatch": str(data is not None and data.dispatch),
+    }
 
 
-def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
-    """Raise unless all ranks hold the same samples in the same order, and batch them alike.
+def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
+    """Raise unless all ranks have the same samples in the same order and batches.
 
-    Data that name themselves, `fingerprint=`, are compared by name; streams by how they are
-    batched.
+    Ranks compare data with a `fingerprint=` by this name, and streams by their batching.
 
     Args:
-        data: that ranks share.
-        looks: what is seen of its samples; None of a stream.
-        world: whose ranks share them.
+        data: the data that ranks share.
+        looks: digests of its samples; None for a stream.
+        world: the ranks that share them.
 
     Cost: one small all-reduce, and eight samples are read once for each `Data`. Of a
-    dataset made of tensors up to 4 MiB are read, and of a Subset up to 65,536 indices. Where
+    dataset made of tensors up to 4 MiB are read, and of a Subset up to 65,536 indices. If
     ranks differ, samples are read four times more.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: ranks differ; the error has the first difference, a row per rank.
     """
     if world.size == 1:
         return
@@ -151,77 +149,73 @@ def check_alike(data: "Data", looks: Looks | None, world: World) -> None:
         return
     if looks is not None:
         looks.look_again()
-    told = gather_text(_describe_view(form, looks), world, label=_LABEL)
-    tables = [json.loads(each) for each in told]
-    rows = _rows_of([found or {} for _, found in tables])
-    named = [[f"{k}: {v}" for k, v in each.items()] for each, _ in tables]
-    differing = first_difference([a + b for a, b in zip(named, rows, strict=True)])
-    if differing is not None:
+    texts = gather_text(_describe_view(form, looks), world, label=_LABEL)
+    forms, views = zip(*map(json.loads, texts), strict=True)
+    rows = _rows_of([view or [] for view in views])
+    form_rows = [[f"{k}: {v}" for k, v in form.items()] for form in forms]
+    difference = first_difference([a + b for a, b in zip(form_rows, rows, strict=True)])
+    if difference is not None:
         msg = (
-            "The ranks hold data that differ; this is the first of what"
-            f" differs:\n{differing}\nThey would see some samples twice and others never."
-            " Make the dataset alike on all ranks: give random_split a generator with a"
-            " seed, and sort what a folder lists. Where samples differ on purpose, give the"
-            ' data a name: af.Data(..., fingerprint="...").'
+            "The ranks hold data that differ; the first difference is:\n"
+            f"{difference}\nThey would see some samples twice and others never. Make the dataset"
+            " the same on all ranks: give random_split a generator with a seed, and sort the"
+            " files of a folder. If samples differ on purpose, give the data a name:"
+            ' af.Data(..., fingerprint="...").'
         )
         raise ReplicaMismatchError(msg)
 
 
-def are_alike(data: "Data", looks: Looks | None, world: World) -> bool:
-    """Return whether all ranks are seen to hold the same samples; of streams nothing is.
+def have_same_data(data: "Data", looks: Looks | None, world: World) -> bool:
+    """Return whether all ranks have the same samples; False for streams, which have no digests.
 
-    Cost: as `check_alike` where ranks agree.
+    Cost: as `check_same_data` if ranks agree.
     """
     form, looks = _form(data, looks)
-    alike = is_same_text(_describe_view(form, looks), world, label=_LABEL)
-    return alike and (looks is not None or data.fingerprint is not None)
+    is_same = is_same_text(_describe_view(form, looks), world, label=_LABEL)
+    return is_same and (looks is not None or data.fingerprint is not None)
 
 
 def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | None]:
-    """Return how data is batched, and its name if it has one, instead of its looks."""
-    form = {f"data, {name}": str(each) for name, each in form_of(data).items()}
-    form |= readers_told(data)
+    """Return how data is batched; and its digests, or else its name."""
+    form = {f"data, {name}": str(value) for name, value in form_of(data).items()}
+    form |= reader_rows(data)
     if data.fingerprint is None and looks is not None:
         return form, looks
     return form | {"data, fingerprint": str(data.fingerprint)}, None
 
 
 def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
-    """Return what this rank sees, as ranks tell one another."""
+    """Return this rank's view of the data as text to compare."""
     return json.dumps([form, looks and looks.seen()])
 
 
-def order_told(data: "Data", seed: int) -> dict[str, str]:
-    """Return a digest of the first epoch's order, where more than the seed decides it."""
+def order_rows(data: "Data", seed: int) -> dict[str, str]:
+    """Return a digest of the first epoch's order, if it depends on more than the seed."""
     pure = type(data.ordering) in (Sequential, Shuffled)
     if data.is_stream or (pure and isinstance(data.batch_size, int)):
         return {}
     epoch = epoch_of(data, seed=seed, number=0)
     order = epoch.order(_spread_indices(epoch.num_samples, _INDICES))
     spans = np.array(list(islice(epoch.cut.spans(0), _INDICES)))
-    found = _digest(order.tobytes() + spans.tobytes()).hex()
-    return {"data, order of the first epoch": found}
+    digest = _digest(order.tobytes() + spans.tobytes())
+    return {"data, order of the first epoch": digest}
 
 
-def _looked_at(
-    source: Source, part: str
-) -> Iterator[tuple[str, dict[str, list[str | None]]]]:
-    """Yield what is seen of each dataset that a source is made of."""
+def _digests_of(source: Source, dataset: str) -> Iterator[tuple[str, str, Digests]]:
+    """Yield digests of samples, and of tensors and indices in memory."""
     if isinstance(source, Joined):
-        for name, each in enumerate(source.parts):
-            yield from _looked_at(each, f"{part}dataset {name}, ")
+        for number, part in enumerate(source.parts):
+            yield from _digests_of(part, f"{dataset}dataset {number}, ")
         return
-    found = {
-        f"{_SAMPLE}{place}": _leaves(lambda place=place: sample_at(source, place))
-        for place in places_of(source)
-    }
+    for place in places_of(source):
+        leaves = _leaves(lambda place=place: sample_at(source, place))
+        yield dataset, f"{_SAMPLE}{place}", leaves
     for name, read in _in_memory(source):
-        found[name] = _leaves(read)
-    yield part, found
+        yield dataset, name, _leaves(read)
 
 
 def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Yield what of a source can be seen without reading samples one by one."""
+    """Yield the parts of a source that can be read without its samples."""
     if isinstance(source, Rows):
         size = sum(t[:1].nbytes for t in tree.tensor_leaves(source.tensors))
         rows = _spread_indices(len(source), max(1, _BYTES // max(1, size)))
@@ -229,9 +223,9 @@ def _in_memory(source: Source) -> Iterator[tuple[str, Callable[[], Any]]]:
     dataset: Any = source.dataset if isinstance(source, Items) else None
     while isinstance(dataset, Subset):
         indices: Any = dataset.indices
-        where = _spread_indices(len(indices), _INDICES).tolist()
-        picked = np.array([int(indices[i]) for i in where], np.int64)
-        yield "indices of the Subset", lambda picked=picked: picked
+        places = _spread_indices(len(indices), _INDICES).tolist()
+        values = np.array([int(indices[i]) for i in places], np.int64)
+        yield "indices of the Subset", lambda values=values: values
         dataset = dataset.dataset
 
 
@@ -239,97 +233,87 @@ def _spread_indices(n: int, count: int) -> Any:
     return np.linspace(0, n - 1, min(n, count)).astype(np.int64)
 
 
-def _leaves(read: Callable[[], Any]) -> list[str | None]:
-    """Return a digest a leaf; of what cannot be read, the error."""
+def _leaves(read: Callable[[], Any]) -> Digests:
+    """Return a digest of each leaf, or the error if reading fails."""
     try:
         value = read()
-    except Exception as error:  # noqa: BLE001 - who trains on it is told
+    except Exception as error:  # noqa: BLE001 - training on it raises the error
         return [f"{_FAILED}{type(error).__name__}"]
-    return [_digest(bytes_of(leaf)).hex() for leaf in tree.tree_leaves(value)]
+    return [_digest(bytes_of(leaf)) for leaf in tree.tree_leaves(value)]
 
 
-def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=8).digest()
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=8).hexdigest()
 
 
-def _same(reads: list[list[str | None]]) -> list[str | None]:
-    """Return what was the same each time; nothing where the number of leaves was not."""
-    found = [each for each in reads if not _has_failed(each)] or reads
-    if len({len(each) for each in found}) > 1:
+def _same(reads: list[Digests]) -> Digests:
+    """Return the digests that are the same each time; none if their number changes."""
+    complete = [read for read in reads if not _has_failed(read)] or reads
+    if len({len(read) for read in complete}) > 1:
         return []
     return [
-        first if all(first == each for each in others) else None
-        for first, *others in zip(*found, strict=True)
+        first if all(first == other for other in others) else None
+        for first, *others in zip(*complete, strict=True)
     ]
 
 
-def _has_failed(leaves: list[str | None]) -> bool:
+def _has_failed(leaves: Digests) -> bool:
     return len(leaves) == 1 and (leaves[0] or "").startswith(_FAILED)
 
 
-def _rows_of(tables: list[Seen]) -> list[list[str]]:
-    """Return a line for everything that each rank saw, without what changes by itself.
+def _rows_of(views: list[View]) -> list[list[str]]:
+    """Return a line for each part that each rank saw, without values that change.
 
-    A leaf that changes in one sample, on one rank, is drawn: it tells nothing in any.
+    A leaf that changes in one sample, on one rank, is random, and is left out in all samples.
     """
-    drawn: dict[str, set[int]] = {}
+    random: dict[str, set[int]] = {}
     shapeless: set[str] = set()
-    for part, leaves in (row for table in tables for row in _samples(table)):
-        changing = {i for i, each in enumerate(leaves) if each is None}
-        drawn[part] = drawn.get(part, set()) | changing
-        if not leaves:
-            shapeless.add(part)
+    for dataset, part, leaves in chain(*views):
+        if part.startswith(_SAMPLE):
+            changing = {i for i, leaf in enumerate(leaves) if leaf is None}
+            random[dataset] = random.get(dataset, set()) | changing
+            if not leaves:
+                shapeless.add(dataset)
 
-    def kept(part: str, what: str, leaves: list[str | None]) -> str:
-        if not what.startswith(_SAMPLE):
-            return " ".join(each or "" for each in leaves)
-        if part in shapeless:
+    def format_leaves(dataset: str, part: str, leaves: Digests) -> str:
+        if not part.startswith(_SAMPLE):
+            return " ".join(leaf or "" for leaf in leaves)
+        if dataset in shapeless:
             return "drawn"
-        told = [each or "" for i, each in enumerate(leaves) if i not in drawn[part]]
-        return " ".join(told)
+        return " ".join(
+            leaf or "" for i, leaf in enumerate(leaves) if i not in random[dataset]
+        )
 
     return [
-        [
-            f"{part}{what}: {kept(part, what, leaves)}"
-            for part, found in table.items()
-            for what, leaves in found.items()
-        ]
-        for table in tables
+        [f"{row[0]}{row[1]}: {format_leaves(*row)}" for row in view] for view in views
     ]
 
 
-def _samples(table: Seen) -> Iterator[tuple[str, list[str | None]]]:
-    for part, found in table.items():
-        for what, leaves in found.items():
-            if what.startswith(_SAMPLE):
-                yield part, leaves
-
-
-# Samples that a user's collate leaves out, of which a plain mean does not know.
+# Samples that a user's collate leaves out, although a plain mean counts them.
 
 
 _FEWEST = 2
-"""Samples of a batch that says whether rows are samples."""
+"""Samples of a batch that shows whether rows are samples."""
 
 
 class LeftOut:
-    """Looks at batches of a user's collate, until it has told that one is short.
+    """Look at batches of a user's collate, until it has warned of a short batch.
 
-    What makes more rows than samples, as packed sequences are, says nothing by their number,
-    nor does what makes one row of two samples each time, say, or has them along another dim.
+    The number of rows says nothing if collate makes more rows than samples, as packed sequences
+    are, or always one row of two samples, or has samples along another dim.
     """
 
     def __init__(self) -> None:
         """Begin with the next batch."""
-        self._looks, self._samples_a_row = True, cast("float | None", None)
+        self._looks, self._usual_ratio = True, cast("float | None", None)
 
     def look(self, value: Any, num_samples: int | None, mean: str) -> None:
-        """Say if a batch has fewer rows than samples.
+        """Warn if a batch has fewer rows than samples.
 
         Args:
-            value: what was collated.
-            num_samples: of which, where it is known.
-            mean: what is taken for one over these samples, as "The loss".
+            value: the collated batch.
+            num_samples: its number of samples, if it is known.
+            mean: the name of the mean over these samples, as "The loss".
         """
         if not self._looks or num_samples is None or num_samples < _FEWEST:
             return
@@ -337,15 +321,15 @@ class LeftOut:
             num_rows = tree.num_rows(value)
         except BatchError:
             num_rows = None
-        each = num_samples / num_rows if num_rows else math.inf
-        known = self._samples_a_row
-        if known is None:
-            self._samples_a_row = each
-            fewer = num_rows is not None and each > 1
-            self._looks = each == 1 or (fewer and not _has_dim(value, num_samples))
+        ratio = num_samples / num_rows if num_rows else math.inf
+        usual = self._usual_ratio
+        if usual is None:
+            self._usual_ratio = ratio
+            has_fewer = num_rows is not None and ratio > 1
+            self._looks = ratio == 1 or (has_fewer and not _has_dim(value, num_samples))
         is_short = num_rows is not None and num_rows < num_samples
-        as_ever = each.is_integer() if known is None else each == known
-        if self._looks and is_short and not as_ever:
+        is_usual = ratio.is_integer() if usual is None else ratio == usual
+        if self._looks and is_short and not is_usual:
             self._looks = False
             advise(
                 f"collate made {num_rows} rows of {num_samples} samples. {mean} is a mean over"
@@ -356,5 +340,5 @@ class LeftOut:
 
 
 def _has_dim(value: Any, num_samples: int) -> bool:
-    """Whether a dim behind the first is that of the samples, as where time is the first."""
-    return any(num_samples in each.shape[1:] for each in tree.tensor_leaves(value))
+    """Return whether samples are along a later dim, for example if time is the first."""
+    return any(num_samples in t.shape[1:] for t in tree.tensor_leaves(value))

@@ -27,11 +27,11 @@ from accelfn.collectives import all_gather, all_reduce_, check_replicas, checksu
 from accelfn.data import Batch
 from accelfn.data.consistency import (
     LeftOut,
-    are_alike,
-    check_alike,
     check_definition_rows,
-    order_told,
-    readers_told,
+    check_same_data,
+    have_same_data,
+    order_rows,
+    reader_rows,
 )
 from accelfn.data.epoch import form_of
 from accelfn.engine.loss import ReadLoss, Samples
@@ -315,7 +315,7 @@ def check_definitions(state: TrainState) -> None:
 
     Data must be equal if ranks share it (`shard_data`); otherwise each rank may have its own.
 
-    Cost: a small all-reduce, once per state, and another for data (see `check_alike`).
+    Cost: a small all-reduce, once per state, and another for data (see `check_same_data`).
 
     Raises:
         ReplicaMismatchError: names the first difference, with one row per rank.
@@ -325,9 +325,9 @@ def check_definitions(state: TrainState) -> None:
     if data is None:
         return
     if definition.plan.num_shares > 1:
-        check_alike(data, data.looks, state.world)
+        check_same_data(data, data.looks, state.world)
     else:
-        same = are_alike(data, data.looks, state.world)
+        same = have_same_data(data, data.looks, state.world)
         definition.cache.has_same_data = same
 
 
@@ -370,7 +370,7 @@ def check_gradients(
 def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
-    rows = readers_told(definition.data)  # first: ranks that read together report it
+    rows = reader_rows(definition.data)  # first: ranks that read together report it
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
         rows[f"transform {i}"] = _format_transform(each)
@@ -383,7 +383,7 @@ def _rows(state: TrainState) -> dict[str, str]:
         rows["schedule"] = _sample_schedule(definition.rates, definition.schedule)
     if definition.data is not None and definition.plan.num_shares > 1:
         rows |= {f"data, {k}": str(v) for k, v in form_of(definition.data).items()}
-        rows |= order_told(definition.data, state.seed)
+        rows |= order_rows(definition.data, state.seed)
         cursor = state.cursor
         rows["cursor"] = f"epoch {cursor.epoch}, sample {cursor.samples}"
     return rows

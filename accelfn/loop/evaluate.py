@@ -28,7 +28,7 @@ from accelfn.collectives import (
 )
 from accelfn.collectives.failures import check_world
 from accelfn.data import Batch, Data, Plan
-from accelfn.data.consistency import LeftOut, check_alike
+from accelfn.data.consistency import LeftOut, check_same_data
 from accelfn.data.plan import even_part
 from accelfn.data.reading import Reading
 from accelfn.definition.transform import check_copied
@@ -265,7 +265,7 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     plan = Plan(world_rank=ranks.rank, world_size=ranks.size).sharded()
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
     held = data.in_order()
-    check_alike(held, data.looks, world)
+    check_same_data(held, data.looks, world)
     batches = held.read(reading)
     while True:
         with own_modes(world.device):
