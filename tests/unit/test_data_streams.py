@@ -273,7 +273,9 @@ def test_seeking_in_a_stream():
 def test_going_on_behind_the_end(way):
     """A cursor that the stream does not reach is refused."""
     data = af.Data(Stateful(10), batch_size=4, replay=True, **WAYS[way])
-    with pytest.raises(af.DataError, match="ended where it was to continue, at sample 40"):
+    with pytest.raises(
+        af.DataError, match="ended where it was to continue, at sample 40"
+    ):
         read(data, cursor=af.Cursor(0, 40))
 
 
