@@ -35,9 +35,7 @@ def accelerates() -> dict[str, Any]:
 
 @pytest.mark.slow(together=True)
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_ported_script_takes_the_same_rates(
-    script: str, accelerates: dict[str, Any]
-) -> None:
+def test_a_ported_script_takes_the_same_rates(script, accelerates):
     """A1, A2: on one process its scheduler is ported as it is: rates and betas, bitwise."""
     optimizer, scheduler, _ = SCRIPTS[script]
     state = linear_state(
@@ -51,7 +49,7 @@ def test_a_ported_script_takes_the_same_rates(
         state, _ = step(state, torch.ones(4, 2))
 
 
-def test_several_processes_divide_their_steps() -> None:
+def test_several_processes_divide_their_steps():
     """On W processes Accelerate steps W times an update; steps divided by W are that line."""
     _, whole, _ = SCRIPTS["by_feature/fsdp_with_peak_mem_tracking"]
 

@@ -16,7 +16,7 @@ PARTS = 4
 @pytest.mark.slow
 @pytest.mark.skipif(devices.count() > 0, reason="torch has one accelerator a process")
 @pytest.mark.parametrize("part", range(PARTS))
-def test_on_a_fake_accelerator(part: int) -> None:
+def test_on_a_fake_accelerator(part):
     """`python -m tests.accelerator` passes: programs, waits, draws, checkpoints, precisions."""
     profile = f"--hypothesis-profile={settings.get_current_profile_name()}"
     which = f"--part={part}/{PARTS}"

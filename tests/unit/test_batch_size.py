@@ -32,7 +32,7 @@ def raises(error: Exception) -> None:
         lambda: raises(RuntimeError("DefaultCPUAllocator: not enough memory: you")),
     ],
 )
-def test_out_of_memory_is_noticed(run_out) -> None:
+def test_out_of_memory_is_noticed(run_out):
     """What torch and Python raise for want of memory halves the batch size."""
     tried = []
 
@@ -49,7 +49,7 @@ def test_out_of_memory_is_noticed(run_out) -> None:
 @pytest.mark.parametrize(
     "error", [RuntimeError("shapes differ"), ValueError("bad"), KeyboardInterrupt()]
 )
-def test_other_errors_pass_at_once(error) -> None:
+def test_other_errors_pass_at_once(error):
     """They are the caller's, and nothing is tried again."""
     tried = []
 
@@ -64,7 +64,7 @@ def test_other_errors_pass_at_once(error) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_nothing_of_a_try_is_kept(size) -> None:
+def test_nothing_of_a_try_is_kept(size):
     """When the next begins, the tensors of the last are gone: of the rank that ran out of
     memory, and of one that had a result; and so they are where somebody keeps the errors.
     """
@@ -96,7 +96,7 @@ def test_nothing_of_a_try_is_kept(size) -> None:
     assert [len(found) for found in simulate(size, search)] == [2] * size
 
 
-def test_the_last_error_is_shown() -> None:
+def test_the_last_error_is_shown():
     """Where not even 1 fits, the message names it, and the error is the cause."""
     with pytest.raises(af.OutOfMemoryError, match=r"size of 1, the last after 4") as it:
         af.find_batch_size(
@@ -106,25 +106,25 @@ def test_the_last_error_is_shown() -> None:
 
 
 @pytest.mark.parametrize("start", [0, -2, 2.5, True, "8"])
-def test_a_start_is_a_positive_integer(start) -> None:
+def test_a_start_is_a_positive_integer(start):
     """Anything else can be no batch size."""
     with pytest.raises(af.ArgumentError, match="start="):
         af.find_batch_size(lambda size, _: size, start, af.World.single())
 
 
-def test_a_function_is_called() -> None:
+def test_a_function_is_called():
     """Something that cannot be called is refused."""
     with pytest.raises(af.ArgumentError, match="expected a function"):
         af.find_batch_size(8, 8, af.World.single())
 
 
-def test_ranks_start_alike() -> None:
+def test_ranks_start_alike():
     """Different starts on different ranks would never agree."""
     with pytest.raises(af.ArgumentError, match=r"differs between ranks: \[4, 5\]"):
         simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, w))
 
 
-def test_the_outer_world_is_refused_meanwhile() -> None:
+def test_the_outer_world_is_refused_meanwhile():
     """A rank in it could wait for ever for one that ran out of memory; after it, it works."""
 
     def search(world):
@@ -135,7 +135,7 @@ def test_the_outer_world_is_refused_meanwhile() -> None:
     assert simulate(2, search).results == (4, 4)
 
 
-def test_a_search_in_a_search_is_refused() -> None:
+def test_a_search_in_a_search_is_refused():
     """The inner one would need a world that the outer one may have given up."""
 
     def search(world):
@@ -149,7 +149,7 @@ def test_a_search_in_a_search_is_refused() -> None:
         simulate(2, search)
 
 
-def test_a_rank_that_fails_is_no_rank_without_memory() -> None:
+def test_a_rank_that_fails_is_no_rank_without_memory():
     """The error of one rank ends all, as anywhere."""
 
     def fn(_, world):
@@ -161,7 +161,7 @@ def test_a_rank_that_fails_is_no_rank_without_memory() -> None:
         simulate(2, lambda world: af.find_batch_size(fn, 4, world))
 
 
-def test_a_lost_connection_is_no_lack_of_memory() -> None:
+def test_a_lost_connection_is_no_lack_of_memory():
     """A rank that loses its peers while none is out of memory says so, on all ranks."""
 
     def search(world):
@@ -177,7 +177,7 @@ def test_a_lost_connection_is_no_lack_of_memory() -> None:
 
 
 @pytest.mark.parametrize("backend", ["nccl", "mpi"])
-def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend) -> None:
+def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend):
     """Joined by anything but Gloo, ranks are told before a try, and before they meet."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

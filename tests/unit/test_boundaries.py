@@ -72,7 +72,7 @@ class Late(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_that_couples_later_is_found() -> None:
+def test_an_optimizer_that_couples_later_is_found():
     """As those do that choose their own rate by all that they saw."""
     with pytest.raises(af.OptimizerError, match="more than its own gradient"):
         optimizer.check_elements(
@@ -80,7 +80,7 @@ def test_an_optimizer_that_couples_later_is_found() -> None:
         )
 
 
-def test_a_disk_that_was_lent_is_given_back(tmp_path: Path) -> None:
+def test_a_disk_that_was_lent_is_given_back(tmp_path):
     """Behind the block a model on the host has memory of its own, and no file that is gone."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     with af.placed(model, af.place(model, {"cpu": 20_000, "disk": tmp_path})) as lent:
@@ -93,7 +93,7 @@ def test_a_disk_that_was_lent_is_given_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("warn_only", [False, True])
-def test_a_program_that_sets_determinism_leaves_the_callers(*, warn_only: bool) -> None:
+def test_a_program_that_sets_determinism_leaves_the_callers(*, warn_only):
     """Whether it warns or raises."""
     try:
         torch.use_deterministic_algorithms(mode=True, warn_only=warn_only)
@@ -105,7 +105,7 @@ def test_a_program_that_sets_determinism_leaves_the_callers(*, warn_only: bool) 
 
 
 @pytest.mark.parametrize("axes", [{"dp_shard": 2, "cp": 2}, {"cp": 2, "dp_shard": 2}])
-def test_what_ranks_of_any_group_keep_is_not_sent(axes: dict[str, int]) -> None:
+def test_what_ranks_of_any_group_keep_is_not_sent(axes):
     """Of two ranks that exchange two parts, each sends one, wherever in the world they are."""
 
     def fn(world: af.World) -> None:
@@ -171,7 +171,7 @@ def test_a_schedule_goes_back_to_what_was_before(asked: list[int]) -> None:
         assert found == (0.25 if update < 3 else 0.5 * update), update
 
 
-def test_hooks_of_all_optimizers_see_updates() -> None:
+def test_hooks_of_all_optimizers_see_updates():
     """Those behind a step, be there one before it or none."""
     seen: list[str] = []
     hook = register_optimizer_step_post_hook(lambda *_: seen.append("behind"))
@@ -222,7 +222,7 @@ def test_large_unsigned_numbers_are_in_order(values: list[int], op: str) -> None
     assert set(simulate(len(values), fn)) == {expected}
 
 
-def test_parts_that_two_ranks_have_exchanged_are_told() -> None:
+def test_parts_that_two_ranks_have_exchanged_are_told():
     """Ranks of a copy that hold one another's rows hold another model than the other copy."""
     axes = {"dp_replicate": 2, "dp_shard": 2}
 
@@ -245,7 +245,7 @@ def test_parts_that_two_ranks_have_exchanged_are_told() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 5, 6, 9])
-def test_what_a_loss_froze_is_trained_once_it_is_told(count: int) -> None:
+def test_what_a_loss_froze_is_trained_once_it_is_told(count):
     """All of it, however much: the next function trains as if nothing had been."""
     layers = OrderedDict((f"l{i}", nn.Linear(2, 2)) for i in range(5))
     make = lambda: nn.Sequential(layers)  # noqa: E731
@@ -269,9 +269,7 @@ def test_what_a_loss_froze_is_trained_once_it_is_told(count: int) -> None:
 
 
 @pytest.mark.parametrize("broken", ["a", "b", "c"])
-def test_of_large_tensors_the_one_that_changed_is_named(
-    broken: str, tmp_path: Path
-) -> None:
+def test_of_large_tensors_the_one_that_changed_is_named(broken, tmp_path):
     """Those that threads check beside one another."""
     names = ("a", "b", "c")
     state = state_of().with_slot(
@@ -290,7 +288,7 @@ def test_of_large_tensors_the_one_that_changed_is_named(
         af.load(state_of().with_slot("large", None), tmp_path / "saved")
 
 
-def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast() -> None:
+def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast():
     """What comes out of it has the dtype that it has in one process."""
     seen: list[torch.dtype] = []
 
@@ -319,7 +317,7 @@ def test_a_row_layer_with_a_bias_keeps_the_dtype_of_autocast() -> None:
     assert set(seen) == {torch.bfloat16}
 
 
-def test_a_first_loss_that_is_nan_is_told_as_such() -> None:
+def test_a_first_loss_that_is_nan_is_told_as_such():
     """Under split layers, too, where ranks compare it before the first update."""
 
     def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
@@ -335,7 +333,7 @@ def test_a_first_loss_that_is_nan_is_told_as_such() -> None:
 
 
 @pytest.mark.parametrize("rank", range(3))
-def test_any_rank_may_be_drawn_to_fail(rank: int) -> None:
+def test_any_rank_may_be_drawn_to_fail(rank):
     """The last one, too."""
     drawn = find(
         strategies.faults(3), lambda faults: any(f.rank == rank for f in faults)
@@ -351,9 +349,7 @@ def test_arguments_of_a_script_are_not_filled_in(arg: str) -> None:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_loop_that_was_left_is_not_what_the_next_begins_with(
-    *, sharded: bool
-) -> None:
+def test_a_loop_that_was_left_is_not_what_the_next_begins_with(*, sharded):
     """Of a stream that knows where it stands, whoever reads it."""
     state = state_of(
         data=af.Data(Stateful(12), batch_size=2, sharded=sharded),
@@ -366,7 +362,7 @@ def test_a_loop_that_was_left_is_not_what_the_next_begins_with(
     assert torch.stack(again).flatten().tolist() == [float(i) for i in range(8)]
 
 
-def test_a_run_has_as_many_updates_as_the_rank_with_most() -> None:
+def test_a_run_has_as_many_updates_as_the_rank_with_most():
     """Where the first one left before the others."""
 
     def fn(world: af.World) -> None:
@@ -378,7 +374,7 @@ def test_a_run_has_as_many_updates_as_the_rank_with_most() -> None:
 
 
 @pytest.mark.parametrize("numbers", [(15, 15), (15, 0), (0, 2), (15, 2), (2, 15, 15)])
-def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers: tuple[int, ...]) -> None:
+def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers):
     """As a scheduler sends it to all; of two, on one of them."""
 
     def fn(world: af.World) -> int | None:
@@ -390,7 +386,7 @@ def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers: tuple[int, ...]) 
     assert set(simulate(len(numbers), fn)) == {max(numbers)}
 
 
-def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path: Path) -> None:
+def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path):
     """Each under its own key, through copies and checkpoints."""
     make = partial(Counting, lr=0.1)
     inner = af.partition((lambda name, _: name == "0.bias", make), (..., make))
@@ -407,9 +403,7 @@ def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path: Path) -> None:
     assert set(loaded.opt_state["<optimizer>"].values()) == {3}
 
 
-def test_a_folder_may_be_made_by_several_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_may_be_made_by_several_at_once(tmp_path, monkeypatch):
     """Where another process makes it between the look and the act."""
     there = tmp_path / "run"
     look = files.arguments.is_directory
@@ -425,9 +419,7 @@ def test_a_folder_may_be_made_by_several_at_once(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_link_is_measured_in_rounds(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_measured_in_rounds(size, monkeypatch):
     """What a sum takes on a link is what its model says, and the model is found again."""
     true = Link(latency=0.001, bandwidth=1_000_000)
 
@@ -470,9 +462,7 @@ def test_what_is_loaded_is_in_the_models_order(frozen: str, first: str) -> None:
 
 
 @pytest.mark.parametrize("init", ["whole", "shard"])
-def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(
-    init: Any,
-) -> None:
+def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(init):
     """As what has no weight decay, noted before the parameter is the module's."""
 
     class Noted(nn.Linear):
@@ -497,7 +487,7 @@ def test_what_a_factory_notes_on_parameters_is_there_for_the_optimizer(
     assert list(simulate(2, fn)) == [[1, 1]] * 2
 
 
-def test_what_is_on_its_way_is_laid_out_as_its_parameter() -> None:
+def test_what_is_on_its_way_is_laid_out_as_its_parameter():
     """An entry of the user's own under a parameter's name, when the setup begins to split."""
 
     def fn(world: af.World) -> None:
@@ -518,9 +508,7 @@ def test_what_is_on_its_way_is_laid_out_as_its_parameter() -> None:
 @pytest.mark.parametrize(
     ("axes", "is_all"), [({"tp": 2}, True), ({"dp_shard": 2}, False)]
 )
-def test_metrics_are_tracked_that_are_all_there_is(
-    axes: dict[str, int], tmp_path: Path, *, is_all: bool
-) -> None:
+def test_metrics_are_tracked_that_are_all_there_is(axes, tmp_path, *, is_all):
     """Ranks that share each sample see the loss of all; others a part of it."""
 
     def fn(world: af.World) -> None:
@@ -536,9 +524,7 @@ def test_metrics_are_tracked_that_are_all_there_is(
 
 
 @pytest.mark.parametrize("safe", [False, True])
-def test_a_script_has_the_folders_that_python_gives_it(
-    safe: bool, tmp_path: Path
-) -> None:
+def test_a_script_has_the_folders_that_python_gives_it(safe, tmp_path):
     """Its own first, unless Python was told not to; then those that the environment names."""
     script = tmp_path / "train.py"
     script.write_text("import sys; print(sys.path[:2])")
@@ -557,9 +543,7 @@ def test_a_script_has_the_folders_that_python_gives_it(
 
 
 @pytest.mark.parametrize("error", [ArithmeticError, KeyError])
-def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(
-    error: type[Exception],
-) -> None:
+def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(error):
     """Though the optimizer is torch's, whose own step would be known not to have begun.
 
     The error is the hook's, and none of what an optimizer lacks.
@@ -604,7 +588,7 @@ def test_a_collate_of_a_table_draws_by_its_place(seed: int, drawn: int) -> None:
 
 
 @pytest.mark.parametrize("apart", [(0, 1), (4, 0), (4, 1), (0, 0)])
-def test_ranks_that_stand_at_other_places_do_not_agree(apart: tuple[int, int]) -> None:
+def test_ranks_that_stand_at_other_places_do_not_agree(apart):
     """Of another epoch, another sample or both."""
     samples, epoch = apart
 
@@ -621,7 +605,7 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart: tuple[int, int]) -
     simulate(2, fn)
 
 
-def test_axes_of_other_sizes_have_other_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_axes_of_other_sizes_have_other_groups(monkeypatch):
     """Though they have the same names; those of the same sizes stay open."""
     opened: list[dict[str, int]] = []
     monkeypatch.setattr(rank, "_opened", {})
@@ -651,9 +635,7 @@ REFUSING = [
 
 
 @pytest.mark.parametrize(("setup", "error"), REFUSING)
-def test_a_model_is_taken_by_a_state_that_is_made(
-    setup: Any, error: type[Exception]
-) -> None:
+def test_a_model_is_taken_by_a_state_that_is_made(setup, error):
     """One that a transform refused leaves the model, and the optimizer, to a second try."""
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -684,7 +666,7 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
 
 
 @pytest.mark.parametrize("last", [60, 100, None])
-def test_a_schedule_that_raises_behind_its_zeros_has_ended(last: int | None) -> None:
+def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     """No update can be taken there, so the zeros are its end, from the first of them on."""
 
     def schedule(update: int) -> float:
@@ -733,7 +715,7 @@ def test_names_in_an_optimizers_file_are_believed(
     assert found == {name: float(i) for i, name in enumerate("abcd")}
 
 
-def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world() -> None:
+def test_whom_a_part_of_a_world_waits_for_is_told_by_the_world():
     """Of two ranks along an axis the other one need not be the one that is gone."""
 
     def fn(world: af.World) -> str:
@@ -766,7 +748,7 @@ def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction: str) -> None:
+def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction):
     """Under autocast torch computes it in 32 bits of what 16 hold."""
     seen: list[torch.dtype] = []
 
@@ -789,9 +771,7 @@ def test_a_split_head_has_its_loss_in_the_dtype_of_torchs(reduction: str) -> Non
     assert set(seen) == {torch.float32}
 
 
-def test_what_parts_of_an_optimizer_of_other_options_lack_is_told(
-    tmp_path: Path,
-) -> None:
+def test_what_parts_of_an_optimizer_of_other_options_lack_is_told(tmp_path):
     """As what amsgrad keeps, in a checkpoint of a run without it."""
 
     def created(*, amsgrad: bool) -> af.TrainState:

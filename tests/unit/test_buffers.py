@@ -63,7 +63,7 @@ def by_a_new_tensor(model: nn.Module) -> None:
 @pytest.mark.parametrize("write", [by_data, by_a_new_tensor])
 @pytest.mark.parametrize("size", [3, 70_000])
 @pytest.mark.parametrize("first", [loss_fn, still])
-def test_a_write_without_a_version(write: Pass, size: int, first: Callable) -> None:
+def test_a_write_without_a_version(write, size, first):
     """It is in the next state, and value_and_grad leaves the given one as it is."""
     state, x = begun(write, size=size), torch.ones(3, 2)
     state, _ = af.make_step(first)(state, x)
@@ -75,7 +75,7 @@ def test_a_write_without_a_version(write: Pass, size: int, first: Callable) -> N
     assert state.buffers["0.table"].unique().tolist() == [before / 2]
 
 
-def test_many_channels() -> None:
+def test_many_channels():
     """The statistics of a wide batch normalisation are torch's."""
     wide, x = functools.partial(nn.BatchNorm1d, 70_000), torch.randn(3, 70_000)
     expected = wide()
@@ -86,7 +86,7 @@ def test_many_channels() -> None:
     assert torch.equal(state.buffers["running_var"], expected.running_var)
 
 
-def test_a_buffer_that_grows() -> None:
+def test_a_buffer_that_grows():
     """Its shape may change; passes that are not applied leave the state's as it is."""
 
     def grow(model: nn.Module) -> None:
@@ -130,7 +130,7 @@ REFUSED: dict[str, tuple[Pass, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_the_state_would_not_have(case: str) -> None:
+def test_what_the_state_would_not_have(case):
     """A buffer that a pass makes, removes or makes another is named; the state is whole."""
     change, said = REFUSED[case]
     state, x = begun(change), torch.ones(3, 2)
@@ -147,7 +147,7 @@ def test_what_the_state_would_not_have(case: str) -> None:
         assert torch.equal(param, twin.params[name])
 
 
-def test_no_buffer_at_all() -> None:
+def test_no_buffer_at_all():
     """A model without any is refused one, too."""
 
     class Bare(nn.Linear):
@@ -184,7 +184,7 @@ class Assigns(nn.Module):
 
 
 @pytest.mark.parametrize("case", ASSIGNED)
-def test_what_the_forward_pass_assigns_to_a_buffer_is_copied(case: str) -> None:
+def test_what_the_forward_pass_assigns_to_a_buffer_is_copied(case):
     """It keeps what it was set to: neither an update nor a pass writes into it from then on."""
     torch.manual_seed(0)
     model = Assigns(ASSIGNED[case])
@@ -231,7 +231,7 @@ class Seen(nn.Module):
         return self.layer(x)
 
 
-def test_a_constant_of_a_class_stays_what_it_is() -> None:
+def test_a_constant_of_a_class_stays_what_it_is():
     """States of a module whose buffer is one do not count together, nor does the next."""
 
     def counted(updates: int) -> float:

@@ -719,10 +719,7 @@ OTHER_DATA = {
         "changed": ("remainder",),
     },
     "order": {"data": af.Data(X, batch_size=3, shuffle=True), "changed": ("order",)},
-    "fingerprint": {
-        "data": af.Data(X + 1, batch_size=3),
-        "changed": ("fingerprint",),
-    },
+    "fingerprint": {"data": af.Data(X + 1, batch_size=3), "changed": ("fingerprint",)},
 }
 
 

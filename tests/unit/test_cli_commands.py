@@ -63,7 +63,7 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def test_verify_looks_at_all_and_forgets_no_loss(tmp_path: Path) -> None:
+def test_verify_looks_at_all_and_forgets_no_loss(tmp_path):
     """Whatever is whole behind a file that is not, the exit code is 1."""
     store = store_of(tmp_path / "runs", 3)
     assert answer("checkpoint", "verify", store)[0] == 0
@@ -77,7 +77,7 @@ def test_verify_looks_at_all_and_forgets_no_loss(tmp_path: Path) -> None:
     assert (first[0], last[0]) == (1, 0)
 
 
-def test_a_store_is_its_newest_checkpoint(tmp_path: Path) -> None:
+def test_a_store_is_its_newest_checkpoint(tmp_path):
     """To export; a list of it has a row for each, in order."""
     store = store_of(tmp_path / "runs", 3)
     for name, folder in (("a", store), ("b", store / "step-00000003")):
@@ -91,7 +91,7 @@ def test_a_store_is_its_newest_checkpoint(tmp_path: Path) -> None:
     assert [row[-1] for row in cells] == ["1", "0.5", "0.333333"]
 
 
-def test_ls_tells_what_is_cut_off(tmp_path: Path) -> None:
+def test_ls_tells_what_is_cut_off(tmp_path):
     """A file of another size than was written is named, and the row says no."""
     store = store_of(tmp_path / "runs", 2)
     with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
@@ -106,7 +106,7 @@ def test_ls_tells_what_is_cut_off(tmp_path: Path) -> None:
     assert left.startswith(".tmp-step-00000009 ")
 
 
-def test_an_export_is_what_a_model_would_save(tmp_path: Path) -> None:
+def test_an_export_is_what_a_model_would_save(tmp_path):
     """Persistent buffers and parameters, of a slot where one is named, and no others."""
     (state,) = states(1)
     af.save(state, tmp_path / "saved")
@@ -122,7 +122,7 @@ def test_an_export_is_what_a_model_would_save(tmp_path: Path) -> None:
     assert (code, "out-2" in "".join(err)) == (2, True)
 
 
-def test_a_command_that_is_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_left_says_so(monkeypatch):
     """130 after Ctrl-C, 2 and one line where accelfn refuses; what is a bug is raised."""
 
     def left(error: BaseException):
@@ -138,7 +138,7 @@ def test_a_command_that_is_left_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         left(ZeroDivisionError())
 
 
-def test_what_is_launched_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_launched_is_what_was_said(monkeypatch):
     """Words before the script are accelfn's, those behind it the script's; its end is ours."""
     given: list[tuple] = []
 
@@ -167,9 +167,7 @@ def test_what_is_launched_is_what_was_said(monkeypatch: pytest.MonkeyPatch) -> N
     assert answer("test", "--nproc", "two")[0] == 2
 
 
-def test_config_keeps_what_the_file_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_config_keeps_what_the_file_has(tmp_path, monkeypatch):
     """--default adds what it lacks, --set changes one setting, and an empty one goes."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "accelfn.toml"
@@ -186,15 +184,11 @@ def test_config_keeps_what_the_file_has(
     assert read(file) == kept
 
 
-def test_config_asks_until_the_answer_can_be(tmp_path: Path) -> None:
+def test_config_asks_until_the_answer_can_be(tmp_path):
     """An empty answer keeps what there is; what one machine has no use for goes."""
     file = tmp_path / "mine.toml"
     file.write_text('[launch]\nmax_restarts = 3\nmain_address = "10.0.0.1"\n')
-    answers = {
-        "nproc": ["two", "2"],
-        "num_machines": ["1"],
-        "max_restarts": [""],
-    }
+    answers = {"nproc": ["two", "2"], "num_machines": ["1"], "max_restarts": [""]}
 
     def ask(question: str) -> str:
         return answers[question.partition(":")[0]].pop(0)
@@ -205,7 +199,7 @@ def test_config_asks_until_the_answer_can_be(tmp_path: Path) -> None:
     assert not any(answers.values())
 
 
-def test_env_tells_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_tells_no_secret(tmp_path, monkeypatch):
     """Of variables those that change a run, hidden where their name says what they are."""
     monkeypatch.chdir(tmp_path)
     Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
@@ -228,9 +222,7 @@ def test_env_tells_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert any("nproc is 0; give a whole number" in row for row in rows)
 
 
-def test_a_file_that_is_named_must_be_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_named_must_be_there(tmp_path, monkeypatch):
     """The one of the current directory need not; it counts where none is named."""
     monkeypatch.chdir(tmp_path)
     assert answer("launch", "--show")[0] == 0

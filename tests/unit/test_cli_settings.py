@@ -285,10 +285,7 @@ def test_a_launch_says_what_its_file_has_set(capsys, monkeypatch):
         ("--rdzv-endpoint h:1", "--rdzv-id is missing"),
         ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "exclude each other"),
         ("--rdzv-endpoint h --rdzv-id a", "give HOST:PORT"),
-        (
-            "--rdzv-endpoint h:99999 --rdzv-id a",
-            "'h:99999'; give HOST:PORT, a port",
-        ),
+        ("--rdzv-endpoint h:99999 --rdzv-id a", "'h:99999'; give HOST:PORT, a port"),
         ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
         (

@@ -11,7 +11,7 @@ import accelfn as af
 from tests.states import bits, linear_state
 
 
-def test_a_name_that_is_another_groups_number() -> None:
+def test_a_name_that_is_another_groups_number():
     """A group named "1" and group 1 without a name would be one metric; named, they are two."""
 
     def create(setup: object, **more: str) -> af.TrainState:
@@ -32,7 +32,7 @@ def test_a_name_that_is_another_groups_number() -> None:
     assert {"grad_norm.1", "grad_norm.bias"} < set(metrics)
 
 
-def test_complex_gradients() -> None:
+def test_complex_gradients():
     """Their elements have no order, so a bound on values names them; a norm they have."""
 
     class Complex(nn.Module):
@@ -52,7 +52,7 @@ def test_complex_gradients() -> None:
 
 
 @pytest.mark.parametrize("used", ["a", "b"])
-def test_a_group_without_gradients(used: str) -> None:
+def test_a_group_without_gradients(used):
     """A group whose parameters take no part in a loss has no norm, and the others are clipped."""
 
     class Two(nn.Module):
@@ -93,7 +93,7 @@ class Drops:
     ],
     ids=repr,
 )
-def test_where_there_are_no_gradients_none_are_clipped(clip: object) -> None:
+def test_where_there_are_no_gradients_none_are_clipped(clip):
     """Another transform left them out: an update without a norm, which changes nothing."""
     setup = af.chain(Drops(), clip)
     state = linear_state(setup=setup)

@@ -171,14 +171,14 @@ def stepped(
 
 
 @pytest.mark.parametrize("model", [Counting, Mixing])
-def test_what_does_not_go_by_position_is_refused(model: Any) -> None:
+def test_what_does_not_go_by_position_is_refused(model):
     """A model that counts its own positions, or mixes neighbours, trains nothing wrong."""
     with pytest.raises(LossError, match=r"loss_of_all is not the same in parts.*shift"):
         simulate(2, lambda w: stepped(w, model), axes={"cp": 2})
 
 
 @pytest.mark.parametrize("precision", ["high", "medium"])
-def test_products_in_few_bits_round_as_they_like(precision: str) -> None:
+def test_products_in_few_bits_round_as_they_like(precision):
     """What is no mistake in the precision that a program set for them is one in float32."""
 
     def run() -> None:
@@ -195,7 +195,7 @@ def test_products_in_few_bits_round_as_they_like(precision: str) -> None:
 
 
 @pytest.mark.parametrize("loss", [loss_of_next, loss_of_fewer])
-def test_labels_that_are_shifted_in_parts_are_refused(loss: Any) -> None:
+def test_labels_that_are_shifted_in_parts_are_refused(loss):
     """A part's last position has no next one there, so its weight is not the whole's."""
     with pytest.raises(LossError, match=r"weight=3\); the sums over parts are .* 2\."):
         simulate(2, lambda w: stepped(w, loss=loss), axes={"cp": 2})
@@ -211,13 +211,13 @@ def test_labels_that_are_shifted_in_parts_are_refused(loss: Any) -> None:
         (Torchs, "MultiheadAttention would attend to the positions of this rank alone"),
     ],
 )
-def test_attention_that_cannot_be_shared_is_refused(model: Any, words: str) -> None:
+def test_attention_that_cannot_be_shared_is_refused(model, words):
     """Heads that do not divide, masks of a part, and what has no heads; torch would tell later."""
     with pytest.raises((LossError, RuntimeError), match=words):
         simulate(2, lambda w: stepped(w, model), axes={"cp": 2})
 
 
-def test_a_mean_is_refused() -> None:
+def test_a_mean_is_refused():
     """Nobody knows of how many tokens of a part it is."""
     with pytest.raises(LossError, match=r"returned Tensor of a part.*Loss\(total"):
         simulate(2, lambda w: stepped(w, loss=loss_of_mean), axes={"cp": 2})
@@ -226,15 +226,12 @@ def test_a_mean_is_refused() -> None:
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        (
-            rows(3),
-            r'3 positions cannot be cut into 2 pieces .* for 2 ranks along "cp"',
-        ),
+        (rows(3), r'3 positions cannot be cut into 2 pieces .* for 2 ranks along "cp"'),
         ((*rows()[:2], rows(6)[2]), r"one length at dim 1, got the shapes"),
         ((torch.ones(2),), r"one length at dim 1, got the shapes \[\]"),
     ],
 )
-def test_sequences_that_cannot_be_split_are_refused(batch: Any, words: str) -> None:
+def test_sequences_that_cannot_be_split_are_refused(batch, words):
     """Of a length that does not divide, of several, or none."""
     with pytest.raises(BatchError, match=words):
         simulate(2, lambda w: stepped(w, batch=batch), axes={"cp": 2})
@@ -242,7 +239,7 @@ def test_sequences_that_cannot_be_split_are_refused(batch: Any, words: str) -> N
 
 @pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # of what is no batch
 @pytest.mark.parametrize("odd", range(4))
-def test_batches_that_differ_along_cp_are_refused(odd: int) -> None:
+def test_batches_that_differ_along_cp_are_refused(odd):
     """Ranks that share samples would otherwise add up parts of different ones."""
 
     def fn(world: af.World) -> None:
@@ -253,7 +250,7 @@ def test_batches_that_differ_along_cp_are_refused(odd: int) -> None:
         simulate(4, fn, axes={"dp_shard": 2, "cp": 2})
 
 
-def test_a_loss_that_draws_is_told_of() -> None:
+def test_a_loss_that_draws_is_told_of():
     """It cannot be compared with itself in one piece, and trains on the same draws."""
 
     def fn(world: af.World) -> list[dict[str, torch.Tensor]]:
@@ -266,7 +263,7 @@ def test_a_loss_that_draws_is_told_of() -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_what_does_not_count_is_looked_at_later() -> None:
+def test_what_does_not_count_is_looked_at_later():
     """A first batch without weight tells nothing, so the next one is compared."""
 
     def weighed(net: nn.Module, batch: Any) -> af.Loss:
@@ -285,7 +282,7 @@ def test_what_does_not_count_is_looked_at_later() -> None:
 
 
 @pytest.mark.parametrize("kind", [int, torch.Tensor])
-def test_weights_are_compared_as_whole_numbers(kind: Any) -> None:
+def test_weights_are_compared_as_whole_numbers(kind):
     """Above 2 ** 24, too, where float32 has not every one of them."""
 
     def weighed(net: nn.Module, batch: Any) -> af.Loss:
@@ -306,7 +303,7 @@ def test_weights_are_compared_as_whole_numbers(kind: Any) -> None:
 
 
 @pytest.mark.parametrize("ring", [False, True])
-def test_a_look_at_long_sequences_is_at_their_beginning(ring: bool) -> None:
+def test_a_look_at_long_sequences_is_at_their_beginning(ring):
     """Of at most 2,048 positions, which three ranks share in whole pieces."""
     lengths: list[int] = []
 
@@ -326,7 +323,7 @@ def test_a_look_at_long_sequences_is_at_their_beginning(ring: bool) -> None:
     assert sorted(set(lengths)) == [whole // 3, 2052 // 3, whole]
 
 
-def test_looking_leaves_no_trace() -> None:
+def test_looking_leaves_no_trace():
     """Buffers, modes of each part and draws of the first update are as if nobody had looked."""
 
     def fn(world: af.World) -> tuple[dict[str, torch.Tensor], bool]:
@@ -348,7 +345,7 @@ def test_looking_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize("axis", ["cp", "tp"])
 @pytest.mark.parametrize("setup", [None, af.wrap_ddp(), af.wrap_fsdp()])
-def test_an_axis_without_work_is_refused(axis: str, setup: Any) -> None:
+def test_an_axis_without_work_is_refused(axis, setup):
     """Its ranks would all do the same."""
     with pytest.raises(
         WorldError, match=f"2 ranks along '{axis}'.*all would do the same"
@@ -357,20 +354,20 @@ def test_an_axis_without_work_is_refused(axis: str, setup: Any) -> None:
 
 
 @pytest.mark.parametrize("other", [af.local_sgd(sync_every=2), af.compile()])
-def test_it_stands_beside_neither(other: Any) -> None:
+def test_it_stands_beside_neither(other):
     """Ranks that train apart add nothing up; a compiler cannot see an exchange."""
     with pytest.raises(CompositionError, match="context_parallel"):
         af.chain(af.context_parallel(), other)
 
 
 @pytest.mark.parametrize("dim", [0, -1, 1.5, "1"])
-def test_dims_that_are_none_are_refused(dim: Any) -> None:
+def test_dims_that_are_none_are_refused(dim):
     """Dim 0 is the samples."""
     with pytest.raises(af.ArgumentError, match=r"context_parallel\(seq_dim="):
         af.context_parallel(seq_dim=dim)
 
 
-def test_ranks_of_one_sample_are_not_split_between() -> None:
+def test_ranks_of_one_sample_are_not_split_between():
     """A sample's ranks would get parts of one another's; the axis itself can be meant."""
 
     def fn(world: af.World) -> tuple[list[int], list[int]]:
@@ -383,7 +380,7 @@ def test_ranks_of_one_sample_are_not_split_between() -> None:
     assert list(simulate(4, fn, axes={"dp_shard": 2, "cp": 2})) == expected
 
 
-def test_what_is_predicted_and_gathered_comes_once() -> None:
+def test_what_is_predicted_and_gathered_comes_once():
     """Predictions are of whole sequences; samples, draws and lockstep go by batch ranks."""
 
     def fn(world: af.World) -> Any:
@@ -418,7 +415,7 @@ class Within(nn.Module):
         return self.layer(x, places)
 
 
-def test_what_is_computed_again_sees_all_positions() -> None:
+def test_what_is_computed_again_sees_all_positions():
     """A block that is run again in the backward pass attends to what it first did."""
     again = af.checkpoint_activations(Attending)
 
@@ -433,7 +430,7 @@ def test_what_is_computed_again_sees_all_positions() -> None:
             assert torch.allclose(param, found[name], atol=1e-5), name
 
 
-def test_any_dim_can_be_the_sequence() -> None:
+def test_any_dim_can_be_the_sequence():
     """Features may come before positions."""
 
     def turned(net: nn.Module, batch: Batch) -> af.Loss:
@@ -453,7 +450,7 @@ def test_any_dim_can_be_the_sequence() -> None:
 
 @pytest.mark.parametrize("beside", [(), ("a name", 3, None)])
 @pytest.mark.parametrize("weights", [torch.arange(1.0, WIDTH + 1), 2.0])
-def test_a_batch_may_have_what_is_of_no_sample(weights: Any, beside: Any) -> None:
+def test_a_batch_may_have_what_is_of_no_sample(weights, beside):
     """Weights of features, say: the loss is looked at on all samples then; and no tensors."""
 
     def weighed(net: nn.Module, batch: Any) -> af.Loss:
@@ -472,7 +469,7 @@ def test_a_batch_may_have_what_is_of_no_sample(weights: Any, beside: Any) -> Non
     assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
 
 
-def test_one_rank_reads_a_stream_for_all() -> None:
+def test_one_rank_reads_a_stream_for_all():
     """Along "cp" too: a queue has each sample once."""
     readers = []
 
@@ -495,7 +492,7 @@ def test_one_rank_reads_a_stream_for_all() -> None:
     assert len(readers) == 1
 
 
-def test_every_attention_is_between_two_exchanges() -> None:
+def test_every_attention_is_between_two_exchanges():
     """One of query, key and value, and one of the result; both again in the backward pass."""
 
     def fn(world: af.World) -> None:

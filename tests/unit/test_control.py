@@ -88,10 +88,7 @@ def test_once_on_each_machine(local_size, capsys):
     firsts = list(range(0, 4, local_size))
     lasts = list(range(local_size - 1, 4, local_size))
     assert ran == [firsts, lasts, lasts, [0], [3]]
-    assert sorted(capsys.readouterr().out.split()) == [
-        *["here"] * len(firsts),
-        "there",
-    ]
+    assert sorted(capsys.readouterr().out.split()) == [*["here"] * len(firsts), "there"]
 
 
 def test_a_local_rank_that_a_machine_has_not():

@@ -76,7 +76,7 @@ def test_whatever_group_couples_elements_is_found(
         optimizer.check_elements(state, "here", dims=(0, 1))
 
 
-def test_layers_that_are_alike_are_not_all_tried() -> None:
+def test_layers_that_are_alike_are_not_all_tried():
     """Two of each kind are, however deep a model is."""
     shallow, deep = (state_of([(0, 0)] * n, [0]) for n in (2, 50))
     assert list(optimizer.try_optimizer(deep)) == list(optimizer.try_optimizer(shallow))

@@ -188,7 +188,7 @@ def run(
 
 
 @pytest.mark.parametrize("run", range(1, SIZE + 1), indirect=True)
-def test_where_too_few_would_be_left_torch_ends_the_run(run: Run) -> None:
+def test_where_too_few_would_be_left_torch_ends_the_run(run):
     """So many may be killed that the least is left; of the next one nothing is said or done."""
     least = run.crew._least
     run.end(*range(SIZE), by_signal=signal.SIGKILL)
@@ -198,7 +198,7 @@ def test_where_too_few_would_be_left_torch_ends_the_run(run: Run) -> None:
     assert not run.crew.gone
 
 
-def test_who_takes_a_place_is_told_who_it_is(run: Run) -> None:
+def test_who_takes_a_place_is_told_who_it_is(run):
     """It has its rank's variables and how often one was started; its words follow the others'."""
     for pid, times in ((201, "1"), (202, "2")):
         before = run.handlers[1]._stdout
@@ -219,7 +219,7 @@ def test_who_takes_a_place_is_told_who_it_is(run: Run) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_world_is_made_when_all_have_come_who_can(run: Run, waits: bool) -> None:
+def test_a_world_is_made_when_all_have_come_who_can(run, waits):
     """Members by their places, and newcomers that wait; one that does not is in a later one."""
     run.end(1, by_signal=signal.SIGKILL)
     if waits:
@@ -243,7 +243,7 @@ def test_a_world_is_made_when_all_have_come_who_can(run: Run, waits: bool) -> No
     assert run.words.num_waiting() == 0
 
 
-def test_who_is_done_is_waited_for_no_longer(run: Run) -> None:
+def test_who_is_done_is_waited_for_no_longer(run):
     """A rank that has returned is gone, without a word, and the others may meet anew."""
     run.end(1)
     assert run.words.is_gone("1.0")
@@ -252,7 +252,7 @@ def test_who_is_done_is_waited_for_no_longer(run: Run) -> None:
     assert (run.said, run.envs, run.crew.gone) == ([], [], set())
 
 
-def test_who_failed_by_itself_is_left_to_torch(run: Run) -> None:
+def test_who_failed_by_itself_is_left_to_torch(run):
     """An error is no killing: nobody takes its place, and nobody goes on without it."""
     run.end(1, code=1)
     run.come(1, "0.0", "2.0")
@@ -262,7 +262,7 @@ def test_who_failed_by_itself_is_left_to_torch(run: Run) -> None:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_a_newcomer_that_is_killed_is_not_awaited(run: Run, waits: bool) -> None:
+def test_a_newcomer_that_is_killed_is_not_awaited(run, waits):
     """It counts no more among those that wait, nor among those that torch waits for."""
     run.end(1, by_signal=signal.SIGKILL)
     if waits:
@@ -276,7 +276,7 @@ def test_a_newcomer_that_is_killed_is_not_awaited(run: Run, waits: bool) -> None
     assert run.words.called(1) == ["0.0", "2.0"]
 
 
-def test_who_comes_too_late_is_ended(run: Run) -> None:
+def test_who_comes_too_late_is_ended(run):
     """When all members are done, those that had not come in are named, and torch ends them."""
     run.end(1, 2, by_signal=signal.SIGKILL)
     assert len(run.said) == 2

@@ -426,10 +426,7 @@ def test_workers_give_the_same_batches(name):
     assert torch.equal(random, torch.get_rng_state())
 
 
-NOISY = {
-    "items": Noisy(),
-    "Subset": Subset(Noisy(), range(10)),
-}
+NOISY = {"items": Noisy(), "Subset": Subset(Noisy(), range(10))}
 
 
 @pytest.mark.parametrize("name", NOISY)

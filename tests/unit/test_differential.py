@@ -57,7 +57,7 @@ def planted(world: af.World, one: object, two: object) -> object:
         (torch.ones(2).bfloat16(), torch.zeros(2).bfloat16(), r"\[0\]: 1 and 0"),
     ],
 )
-def test_a_difference_is_told_by_its_place(one: Any, two: Any, told: str) -> None:
+def test_a_difference_is_told_by_its_place(one, two, told):
     """Keys may be plain data and tuples of it, and every dtype has its own words."""
     with pytest.raises(LawError, match=f"(?s)Rank 1 of 2 .*{told}"):
         simulate(2, partial(planted, one=one, two=two), also="processes")
@@ -65,7 +65,7 @@ def test_a_difference_is_told_by_its_place(one: Any, two: Any, told: str) -> Non
 
 
 @pytest.mark.parametrize("key", [1.5, (1, 2.5), (1, (2,)), frozenset({1})])
-def test_a_key_that_may_not_be_found_again_is_refused(key: Any) -> None:
+def test_a_key_that_may_not_be_found_again_is_refused(key):
     """Floats, and what holds other things than plain data, name no place."""
     with pytest.raises(af.ArgumentError, match="A key of result is a .*be compared"):
         simulate(2, partial(planted, one={key: 1}, two={key: 1}), also="processes")
@@ -84,9 +84,7 @@ def test_a_key_that_may_not_be_found_again_is_refused(key: Any) -> None:
         ),
     ],
 )
-def test_what_processes_cannot_repeat_is_refused_at_once(
-    options: dict[str, Any], told: str
-) -> None:
+def test_what_processes_cannot_repeat_is_refused_at_once(options, told):
     """Before any rank has run, which may take long."""
     with pytest.raises(af.ArgumentError, match=told):
         simulate(2, partial(planted, one=1, two=1), also="processes", **options)
@@ -113,15 +111,13 @@ def nested() -> Any:
     ],
     ids=["lambda", "inner", "lock"],
 )
-def test_what_cannot_be_sent_to_a_process_says_why(fn: Any, told: str) -> None:
+def test_what_cannot_be_sent_to_a_process_says_why(fn, told):
     """Functions are imported by name there, and a lock is of its process alone."""
     with pytest.raises(af.ArgumentError, match=told):
         run_processes(2, fn)
 
 
-def test_what_a_script_defines_cannot_be_imported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_script_defines_cannot_be_imported(monkeypatch):
     """A process would find another `__main__`, so the function is refused by its name."""
     monkeypatch.setattr(planted, "__module__", "__main__")
     monkeypatch.setitem(sys.modules["__main__"].__dict__, "planted", planted)
@@ -132,7 +128,7 @@ def test_what_a_script_defines_cannot_be_imported(
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 1.0, "2", None])
-def test_a_number_of_processes_is_one_or_more(size: Any) -> None:
+def test_a_number_of_processes_is_one_or_more(size):
     """Another is refused with what was given, and so is what is no function of a world."""
     with pytest.raises(
         af.ArgumentError, match=rf"run_processes\({size!r}, \.\.\.\): exp"
@@ -145,9 +141,7 @@ def test_a_number_of_processes_is_one_or_more(size: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_a_world_of_one_process_is_a_world(
-    size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_world_of_one_process_is_a_world(size, monkeypatch):
     """Any number from one on is run, within the time that is given."""
 
     class Pool:
@@ -159,7 +153,7 @@ def test_a_world_of_one_process_is_a_world(
     assert run_processes(size, planted, 1, 2, timeout=7.0) == [7.0] * size
 
 
-def test_who_failed_first_is_told_first() -> None:
+def test_who_failed_first_is_told_first():
     """The whole trace of the first, a line of each that failed after it, by their times."""
     failed = {
         0: processes.Answer(failure="Traceback\nKeyError: 'after'\n", at=2.0),

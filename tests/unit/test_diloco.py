@@ -65,7 +65,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_it_is_refused_when_it_is_made(name: str) -> None:
+def test_it_is_refused_when_it_is_made(name):
     """Each mistake has its sentence, at once."""
     make, words = REFUSED[name]
     with pytest.raises(af.Error, match=words):
@@ -111,14 +111,14 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_it_is_refused_when_the_state_is_made(name: str) -> None:
+def test_it_is_refused_when_the_state_is_made(name):
     """What only the model tells is told with the model."""
     setup, words = UNFIT[name]
     with pytest.raises(af.Error, match=words):
         state(setup)
 
 
-def test_parts_do_not_fly_in_few_bits() -> None:
+def test_parts_do_not_fly_in_few_bits():
     """Beside wrap_fsdp, a delay goes with numbers as they are."""
     late = af.diloco(sync_every=2, delay=1, bits=8)
 
@@ -138,7 +138,7 @@ def test_parts_do_not_fly_in_few_bits() -> None:
         partial(Counting, lr=1.0, momentum=0.5),
     ],
 )
-def test_any_outer_optimizer_goes_on(outer: Any) -> None:
+def test_any_outer_optimizer_goes_on(outer):
     """Its state is in the slot: a copy that goes on has the same anchor, bit by bit."""
     setup = af.diloco(sync_every=1, outer=outer)
 
@@ -156,7 +156,7 @@ def test_any_outer_optimizer_goes_on(outer: Any) -> None:
     simulate(2, go)
 
 
-def test_frozen_parameters_stay_where_they_are() -> None:
+def test_frozen_parameters_stay_where_they_are():
     """What is not trained is not exchanged, and no bit of it moves; thawed it is."""
     setup = af.diloco(sync_every=1, outer=SGD)
 
@@ -176,7 +176,7 @@ def test_frozen_parameters_stay_where_they_are() -> None:
     simulate(2, go)
 
 
-def test_other_options_begin_where_ranks_agree() -> None:
+def test_other_options_begin_where_ranks_agree():
     """After finalize a run goes on with other fragments and bits; before, it is told so."""
 
     def go(world: af.World) -> None:
@@ -197,7 +197,7 @@ def test_other_options_begin_where_ranks_agree() -> None:
     simulate(2, go)
 
 
-def test_neighbours_may_come_in_mid_run() -> None:
+def test_neighbours_may_come_in_mid_run():
     """Parts that were not there yet count what was seen since all met."""
 
     def go(world: af.World) -> float:
@@ -215,7 +215,7 @@ def test_neighbours_may_come_in_mid_run() -> None:
     assert two != three
 
 
-def test_two_factories_of_one_kind_are_one_value() -> None:
+def test_two_factories_of_one_kind_are_one_value():
     """Setups with partials of the same function and arguments are equal."""
     one, two = (
         af.diloco(sync_every=2, outer=partial(torch.optim.SGD, lr=0.5, momentum=0.9))
@@ -226,7 +226,7 @@ def test_two_factories_of_one_kind_are_one_value() -> None:
     assert one != af.diloco(sync_every=2, outer=partial(torch.optim.SGD, lr=0.5))
 
 
-def test_equal_shapes_are_not_sent_first() -> None:
+def test_equal_shapes_are_not_sent_first():
     """all_to_all(equal=True) is one call, gives what the other does, and looks at shapes."""
 
     def go(world: af.World, equal: bool) -> list[torch.Tensor]:
@@ -266,17 +266,16 @@ def test_equal_shapes_are_not_sent_first() -> None:
         (lambda t, w: af.start_reduce(t, w, "median"), "expected one of"),
     ],
 )
-def test_a_mean_by_weight_is_asked_for_in_full(call: Any, words: str) -> None:
+def test_a_mean_by_weight_is_asked_for_in_full(call, words):
     """What is no mean has no weight, and a weight is a number."""
     with pytest.raises(af.ArgumentError, match=words):
         call(torch.ones(1), af.World.single(device="cpu"))
 
 
-def test_what_an_outer_optimizer_counts_lies_whole_beside_parts() -> None:
+def test_what_an_outer_optimizer_counts_lies_whole_beside_parts():
     """Under wrap_fsdp its averages lie over the ranks as parameters do, and its steps do not."""
     setup = af.chain(
-        af.wrap_fsdp(),
-        af.diloco(sync_every=1, outer=partial(torch.optim.Adam, lr=0.1)),
+        af.wrap_fsdp(), af.diloco(sync_every=1, outer=partial(torch.optim.Adam, lr=0.1))
     )
 
     def go(world: af.World) -> None:
@@ -293,9 +292,7 @@ def test_what_an_outer_optimizer_counts_lies_whole_beside_parts() -> None:
 
 
 @pytest.mark.parametrize("options", [{"bits": 8}, {"delay": 1}], ids=repr)
-def test_what_is_remembered_and_on_its_way_lies_beside_parts(
-    options: dict[str, int],
-) -> None:
+def test_what_is_remembered_and_on_its_way_lies_beside_parts(options):
     """Under wrap_fsdp each has its parameter's shape and a rank's part of it, as files need."""
     setup = af.chain(af.wrap_fsdp(), af.diloco(sync_every=2, **options))
 
@@ -318,7 +315,7 @@ def test_what_is_remembered_and_on_its_way_lies_beside_parts(
 
 
 @pytest.mark.parametrize("most", [0.0, 100.0])
-def test_what_is_rounded_together_is_cut_alike(most: float) -> None:
+def test_what_is_rounded_together_is_cut_alike(most):
     """Lone numbers, which all ranks of a copy hold, are in no bucket with what is cut."""
 
     class Scaled(nn.Module):

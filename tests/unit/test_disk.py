@@ -50,9 +50,7 @@ CALLS: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("fails", [False, True])
-def test_nothing_is_left_open(
-    call: str, fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_is_left_open(call, fails, tmp_path, monkeypatch):
     """A run that saves for weeks has no more files open than it began with."""
     (tmp_path / "old").write_text("text")
     if fails:
@@ -73,9 +71,7 @@ def test_nothing_is_left_open(
 
 
 @pytest.mark.parametrize("has_links", [True, False])
-def test_the_first_claim_counts(
-    has_links: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_claim_counts(has_links, tmp_path, monkeypatch):
     """Of two that claim a name one has it, with its text, whatever the file system can do."""
     if not has_links:
         error = OSError(errno.EPERM, "no links here")
@@ -95,9 +91,7 @@ def test_the_first_claim_counts(
     assert files.claim(path, "yours")
 
 
-def test_a_claim_that_is_not_written_whole_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_claim_that_is_not_written_whole_is_none(tmp_path, monkeypatch):
     """Where a disk without links is full, the error is told, and the name is free."""
     write = files.write
 
@@ -113,7 +107,7 @@ def test_a_claim_that_is_not_written_whole_is_none(
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_name_that_is_taken_is_not_given_again(tmp_path: Path) -> None:
+def test_a_name_that_is_taken_is_not_given_again(tmp_path):
     """An empty directory that has the name is not replaced, as the system would do."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -124,9 +118,7 @@ def test_a_name_that_is_taken_is_not_given_again(tmp_path: Path) -> None:
     assert [*(tmp_path / "two").iterdir()] == []
 
 
-def test_what_is_let_go_was_held_on_this_machine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_let_go_was_held_on_this_machine(tmp_path, monkeypatch):
     """Of a file that another machine held, or that is not there, nothing is known."""
     path = tmp_path / "held"
     for machine in (True, False):

@@ -4,7 +4,6 @@
 import ast
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -20,9 +19,7 @@ OF_PATHLIB = ("exists", "is_dir", "is_file")
 
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
-def test_a_disk_that_does_not_say_is_no_answer(
-    asked: Callable[[Path], bool], code: int, tmp_path: Path
-) -> None:
+def test_a_disk_that_does_not_say_is_no_answer(asked, code, tmp_path):
     """On Python 3.14 pathlib takes it for no."""
     broken = OSError(code, os.strerror(code))
     with (
@@ -32,7 +29,7 @@ def test_a_disk_that_does_not_say_is_no_answer(
         asked(tmp_path)
 
 
-def test_what_is_there_is_told(tmp_path: Path) -> None:
+def test_what_is_there_is_told(tmp_path):
     """A directory, a file, a link to one, and what is neither or not there."""
     file, link, loop = tmp_path / "file", tmp_path / "link", tmp_path / "loop"
     file.touch()
@@ -69,7 +66,7 @@ def calls_of_pathlib(file: Path) -> list[int]:
     ]
 
 
-def test_nobody_asks_pathlib() -> None:
+def test_nobody_asks_pathlib():
     """accelfn asks `base.arguments`, which passes on errors of the disk."""
     found = {str(file): calls_of_pathlib(file) for file in ROOT.rglob("*.py")}
     assert {name: lines for name, lines in found.items() if lines} == {}

@@ -47,10 +47,7 @@ def test_a_layer_that_asks_for_values_is_named(rows, function, tmp_path):
 
 def test_what_fails_for_another_reason_is_that_error():
     """A mistake in a model that needs no values is told as torch tells it."""
-    with (
-        pytest.raises(RuntimeError, match="size") as caught,
-        af.empty_weights(),
-    ):
+    with pytest.raises(RuntimeError, match="size") as caught, af.empty_weights():
         torch.ones(2) + torch.ones(3)
     assert not isinstance(caught.value, af.ModelError)
 

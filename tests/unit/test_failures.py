@@ -120,9 +120,7 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_a_rank_without_a_traceback_may_have_met(
-    how: Failure, ending: str, why: str
-) -> None:
+def test_what_a_rank_without_a_traceback_may_have_met(how, ending, why):
     """How it ended is told with what ends a process so, and with no other cause."""
     told = report([how], ranks=[0, 1], started=1.5) + "\n"
     assert told.startswith(f"rank 1 failed first ({ending}, pid 101) after 2.5 s\n")
@@ -133,7 +131,7 @@ def test_what_a_rank_without_a_traceback_may_have_met(
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_ranks_that_all_left_are_no_failure(name: str) -> None:
+def test_ranks_that_all_left_are_no_failure(name):
     """The signal is named, and who was the first, in one line."""
     status = 128 + signal.Signals[name]
     left = [failure(r, status, error=f"SystemExit: {status}") for r in (2, 0)]
@@ -141,7 +139,7 @@ def test_ranks_that_all_left_are_no_failure(name: str) -> None:
     assert told == f"all ranks left on {name}, first rank 2."
 
 
-def test_ranks_after_the_first_are_told_in_a_line_each() -> None:
+def test_ranks_after_the_first_are_told_in_a_line_each():
     """By rank: what each raised, that it was ended, or how it ended; and no trace twice."""
     trace = 'Traceback:\n  File "train.py", line 3, in run\nValueError: boom'
     other = trace.replace("line 3", "line 4")
@@ -168,7 +166,7 @@ def test_ranks_after_the_first_are_told_in_a_line_each() -> None:
     ]
 
 
-def test_whose_trace_is_shown_beside_a_lost_peer() -> None:
+def test_whose_trace_is_shown_beside_a_lost_peer():
     """A rank that merely lost another shows none, unless the first had lost one, too."""
     lost = 'Traceback:\n  File "a.py", line 1, in run\nPeerFailedError: rank 1'
     boom = 'Traceback:\n  File "b.py", line 2, in run\nValueError: boom'

@@ -297,10 +297,7 @@ CALLS = {
         r"af\.wrap_ddp\(<Linear>\): no argument may be given by position",
     ),
     "nothing to say": (lambda: af.shard_data(4), r"By name: name="),
-    "local_sgd": (
-        lambda: af.local_sgd(8),
-        r"Write af\.local_sgd\(sync_every=8\)",
-    ),
+    "local_sgd": (lambda: af.local_sgd(8), r"Write af\.local_sgd\(sync_every=8\)"),
     "TrainState(...)": (
         lambda: af.TrainState(model=nn.Linear, optimizer=None),
         r"af\.TrainState\.create\(model=\.\.\., optimizer=\.\.\.\)",

@@ -54,7 +54,7 @@ def of_a_list(prompts, setup, world):
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
-def test_texts_are_those_of_the_model_alone(count) -> None:
+def test_texts_are_those_of_the_model_alone(count):
     """As many as prompts, each its own, on all ranks, however these share them."""
     prompts = [[1, *(3 + (i * 5 + j) % 9 for j in range(i % 4))] for i in range(count)]
     model = af.frozen(create(None))

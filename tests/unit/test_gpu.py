@@ -83,7 +83,7 @@ def needs_float8() -> None:
 @pytest.mark.parametrize(
     "precision", ["bf16", "fp16", pytest.param("fp8", marks=pytest.mark.cuda)]
 )
-def test_a_precision_trains_as_float32_does(precision: str) -> None:
+def test_a_precision_trains_as_float32_does(precision):
     """After 100 updates on one batch the loss is that of float32, to 0.05 of the first."""
     if precision == "fp8":
         needs_float8()
@@ -110,7 +110,7 @@ def test_a_precision_trains_as_float32_does(precision: str) -> None:
     ],
     ids=repr,
 )
-def test_twenty_steps_without_a_synchronisation(setup: tuple[object, ...]) -> None:
+def test_twenty_steps_without_a_synchronisation(setup):
     """The host runs ahead of the device, under fp16 with a fused optimizer too."""
     accumulates = any(isinstance(each, af.accumulate) for each in setup)
     values = af.micro_batches(batch(), 2) if accumulates else batch()
@@ -123,7 +123,7 @@ def test_twenty_steps_without_a_synchronisation(setup: tuple[object, ...]) -> No
     assert state.num_tried == 23
 
 
-def test_an_overflow_is_skipped_on_the_device() -> None:
+def test_an_overflow_is_skipped_on_the_device():
     """A loss that overflows leaves the parameters, and the count is right when it is asked for."""
     state, step = create(af.autocast("fp16", init_scale=2.0**10)), af.make_step(loss_fn)
     inputs, targets = batch()
@@ -137,7 +137,7 @@ def test_an_overflow_is_skipped_on_the_device() -> None:
 
 
 @pytest.mark.cuda
-def test_a_compiled_step() -> None:
+def test_a_compiled_step():
     """It gives what the plain step gives, up to rounding."""
     values, found = batch(), []
     for setup in (None, af.compile()):
@@ -150,7 +150,7 @@ def test_a_compiled_step() -> None:
 
 
 @pytest.mark.cuda
-def test_memory_is_that_of_the_loop_by_hand() -> None:
+def test_memory_is_that_of_the_loop_by_hand():
     """At the peak it takes at most a hundredth more."""
 
     def by_hand() -> None:

@@ -31,7 +31,7 @@ def nested(kind: str, depth: int) -> Any:
 
 @pytest.mark.parametrize("kind", ["list", "dict"])
 @pytest.mark.parametrize("room", [0, 1, 2])
-def test_facts_of_data_are_plain_and_not_too_deep(kind: str, room: int) -> None:
+def test_facts_of_data_are_plain_and_not_too_deep(kind, room):
     """Lists and tables in one another, as many as anything that is saved may lie in."""
     check(plain(data={"fact": nested(kind, MAX_DEPTH - room), "other": None}))
     deep = nested(kind, MAX_DEPTH + 1 + room)
@@ -40,7 +40,7 @@ def test_facts_of_data_are_plain_and_not_too_deep(kind: str, room: int) -> None:
 
 
 @pytest.mark.parametrize("key", [1.5, None, True, ["a"]])
-def test_keys_are_text_or_whole_numbers(key: Any) -> None:
+def test_keys_are_text_or_whole_numbers(key):
     """Of a table that has other keys than text, which JSON has not."""
     trees = plain()["trees"]
     for good in ("a", 3, -3):

@@ -28,7 +28,7 @@ def methods() -> dict[str, Any]:
 
 
 @pytest.mark.skipif(not at_night(), reason="half a minute: nox -s laws")
-def test_they_keep_the_laws(methods: dict[str, Any]) -> None:
+def test_they_keep_the_laws(methods):
     """Each of them, as the page says; the first one by day, on the page itself."""
     check_transform(methods["demo"](top=2))
     check_transform(methods["pairs"](sync_every=2))
@@ -37,8 +37,8 @@ def test_they_keep_the_laws(methods: dict[str, Any]) -> None:
 @pytest.mark.parametrize("sizes", [(4, 2), (4, 1), (2, 4), (1, 3)])
 @pytest.mark.parametrize("method", ["top_k", "demo"])
 def test_owed_gradient_is_the_same_sum_on_any_number_of_ranks(
-    tmp_path: Path, methods: dict[str, Any], method: str, sizes: tuple[int, int]
-) -> None:
+    tmp_path, methods, method, sizes
+):
     """The sum over ranks of what was not sent is loaded, whatever their number."""
     way = {"top_k": partial(methods["top_k"], 0.1), "demo": partial(methods["demo"], 1)}
     inputs = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(24, 1)

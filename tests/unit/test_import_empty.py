@@ -123,13 +123,7 @@ def test_what_makes_no_model_is_refused(read, tmp_path):
         read(lambda: 3, tmp_path)
 
 
-KINDS = {
-    "Llama": {},
-    "Mistral": {},
-    "Qwen2": {},
-    "Phi": {},
-    "Gemma": {"head_dim": 4},
-}
+KINDS = {"Llama": {}, "Mistral": {}, "Qwen2": {}, "Phi": {}, "Gemma": {"head_dim": 4}}
 
 
 def tiny(name):

@@ -39,7 +39,7 @@ def risen(read: Callable[[], nn.Module]) -> int:
     return memory("VmHWM") - before
 
 
-def test_what_is_converted_is_never_there_whole(tmp_path: Path) -> None:
+def test_what_is_converted_is_never_there_whole(tmp_path):
     """The model in its dtype, and less than one tensor of it; the file's tensors are larger."""
     path = tmp_path / "model.safetensors"
     safetensors.torch.save_file(network().state_dict(), path)
@@ -47,7 +47,7 @@ def test_what_is_converted_is_never_there_whole(tmp_path: Path) -> None:
     assert risen(in_16_bits) <= (LAYERS + 1) * TENSOR // 2 + SLACK
 
 
-def test_one_tensor_at_a_time(tmp_path: Path) -> None:
+def test_one_tensor_at_a_time(tmp_path):
     """Into a factory, the model and one tensor; into values that are there, nothing."""
     model, path = network(), tmp_path / "model.safetensors"
     safetensors.torch.save_file(model.state_dict(), path)
@@ -71,7 +71,7 @@ def lies_in_large_pages(tensor: torch.Tensor) -> bool:
 
 
 @pytest.mark.skipif(NO_LARGE_PAGES, reason="no large pages that a program can ask for")
-def test_what_is_read_lies_in_large_pages(tmp_path: Path) -> None:
+def test_what_is_read_lies_in_large_pages(tmp_path):
     """Large tensors of a model, as they are and converted, and of a state that is loaded."""
     model, path = network(), tmp_path / "model.safetensors"
     safetensors.torch.save_file(model.state_dict(), path)

@@ -135,8 +135,7 @@ def test_what_has_memory_keeps_it(tmp_path, dtype):
 
 @pytest.mark.parametrize("into", ["factory", "values"])
 @pytest.mark.parametrize(
-    ("there", "here"),
-    [(torch.float32, torch.bfloat16), (torch.float16, torch.float64)],
+    ("there", "here"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float64)]
 )
 def test_what_is_converted_piece_by_piece_is_all_there(tmp_path, there, here, into):
     """Bitwise what torch converts at once, over several pieces and a shorter last one."""

@@ -2,7 +2,6 @@
 """What `local_sgd` averages where no rank has seen a sample, and what it leaves alone."""
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ class One(nn.Module):
 
 
 @pytest.mark.parametrize("value", [1e-13, 1e-38, 1.0, 1e38])
-def test_a_mean_without_weights(value: float) -> None:
+def test_a_mean_without_weights(value):
     """Where no rank's losses weigh anything, the mean of equal numbers is bitwise the number."""
 
     def go(world: af.World) -> torch.Tensor:
@@ -38,7 +37,7 @@ def test_a_mean_without_weights(value: float) -> None:
         assert found.item() == torch.full((1,), value).item()
 
 
-def test_hyperparameters_stay() -> None:
+def test_hyperparameters_stay():
     """A learning rate that is a tensor is no state of a parameter: no rounding moves it."""
 
     def go(world: af.World) -> float:
@@ -57,7 +56,7 @@ def test_hyperparameters_stay() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_what_others_evaluate_is_averaged_in_any_order(size: int) -> None:
+def test_what_others_evaluate_is_averaged_in_any_order(size):
     """Between two averages, an average over updates is that of all ranks, inside or around it."""
     step = af.make_step(lambda model, x: model(x).square().mean())
 
@@ -78,9 +77,7 @@ def test_what_others_evaluate_is_averaged_in_any_order(size: int) -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 3), (3, 1)])
 @pytest.mark.parametrize("updates", [1, 2])
-def test_what_was_just_averaged_goes_to_other_ranks(
-    sizes: tuple[int, int], updates: int, tmp_path: Path
-) -> None:
+def test_what_was_just_averaged_goes_to_other_ranks(sizes, updates, tmp_path):
     """Saved just after an average, what ranks have of their own is loaded as its plain mean."""
     step = af.make_step(lambda model, x: model(x).square().mean())
 

@@ -2,7 +2,6 @@
 """The optimizers of lomo-optim do here what they do by themselves."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -57,9 +56,7 @@ def by_itself(kind: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any
         (AdaLomo, {"lr": 0.1, "loss_scale": None, "weight_decay": 0.5}),
     ],
 )
-def test_an_update_is_the_packages(
-    monkeypatch: pytest.MonkeyPatch, kind: Any, options: dict, setup: tuple
-) -> None:
+def test_an_update_is_the_packages(monkeypatch, kind, options, setup):
     """In the backward pass or after it, parameters are bitwise those of the package's loop."""
     expected = by_itself(kind, monkeypatch, **options)
     own = {name: value for name, value in options.items() if name != "loss_scale"}
@@ -67,7 +64,7 @@ def test_an_update_is_the_packages(
     assert all(torch.equal(found[name], param) for name, param in expected.items())
 
 
-def test_lomo_is_sgd() -> None:
+def test_lomo_is_sgd():
     """What LOMO does is plain SGD; what it saves is the gradients' memory."""
     plain = trained(partial(torch.optim.SGD, lr=0.1))
     found = trained(af.lomo(Lomo, lr=0.1), LIVE)
@@ -76,7 +73,7 @@ def test_lomo_is_sgd() -> None:
 
 
 @pytest.mark.parametrize("kind", [Lomo, AdaLomo])
-def test_on_ranks_with_a_schedule(kind: Any) -> None:
+def test_on_ranks_with_a_schedule(kind):
     """Two ranks train what one does, at the schedule's rates."""
 
     def run(world: af.World) -> dict[str, torch.Tensor]:
@@ -99,7 +96,7 @@ def test_on_ranks_with_a_schedule(kind: Any) -> None:
             torch.testing.assert_close(found[name], param)
 
 
-def test_moments_are_saved(tmp_path: Path) -> None:
+def test_moments_are_saved(tmp_path):
     """AdaLomo's moments belong to the state: saved, loaded, and gone on with bitwise."""
 
     def create() -> af.TrainState:
@@ -120,7 +117,7 @@ def test_moments_are_saved(tmp_path: Path) -> None:
     assert_states_equal(step(state, ROWS)[0], step(loaded, ROWS)[0])
 
 
-def test_what_it_cannot_do_is_refused() -> None:
+def test_what_it_cannot_do_is_refused():
     """Options that transforms stand for, and moments of what is no vector or matrix."""
     with pytest.raises(OptimizerError, match=r"clip_grad_norm=.*af\.clip_grad_norm"):
         af.lomo(Lomo, lr=0.1, clip_grad_norm=1.0)

@@ -23,7 +23,7 @@ SIGNS = {
 
 @pytest.mark.parametrize("sign", SIGNS)
 @pytest.mark.parametrize(("size", "other"), [(2, "rank 1"), (3, "another rank")])
-def test_a_lost_rank_is_told(sign: str, size: int, other: str) -> None:
+def test_a_lost_rank_is_told(sign, size, other):
     """D: whatever the backend's words, and with them, but for its chatter, as the reason."""
 
     def wait(world: af.World) -> None:
@@ -42,7 +42,7 @@ def test_a_lost_rank_is_told(sign: str, size: int, other: str) -> None:
     assert sign in str(caught.value.__context__)
 
 
-def test_other_failures_stay_what_they_are() -> None:
+def test_other_failures_stay_what_they_are():
     """An error that says nothing of a connection is not laid at another rank's door."""
 
     def fail(world: af.World) -> None:
@@ -54,7 +54,7 @@ def test_other_failures_stay_what_they_are() -> None:
     assert not isinstance(caught.value, PeerFailedError)
 
 
-def test_blocks_lie_in_one_another() -> None:
+def test_blocks_lie_in_one_another():
     """What is done inside another thing is that one again afterwards, also when it failed."""
 
     def run(world: af.World) -> list[str | None]:

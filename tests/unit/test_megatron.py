@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -124,9 +123,7 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
     ],
     ids=["sequence", "named", "shared", "inside", "foreign", "grouped"],
 )
-def test_what_cannot_be_split_is_refused(
-    model: Any, plan: Any, options: Any, said: str
-) -> None:
+def test_what_cannot_be_split_is_refused(model, plan, options, said):
     """When the state is made."""
     with pytest.raises(ModelError, match=re.escape(said)):
         on_two(state_of, model, plan, **options)
@@ -141,7 +138,7 @@ def test_what_cannot_be_split_is_refused(
     ],
     ids=["vocabulary", "column", "row"],
 )
-def test_features_that_do_not_divide_are_refused(make: Any, said: str) -> None:
+def test_features_that_do_not_divide_are_refused(make, said):
     def fn(world: af.World) -> None:
         af.TrainState.create(
             model=lambda: nn.Sequential(make(af.megatron.layers(world))),
@@ -154,7 +151,7 @@ def test_features_that_do_not_divide_are_refused(make: Any, said: str) -> None:
         simulate(3, fn, axes={"tp": 3})
 
 
-def test_layers_of_another_world_are_refused() -> None:
+def test_layers_of_another_world_are_refused():
     """They would be told of other ranks than share them."""
     layers = af.megatron.layers(af.World.single(device="cpu"))
 
@@ -170,7 +167,7 @@ def test_layers_of_another_world_are_refused() -> None:
         on_two(fn)
 
 
-def test_no_layer_at_all_is_refused() -> None:
+def test_no_layer_at_all_is_refused():
     """An empty plan splits nothing that does not split itself."""
     with pytest.raises(
         ModelError, match="the plan names no layer, and Linear has none"
@@ -183,21 +180,19 @@ def test_no_layer_at_all_is_refused() -> None:
         )
 
 
-def test_parameters_have_the_dtype_that_was_asked_for() -> None:
+def test_parameters_have_the_dtype_that_was_asked_for():
     layers = af.megatron.layers(af.World.single(device="cpu"), dtype=torch.float64)
     made = layers.column(2, 2), layers.row(2, 2), layers.vocabulary(2, 2)
     assert {p.dtype for each in made for p in each.parameters()} == {torch.float64}
 
 
-def test_biases_of_some_beside_features_of_all_are_refused() -> None:
+def test_biases_of_some_beside_features_of_all_are_refused():
     layers = af.megatron.layers(af.World.single(device="cpu"))
     with pytest.raises(ArgumentError, match="Leave out one of the two"):
         layers.column(2, 2, gather_output=True, skip_bias_add=True)
 
 
-def test_without_the_package_it_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_package_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(ArgumentError, match=re.escape("'accelfn[megatron]'")):
         af.megatron.layers(af.World.single(device="cpu"))
@@ -210,13 +205,13 @@ def test_without_the_package_it_says_what_to_install(
         (Heads, "'down' is not given this rank's features"),
     ],
 )
-def test_a_model_that_is_another_in_parts_is_refused(model: Any, said: str) -> None:
+def test_a_model_that_is_another_in_parts_is_refused(model, said):
     """At the first step, as with torch's layers."""
     with pytest.raises(LossError, match=re.escape(said)):
         on_two(step_once, model)
 
 
-def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path: Path) -> None:
+def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path):
     """Its layers have an "extra state" beside them, which nobody else reads."""
 
     def fn(world: af.World) -> None:
@@ -229,7 +224,7 @@ def test_an_export_has_parameters_and_nothing_of_megatron_s(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_importing_says_nothing_and_sets_nothing_up() -> None:
+def test_importing_says_nothing_and_sets_nothing_up():
     """Megatron warns of what else it could have used, to everybody."""
     code = (
         "import warnings; warnings.simplefilter('error')\n"

@@ -19,7 +19,7 @@ def huge() -> nn.Module:
     return nn.Linear(10**6, 10**6)
 
 
-def test_nothing_is_allocated() -> None:
+def test_nothing_is_allocated():
     """A model that no machine holds is estimated."""
     found = af.memory_estimate(huge, af.ema(0.9), optimizer=adamw)
     weights = 10**12 + 10**6
@@ -32,7 +32,7 @@ def test_nothing_is_allocated() -> None:
     assert full.total == 20 * weights + 8
 
 
-def test_the_table_can_be_read() -> None:
+def test_the_table_can_be_read():
     """A row a part that is not empty, a column a dtype, and what is left out."""
     text = str(af.memory_estimate(huge, af.ema(0.9), optimizer=adamw))
     lines = text.splitlines()
@@ -47,14 +47,14 @@ def test_the_table_can_be_read() -> None:
 
 
 @pytest.mark.parametrize(("views", "copies"), [(True, 0), (False, 1)])
-def test_buckets_are_counted_where_gradients_are_no_views(views, copies) -> None:
+def test_buckets_are_counted_where_gradients_are_no_views(views, copies):
     """DistributedDataParallel holds the gradients once more, unless they lie in its buckets."""
     setup = af.wrap_ddp(gradient_as_bucket_view=views)
     found = af.memory_estimate(huge, setup, optimizer=adamw).by_dtype[torch.float32]
     assert found.buckets == copies * found.grads
 
 
-def test_what_is_frozen_is_in_no_bucket() -> None:
+def test_what_is_frozen_is_in_no_bucket():
     """DistributedDataParallel has no gradients of it."""
 
     def half() -> nn.Module:
@@ -66,7 +66,7 @@ def test_what_is_frozen_is_in_no_bucket() -> None:
     assert found.buckets == (8 * 2 + 2) * 4
 
 
-def test_a_dtype_that_the_setup_refuses_says_why() -> None:
+def test_a_dtype_that_the_setup_refuses_says_why():
     """Its column is not there, and the reason is."""
     found = af.memory_estimate(huge, af.autocast("fp16"), optimizer=adamw)
 
@@ -75,7 +75,7 @@ def test_a_dtype_that_the_setup_refuses_says_why() -> None:
     assert "Not float16: af.autocast('fp16'): 2 parameters are float16" in str(found)
 
 
-def test_an_instance_is_left_alone() -> None:
+def test_an_instance_is_left_alone():
     """Its parameters are the very same, bitwise, and without gradients."""
     model = nn.Linear(3, 2)
     before = [param.clone() for param in model.parameters()]
@@ -87,14 +87,14 @@ def test_an_instance_is_left_alone() -> None:
         assert param.grad is None
 
 
-def test_a_ready_optimizer_is_refused() -> None:
+def test_a_ready_optimizer_is_refused():
     """It goes with tensors that it was given; a factory makes one for each dtype."""
     model = nn.Linear(3, 2)
     with pytest.raises(af.ArgumentError, match="expected a factory"):
         af.memory_estimate(model, optimizer=adamw(model.parameters()))
 
 
-def test_a_model_that_is_none_is_refused() -> None:
+def test_a_model_that_is_none_is_refused():
     """A factory that returns something else says what it returned."""
     with pytest.raises(
         af.ArgumentError, match=r"gave int; expected a torch\.nn\.Module"
@@ -104,7 +104,7 @@ def test_a_model_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_learning_rate_that_is_a_tensor(kind, inside) -> None:
+def test_a_learning_rate_that_is_a_tensor(kind, inside):
     """It is read, and counted, whether the factory makes it or has it."""
     ready = torch.tensor(0.1)
 
@@ -123,7 +123,7 @@ def test_a_learning_rate_that_is_a_tensor(kind, inside) -> None:
     assert ready == torch.tensor(0.1)
 
 
-def test_a_part_takes_the_room_that_it_has() -> None:
+def test_a_part_takes_the_room_that_it_has():
     """Of three rows the second rank has one, in room for two, as the first has."""
 
     def taken(world: af.World) -> Bytes:
@@ -138,14 +138,14 @@ def test_a_part_takes_the_room_that_it_has() -> None:
         assert (found.here, found.whole) == (rows, whole)
 
 
-def test_what_lies_on_the_host_is_added_up() -> None:
+def test_what_lies_on_the_host_is_added_up():
     """Of all parts of a state together, and so in their total."""
     some = [Bytes(here=8, whole=16, host=4), Bytes(here=2, whole=2, host=1)]
     both = sum(some, Bytes(here=0, whole=0))
     assert both == some[0] + some[1] == Bytes(here=10, whole=18, host=5)
 
 
-def test_a_state_s_table_can_be_read() -> None:
+def test_a_state_s_table_can_be_read():
     """A row for each part that has any bytes, and a column for the host if any are there."""
     one, none = Bytes(here=1023, whole=2048), Bytes(here=0, whole=0)
     slots = {"ema": Bytes(here=1536, whole=3 * 1024**2), "empty": none}
@@ -168,7 +168,7 @@ def test_a_state_s_table_can_be_read() -> None:
     ]
 
 
-def test_more_than_the_largest_unit_is_shown_in_it() -> None:
+def test_more_than_the_largest_unit_is_shown_in_it():
     """Of a model that is a thousand times as large, too."""
     found = af.memory_estimate(
         lambda: nn.Linear(2**24, 2**24, bias=False), optimizer=adamw
@@ -187,7 +187,7 @@ class keeps:
         return {"own": (first, [second, torch.zeros(3)]), "same": first, "number": 1}
 
 
-def test_slots_in_any_container_are_counted() -> None:
+def test_slots_in_any_container_are_counted():
     """Each tensor once, however deep it lies, as in the real state."""
     model = partial(nn.Linear, 4, 2)
     state = af.TrainState.create(model=model, optimizer=adamw, setup=keeps())
@@ -205,7 +205,7 @@ class refuses:
         raise af.ModelError("of no shape that it takes")
 
 
-def test_a_model_that_the_setup_refuses_in_any_dtype_is_refused() -> None:
+def test_a_model_that_the_setup_refuses_in_any_dtype_is_refused():
     """There is nothing to show then, and the words are the setup's."""
     with pytest.raises(af.ModelError, match="no shape that it takes"):
         af.memory_estimate(huge, refuses(), optimizer=adamw)

@@ -34,7 +34,7 @@ def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_who_changes_modules_stands_in_any_order(size: int) -> None:
+def test_who_changes_modules_stands_in_any_order(size):
     """What recomputes runs again what others have made of a module, wherever it stands."""
     again, over = af.checkpoint_activations(), af.sync_batchnorm()
     one, two, plain = (
@@ -46,7 +46,7 @@ def test_who_changes_modules_stands_in_any_order(size: int) -> None:
             assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
-def test_another_module_is_refused() -> None:
+def test_another_module_is_refused():
     """The optimizer steps the parameters that the engine has; a copy has others."""
 
     @af.transform
@@ -60,7 +60,7 @@ def test_another_module_is_refused() -> None:
         trained(Copies(), 1)
 
 
-def test_a_module_may_be_put_around_one() -> None:
+def test_a_module_may_be_put_around_one():
     """What the loss is given is what the last transform returned."""
     seen: list[str] = []
 
@@ -77,7 +77,7 @@ def test_a_module_may_be_put_around_one() -> None:
 
 
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
-def test_what_no_state_would_hold_is_refused(what: str) -> None:
+def test_what_no_state_would_hold_is_refused(what):
     """A parameter or buffer that a transform adds would be trained, or saved, by nobody."""
 
     @af.transform

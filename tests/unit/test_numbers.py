@@ -4,7 +4,6 @@
 import copy
 import functools
 import math
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import attrs
@@ -49,7 +48,7 @@ ROWS = torch.arange(8.0).view(4, 2)
 
 
 @pytest.mark.parametrize("tolerant", [True, False])
-def test_n1_one_element_on_one_rank(tolerant: bool) -> None:
+def test_n1_one_element_on_one_rank(tolerant):
     """N1: all ranks skip, or all raise; the parameter, the rank and the update are named."""
 
     def run(world: af.World) -> None:
@@ -71,7 +70,7 @@ def test_n1_one_element_on_one_rank(tolerant: bool) -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_n2_clipping_leaves_what_is_not_finite(bad: float) -> None:
+def test_n2_clipping_leaves_what_is_not_finite(bad):
     """N2: gradients whose norm is not finite are not scaled by it; the others stay."""
     state = create(af.clip_grad_norm(1.0))
     _, grads = af.value_and_grad(mean_loss)(state, ROWS)
@@ -84,7 +83,7 @@ def test_n2_clipping_leaves_what_is_not_finite(bad: float) -> None:
 
 
 @pytest.mark.parametrize("clip", [af.clip_grad_norm(1.0), af.clip_grad_value(1.0)])
-def test_n2_sparse_gradients(clip: Any) -> None:
+def test_n2_sparse_gradients(clip):
     """N2: what torch cannot clip is refused by name; the state is as it was, and trains."""
     table = functools.partial(nn.EmbeddingBag, 5, 3, sparse=True, mode="sum")
     state, rows = create(clip, table), torch.tensor([[0, 1], [1, 3]])
@@ -93,7 +92,7 @@ def test_n2_sparse_gradients(clip: Any) -> None:
     af.make_step(mean_loss)(state.with_setup(None), rows)
 
 
-def test_n3_nothing_to_divide_by() -> None:
+def test_n3_nothing_to_divide_by():
     """N3: gradients of 0 clip to 0; nothing to train, and no parameter, are refused."""
     state = create(af.clip_grad_norm(1.0))
     before = state.copy()
@@ -118,7 +117,7 @@ def test_n3_nothing_to_divide_by() -> None:
         (lambda *_: None, "returned NoneType"),
     ],
 )
-def test_n4_what_is_no_loss(loss: Any, says: str) -> None:
+def test_n4_what_is_no_loss(loss, says):
     """N4: a loss that is no scalar with a gradient is refused, with the function's name."""
     state = create()
     with pytest.raises(LossError, match=f"<lambda>.*{says}"):
@@ -130,7 +129,7 @@ def test_n4_what_is_no_loss(loss: Any, says: str) -> None:
 @pytest.mark.parametrize(
     "beside", [af.identity(), af.optimizer_in_backward(), af.compress("bf16")], ids=repr
 )
-def test_n5_weights_that_sum_to_0(nobody: bool, beside: Any) -> None:
+def test_n5_weights_that_sum_to_0(nobody, beside):
     """N5: a rank without weight adds nothing; without any, gradients are 0 and not NaN."""
 
     def loss(model: nn.Module, batch: Any) -> af.Loss:
@@ -167,7 +166,7 @@ class Odd(nn.Module):
 @pytest.mark.parametrize(
     "reducing", [DDP, af.chain(af.shard_data(), af.local_sgd(sync_every=1))]
 )
-def test_n6_integers_and_complex_numbers(reducing: af.chain) -> None:
+def test_n6_integers_and_complex_numbers(reducing):
     """N6: integers and booleans stay; complex numbers are averaged, and normed by their size."""
 
     def run(world: af.World) -> dict[str, torch.Tensor]:
@@ -189,7 +188,7 @@ def test_n6_integers_and_complex_numbers(reducing: af.chain) -> None:
 
 
 @pytest.mark.parametrize("count", [2**31, 2**53 + 1, 2**63 - 2])
-def test_n7_huge_counts(count: int, tmp_path: Path) -> None:
+def test_n7_huge_counts(count, tmp_path):
     """N7: a step and a cursor below 2**63 are saved, loaded, and counted on."""
     cursor = attrs.evolve(create().cursor, epoch=count)
     state = attrs.evolve(create(), step=count, num_skipped=count, cursor=cursor)
@@ -214,13 +213,13 @@ def test_n7_huge_counts(count: int, tmp_path: Path) -> None:
         (lambda: af.Data(ROWS, batch_size=0), r"batch_size=0"),
     ],
 )
-def test_n8_numbers_without_a_meaning(make: Any, says: str) -> None:
+def test_n8_numbers_without_a_meaning(make, says):
     """N8: an argument that can mean nothing is refused where it is given, with its value."""
     with pytest.raises(ArgumentError, match=says):
         make()
 
 
-def test_n8_learning_rates() -> None:
+def test_n8_learning_rates():
     """N8: a rate of 0 moves nothing; a schedule that gives no finite number is refused."""
     state = create(optimizer=functools.partial(torch.optim.SGD, lr=0.0))
     before = state.copy()
@@ -254,7 +253,7 @@ class Named(NamedTuple):
         (None, lambda _: ROWS),
     ],
 )
-def test_n10_batches_of_any_kind(batch: Any, rows: Any) -> None:
+def test_n10_batches_of_any_kind(batch, rows):
     """N10: what is no tensor reaches the loss as it was given, the very object."""
     seen = []
 
@@ -266,13 +265,13 @@ def test_n10_batches_of_any_kind(batch: Any, rows: Any) -> None:
     assert seen[0] is batch
 
 
-def test_n10_ragged_batches() -> None:
+def test_n10_ragged_batches():
     """N10: tensors of different numbers of rows are not split, and the numbers are said."""
     with pytest.raises(BatchError, match=r"4.*3|3.*4"):
         af.micro_batches({"x": ROWS, "y": torch.zeros(3)}, 2)
 
 
-def test_n11_ranks_with_different_batches() -> None:
+def test_n11_ranks_with_different_batches():
     """N11: ranks whose batches lead to different collectives are told apart in a table."""
 
     def run(world: af.World) -> None:
@@ -285,7 +284,7 @@ def test_n11_ranks_with_different_batches() -> None:
     assert "rank 1" in str(caught.value)
 
 
-def test_n12_empty_and_short_batches() -> None:
+def test_n12_empty_and_short_batches():
     """N12: fewer samples than ranks, and a short last batch, are the mean over what there is."""
     rows = torch.arange(10.0).view(5, 2) / 8
 
@@ -304,7 +303,7 @@ def test_n12_empty_and_short_batches() -> None:
             assert torch.allclose(one, two)
 
 
-def test_n13_nobody_else_draws() -> None:
+def test_n13_nobody_else_draws():
     """N13: a step with dropout leaves torch's generator where it was, and does not read it."""
 
     def net() -> nn.Module:
@@ -322,7 +321,7 @@ def test_n13_nobody_else_draws() -> None:
     assert torch.equal(one, two)
 
 
-def test_a_model_belongs_to_one_state() -> None:
+def test_a_model_belongs_to_one_state():
     """An instance, or a factory that gives the same modules again, is refused the second time."""
     net = nn.Linear(2, 1)
     with pytest.raises(OptimizerError):
@@ -341,7 +340,7 @@ def test_a_model_belongs_to_one_state() -> None:
         simulate(2, lambda world: create(model=shared, world=world))
 
 
-def test_n14_modes_of_the_caller() -> None:
+def test_n14_modes_of_the_caller():
     """N14: no_grad, inference mode and autocast around a step change nothing in it."""
 
     def run(world: af.World) -> list[torch.Tensor]:
@@ -363,7 +362,7 @@ def test_n14_modes_of_the_caller() -> None:
             assert all(torch.equal(found[0], each) for each in found)
 
 
-def test_a_loss_that_is_not_finite_is_refused() -> None:
+def test_a_loss_that_is_not_finite_is_refused():
     """Where nothing looks at gradients, it raises, names the function and says what helps."""
     with pytest.raises(
         NonFiniteLossError, match=r"<lambda> returned nan.*skip_nonfinite"

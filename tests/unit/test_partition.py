@@ -80,10 +80,7 @@ def test_entries_of_no_parameter_are_the_parts_own(tmp_path):
     make = partial(Counting, lr=0.1)
     parted = af.partition((is_matrix, make), (..., ADAMW))
     twice = af.partition((is_matrix, make), (..., make))
-    for optimizer, expected in (
-        (parted, {"0:k": 3}),
-        (twice, {"0:k": 3, "1:k": 3}),
-    ):
+    for optimizer, expected in ((parted, {"0:k": 3}), (twice, {"0:k": 3, "1:k": 3})):
         state = create(optimizer)
         for _ in range(3):
             state, _ = STEP(state.copy(), X)
@@ -280,10 +277,7 @@ def some(named):
         (((..., lambda _: None),), "part 0 gave NoneType"),
         (((is_matrix, MUON), (..., others)), r"part 1 lacks .*has 4 others"),
         (((is_matrix, some), (..., ADAMW)), r"part 0 lacks \['2\.weight'\]"),
-        (
-            ((..., lambda named: optim.LBFGS([p for _, p in named])),),
-            "LBFGS .*closure",
-        ),
+        (((..., lambda named: optim.LBFGS([p for _, p in named])),), "LBFGS .*closure"),
     ],
 )
 def test_parts_that_do_not_fit_the_model(parts, why):

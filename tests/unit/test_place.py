@@ -47,13 +47,7 @@ def without(env, *names):
 
 def numbers(place: Place | None) -> tuple[int, ...]:
     assert place is not None
-    return (
-        place.rank,
-        place.size,
-        place.local_rank,
-        place.local_size,
-        place.node_rank,
-    )
+    return (place.rank, place.size, place.local_rank, place.local_size, place.node_rank)
 
 
 @pytest.mark.parametrize("env", [OPEN_MPI, MVAPICH, PMI])

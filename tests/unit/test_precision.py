@@ -71,9 +71,7 @@ def reference(scale: float = 1.0) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 @pytest.mark.parametrize("scale", [1.0, 1e-6])
-def test_gradients_are_those_of_float64_to_16_bits(
-    precision: str, scale: float
-) -> None:
+def test_gradients_are_those_of_float64_to_16_bits(precision, scale):
     """Within some units of rounding, even where most would vanish without a scale."""
     spy = Spy()
     state = create(af.autocast(precision), spy)
@@ -86,7 +84,7 @@ def test_gradients_are_those_of_float64_to_16_bits(
         assert error < 8 * unit
 
 
-def test_without_a_scale_small_gradients_vanish() -> None:
+def test_without_a_scale_small_gradients_vanish():
     """That is what the scale is for: at 1 a gradient of 1e-10 is 0 in float16."""
     seen = {}
     for scale in (1.0, 2.0**16):
@@ -100,7 +98,7 @@ def test_without_a_scale_small_gradients_vanish() -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_training_goes_where_float32_goes(precision: str) -> None:
+def test_training_goes_where_float32_goes(precision):
     """After 60 updates the loss is that of float32 within 2 per cent."""
     losses = {}
     for setup in (None, af.autocast(precision)):
@@ -112,7 +110,7 @@ def test_training_goes_where_float32_goes(precision: str) -> None:
     assert math.isclose(*losses.values(), rel_tol=0.02)
 
 
-def test_a_region_in_full_precision() -> None:
+def test_a_region_in_full_precision():
     """Inside, products are in float32 and what comes in 16 bits is widened; outside not."""
     dtypes = []
 
@@ -133,7 +131,7 @@ def test_a_region_in_full_precision() -> None:
     assert dtypes == [low, full, full, full, full, full, low]
 
 
-def test_parameters_in_float16_are_refused() -> None:
+def test_parameters_in_float16_are_refused():
     """Updates would be lost to rounding; the parameters are named."""
     with pytest.raises(ModelError, match=r"0\.weight.*model\.float"):
         create(af.autocast("fp16"), model=lambda: net().half())
@@ -154,13 +152,13 @@ def test_parameters_in_float16_are_refused() -> None:
         ({"precision": "fp8", "layers": 3}, "expected a function"),
     ],
 )
-def test_options_without_a_meaning_are_refused(arguments: dict, says: str) -> None:
+def test_options_without_a_meaning_are_refused(arguments, says):
     """An unknown precision, a scale of nothing, an option that only fp16 has."""
     with pytest.raises(ArgumentError, match=says):
         af.autocast(**arguments)
 
 
-def test_a_scale_that_fell_to_nothing_raises() -> None:
+def test_a_scale_that_fell_to_nothing_raises():
     """Gradients that never are finite are not fp16's doing; the state is as it was."""
     state = create(af.autocast("fp16", init_scale=2.0**-20))
     step = af.make_step(lambda m, b: loss_fn(m, b) * math.nan)
@@ -182,9 +180,7 @@ def other_default(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
 
 
 @pytest.mark.parametrize("setup", [af.skip_nonfinite(), af.autocast("fp16")])
-def test_the_default_dtype_is_nothing_to_a_step(
-    setup: object, other_default: torch.dtype
-) -> None:
+def test_the_default_dtype_is_nothing_to_a_step(setup, other_default):
     """Whatever torch makes tensors of, parameters and slots move bitwise as ever."""
     assert torch.get_default_dtype() is other_default
 
@@ -213,7 +209,7 @@ def test_the_default_dtype_is_nothing_to_a_step(
         {"batch_size": 8},
     ],
 )
-def test_a_scale_for_batches_of_any_cut(cut: dict) -> None:
+def test_a_scale_for_batches_of_any_cut(cut):
     """By samples, by a budget, by a sampler: nothing overflows in the first update."""
     state = create(af.autocast("fp16"), data=af.Data(batch(), **cut))
     # the largest power of 2 in the mean number of samples, which is 8 or 12
@@ -223,7 +219,7 @@ def test_a_scale_for_batches_of_any_cut(cut: dict) -> None:
         assert not metrics["skipped"]
 
 
-def test_adding_to_gradients_of_another_scaling_is_refused() -> None:
+def test_adding_to_gradients_of_another_scaling_is_refused():
     """Gradients with and without a loss scale do not add."""
     compute = af.value_and_grad(loss_fn)
     plain = create()
@@ -245,15 +241,13 @@ def test_adding_to_gradients_of_another_scaling_is_refused() -> None:
         ),
     ],
 )
-def test_counts_and_losses_that_do_not_fit_are_refused(
-    count: Any, loss: Any, says: str
-) -> None:
+def test_counts_and_losses_that_do_not_fit_are_refused(count, loss, says):
     """What is no count, and a loss that would be divided twice."""
     with pytest.raises(LossError, match=says):
         af.make_step(loss, count=count)(create(), batch())
 
 
-def test_counts_are_of_whole_updates() -> None:
+def test_counts_are_of_whole_updates():
     """A count is a function, and adding to gradients beside one is refused."""
     with pytest.raises(ArgumentError, match="expected a function"):
         af.make_step(loss_fn, count=3)
@@ -266,7 +260,7 @@ def test_counts_are_of_whole_updates() -> None:
         compute(state, batch(), into=grads)
 
 
-def test_counts_have_the_same_names_in_all_parts() -> None:
+def test_counts_have_the_same_names_in_all_parts():
     """A name that a micro-batch has and the first one had not is refused with both."""
 
     def count(part: Any) -> dict[str, int]:
@@ -278,7 +272,7 @@ def test_counts_have_the_same_names_in_all_parts() -> None:
         af.make_step(lambda m, b, _: loss_fn(m, b), count=count)(state, parts)
 
 
-def test_what_is_counted_nowhere_is_divided_by_1() -> None:
+def test_what_is_counted_nowhere_is_divided_by_1():
     """An update without a single token gives gradients of 0, not NaN."""
 
     def loss(model: nn.Module, batch: Any, tokens: float) -> torch.Tensor:
@@ -293,9 +287,7 @@ def test_what_is_counted_nowhere_is_divided_by_1() -> None:
 
 
 @pytest.mark.parametrize("after", [af.ema(0.5), af.local_sgd(sync_every=2)], ids=repr)
-def test_what_follows_updates_follows_none_that_a_device_skips(
-    after: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_updates_follows_none_that_a_device_skips(after, monkeypatch):
     """Where a device could skip by itself, averages count as where the host decides."""
 
     def train() -> Any:
@@ -378,14 +370,14 @@ def error(found: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> floa
     return max(float((found[n] - g).norm() / g.norm()) for n, g in want.items())
 
 
-def test_float8_multiplies_in_float8() -> None:
+def test_float8_multiplies_in_float8():
     """Gradients are those of float32 to 3 bits, and farther from them than bfloat16's."""
     want = products(None)
     assert 0.004 < error(products(af.autocast("fp8")), want) < 0.25
     assert error(products(af.autocast("bf16")), want) < 0.02
 
 
-def test_float8_in_the_layers_that_are_meant() -> None:
+def test_float8_in_the_layers_that_are_meant():
     """Where one layer is meant, the result is neither that of both nor that of none."""
     first = af.autocast("fp8", layers=lambda name, _: name == "0")
     found = {
@@ -399,7 +391,7 @@ def test_float8_in_the_layers_that_are_meant() -> None:
     assert len({float(each) for each in found.values()}) == 3
 
 
-def test_float8_trains_evaluates_and_recomputes() -> None:
+def test_float8_trains_evaluates_and_recomputes():
     """Evaluation runs in float8 too, and recomputed activations give the very same step."""
     plain, again = (
         products(af.chain(af.autocast("fp8"), each))
@@ -416,7 +408,7 @@ def test_float8_trains_evaluates_and_recomputes() -> None:
     assert math.isclose(*means.values(), rel_tol=0.05)
 
 
-def test_float8_casts_by_itself_on_cuda_too() -> None:
+def test_float8_casts_by_itself_on_cuda_too():
     """Where CUDA's autocast is on, torchao would ask for its dtype by a call that warns."""
     asked: list[bool] = []
     plain = products(af.autocast("fp8"))
@@ -432,7 +424,7 @@ def test_float8_casts_by_itself_on_cuda_too() -> None:
     assert all(torch.equal(plain[name], each) for name, each in found.items())
 
 
-def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float8_that_cannot_be_is_refused(monkeypatch):
     """Sizes that are no multiples of 16, no layer at all, an old GPU, no torchao."""
     with pytest.raises(ModelError, match=r"multiples of 16.*2 \(32 to 4\)"):
         af.build(create(af.autocast("fp8")))
@@ -449,7 +441,7 @@ def test_float8_that_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_region_of_the_callers_changes_nothing(precision: str) -> None:
+def test_a_region_of_the_callers_changes_nothing(precision):
     """Weights are cast anew for each update, though a region around a loop keeps what it cast."""
 
     def train(region: Any) -> dict[str, torch.Tensor]:

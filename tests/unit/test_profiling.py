@@ -34,7 +34,7 @@ def names(profiler) -> Counter[str]:
     return Counter(event.get("name", "") for event in trace["traceEvents"])
 
 
-def test_the_steps_that_were_asked_for_are_written(tmp_path) -> None:
+def test_the_steps_that_were_asked_for_are_written(tmp_path):
     """After those that are passed over: each with its halves, and the optimizer's own."""
     profiler, _ = profiled(tmp_path / "new", wait=2, warmup=1, active=2)
     found = names(profiler)
@@ -49,20 +49,20 @@ def test_the_steps_that_were_asked_for_are_written(tmp_path) -> None:
     assert found["Optimizer.step#AdamW.step"] == 2
 
 
-def test_a_block_that_ends_early_writes_what_it_has(tmp_path) -> None:
+def test_a_block_that_ends_early_writes_what_it_has(tmp_path):
     """Fewer steps than asked for are written when the block ends."""
     profiler, _ = profiled(tmp_path, steps=3)
     assert names(profiler)["accelfn apply_grads"] == 1
 
 
-def test_nothing_written_is_said(tmp_path) -> None:
+def test_nothing_written_is_said(tmp_path):
     """A block that ends before the first step that counts is an error."""
     with pytest.raises(af.ArgumentError, match="ended after 1 steps"):
         profiled(tmp_path, steps=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path) -> None:
+def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path):
     """Nobody waits for a trace that has nowhere to go."""
     (tmp_path / "taken").touch()
     with (
@@ -72,7 +72,7 @@ def test_a_folder_that_cannot_be_made_is_said_before_the_steps(tmp_path) -> None
         pytest.fail("the block was entered")
 
 
-def test_a_profile_changes_nothing(tmp_path) -> None:
+def test_a_profile_changes_nothing(tmp_path):
     """The parameters are bitwise those without it, and no profiler runs afterwards."""
     _, seen = profiled(tmp_path)
     _, again = profiled(tmp_path, wait=4, active=1)
@@ -90,7 +90,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("option", [None, *OPTIONS])
-def test_what_is_recorded_beside_times(tmp_path, option) -> None:
+def test_what_is_recorded_beside_times(tmp_path, option):
     """Section D: each option records its own, and changes no step."""
     _, plain = profiled(tmp_path / "plain")
     options = {} if option is None else {option: True}
@@ -120,7 +120,7 @@ def test_what_is_recorded_beside_times(tmp_path, option) -> None:
             profiler.key_averages(group_by_stack_n=1)
 
 
-def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
+def test_key_averages_are_of_the_steps_written(tmp_path):
     """Section D: they are there once the steps are over, by shape where shapes are."""
     with af.profile(
         tmp_path, af.World.single(), wait=0, record_shapes=True
@@ -147,7 +147,7 @@ def test_key_averages_are_of_the_steps_written(tmp_path) -> None:
 CPU = torch.profiler.ProfilerActivity.CPU
 
 
-def test_what_is_looked_at_can_be_chosen(tmp_path) -> None:
+def test_what_is_looked_at_can_be_chosen(tmp_path):
     """The host alone gives what is recorded by default here; others are refused by name."""
     profiler, _ = profiled(tmp_path, activities=(CPU,))
     assert names(profiler)["accelfn forward"] == 3
@@ -158,7 +158,7 @@ def test_what_is_looked_at_can_be_chosen(tmp_path) -> None:
             profiled(tmp_path, activities=wrong)
 
 
-def test_gradients_that_cross_ranks_have_a_line(tmp_path) -> None:
+def test_gradients_that_cross_ranks_have_a_line(tmp_path):
     """`sync_grads` leaves a span; on one rank there is nothing to reduce."""
 
     def train(world):
@@ -179,7 +179,7 @@ def test_gradients_that_cross_ranks_have_a_line(tmp_path) -> None:
     assert simulate(2, train)[0] is True
 
 
-def test_an_error_passes(tmp_path) -> None:
+def test_an_error_passes(tmp_path):
     """What the block raises is raised, and the next profile may begin."""
     with (
         pytest.raises(ValueError, match="mine"),
@@ -189,7 +189,7 @@ def test_an_error_passes(tmp_path) -> None:
     profiled(tmp_path)
 
 
-def test_a_second_profiler_is_refused(tmp_path) -> None:
+def test_a_second_profiler_is_refused(tmp_path):
     """torch has one a process; of a simulated world, one rank can be profiled."""
     with af.profile(tmp_path, af.World.single(), active=1, wait=0) as outer:
         with pytest.raises(af.WorldError, match="one profiler a process"):
@@ -207,7 +207,7 @@ def test_a_second_profiler_is_refused(tmp_path) -> None:
         simulate(2, train)
 
 
-def test_a_rank_is_in_the_name(tmp_path) -> None:
+def test_a_rank_is_in_the_name(tmp_path):
     """Each rank writes a file of its own; in a simulated world, one may."""
 
     def look(world):
@@ -236,7 +236,7 @@ def test_a_rank_is_in_the_name(tmp_path) -> None:
         {"with_modules": "no"},
     ],
 )
-def test_options_are_checked(tmp_path, options) -> None:
+def test_options_are_checked(tmp_path, options):
     """A number of steps that can have no meaning, or no truth, is refused by name."""
     with pytest.raises(af.ArgumentError, match=next(iter(options))):
         profiled(tmp_path, **options)

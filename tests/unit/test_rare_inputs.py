@@ -61,9 +61,7 @@ def saved(directory: Path, losses: list[float]) -> None:
 
 
 @pytest.mark.parametrize("broken", [1, 2, 3])
-def test_a_manifest_that_cannot_be_read_hides_no_other(
-    broken: int, tmp_path: Path
-) -> None:
+def test_a_manifest_that_cannot_be_read_hides_no_other(broken, tmp_path):
     """`best_of` finds all others, and a restore names the newest of the older ones."""
     saved(tmp_path, [0.3, 0.1, 0.2])
     (tmp_path / manifest.name_of(broken) / "manifest.json").write_text("{")
@@ -80,7 +78,7 @@ def test_a_manifest_that_cannot_be_read_hides_no_other(
     assert [each for each in found if each] == older
 
 
-def test_a_process_that_is_dead_holds_no_lock() -> None:
+def test_a_process_that_is_dead_holds_no_lock():
     """Though its parent has not asked how it ended, and its number is taken."""
     with subprocess.Popen(ENDS) as ended:
         os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
@@ -135,7 +133,7 @@ def test_metrics_come_in_the_order_that_they_have(names: list[str]) -> None:
             assert trail == ["a sum"] * (size > 1)
 
 
-def test_an_error_of_several_lines_is_told_by_its_first() -> None:
+def test_an_error_of_several_lines_is_told_by_its_first():
     """It has the kind of the error; the rest is in the traceback."""
     lines = "ValueError: it is wrong\nin two ways"
     failed = [
@@ -146,7 +144,7 @@ def test_an_error_of_several_lines_is_told_by_its_first() -> None:
     assert "rank 1 followed: ValueError: it is wrong" in said.splitlines()
 
 
-def test_a_stopped_process_is_known_whatever_its_name(tmp_path: Path) -> None:
+def test_a_stopped_process_is_known_whatever_its_name(tmp_path):
     """The system writes the name in brackets, and a name may have some."""
     program = tmp_path / "a) S (b"
     shutil.copy(shutil.which("sleep") or "", program)
@@ -172,7 +170,7 @@ OF_SEVERAL_TENSORS = {
 @pytest.mark.filterwarnings("ignore:.*in (beta|prototype):UserWarning")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("kind", OF_SEVERAL_TENSORS)
-def test_a_batch_of_another_layout_is_a_batch(kind: str, size: int) -> None:
+def test_a_batch_of_another_layout_is_a_batch(kind, size):
     """Sparse and nested tensors train as the dense one, on ranks that have their own, too."""
 
     def dense(batch: torch.Tensor) -> torch.Tensor:
@@ -195,7 +193,7 @@ def test_a_batch_of_another_layout_is_a_batch(kind: str, size: int) -> None:
         assert torch.equal(one, other)
 
 
-def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone() -> None:
+def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone():
     """As a momentum in another precision, of which a rank has the rows of its parameter."""
 
     def program(world: af.World) -> None:
@@ -210,7 +208,7 @@ def test_a_tensor_laid_as_another_leaves_that_one_s_dtype_alone() -> None:
 
 
 @pytest.mark.parametrize("part", range(6))
-def test_a_change_far_into_a_file_is_noticed(part: int, tmp_path: Path) -> None:
+def test_a_change_far_into_a_file_is_noticed(part, tmp_path):
     """Though its tensors are compared while more of it is read, a MiB at a time."""
     model = partial(torch.nn.ModuleList, [torch.nn.Linear(512, 512) for _ in "six..."])
     state = linear_state(model=model)

@@ -39,7 +39,7 @@ def launched(timeout: float) -> tuple[af.World, Launched, Words]:
     return world, process, Words.at(store)
 
 
-def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
+def test_a_rank_that_lives_and_does_not_come_is_named():
     """The others wait for it as long as for any collective, and no longer."""
     world, process, words = launched(timeout=0.1)
     with pytest.raises(
@@ -50,7 +50,7 @@ def test_a_rank_that_lives_and_does_not_come_is_named() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 3])
-def test_who_was_missed_is_met_when_it_comes(times: int) -> None:
+def test_who_was_missed_is_met_when_it_comes(times):
     """However often the others waited in vain, it is the same world that they wait for."""
     world, process, words = launched(timeout=0.05)
     for _ in range(times):
@@ -61,7 +61,7 @@ def test_who_was_missed_is_met_when_it_comes(times: int) -> None:
     assert (met.rank, met.size) == (0, 1)
 
 
-def test_one_that_is_gone_before_it_arrives_is_done_without() -> None:
+def test_one_that_is_gone_before_it_arrives_is_done_without():
     """Who was called together and lost one meanwhile comes again, and the rest go on."""
     world, process, words = launched(timeout=30.0)
     with ThreadPoolExecutor(1) as threads:
@@ -77,7 +77,7 @@ def test_one_that_is_gone_before_it_arrives_is_done_without() -> None:
     assert world.connection.successor is smaller
 
 
-def test_one_that_is_gone_before_it_has_opened_is_done_without() -> None:
+def test_one_that_is_gone_before_it_has_opened_is_done_without():
     """Who has arrived, and is gone before torch has joined it, is waited for no longer."""
     world, process, words = launched(timeout=30.0)
     with ThreadPoolExecutor(1) as threads:
@@ -92,7 +92,7 @@ def test_one_that_is_gone_before_it_has_opened_is_done_without() -> None:
     assert not dist.is_initialized()
 
 
-def test_who_live_and_cannot_be_joined_are_told_so() -> None:
+def test_who_live_and_cannot_be_joined_are_told_so():
     """A world that torch cannot open is no reason to meet again."""
     world, process, words = launched(timeout=0.1)
     words.call(1, ["0.0", "1.0"])
@@ -102,9 +102,7 @@ def test_who_live_and_cannot_be_joined_are_told_so() -> None:
     assert not words.has_come(2, "0.0")
 
 
-def test_one_whose_end_is_noticed_later_is_done_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_whose_end_is_noticed_later_is_done_without(monkeypatch):
     """Where torch cannot join ranks, the launcher has a while to notice which of them is gone."""
     world, process, words = launched(timeout=30.0)
     looks: list[bool] = []
@@ -129,7 +127,7 @@ def test_one_whose_end_is_noticed_later_is_done_without(
     assert words.has_come(2, "0.0")
 
 
-def test_a_watched_store_tells_what_was_waited_for() -> None:
+def test_a_watched_store_tells_what_was_waited_for():
     """Its waits end with what was written, with one that is gone, or with a timeout."""
     gone: list[bool] = []
     store = WatchedStore(dist.HashStore(), lambda: bool(gone), timeout=0.1)
@@ -143,7 +141,7 @@ def test_a_watched_store_tells_what_was_waited_for() -> None:
     store.wait(["a"], LONG)
 
 
-def test_a_newcomer_waits_until_it_is_taken_in() -> None:
+def test_a_newcomer_waits_until_it_is_taken_in():
     """It is in a world of one until then, and counted among those that wait."""
     store = open_store("127.0.0.1", 0, LONG)
     words = Words.at(store)
@@ -169,7 +167,7 @@ def test_a_newcomer_waits_until_it_is_taken_in() -> None:
     assert not process.is_newcomer
 
 
-def test_a_world_with_axes_is_not_regrouped() -> None:
+def test_a_world_with_axes_is_not_regrouped():
     """Without a rank its axes would not be whole."""
     _, process, _ = launched(timeout=30.0)
     world = af.World(axes={"dp_shard": 1}, group=Connection(None, regrouping=process))
@@ -178,7 +176,7 @@ def test_a_world_with_axes_is_not_regrouped() -> None:
         af.regroup(state)
 
 
-def test_newcomers_alone_have_nothing_to_go_on_with() -> None:
+def test_newcomers_alone_have_nothing_to_go_on_with():
     """Whoever was let in, and lost all who could hand a state over, is told so."""
     world, process, words = launched(timeout=30.0)
     process.is_newcomer = True

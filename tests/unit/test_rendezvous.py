@@ -26,7 +26,7 @@ from tests.internals import (
 from tests.ports import free_port
 
 
-def test_each_attempt_has_a_store_of_its_own() -> None:
+def test_each_attempt_has_a_store_of_its_own():
     """Ranks of a later one would find the addresses of processes that are gone."""
     handler = NumberedRendezvous(Machines(), 0)
     found = [handler.next_rendezvous() for _ in range(3)]
@@ -40,9 +40,7 @@ def test_each_attempt_has_a_store_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("how", ["numbered", "dynamic"])
-def test_machines_that_meet_on_the_loopback_listen_there_alone(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch):
     """Nobody from outside reaches their store; numbered machines read no pickle from it."""
     monkeypatch.setattr(pickle, "loads", lambda _: pytest.fail("a pickle is read"))
     port, seconds = free_port(), 30.0
@@ -76,7 +74,7 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(
     assert len(kept) == 2
 
 
-def test_the_fewest_machines_begin_before_they_give_up() -> None:
+def test_the_fewest_machines_begin_before_they_give_up():
     """They wait for more no longer than they wait at all, and not torch's half minute."""
     machines = Machines.meeting_at(
         "127.0.0.1", free_port(), counts=(1, 2), join_seconds=4
@@ -89,9 +87,7 @@ def test_the_fewest_machines_begin_before_they_give_up() -> None:
     assert (found.rank, found.world_size) == (0, 1)
 
 
-def test_a_name_of_several_machines_is_no_loopback(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_of_several_machines_is_no_loopback(monkeypatch):
     """Debian's machines know their own name as an address that others do not reach."""
     found = socket.getaddrinfo("127.0.0.1", 0, type=socket.SOCK_STREAM)
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
@@ -105,9 +101,7 @@ def test_a_name_of_several_machines_is_no_loopback(
         open_store("node0.invalid", 0, timedelta(seconds=1), is_local=False)
 
 
-def test_ranks_of_an_attempt_meet_no_rank_of_another(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_of_an_attempt_meet_no_rank_of_another(monkeypatch):
     """At the store of a launcher that starts them anew, as torchrun's is, which lives on."""
     monkeypatch.setattr(meeting, "_worlds", itertools.repeat(0))  # of new processes
     kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -135,7 +129,7 @@ def test_ranks_of_an_attempt_meet_no_rank_of_another(
         assert stores[1].get("attempt") == str(attempt).encode()
 
 
-def test_a_dynamic_run_begins_with_its_fewest_machines() -> None:
+def test_a_dynamic_run_begins_with_its_fewest_machines():
     """FEWEST:MOST are the numbers that torch is given; one number is both."""
     told = {"rdzv_endpoint": "127.0.0.1:29400", "rdzv_id": "mine"}
     for count, expected in (("2:4", (2, 4)), ("3", (3, 3)), ("1:1", (1, 1))):
@@ -143,7 +137,7 @@ def test_a_dynamic_run_begins_with_its_fewest_machines() -> None:
         assert (found.fewest, found.most) == expected
 
 
-def test_ranks_share_the_cores(monkeypatch) -> None:
+def test_ranks_share_the_cores(monkeypatch):
     """Each has its part of them, one at least, unless the user has said how many."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
@@ -155,7 +149,7 @@ def test_ranks_share_the_cores(monkeypatch) -> None:
     assert not any("OMP" in row for row in describe_plan(Plan(nproc=2)))
 
 
-def test_ranks_of_several_machines_talk_towards_them(monkeypatch) -> None:
+def test_ranks_of_several_machines_talk_towards_them(monkeypatch):
     """By the interface that leads there; those of one machine by its loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     alone = Machines()

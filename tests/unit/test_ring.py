@@ -141,13 +141,13 @@ by_hooks = partial(checkpointed, use_reentrant=False)
         (Flat, r"query of shape \(1, 2, 4\); expected \(samples, heads"),
     ],
 )
-def test_attention_that_no_ring_has_is_refused(model: Any, words: str) -> None:
+def test_attention_that_no_ring_has_is_refused(model, words):
     """What is dropped, heads that torch would spread, and keys of no position."""
     with pytest.raises(LossError, match=words):
         simulate(2, lambda w: stepped(w, model, setup=RING), axes={"cp": 2})
 
 
-def test_a_ring_has_two_pieces_a_rank() -> None:
+def test_a_ring_has_two_pieces_a_rank():
     """Sequences of which there are no four pieces are refused; those of eight are cut so."""
     with pytest.raises(BatchError, match=r"2 positions cannot be cut into 4 pieces"):
         simulate(2, lambda w: stepped(w, batch=rows(2), setup=RING), axes={"cp": 2})
@@ -167,7 +167,7 @@ def test_a_ring_has_two_pieces_a_rank() -> None:
 
 
 @pytest.mark.parametrize("setup", [SHARING, RING])
-def test_sequences_may_be_empty(setup: Any) -> None:
+def test_sequences_may_be_empty(setup):
     """Of which nothing counts: the update is that of no tokens, on one rank too."""
 
     def fn(world: af.World) -> dict[str, torch.Tensor]:
@@ -178,7 +178,7 @@ def test_sequences_may_be_empty(setup: Any) -> None:
         assert all(torch.equal(param, found[name]) for name, param in alone.items())
 
 
-def test_an_empty_sequence_may_have_a_mask() -> None:
+def test_an_empty_sequence_may_have_a_mask():
     """Of no positions, as a batch of paddings that were cut off may have."""
 
     def attends(*three: torch.Tensor) -> torch.Tensor:
@@ -188,13 +188,13 @@ def test_an_empty_sequence_may_have_a_mask() -> None:
 
 
 @pytest.mark.parametrize("ring", [0, 1, None, "yes"])
-def test_a_ring_is_there_or_not(ring: Any) -> None:
+def test_a_ring_is_there_or_not(ring):
     """True or False."""
     with pytest.raises(af.ArgumentError, match=r"context_parallel\(ring="):
         af.context_parallel(ring=ring)
 
 
-def test_a_ring_needs_no_heads() -> None:
+def test_a_ring_needs_no_heads():
     """One head, and more ranks than heads, in bfloat16 under autocast too."""
     heads = partial(Within, 1)
     for precision in ((), (af.autocast("bf16"),)):
@@ -212,9 +212,7 @@ def test_a_ring_needs_no_heads() -> None:
 
 @pytest.mark.parametrize("given", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("precision", [(), (af.autocast("bf16"),)])
-def test_a_ring_computes_in_the_dtype_of_autocast(
-    given: torch.dtype, precision: tuple[object, ...]
-) -> None:
+def test_a_ring_computes_in_the_dtype_of_autocast(given, precision):
     """What attention returns has the dtype of what torch's own does, of any inputs."""
 
     class Telling(Within):
@@ -231,7 +229,7 @@ def test_a_ring_computes_in_the_dtype_of_autocast(
     assert found is (torch.bfloat16 if precision and given is torch.float32 else given)
 
 
-def test_keys_go_round_and_gradients_come_home() -> None:
+def test_keys_go_round_and_gradients_come_home():
     """Of n ranks n - 1 passes of keys and values each way, and n of their gradients."""
 
     def fn(world: af.World) -> None:
@@ -251,7 +249,7 @@ def test_keys_go_round_and_gradients_come_home() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_the_kernel_of_gpus_is_called_as_torch_declares_it(is_causal: bool) -> None:
+def test_the_kernel_of_gpus_is_called_as_torch_declares_it(is_causal):
     """In 16 bits and without a mask; on tensors that have a place and no values."""
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     with FakeTensorMode():
@@ -290,7 +288,7 @@ def hidden(value: float, length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("value", [-1e4, -1e9, torch.finfo(torch.float32).min])
-def test_who_is_hidden_from_all_by_a_number_sees_a_mean(value: float) -> None:
+def test_who_is_hidden_from_all_by_a_number_sees_a_mean(value):
     """As padding is hidden: by a large number, and not by minus infinity.
 
     Which mean is torch's rounding: beside such a number no product is left. Of ones it is one.
@@ -306,7 +304,7 @@ def test_who_is_hidden_from_all_by_a_number_sees_a_mean(value: float) -> None:
     trains_as_alone(attends)
 
 
-def test_a_mask_keeps_its_precision() -> None:
+def test_a_mask_keeps_its_precision():
     """Steps of 0.37 near -300 are none in 16 bits."""
 
     def attends(*three: torch.Tensor) -> torch.Tensor:
@@ -318,7 +316,7 @@ def test_a_mask_keeps_its_precision() -> None:
 
 
 @pytest.mark.parametrize("setup", [SHARING, RING])
-def test_a_mask_of_all_positions_is_seen_whole(setup: Any) -> None:
+def test_a_mask_of_all_positions_is_seen_whole(setup):
     """A look at 2,048 positions would have a mask of more."""
     length = 2056
     mask = torch.zeros(length, length)
@@ -334,9 +332,7 @@ def test_a_mask_of_all_positions_is_seen_whole(setup: Any) -> None:
 
 @pytest.mark.parametrize("setup", [SHARING, RING])
 @pytest.mark.parametrize("shape", [(1, 8), (8, 1), (1, 1), (1, 1, 1, 8), (1, 2, 1, 8)])
-def test_a_mask_may_be_one_for_all_queries_or_keys(
-    shape: tuple[int, ...], setup: Any
-) -> None:
+def test_a_mask_may_be_one_for_all_queries_or_keys(shape, setup):
     """As torch spreads one: keys that are padding are hidden from all queries alike."""
     mask = torch.linspace(-2, 2, math.prod(shape)).reshape(shape)
     kinds = [mask] if shape[-1] == 1 else [mask, mask > -1]
@@ -347,7 +343,7 @@ def test_a_mask_may_be_one_for_all_queries_or_keys(
 
 
 @pytest.mark.parametrize("setup", [SHARING, RING])
-def test_what_is_not_trained_may_attend_without_gradients(setup: Any) -> None:
+def test_what_is_not_trained_may_attend_without_gradients(setup):
     """As a teacher does, which is run once."""
 
     def attends(*three: torch.Tensor) -> torch.Tensor:
@@ -358,7 +354,7 @@ def test_what_is_not_trained_may_attend_without_gradients(setup: Any) -> None:
     trains_as_alone(attends, setup=setup)
 
 
-def test_a_part_without_places_may_be_of_any_length() -> None:
+def test_a_part_without_places_may_be_of_any_length():
     """One query a part, as of a pool that is learned: without a mask no place is asked."""
 
     def attends(*three: torch.Tensor) -> torch.Tensor:

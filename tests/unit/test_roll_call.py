@@ -109,7 +109,7 @@ def lost(world: af.World, label: str = "sum") -> str:
     return said.removesuffix(f" ({LOST})").partition(", but ")[2]
 
 
-def test_what_a_rank_raised_is_known_to_all() -> None:
+def test_what_a_rank_raised_is_known_to_all():
     """The one whose fault it is is named, with its error and its update."""
     first, second, third = worlds(3)
     third.connection.activity.step = 7
@@ -118,7 +118,7 @@ def test_what_a_rank_raised_is_known_to_all() -> None:
     assert lost(second) == "rank 2 raised ValueError: boom at update 7."
 
 
-def test_an_update_that_is_over_is_said_so() -> None:
+def test_an_update_that_is_over_is_said_so():
     """A rank that goes between two steps was not at the update before."""
     state, step = small(af.World.single(device="cpu"))
     assert not state.world.connection.activity.is_between
@@ -130,7 +130,7 @@ def test_an_update_that_is_over_is_said_so() -> None:
     assert lost(first) == "rank 1 raised ValueError: boom after update 0."
 
 
-def test_who_is_silent_is_missing() -> None:
+def test_who_is_silent_is_missing():
     """Of four, two that wait hear each other, and blame those that say nothing."""
     first, _, _, last = worlds(4)
     first.connection.tell("waited in 'sum'", is_waiting=True)
@@ -138,7 +138,7 @@ def test_who_is_silent_is_missing() -> None:
     assert [expected] * 2 == [lost(last), lost(first)]
 
 
-def test_one_that_waited_too_is_not_all_that_is_heard() -> None:
+def test_one_that_waited_too_is_not_all_that_is_heard():
     """Who was waited for may speak a moment later, and is the one that is named."""
     store = Late()  # of whose Python half torch keeps no reference
     first, second, third = worlds(3, store)
@@ -147,7 +147,7 @@ def test_one_that_waited_too_is_not_all_that_is_heard() -> None:
     assert lost(first) == "rank 2 raised ValueError: boom."
 
 
-def test_who_waited_elsewhere_is_told() -> None:
+def test_who_waited_elsewhere_is_told():
     """Ranks that all waited are told apart by what they waited for."""
     first, second, third = worlds(3)
     third.connection.tell("waited in 'mean'", is_waiting=True)
@@ -158,7 +158,7 @@ def test_who_waited_elsewhere_is_told() -> None:
     assert lost(first) == f"{expected} Elsewhere, rank 2 waited in 'mean'."
 
 
-def test_the_first_word_counts() -> None:
+def test_the_first_word_counts():
     """A rank that waited, and then raises because of it, is not to blame."""
     first, second = worlds(2)
     lost(second)
@@ -169,7 +169,7 @@ def test_the_first_word_counts() -> None:
     )
 
 
-def test_a_world_hears_nothing_of_one_before_it() -> None:
+def test_a_world_hears_nothing_of_one_before_it():
     """Where ranks make a second world of one group, what became of the first is over."""
     store = dist.HashStore()
     _, left = worlds(2, store)
@@ -178,7 +178,7 @@ def test_a_world_hears_nothing_of_one_before_it() -> None:
     assert lost(first) == f"rank 1 {GONE}. Look at its output for the cause."
 
 
-def test_a_silent_store_holds_nobody() -> None:
+def test_a_silent_store_holds_nobody():
     """Where the store's host never answers, that is said, after a second."""
     store = Silent()  # whose Python half lives as long as this name
     _, second = worlds(2, store)
@@ -186,7 +186,7 @@ def test_a_silent_store_holds_nobody() -> None:
     assert lost(second) == expected
 
 
-def test_a_store_that_goes_blames_nobody_else() -> None:
+def test_a_store_that_goes_blames_nobody_else():
     """Who had not spoken before its host went may have spoken to nobody."""
     store = Leaving()
     _, second, _ = worlds(3, store)
@@ -194,7 +194,7 @@ def test_a_store_that_goes_blames_nobody_else() -> None:
     assert expected == lost(second)
 
 
-def test_standings_in_words() -> None:
+def test_standings_in_words():
     """With the update, where there was one."""
     assert str(Standing(how="left")) == "left"
     assert str(Standing(how="left", step=0)) == "left at update 0"
@@ -202,9 +202,7 @@ def test_standings_in_words() -> None:
 
 
 @pytest.mark.parametrize("how", ["raised ValueError: boom", "left"])
-def test_who_keeps_the_store_stays_for_the_others(
-    how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_keeps_the_store_stays_for_the_others(how, monkeypatch):
     """Where it has failed, it waits for their word; a rank that just leaves does not."""
     monkeypatch.setattr(connection, "_ANSWERS_WITHIN", HANGS)
     first, second = worlds(2)
@@ -243,7 +241,7 @@ class Asked(Silent):
         ("raised ValueError: boom", 0, False),
     ],
 )
-def test_nobody_else_stays(how: str | None, rank: int, keeps: bool) -> None:
+def test_nobody_else_stays(how, rank, keeps):
     """Who leaves, is no keeper or leaves the store to a launcher asks nothing and goes on."""
     store = Asked()  # of whose Python half torch keeps no reference
     call = RollCall(store, rank, 3, rank_0_keeps_it=keeps)
@@ -309,7 +307,7 @@ def test_no_rank_goes_while_another_is_being_joined(late: list[int]) -> None:
     assert goes[0] > max(story.index(f"{rank} has waited") for rank in (1, 2))
 
 
-def test_who_is_never_joined_is_named() -> None:
+def test_who_is_never_joined_is_named():
     """Nobody waits for it longer than the world's timeout, or than its store is there."""
     store = dist.HashStore()
     first, second, _ = (RollCall(store, i, 3, rank_0_keeps_it=True) for i in range(3))
@@ -326,7 +324,7 @@ def test_who_is_never_joined_is_named() -> None:
         alone.begin(0.5)
 
 
-def test_who_met_anew_is_told_of_an_error() -> None:
+def test_who_met_anew_is_told_of_an_error():
     """A block that began in the old world and is broken off lets those of the new one hear."""
     (old, _), (new, other) = worlds(2), worlds(2)
     old.connection.successor = new
@@ -366,9 +364,7 @@ class Broken:
         (TwoPartError("no", "disk"), "tests.unit.test_roll_call.TwoPartError: no disk"),
     ],
 )
-def test_what_a_data_worker_raised_is_known_by_its_own_words(
-    error: BaseException, cause: str
-) -> None:
+def test_what_a_data_worker_raised_is_known_by_its_own_words(error, cause):
     """Other ranks and the launcher hear the cause, and not torch's text around it."""
     data = af.Data(Broken(error), batch_size=2, num_workers=1)
     first, second = worlds(2)

@@ -4,7 +4,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -21,9 +20,7 @@ Path(sys.argv[1]).write_text(json.dumps(told))
 
 @pytest.mark.parametrize("link", [None, "to the file", "to its folder"])
 @pytest.mark.parametrize("spelled", ["whole", "from here"])
-def test_a_script_finds_what_python_lets_it_find(
-    link: str | None, spelled: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_script_finds_what_python_lets_it_find(link, spelled, tmp_path, monkeypatch):
     """Modules beside the file that a link leads to, its arguments, and its own name."""
     folder, elsewhere = tmp_path / "folder", tmp_path / "elsewhere"
     folder.mkdir()

@@ -125,20 +125,20 @@ REFUSED: list[tuple[Callable[[], nn.Module], str]] = [
 
 
 @pytest.mark.parametrize(("model", "said"), REFUSED, ids=range(len(REFUSED)))
-def test_what_cannot_be_drawn_is_refused(model: Any, said: str) -> None:
+def test_what_cannot_be_drawn_is_refused(model, said):
     """The sentence names the module, why, and what to write."""
     with pytest.raises(ModelError) as caught:
         create(model)
     assert said in str(caught.value)
 
 
-def test_an_instance_is_refused() -> None:
+def test_an_instance_is_refused():
     """It is whole already."""
     with pytest.raises(ModelError, match=r"functools.partial\(Linear, ...\)"):
         create(nn.Linear(2, 2))
 
 
-def test_a_factory_is_one() -> None:
+def test_a_factory_is_one():
     """As with any other state."""
     with pytest.raises(ModelError, match="expected a torch.nn.Module, or a factory"):
         create(3)
@@ -148,7 +148,7 @@ def test_a_factory_is_one() -> None:
         create(lambda: 3)
 
 
-def test_an_error_of_the_factory_is_its_own() -> None:
+def test_an_error_of_the_factory_is_its_own():
     """One that has nothing to do with how it is run."""
 
     def fails() -> nn.Module:
@@ -158,13 +158,13 @@ def test_an_error_of_the_factory_is_its_own() -> None:
         create(fails)
 
 
-def test_there_are_two_ways() -> None:
+def test_there_are_two_ways():
     """Another word is refused."""
     with pytest.raises(ArgumentError, match=r'init=\'meta\'\): expected "whole" or'):
         create(Gain, init="meta")
 
 
-def test_ranks_that_draw_differently_are_told() -> None:
+def test_ranks_that_draw_differently_are_told():
     """Though none has anything that another has."""
 
     def differ(world: af.World) -> None:
@@ -188,7 +188,7 @@ class Rotary(nn.Module):
         self.register_buffer("angles", torch.arange(4.0).cos(), persistent=False)
 
 
-def test_buffers_are_as_the_factory_writes_them() -> None:
+def test_buffers_are_as_the_factory_writes_them():
     """Those that are saved, and those that are not."""
     buffers = create(Rotary).buffers
     assert torch.equal(buffers["angles"], torch.arange(4.0).cos())
@@ -196,7 +196,7 @@ def test_buffers_are_as_the_factory_writes_them() -> None:
     assert buffers["norm.num_batches_tracked"].item() == 0
 
 
-def test_parameters_keep_what_they_are() -> None:
+def test_parameters_keep_what_they_are():
     """Their dtype, whether they are trained, and what was written on them."""
 
     def make() -> nn.Module:
@@ -211,7 +211,7 @@ def test_parameters_keep_what_they_are() -> None:
     assert vars(state.definition.skeleton.module.weight)["mark"] == 1
 
 
-def test_a_tied_parameter_is_drawn_as_its_first_module_draws() -> None:
+def test_a_tied_parameter_is_drawn_as_its_first_module_draws():
     """And is one, in the step too."""
 
     def make() -> nn.Module:
@@ -237,12 +237,12 @@ class Otherwise(nn.Module):
         raise AssertionError
 
 
-def test_a_word_of_ones_own_is_no_convention() -> None:
+def test_a_word_of_ones_own_is_no_convention():
     """It is called with a module where it takes one."""
     assert create(Otherwise).params["layer.weight"].any()
 
 
-def test_it_is_saved_and_loaded_as_any_state(tmp_path: Any) -> None:
+def test_it_is_saved_and_loaded_as_any_state(tmp_path):
     """From parts that were drawn, to those that were, and to a whole that was."""
 
     def saves(world: af.World) -> dict[str, torch.Tensor]:
@@ -280,7 +280,7 @@ def test_it_is_saved_and_loaded_as_any_state(tmp_path: Any) -> None:
         "kaiming_normal_",
     ],
 )
-def test_inits_that_do_nothing_on_meta_are_seen(init: Any) -> None:
+def test_inits_that_do_nothing_on_meta_are_seen(init):
     """Where a module does it, it is drawn; where the factory does, it is refused."""
     shape = (4, 4, 3) if init is nn.init.dirac_ else (4, 4)
 
@@ -304,7 +304,7 @@ def test_inits_that_do_nothing_on_meta_are_seen(init: Any) -> None:
         create(once_more)
 
 
-def test_models_of_transformers_are_drawn_by_their_own_way() -> None:
+def test_models_of_transformers_are_drawn_by_their_own_way():
     """Deviations are those of their configuration, in the module and from around it."""
     library = pytest.importorskip("transformers")
     sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 16}
@@ -320,7 +320,7 @@ def test_models_of_transformers_are_drawn_by_their_own_way() -> None:
     assert "lm_head.weight" not in params
 
 
-def test_a_pretrained_model_is_refused(tmp_path: Any) -> None:
+def test_a_pretrained_model_is_refused(tmp_path):
     """What was read would be lost."""
     library = pytest.importorskip("transformers")
     config = library.LlamaConfig(

@@ -32,7 +32,7 @@ def test_boxes_tile_if_each_element_is_in_one(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("dims", [8, 9])
-def test_a_tensor_that_is_cut_along_too_many_dims_is_no_whole(dims: int) -> None:
+def test_a_tensor_that_is_cut_along_too_many_dims_is_no_whole(dims):
     """Up to eight are looked at; more would take twice as long each."""
     shape = (2,) * dims
     cut = [
@@ -57,8 +57,6 @@ def test_a_tensor_that_is_cut_along_too_many_dims_is_no_whole(dims: int) -> None
         ((0, 0, 0), (2, 3, 1), False),
     ],
 )
-def test_a_box_of_other_dims_lies_in_no_tensor(
-    offset: tuple[int, ...], size: tuple[int, ...], fits: bool
-) -> None:
+def test_a_box_of_other_dims_lies_in_no_tensor(offset, size, fits):
     """It may touch the end, and not go beyond it, in every dim there is and no other."""
     assert Slice((2, 3), offset, size).fits((2, 3)) == fits

@@ -63,14 +63,14 @@ def test_padded_parts_are_equally_long(values: Any, kind: str, size: int) -> Non
         ) <= set(values if kind != "string" else KINDS[kind](values))
 
 
-def test_known_parts() -> None:
+def test_known_parts():
     assert parts(["A", "B", "C"], 2) == [["A", "B"], ["C"]]
     assert parts(("A", "B", "C"), 2, pad=True) == [("A", "B"), ("C", "C")]
     assert parts([1], 3, pad=True) == [[1], [1], [1]]
     assert [len(part) for part in parts(range(17), 2)] == [9, 8]
 
 
-def test_a_dict_is_split_by_value_and_not_changed() -> None:
+def test_a_dict_is_split_by_value_and_not_changed():
     values = {"text": ["a", "b", "c"], "row": torch.arange(6).view(3, 2)}
     first, second = parts(values, 2)
     assert first["text"] == ["a", "b"]
@@ -85,33 +85,33 @@ Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users have the
 
 @pytest.mark.parametrize("pad", [False, True])
 @pytest.mark.parametrize("whole", [b"abc", bytearray(b"abc"), "abc", (1, 2, 3)])
-def test_parts_are_of_the_kind_of_the_whole(whole: Any, pad: bool) -> None:
+def test_parts_are_of_the_kind_of_the_whole(whole, pad):
     assert {type(each) for each in parts(whole, 2, pad=pad)} == {type(whole)}
 
 
-def test_padded_ranges_are_lists_on_all_ranks() -> None:
+def test_padded_ranges_are_lists_on_all_ranks():
     assert parts(range(3), 2, pad=True) == [[0, 1], [2, 2]]
     assert parts(range(4), 2) == [range(2), range(2, 4)]
 
 
 @pytest.mark.parametrize("wrong", [deque([1, 2]), Pair([1, 2], [3, 4])])
-def test_what_has_no_parts_is_refused(wrong: Any) -> None:
+def test_what_has_no_parts_is_refused(wrong):
     with pytest.raises(af.ArgumentError, match="can be sliced.*got (deque|Pair)"):
         af.split(wrong, af.World.single())
 
 
 @pytest.mark.parametrize("wrong", [3, torch.tensor(1), {1, 2}, None])
-def test_what_is_no_sequence_is_refused(wrong: Any) -> None:
+def test_what_is_no_sequence_is_refused(wrong):
     with pytest.raises(af.ArgumentError, match="expected a sequence"):
         af.split(wrong, af.World.single())
 
 
-def test_nothing_cannot_be_padded() -> None:
+def test_nothing_cannot_be_padded():
     with pytest.raises(af.ArgumentError, match="nothing to repeat"):
         parts([], 2, pad=True)
 
 
-def test_nested_dicts_and_views() -> None:
+def test_nested_dicts_and_views():
     """A dict in a dict is split too, and a tensor's part shares its memory."""
     rows = torch.arange(4)
     first, second = parts({"a": {"b": rows}, "c": range(4)}, 2)
@@ -121,7 +121,7 @@ def test_nested_dicts_and_views() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"a": 3}, {"a": [1], "b": 3}, iter([1])])
-def test_what_is_no_sequence_inside_is_refused(wrong: Any) -> None:
+def test_what_is_no_sequence_inside_is_refused(wrong):
     """A dict of something else, or an iterator, is refused with its kind."""
     with pytest.raises(
         af.ArgumentError, match="expected a sequence.*got (int|list_it)"
@@ -129,7 +129,7 @@ def test_what_is_no_sequence_inside_is_refused(wrong: Any) -> None:
         af.split(wrong, af.World.single())
 
 
-def test_an_empty_dict_has_empty_parts() -> None:
+def test_an_empty_dict_has_empty_parts():
     """A dict of nothing is a dict of nothing on every rank."""
     assert parts({}, 2) == [{}, {}]
 

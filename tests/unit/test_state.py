@@ -356,9 +356,7 @@ def test_setup_given_or_applied_is_the_same():
     setup = af.chain(af.ema(0.9), af.clip_grad_norm(0.1))
     given = make(setup=setup)
     bare = af.TrainState.create(
-        model=net,
-        optimizer=partial(torch.optim.Adam, lr=0.1),
-        data=given.data,
+        model=net, optimizer=partial(torch.optim.Adam, lr=0.1), data=given.data
     )
     assert values(given) == values(STEP(setup(bare), X)[0])
 

@@ -109,10 +109,7 @@ def test_an_interrupt_comes_again_in_the_context_of_an_error():
 
 @pytest.mark.parametrize(
     ("number", "error"),
-    [
-        (signal.SIGINT, KeyboardInterrupt()),
-        (signal.SIGTERM, SystemExit(143)),
-    ],
+    [(signal.SIGINT, KeyboardInterrupt()), (signal.SIGTERM, SystemExit(143))],
 )
 def test_what_a_signal_has_become_is_no_error_beside_it(number, error):
     """An exception that a signal has led to is not followed by the signal."""

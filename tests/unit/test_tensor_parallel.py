@@ -174,7 +174,7 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
         ({"up": RowwiseParallel(use_local_output=False)}, "Of torch's styles"),
     ],
 )
-def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
+def test_what_is_no_plan_is_refused(plan, said):
     with pytest.raises(ArgumentError, match=re.escape(said)):
         af.tensor_parallel(plan)
 
@@ -191,7 +191,7 @@ def test_what_is_no_plan_is_refused(plan: Any, said: str) -> None:
         (SequenceParallel(), "sequence"),
     ],
 )
-def test_words_of_others_are_taken(value: Any, word: str) -> None:
+def test_words_of_others_are_taken(value, word):
     """A plan of Transformers or of torch is one of accelfn's."""
     options = {"sequence": True} if word == "sequence" else {}
     one, other = (af.tensor_parallel({"up": w}, **options) for w in (value, word))
@@ -230,7 +230,7 @@ def test_words_of_others_are_taken(value: Any, word: str) -> None:
         ),
     ],
 )
-def test_what_a_model_has_not_is_refused(plan: Any, model: Any, said: str) -> None:
+def test_what_a_model_has_not_is_refused(plan, model, said):
     """On one process already, and in the names of what there is."""
     with pytest.raises(ModelError, match=re.escape(said)):
         state_of(af.World.single(), plan=plan, model=model)
@@ -244,7 +244,7 @@ def test_what_a_model_has_not_is_refused(plan: Any, model: Any, said: str) -> No
         ({"words": "vocabulary"}, "'words' has 4 words"),
     ],
 )
-def test_features_that_do_not_divide_are_refused(plan: Any, said: str) -> None:
+def test_features_that_do_not_divide_are_refused(plan, said):
     with pytest.raises(ModelError, match=said):
         simulate(3, lambda world: state_of(world, plan=plan), axes={"tp": 3})
 
@@ -260,7 +260,7 @@ class ByColumns(torch.optim.SGD):
         super().step(closure)
 
 
-def test_an_optimizer_of_rows_is_refused() -> None:
+def test_an_optimizer_of_rows_is_refused():
     """Of a row layer a rank has columns."""
     with pytest.raises(OptimizerError, match="more than its own gradient"):
         on_two(state_of, optimizer=partial(ByColumns, lr=0.1))
@@ -277,13 +277,13 @@ def test_an_optimizer_of_rows_is_refused() -> None:
         (Scaled, "ranks have other gradients of 'scale'"),
     ],
 )
-def test_a_model_that_is_another_in_parts_is_refused(model: Any, said: str) -> None:
+def test_a_model_that_is_another_in_parts_is_refused(model, said):
     """At the first step, on all ranks."""
     with pytest.raises(LossError, match=re.escape(said)):
         on_two(step_once, model=model)
 
 
-def test_what_was_refused_is_refused_again() -> None:
+def test_what_was_refused_is_refused_again():
     """A step that is taken once more does not pass."""
 
     def fn(world: af.World) -> None:
@@ -308,13 +308,13 @@ def test_what_was_refused_is_refused_again() -> None:
     ],
     ids=lambda each: repr(each)[3:20],
 )
-def test_what_cannot_stand_beside_is_refused(beside: Any) -> None:
+def test_what_cannot_stand_beside_is_refused(beside):
     beside = af.autocast("fp8") if beside == "fp8" else beside
     with pytest.raises(CompositionError, match="Leave out one"):
         af.chain(af.tensor_parallel(PAIR), beside)
 
 
-def test_batches_that_differ_along_tp_are_refused() -> None:
+def test_batches_that_differ_along_tp_are_refused():
     def fn(world: af.World) -> None:
         state = state_of(world)
         batch = torch.full((2, WIDTH), float(world.rank))
@@ -324,7 +324,7 @@ def test_batches_that_differ_along_tp_are_refused() -> None:
         on_two(fn)
 
 
-def test_a_batch_may_have_what_is_no_tensor() -> None:
+def test_a_batch_may_have_what_is_no_tensor():
     """Names of samples, say, which the first look at a loss passes on."""
 
     def named(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -340,7 +340,7 @@ def test_a_batch_may_have_what_is_no_tensor() -> None:
     assert list(on_two(fn, ["one", "two"], None)) == list(on_two(fn))
 
 
-def test_an_axis_that_no_plan_uses_is_refused() -> None:
+def test_an_axis_that_no_plan_uses_is_refused():
     def fn(world: af.World) -> object:
         return af.TrainState.create(model=Net, optimizer=adam, world=world)
 
@@ -348,7 +348,7 @@ def test_an_axis_that_no_plan_uses_is_refused() -> None:
         on_two(fn)
 
 
-def test_looking_leaves_no_trace() -> None:
+def test_looking_leaves_no_trace():
     """The first step is not told apart: neither by draws nor by modes nor by buffers."""
 
     class Counting(Net):
@@ -371,7 +371,7 @@ def test_looking_leaves_no_trace() -> None:
         assert torch.allclose(bias, alone[1], atol=1e-6)
 
 
-def test_each_rank_has_its_part() -> None:
+def test_each_rank_has_its_part():
     """Columns of one layer, rows of the next, and its bias on all."""
 
     whole = state_of(af.World.single()).params
@@ -389,7 +389,7 @@ def test_each_rank_has_its_part() -> None:
 
 
 @pytest.mark.parametrize("wrap", [af.wrap_ddp, af.wrap_fsdp])
-def test_gradients_of_parts_survive_others(wrap: Any) -> None:
+def test_gradients_of_parts_survive_others(wrap):
     """What one pass took stays as it was while others are taken, and can be applied."""
 
     def fn(world: af.World) -> None:
@@ -409,7 +409,7 @@ def test_gradients_of_parts_survive_others(wrap: Any) -> None:
     simulate(4, fn, axes={"dp_shard": 2, "tp": 2})
 
 
-def test_layers_of_one_input_add_up_its_gradient_once() -> None:
+def test_layers_of_one_input_add_up_its_gradient_once():
     """As those of query, key and value."""
 
     class Three(Net):
@@ -435,7 +435,7 @@ def test_layers_of_one_input_add_up_its_gradient_once() -> None:
     assert len(sums) == 1 + 2 * 2  # in the first look, and there and back in each step
 
 
-def test_layers_of_other_inputs_have_their_own_gradients() -> None:
+def test_layers_of_other_inputs_have_their_own_gradients():
     """Though they stand in one part."""
 
     class Two(Net):
@@ -459,7 +459,7 @@ def test_layers_of_other_inputs_have_their_own_gradients() -> None:
         assert differences(alone, found, within=1e-5) == []
 
 
-def test_a_loss_that_raises_between_layers_lets_others_draw() -> None:
+def test_a_loss_that_raises_between_layers_lets_others_draw():
     """The generators are the rank's again, and free for another thread."""
 
     class Failing(Net):
@@ -547,7 +547,7 @@ def reading(
         ({"places": "sequence"}, 'as embeddings of positions, is to be "scattered"'),
     ],
 )
-def test_a_word_in_the_wrong_place_is_refused(word: Any, said: str) -> None:
+def test_a_word_in_the_wrong_place_is_refused(word, said):
     """Gradients that all ranks have whole are not summed."""
 
     def fn(world: af.World) -> None:
@@ -558,7 +558,7 @@ def test_a_word_in_the_wrong_place_is_refused(word: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize("lacking", ["head", "norm", "down"])
-def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking: str) -> None:
+def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking):
     """A norm whose gradients are not summed, and a loss of some positions alone."""
     said = {
         "head": "Behind 'places' each rank has its part of a sequence",
@@ -578,9 +578,7 @@ def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking: str) -> None
     ("letters", "said"),
     [(LETTERS[:, :5], "5, 8), and its last dim but one is to be a sequence")],
 )
-def test_sequences_that_ranks_cannot_share_are_refused(
-    letters: torch.Tensor, said: str
-) -> None:
+def test_sequences_that_ranks_cannot_share_are_refused(letters, said):
     """Where they are read, with what to do."""
 
     def fn(world: af.World) -> None:
@@ -590,7 +588,7 @@ def test_sequences_that_ranks_cannot_share_are_refused(
     on_two(fn)
 
 
-def test_ranks_have_their_positions_between_layers_and_words_behind_the_head() -> None:
+def test_ranks_have_their_positions_between_layers_and_words_behind_the_head():
     """Activations are halves, the loss is no bigger than that, and the sums are sent in halves."""
 
     def fn(world: af.World) -> list[tuple[int, ...]]:
@@ -627,7 +625,7 @@ def test_ranks_have_their_positions_between_layers_and_words_behind_the_head() -
     assert largest <= 2 * 6 * WIDTH * 4  # never the scores of all letters: 2 x 6 x 8
 
 
-def test_a_letter_that_is_none_is_refused_as_by_torch() -> None:
+def test_a_letter_that_is_none_is_refused_as_by_torch():
     """And not taken for one that no rank has."""
 
     def wrong(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
@@ -644,7 +642,7 @@ def test_a_letter_that_is_none_is_refused_as_by_torch() -> None:
     on_two(fn)
 
 
-def test_changing_scores_in_place_is_refused_where_words_are_chosen() -> None:
+def test_changing_scores_in_place_is_refused_where_words_are_chosen():
     """A number multiplies them in place."""
 
     def halved(net: nn.Module, letters: torch.Tensor) -> torch.Tensor:
@@ -668,7 +666,7 @@ def test_changing_scores_in_place_is_refused_where_words_are_chosen() -> None:
         assert differences(alone, found, within=1e-5) == []
 
 
-def test_scores_are_shown_without_asking_another_rank() -> None:
+def test_scores_are_shown_without_asking_another_rank():
     """One rank alone may print them; what leaves a loss or prediction is whole."""
 
     def fn(world: af.World) -> Any:
@@ -694,9 +692,7 @@ def test_scores_are_shown_without_asking_another_rank() -> None:
 @pytest.mark.parametrize(
     "again", [("up",), ("drop", "down"), ("words",), ("up", "down"), ("block",)]
 )
-def test_what_is_computed_again_drops_what_it_dropped(
-    again: tuple[str, ...], sequence: bool
-) -> None:
+def test_what_is_computed_again_drops_what_it_dropped(again, sequence):
     """Wherever the part that is computed again begins and ends, also twice in one loss."""
 
     class Block(nn.Module):

@@ -138,10 +138,7 @@ def test_a_strict_parser_reads_what_is_not_finite(tmp_path):
 
     lines = path.read_text().splitlines()
     _, told, numbers = (json.loads(line, parse_constant=refuse) for line in lines)
-    assert told["hyperparameters"] == {
-        "bound": "Infinity",
-        "a": [1.5, {"b": ["NaN"]}],
-    }
+    assert told["hyperparameters"] == {"bound": "Infinity", "a": [1.5, {"b": ["NaN"]}]}
     assert numbers["metrics"] == {"a": "NaN", "b": "Infinity", "c": "-Infinity"}
     assert af.track.read(path).metrics["c"] == {1: -math.inf}
 

@@ -36,7 +36,7 @@ def of_group(world: af.World) -> None:
     torch.distributed.all_reduce(torch.ones(3), group=world.group)
 
 
-def test_a_table_has_a_row_a_label_and_a_column_a_world() -> None:
+def test_a_table_has_a_row_a_label_and_a_column_a_world():
     """It has bytes of an update, their sum, a rank's share of it, and seconds."""
     traffic = communication(program)
     assert traffic.updates == 2
@@ -51,7 +51,7 @@ def test_a_table_has_a_row_a_label_and_a_column_a_world() -> None:
     assert "all" in str(communication(nothing))
 
 
-def test_what_has_no_label_says_so() -> None:
+def test_what_has_no_label_says_so():
     """A call that nobody named is counted, and is all of one update of a plain program."""
     traffic = communication(of_group)
     assert traffic.updates == 0
@@ -60,7 +60,7 @@ def test_what_has_no_label_says_so() -> None:
     assert str(traffic).splitlines()[1] == "no label               24       48       96"
 
 
-def test_parts_that_do_not_divide_evenly_have_a_decimal() -> None:
+def test_parts_that_do_not_divide_evenly_have_a_decimal():
     """12 bytes on the wire are 4.0 of each of 3 ranks; an uneven share is told as it is."""
 
     def one_byte(world: af.World) -> None:
@@ -83,7 +83,7 @@ def test_parts_that_do_not_divide_evenly_have_a_decimal() -> None:
         (lambda: simulate(2, nothing).sent(algorithm="star"), "'ring', 'tree', 'gloo'"),
     ],
 )
-def test_what_is_no_link_is_refused(make, says: str) -> None:
+def test_what_is_no_link_is_refused(make, says):
     """With what was given, and what was expected."""
     with pytest.raises(af.ArgumentError, match=re.escape(says)):
         make()
@@ -98,13 +98,13 @@ def test_what_is_no_link_is_refused(make, says: str) -> None:
         (lambda t: t.seconds(LINK, ranks=2, overlap=2), "from 0 to 1"),
     ],
 )
-def test_what_traffic_cannot_tell_is_refused(call, says: str) -> None:
+def test_what_traffic_cannot_tell_is_refused(call, says):
     """With what was given, and what was expected."""
     with pytest.raises(af.ArgumentError, match=re.escape(says)):
         call(communication(nothing))
 
 
-def test_other_numbers_of_updates_are_refused() -> None:
+def test_other_numbers_of_updates_are_refused():
     """A program that takes fewer updates on more ranks has no bytes an update."""
 
     def fewer(world: af.World) -> None:
@@ -115,7 +115,7 @@ def test_other_numbers_of_updates_are_refused() -> None:
         communication(fewer)
 
 
-def test_a_simulated_link_is_not_measured() -> None:
+def test_a_simulated_link_is_not_measured():
     """Ranks that take turns have no link, nor has one alone."""
     with pytest.raises(af.WorldError, match="simulated ranks has no links"):
         simulate(2, Link.measured)

@@ -379,7 +379,7 @@ def test_batch_norms_count_batches_that_somebody_had(samples):
     assert set(simulate(2, train)) == {min(3, -(-samples // 2))}
 
 
-def test_what_some_ranks_used_all_update_by_hand() -> None:
+def test_what_some_ranks_used_all_update_by_hand():
     """A gradient that one rank lacks is its zeros in the sum, and what none has stays."""
 
     def rank(world: af.World) -> dict[str, torch.Tensor]:
@@ -440,7 +440,7 @@ def test_simulated_ranks_compare_their_sums_in_every_update(late, checked):
         simulate(2, fn)
 
 
-def test_ranks_compare_what_they_hold_once() -> None:
+def test_ranks_compare_what_they_hold_once():
     """Sums by hand, of one update after another, are of ranks that have compared already."""
 
     def rank(world: af.World) -> None:

@@ -37,9 +37,7 @@ def has_ended(watching: Watch, local: int) -> bool:
     return script._status(watching.pids[local]) is not None
 
 
-def test_ranks_may_follow_one_that_failed_for_a_while(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_may_follow_one_that_failed_for_a_while(monkeypatch):
     """Then the others may be ended; until one has failed nobody is to be."""
     monkeypatch.setattr(script, "_GRACE_SECONDS", 0.3)
     with watched(FAILS, FINISHES, GOES_ON) as (watching, _):
@@ -63,9 +61,7 @@ def test_ranks_may_follow_one_that_failed_for_a_while(
         assert watching.may_end()  # that is, torch's agent looks for itself
 
 
-def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_was_stopped_is_sent_on_to_its_end(monkeypatch):
     """It would wait for ever with the signal that is to end it."""
     monkeypatch.setattr(script, "_ANSWER_SECONDS", 0.1)
     with watched(FAILS, GOES_ON) as (watching, (_, stopped)):
@@ -80,7 +76,7 @@ def test_a_rank_that_was_stopped_is_sent_on_to_its_end(
         assert stopped.returncode == -signal.SIGTERM
 
 
-def test_a_question_kills_nobody(tmp_path: Path) -> None:
+def test_a_question_kills_nobody(tmp_path):
     """Who has not begun to listen is not asked; who listens no more, as Python ends, lives."""
     asks = (
         "import faulthandler, signal, sys; import worker;"
@@ -113,7 +109,7 @@ def test_a_question_kills_nobody(tmp_path: Path) -> None:
     assert listens_no_more.returncode == 0
 
 
-def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
+def test_a_stack_begins_in_the_users_script(tmp_path):
     """What leads to the script is not shown, and half a stack is none."""
     lead = f'  File "{script.LEADS[0]}", line 3 in main'
     mine = '  File "train.py", line 7 in step'
@@ -127,9 +123,8 @@ def test_a_stack_begins_in_the_users_script(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "status"),
-    [(7, 7), (256, 1), (-9, 247), (512 + 3, 3), ("out of luck", 1)],
+    ("code", "status"), [(7, 7), (256, 1), (-9, 247), (512 + 3, 3), ("out of luck", 1)]
 )
-def test_a_rank_that_leaves_with_a_code_has_failed(code: object, status: int) -> None:
+def test_a_rank_that_leaves_with_a_code_has_failed(code, status):
     """The system keeps eight bits of a code; what would be left of none is 1."""
     assert exit_status(SystemExit(code)) == status

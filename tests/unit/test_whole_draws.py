@@ -49,11 +49,7 @@ SPLITS = {
     "fsdp": (af.wrap_fsdp, {}, (2, 3)),
     "units": (lambda: af.wrap_fsdp(units=nn.Linear), {}, (2, 3)),
     "hsdp": (af.wrap_fsdp, {"dp_replicate": 2, "dp_shard": 2}, (4,)),
-    "tp": (
-        lambda: af.tensor_parallel({"0": "column", "2": "row"}),
-        {"tp": 2},
-        (2,),
-    ),
+    "tp": (lambda: af.tensor_parallel({"0": "column", "2": "row"}), {"tp": 2}, (2,)),
     "tp in fsdp": (
         lambda: af.chain(
             af.tensor_parallel({"0": "column", "2": "row"}), af.wrap_fsdp()

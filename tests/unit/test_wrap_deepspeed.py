@@ -28,7 +28,7 @@ def begun(*setup: Any, model: Any = None, optimizer: Any = adamw) -> af.TrainSta
 
 
 @pytest.mark.parametrize("stage", [0, 4, True, "2", None])
-def test_a_stage_is_1_2_or_3(stage: Any) -> None:
+def test_a_stage_is_1_2_or_3(stage):
     with pytest.raises(af.errors.ArgumentError, match="expected 1, which splits"):
         af.wrap_deepspeed(stage)
 
@@ -62,7 +62,7 @@ def test_a_stage_is_1_2_or_3(stage: Any) -> None:
         ),
     ],
 )
-def test_a_setting_is_one_that_deepspeed_alone_says(config: Any, match: str) -> None:
+def test_a_setting_is_one_that_deepspeed_alone_says(config, match):
     """Another is refused with where it is said, or the nearest."""
     with pytest.raises(af.errors.ArgumentError, match=match):
         af.wrap_deepspeed(2, config=config)
@@ -93,31 +93,31 @@ def test_a_setting_is_one_that_deepspeed_alone_says(config: Any, match: str) -> 
         ({"comms_logger": {"enabled": "perhaps"}}, "refuses config.*valid boolean"),
     ],
 )
-def test_a_value_is_one_that_deepspeed_takes(config: Any, match: str) -> None:
+def test_a_value_is_one_that_deepspeed_takes(config, match):
     """It is asked when composed, and not at the first step."""
     with pytest.raises(af.errors.ArgumentError, match=match):
         af.wrap_deepspeed(2, config=config)
 
 
 @pytest.mark.parametrize("value", ["fp32", "BF16", None])
-def test_what_deepspeed_takes_is_taken(value: Any) -> None:
+def test_what_deepspeed_takes_is_taken(value):
     config = {"communication_data_type": value, "comms_logger": {"enabled": False}}
     zero = {"reduce_bucket_size": 5e8, "overlap_comm": None}
     assert af.wrap_deepspeed(2, config={**config, "zero_optimization": zero}).stage == 2
 
 
-def test_skip_nonfinite_stands_beside_it() -> None:
+def test_skip_nonfinite_stands_beside_it():
     """In either order; DeepSpeed finds what is not finite."""
     for both in ((af.skip_nonfinite(),), (af.clip_grad_norm(1.0), af.skip_nonfinite())):
         assert begun(*both).step == 0
 
 
-def test_micro_batches_are_added_up_in_one_of_two_ways() -> None:
+def test_micro_batches_are_added_up_in_one_of_two_ways():
     with pytest.raises(af.errors.ArgumentError, match='"whole" or "sharded"'):
         af.wrap_deepspeed(2, accumulate="parts")
 
 
-def test_settings_that_are_changed_later_change_nothing() -> None:
+def test_settings_that_are_changed_later_change_nothing():
     """A setup is a value."""
     config = {"zero_optimization": {"overlap_comm": False}}
     wrap = af.wrap_deepspeed(1, config=config)
@@ -126,9 +126,7 @@ def test_settings_that_are_changed_later_change_nothing() -> None:
     assert hash(wrap) == hash(af.wrap_deepspeed(1))
 
 
-def test_a_package_that_is_not_there_is_told_with_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_package_that_is_not_there_is_told_with_how_to_get_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     with pytest.raises(af.errors.ArgumentError, match="no-build-isolation deepspeed"):
@@ -150,7 +148,7 @@ def test_a_package_that_is_not_there_is_told_with_how_to_get_it(
         (af.context_parallel(), r"af\.wrap_fsdp\(\) beside it"),
     ],
 )
-def test_what_it_cannot_stand_beside_is_refused(other: Any, match: str) -> None:
+def test_what_it_cannot_stand_beside_is_refused(other, match):
     """When composed, in either order."""
     other = af.autocast("fp8") if other == "fp8" else other
     for both in ((af.wrap_deepspeed(2), other), (other, af.wrap_deepspeed(2))):
@@ -166,7 +164,7 @@ def test_what_it_cannot_stand_beside_is_refused(other: Any, match: str) -> None:
         (af.clip_grad_norm(1.0, per_group=True), "global 2-norm alone"),
     ],
 )
-def test_what_looks_at_gradients_is_refused(other: Any, match: str) -> None:
+def test_what_looks_at_gradients_is_refused(other, match):
     """When the state is made: DeepSpeed holds them."""
     with pytest.raises(af.errors.CompositionError, match=match):
         begun(other)
@@ -180,7 +178,7 @@ def test_what_looks_at_gradients_is_refused(other: Any, match: str) -> None:
         (lambda: nn.ParameterList([torch.ones(2), torch.ones(0)]), "no elements"),
     ],
 )
-def test_parameters_are_those_of_float32(model: Any, match: str) -> None:
+def test_parameters_are_those_of_float32(model, match):
     with pytest.raises(af.errors.ModelError, match=match):
         begun(model=model)
 
@@ -197,7 +195,7 @@ def two(kind: Any, named: Any) -> Any:
         (partial(torch.optim.Adafactor, lr=0.1), "more than its own gradient"),
     ],
 )
-def test_optimizers_go_element_by_element(optimizer: Any, match: str) -> None:
+def test_optimizers_go_element_by_element(optimizer, match):
     with pytest.raises(af.errors.OptimizerError, match=match):
         begun(optimizer=optimizer)
 
@@ -217,7 +215,7 @@ class Counting(torch.optim.Optimizer):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_group_is_counted_once(stage: int) -> None:
+def test_a_group_is_counted_once(stage):
     """At stage 3 DeepSpeed steps each part of a group."""
     state = af.TrainState.create(model=lambda: nn.Linear(4, 4), optimizer=Counting)
     if stage == 2:
@@ -227,7 +225,7 @@ def test_a_group_is_counted_once(stage: int) -> None:
         af.wrap_deepspeed(stage)(state)
 
 
-def test_a_group_that_trains_nothing_is_refused() -> None:
+def test_a_group_that_trains_nothing_is_refused():
     """DeepSpeed has no flat tensor of it."""
     state = af.TrainState.create(
         model=lambda: nn.Linear(4, 4), optimizer=partial(two, torch.optim.SGD)
@@ -237,7 +235,7 @@ def test_a_group_that_trains_nothing_is_refused() -> None:
         af.wrap_deepspeed(1)(state)
 
 
-def test_simulated_ranks_are_refused() -> None:
+def test_simulated_ranks_are_refused():
     """DeepSpeed talks through the one group of a process."""
 
     def fn(world: af.World) -> None:
@@ -252,7 +250,7 @@ def test_simulated_ranks_are_refused() -> None:
     simulate(2, fn)
 
 
-def test_it_changes_nothing_in_a_world_of_one() -> None:
+def test_it_changes_nothing_in_a_world_of_one():
     """There is nothing to split over."""
     x = torch.ones(3, 4)
     found = []

@@ -648,9 +648,7 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
     """Ranks of GPUs that nothing joins on the CPU are refused, with a backend that does."""
     connection = SimpleNamespace(joins=lambda device: joins or device.type != "cpu")
     world = SimpleNamespace(
-        device=torch.device(kind),
-        loss=SimpleNamespace(size=2),
-        connection=connection,
+        device=torch.device(kind), loss=SimpleNamespace(size=2), connection=connection
     )
     check = af.wrap_fsdp(cpu_offload=True)._check_offload
     if joins:
