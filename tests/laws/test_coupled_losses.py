@@ -307,6 +307,7 @@ def test_predictions_of_all_samples_leave_out_stand_ins() -> None:
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_real_ranks_gather_uneven_shares() -> None:
     """Gloo, which aborts on unequal rows, joins shares of 12 and 11 samples."""

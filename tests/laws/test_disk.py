@@ -365,6 +365,7 @@ class Histories(RuleBasedStateMachine):
 many = settings(max_examples=max(20, settings().max_examples // 10))
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_nothing() -> None:
     """Killed at any act, before it or behind, a run finds all that was said to be saved."""
 

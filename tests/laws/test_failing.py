@@ -183,16 +183,6 @@ def expected_of(play: Play, size: int) -> list[list[Found]]:
     return list(simulate(size, train))
 
 
-def check_against_none(
-    play: Play, size: int, train: Callable[[af.World], list[Found]]
-) -> None:
-    """Ask that a run has, on every rank, the states of the one in which nothing fails."""
-    expected = expected_of(attrs.evolve(play, at=0), size)
-    for one, two in zip(expected, simulate(size, train), strict=True):
-        for wanted, found in zip(one, two, strict=True):
-            assert differences(wanted, found) == []
-
-
 def counted(state: af.TrainState) -> Found:
     """Return all that is in a state, its counts too."""
     return tensors(state) | {"skipped": torch.tensor(state.num_skipped)}

@@ -101,6 +101,7 @@ def test_ranks_with_unequal_streams_see_each_sample_once(
     check_sharded(list(ranks), counts, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 @given(counts=st.lists(st.integers(1, 7), min_size=1, max_size=2), data=st.data())
 @some

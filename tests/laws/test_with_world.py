@@ -21,7 +21,6 @@ from tests.laws.alive import Alive
 from tests.laws.worlds import params
 from tests.strategies import Run, differences, runs, tensors
 
-POWER = af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0)
 SETUPS = {
     "ddp": (af.wrap_ddp(find_unused_parameters=True), af.ema(0.5)),
     "powersgd": (

@@ -160,7 +160,6 @@ TORCH: dict[str, Row] = {
 WITH_METRIC = {"ReduceLROnPlateau"}
 """What is refused; LRScheduler itself is no scheduler."""
 
-MIN_LR = {"min_lr": 0.001}
 SPECIFIC: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "cosine_with_restarts": {"num_cycles": st.integers(1, 3)},
     "cosine": {"num_cycles": st.sampled_from([0.5, 1.5])},

@@ -6,7 +6,6 @@ import io
 import os
 import random
 import shutil
-import subprocess
 import sys
 from functools import partial
 
@@ -29,7 +28,6 @@ from tests.internals import (
     read_manifest,
     save_of,
 )
-from tests.waiting import HANGS
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -399,17 +397,3 @@ def test_mistakes_in_the_command_line(words, capsys):
         main(["checkpoint", *words])
     assert caught.value.code == 2
     assert "usage: accelfn" in capsys.readouterr().err
-
-
-def test_as_a_process():
-    """The exit code is the process's."""
-    words = ["-m", "accelfn", "checkpoint", "verify", ONE]
-    done = subprocess.run(
-        [sys.executable, *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=HANGS,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith(f"{ONE / 'manifest.json'}: whole\n")

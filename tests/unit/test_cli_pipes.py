@@ -72,6 +72,7 @@ def test_another_broken_pipe_is_an_error(monkeypatch):
         cli.main(["replay", "somewhere"])
 
 
+@pytest.mark.slow
 def test_python_runs_the_package(tmp_path):
     """D: `python -m accelfn` is the command, with its words and its exit codes."""
     command = [sys.executable, "-m", "accelfn"]

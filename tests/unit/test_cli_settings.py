@@ -547,6 +547,7 @@ def test_env_says_what_a_bug_report_needs(capsys, monkeypatch):
     assert "NCCL_DEBUG" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -578,6 +579,7 @@ def test_env_shows_what_places_a_rank(capsys, monkeypatch):
     assert "a secret of ours" not in text
 
 
+@pytest.mark.slow
 def test_env_shows_the_packages_of_trackers(capsys):
     """Those that are here are shown, with versions: a backend may be what fails."""
     assert main(["env", "--json"]) == 0

@@ -202,6 +202,7 @@ def test_regions_are_compiled_once(backend):
     assert close(trained(model=blocks), trained(named, model=blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setup",
     [
@@ -260,6 +261,7 @@ def test_it_stands_anywhere(at, others):
     assert close(trained(*others, model=blocks), trained(*setup, model=blocks))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -334,6 +336,7 @@ class Penalty:
         return losses.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("is_total", "beside"), [(False, ()), (True, (af.accumulate(num_micro_batches=2),))]
 )

@@ -82,11 +82,6 @@ class Stream(IterableDataset):
         return iter(range(10))
 
 
-class StreamWithLength(Stream):
-    def __len__(self):
-        return 10
-
-
 class Endless(Dataset):
     def __getitem__(self, index):
         return index

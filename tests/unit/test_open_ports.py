@@ -42,6 +42,7 @@ def test_a_launch_on_one_machine_listens_on_the_loopback(capfd):
     assert captured.err == ""  # it is nothing to speak of
 
 
+@pytest.mark.slow
 def test_ranks_that_open_their_own_store():
     """C: without a launcher, rank 0's store is where MASTER_ADDR says, and nowhere else."""
     given = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}

@@ -79,6 +79,7 @@ def test_a_star_takes_the_public_names():
     assert set() == {"base", "cli", "errors", "loop"} & set(names)
 
 
+@pytest.mark.slow
 def test_a_tree_that_is_not_installed_can_be_imported(tmp_path):
     """Its version is unknown, and says so; the command line works."""
     (tmp_path / "accelfn").symlink_to(ROOT / "accelfn")

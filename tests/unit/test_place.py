@@ -377,6 +377,7 @@ def test_single_does_not_hide_a_world_of_many(env, monkeypatch):
         af.World.single(device="cpu")
 
 
+@pytest.mark.slow
 def test_a_world_that_nobody_closes_is_closed_at_the_end():
     """The interpreter's end closes it, before torch would abort the process."""
     code = (

@@ -74,6 +74,7 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch)
     assert len(kept) == 2
 
 
+@pytest.mark.slow
 def test_the_fewest_machines_begin_before_they_give_up():
     """They wait for more no longer than they wait at all, and not torch's half minute."""
     machines = Machines.meeting_at(

@@ -184,6 +184,7 @@ def test_a_run_is_resumed_where_its_next_step_says(tmp_path, openings, resumed):
     assert af.track.read(path).resumed == resumed
 
 
+@pytest.mark.slow
 def test_a_killed_process_loses_no_record(tmp_path):
     """What was tracked before SIGKILL is in the file."""
     code = (
@@ -297,6 +298,7 @@ def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["0.jsonl"]
 
 
+@pytest.mark.slow
 def test_packages_are_imported_on_rank_0_alone():
     """Trackers of other ranks, and `af.track` itself, import none of the packages."""
     code = (

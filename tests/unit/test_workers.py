@@ -80,6 +80,7 @@ class CollectingStream(IterableDataset):
         return map(Collecting().__getitem__, range(4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dataset", [Collecting(), CollectingStream()])
 def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
     """It is finalized once, and where its threads are."""
@@ -165,6 +166,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("does", "words"), [(kill, "pid"), (leave, "pid"), (hang, "0.5 s, its timeout")]
