@@ -10,8 +10,6 @@ import operator
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.distributed_c10d import (
     _coalescing_manager,
     reduce_scatter_single,
@@ -469,50 +467,3 @@ def test_barrier_lets_nobody_pass_before_all_are_there():
 
 
 # accelfn's own
-
-
-@given(
-    size=st.sampled_from((1, 2, 4)), schedule=st.lists(st.integers(0, 2), max_size=9)
-)
-def test_collectives_of_accelfn(size, schedule):
-    """gather, sums, broadcasts and text of accelfn.collectives follow their docstrings."""
-    from tests.internals import collectives
-
-    def fn(world):
-        r = world.rank
-        summed = [values(r).T, values(r, (2,), torch.float32)]
-        collectives.all_reduce_(summed, world, label="sum")
-        sent = [values(r).T, values(r, (2,), torch.int32)]
-        collectives.broadcast_(sent, world, label="broadcast")
-        rows = collectives.join_rows(
-            values(r, (r + 1, 2)),
-            [i + 1 for i in range(world.size)],
-            world,
-            label="rows",
-        )
-        text = collectives.gather_text("ä" * r, world, label="text")
-        collectives.barrier(world)
-        metrics = af.Metrics({"loss": (2.0 * r, 1.0 + r)})
-        collectives.check_replicas(
-            {"w": torch.ones(2)}, world, label="check", values=True
-        )
-        return summed, sent, rows, text, af.mean(metrics, world)
-
-    run = simulate(size, fn, schedule=schedule)
-    ranks = range(size)
-    for summed, sent, rows, text, mean in run:
-        assert same(sum(values(r) for r in ranks).T, summed[0])
-        assert same(sum(values(r, (2,), torch.float32) for r in ranks), summed[1])
-        assert same(values(0).T, sent[0])
-        assert same(values(0, (2,), torch.int32), sent[1])
-        assert same(torch.cat([values(r, (r + 1, 2)) for r in ranks]), rows)
-        assert ["ä" * r for r in ranks] == text
-        assert mean == {
-            "loss": sum(2.0 * r for r in ranks) / sum(1.0 + r for r in ranks)
-        }
-    labels = {entry.label for entry in run.log}
-    assert labels == (
-        set()
-        if size == 1
-        else {"sum", "broadcast", "rows", "text", "barrier", "mean of metrics", "check"}
-    )

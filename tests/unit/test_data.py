@@ -291,15 +291,6 @@ def test_shuffle_depends_on_seed_and_epoch():
     assert all(a != b for i, a in enumerate(orders) for b in orders[:i])
 
 
-def test_shuffle_does_not_depend_on_the_batch_size():
-    """The order of samples is that of the epoch, however it is cut."""
-    orders = [
-        list(itertools.chain(*indices(af.Data(X, batch_size=size, shuffle=True))))
-        for size in (1, 3, 10)
-    ]
-    assert orders[0] == orders[1] == orders[2]
-
-
 def test_shuffle_moves_samples_far():
     """A shuffled order keeps next to no neighbours together."""
     data = af.Data(range(1000), batch_size=1000, shuffle=True, collate=len)

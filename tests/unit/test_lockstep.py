@@ -27,22 +27,6 @@ def run(lengths, **options):
     return simulate(len(lengths), program).results
 
 
-@given(lengths=LENGTHS)
-def test_with_last_every_batch_counts_once(lengths):
-    """All ranks get as many as the longest has; each own batch counts once, in order."""
-    if max(lengths) and not min(lengths):
-        without = lengths.index(0)
-        with pytest.raises(af.DataError, match=f"rank {without} of .* has no batch"):
-            run(lengths)
-        return
-    for rank, got in enumerate(run(lengths)):
-        assert len(got) == max(lengths)
-        mine = [10 * rank + i for i in range(lengths[rank])]
-        assert [value for value, weights, _ in got if weights != (0,)] == mine
-        rest = got[len(mine) :]
-        assert all((value, w) == (mine[-1], (0,)) for value, w, _ in rest)
-
-
 def test_all_ranks_are_told_of_one_without_any():
     """None goes on to wait for it."""
 
@@ -51,16 +35,6 @@ def test_all_ranks_are_told_of_one_without_any():
             list(af.lockstep([] if world.rank == 1 else [1, 2], world))
 
     simulate(3, program)
-
-
-@given(lengths=LENGTHS)
-def test_with_first_all_end_with_the_shortest(lengths):
-    """Ranks stop together, before the first that has none."""
-    for rank, got in enumerate(run(lengths, ends="first")):
-        assert [value for value, _, _ in got] == [
-            10 * rank + i for i in range(min(lengths))
-        ]
-        assert all(weights == (None,) for _, weights, _ in got)
 
 
 @given(lengths=LENGTHS)

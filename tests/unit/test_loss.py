@@ -323,19 +323,6 @@ def sums_of(metrics):
     return {name: (each.total, each.weight) for name, each in metrics.sums.items()}
 
 
-def test_metrics_of_steps_add_to_the_mean_of_samples():
-    """Adding the metrics of uneven steps gives the mean over all samples."""
-    step = af.make_step(lambda model, batch: (model(batch) * 0).sum() + batch.mean())
-    state, total = make(lr=0.0), af.Metrics({})
-    for part in X.split(3):
-        state, metrics = step(state, part)
-        total = total + metrics
-    expected = float(X.mean())
-    assert expected == pytest.approx(
-        af.mean(total, state.world)["loss"], rel=1e-6, abs=1e-7
-    )
-
-
 def test_metrics_of_nothing():
     """No names have no mean; a weight of 0 has the mean 0."""
     assert af.mean(af.Metrics({}), af.World()) == {}
@@ -351,14 +338,6 @@ def test_metrics_are_a_mapping():
     assert len(metrics) == 2
     with pytest.raises(KeyError):
         metrics["c"]
-
-
-def test_metrics_hold_no_graph():
-    """Reported values require no gradient."""
-    _, metrics = af.make_step(
-        lambda model, batch: af.Loss(model(batch).sum(), 8, out=model(batch).sum())
-    )(make(), X)
-    assert not any(metrics[name].requires_grad for name in metrics)
 
 
 def test_metrics_sum():

@@ -131,16 +131,6 @@ optimizers = pytest.mark.parametrize("name", OPTIMIZERS)
 
 
 @optimizers
-def test_bitwise_the_hand_written_loop(name):
-    """Five updates are bitwise those of the loop by hand."""
-    state, history = create(OPTIMIZERS[name]), []
-    for part in PARTS:
-        state, _ = STEP(state, part)
-        history.append(bits(state.params))
-    assert by_hand(OPTIMIZERS[name], PARTS) == history
-
-
-@optimizers
 def test_copies_go_on_alike(name):
     """A copy taken before each update goes on as the loop by hand."""
     state = create(OPTIMIZERS[name])

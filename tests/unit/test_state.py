@@ -139,15 +139,6 @@ def test_seen_though_donated():
     assert (state.step, state.name, state.seed) == (1, "state", 0)
 
 
-def test_fork_is_not_donated():
-    """A step on a state leaves its copy bitwise as it was."""
-    state = make()
-    fork = state.copy()
-    before = values(fork)
-    STEP(state, X)
-    assert before == values(fork)
-
-
 def test_donate_false_leaves_the_input():
     """With donate=False the input stays bitwise as it was, and can be used again."""
     state = make()

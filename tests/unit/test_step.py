@@ -149,35 +149,6 @@ def test_error_in_the_second_micro_batch():
 
 
 @af.transform
-class Breaks:
-    """A transform of gradients that raises where told."""
-
-    def grads(self, grads, slot, update):
-        torch.randn(3)
-        grads = grads.map(lambda grad: grad.mul_(0))
-        if update.state.step >= 2:
-            raise ZeroDivisionError
-        return grads, slot
-
-
-@pytest.mark.parametrize("position", [0, 1])
-def test_error_in_a_grads_transform(position):
-    """It comes before the update: state, slots and generators are as before."""
-    parts = [af.ema(0.9), af.clip_grad_norm(0.1)]
-    parts.insert(position, Breaks())
-    state = make(setup="plain").with_setup(af.chain(*parts))
-    before, random = values(state), torch.get_rng_state()
-    with pytest.raises(ZeroDivisionError):
-        STEP(state, X)
-    assert before == values(state)
-    assert torch.equal(random, torch.get_rng_state())
-    assert torch.is_grad_enabled()
-    rest, _ = STEP(state.with_setup(af.chain()), X)
-    expected, _ = STEP(make(), X)
-    assert values(expected)["params"] == values(rest)["params"]
-
-
-@af.transform
 class Sets:
     """A transform that sets a hyperparameter at some updates."""
 
@@ -268,22 +239,6 @@ def test_step_depends_on_state_and_batch_alone():
     state, _ = STEP(state, X)
     STEP(other, X)
     assert values(STEP(witness, X)[0]) == values(state)
-
-
-def test_dropout_differs_by_update_and_name():
-    """Each update, and each state's name, has draws of its own."""
-    seen = []
-
-    def keep(model, batch):
-        out = model[2](torch.ones(1, 64))
-        seen.append(out.tolist())
-        return loss(model, batch)
-
-    state = make()
-    for _ in range(2):
-        state, _ = af.make_step(keep)(state, X)
-    af.make_step(keep)(make(name="other"), X)
-    assert all(a != b for i, a in enumerate(seen) for b in seen[:i])
 
 
 def test_extras_reach_the_loss():
@@ -574,20 +529,6 @@ def test_step_is_its_two_parts():
     one, _ = STEP(one, parts)
     _, grads = af.value_and_grad(loss)(two, parts)
     assert values(one) == values(af.apply_grads(two, grads))
-
-
-def test_adding_is_the_mean_of_all():
-    """Uneven parts added by `into` give the gradient of all rows, up to rounding."""
-    flat = lambda model, batch: model[0](batch).square().mean()  # noqa: E731
-    compute = af.value_and_grad(flat)
-    whole, parts = make(), make()
-    grads = None
-    for part in X.split([1, 5, 2]):
-        _, grads = compute(parts, part, into=grads)
-    expected, _ = af.make_step(flat)(whole, X)
-    actual = af.apply_grads(parts, grads)
-    for name, param in expected.params.items():
-        torch.testing.assert_close(actual.params[name], param)
 
 
 def test_released_engine_is_made_anew():
