@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from accelfn.base import tree as tree
     from accelfn.base.hints import hint_attributes as hint_attributes
     from accelfn.checkpoint import files as files
+    from accelfn.checkpoint import slices as slices
+    from accelfn.checkpoint.foreign import Found as Found
+    from accelfn.checkpoint.foreign import Piece as Piece
+    from accelfn.checkpoint.foreign import load_found as load_found
     from accelfn.definition.layout import Layout as Layout
     from accelfn.definition.transform import facts_of as facts_of
     from accelfn.engine.binding import ReplicaBinding as ReplicaBinding
@@ -32,7 +36,11 @@ if TYPE_CHECKING:
     from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
     from accelfn.model.model import mark_placed as mark_placed
     from accelfn.model.optimizer import is_count as is_count
+    from accelfn.weights.export import open_weights as open_weights
+    from accelfn.weights.export import read_parts as read_parts
+    from accelfn.weights.importing import Incoming as Incoming
     from accelfn.weights.importing import Mapped as Mapped
+    from accelfn.weights.importing import fill_model as fill_model
     from accelfn.weights.importing import map_weights as map_weights
 
 NAMES = {
@@ -49,6 +57,12 @@ NAMES = {
     },
     "accelfn.checkpoint": {
         "files": "Safetensors files, written with digests and read a tensor at a time.",
+        "slices": "Boxes of a tensor, as ranks have and files hold them.",
+    },
+    "accelfn.checkpoint.foreign": {
+        "Found": "The tensors of a training that another library saved.",
+        "Piece": "A tensor in files, which is read in boxes.",
+        "load_found": "Makes a state of the tensors that a function finds in a folder.",
     },
     "accelfn.definition.layout": {
         "Layout": "How each parameter is cut over the ranks.",
@@ -86,8 +100,14 @@ NAMES = {
     "accelfn.model.optimizer": {
         "is_count": "Whether an optimizer's entry is a count, and not a value of a parameter.",
     },
+    "accelfn.weights.export": {
+        "open_weights": "Opens safetensors files, a folder of them or an index.",
+        "read_parts": "Reads a model from one file, or from several with an index.",
+    },
     "accelfn.weights.importing": {
+        "Incoming": "The tensors of another library's model, which are read one by one.",
         "Mapped": "A memory-mapped tensor of a file, whose pages can be released.",
+        "fill_model": "Fills a model with tensors that are read one by one.",
         "map_weights": "Maps all tensors of safetensors files without reading them.",
     },
 }

@@ -5,12 +5,13 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self, TypeVar
+from typing import Any, BinaryIO, Self, TypeVar
 
 import attrs
 import torch
 
 from accelfn.base import devices, tree
+from accelfn.checkpoint import files
 from accelfn.errors import CheckpointCorruptError, PlainDataError
 
 T = TypeVar("T")
@@ -226,3 +227,61 @@ def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
 
 def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
     return (*numbers[:dim], number, *numbers[dim + 1 :])
+
+
+# Reading a box of a tensor from a file, without reading the rest of the tensor.
+
+
+_FINE = 4096
+"""Runs of fewer bytes are read together with the gaps between them, as a disk does anyway."""
+
+
+def read_box(
+    stream: BinaryIO, begin: int, dtype: torch.dtype, box: Slice
+) -> torch.Tensor:
+    """Read a box of a tensor that a file holds in row-major order.
+
+    Args:
+        stream: the open file, unbuffered.
+        begin: the offset of the tensor's first byte.
+        dtype: the tensor's dtype.
+        box: the box to read.
+
+    Raises:
+        OSError: the file is too short.
+    """
+    if not box.count:
+        return torch.empty(box.size, dtype=dtype)
+    strides = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
+    starts, length = _runs(box, strides)
+    num_bytes = length * dtype.itemsize
+    if len(starts) > 1 and num_bytes < _FINE:
+        flat = devices.empty([starts[-1] + length - starts[0]], dtype)
+        stream.seek(begin + starts[0] * dtype.itemsize)
+        files.read_into(stream, files.bytes_of(flat))
+        return flat.as_strided(box.size, strides).contiguous()
+    found = devices.empty(box.size, dtype)
+    values = files.bytes_of(found)
+    for number, start in enumerate(starts):
+        stream.seek(begin + start * dtype.itemsize)
+        run = values[number * num_bytes : (number + 1) * num_bytes]
+        files.read_into(stream, run)
+    return found
+
+
+def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
+    """Return the starts of a box's contiguous runs, and their length, in elements."""
+    cut = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
+    last = max(cut, default=0)  # later dims are full
+    corners = itertools.product(
+        *(
+            range(at, at + (size if dim < last else 1))
+            for dim, (at, size) in enumerate(zip(box.offset, box.size, strict=True))
+            if dim <= last
+        )
+    )
+    starts = [
+        sum(at * stride for at, stride in zip(corner, strides, strict=False))
+        for corner in corners
+    ]
+    return starts, math.prod(box.size[last:])

@@ -7,24 +7,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import attrs
 import torch
 
-from accelfn.base import arguments
-from accelfn.base.arguments import advise, as_path
-from accelfn.base.tree import is_shard
-from accelfn.checkpoint.files import reader_of
-from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
-from accelfn.checkpoint.save import fields_of, with_fields
-from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
+from accelfn import Loaded, TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.interop import deepspeed, torch_files
-from accelfn.interop.torch_files import Found, Piece, check_kept
-from accelfn.state.state import TrainState, check_state
-from accelfn.weights import export
+from accelfn.plug import Found, Piece, arguments, files, load_found, open_weights
 
 OPTIMIZER = "optimizer.bin"
-MODELS = (export.WEIGHTS, export.INDEX, torch_files.WEIGHTS, torch_files.INDEX)
+MODELS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    torch_files.WEIGHTS,
+    torch_files.INDEX,
+)
 """Names of model files; the first that a folder has is read."""
 
 
@@ -33,7 +29,7 @@ def weights_of(folder: Path) -> dict[str, Piece]:
     if not any(arguments.exists(folder / name) for name in MODELS[:2]):
         held = torch_files.state_dict_of(folder)
         return {name: Piece.of(tensor) for name, tensor in held.items()}
-    there = export.shards_at(folder)
+    there = open_weights(folder)
     return {
         name: Piece(meta.dtype, tuple(meta.shape), partial(there.read_box, name))
         for name, meta in there.tensors().items()
@@ -155,24 +151,12 @@ def import_state(
         CheckpointCorruptError: a file is missing, truncated, or from another save.
         ArgumentError: `under` is not a text.
     """
-    call = "af.import_state(state, directory)"
-    check_state(call, state)
-    state.lease.check()
-    folder = as_path(call, directory, "a folder")
     if under is not None and not isinstance(under, str):
         msg = f"af.import_state(under={under!r}): expected a key, as 'model', or None."
         raise ArgumentError(msg)
-
-    def read() -> tuple[dict[str, Any], Loaded]:
-        return _read_fields(
-            state, folder, _find_training(state, folder, under), strict=strict
-        )
-
-    fields, report = read_all_or_none(state, read)
-    own = {each.name for each in state.setup}
-    slots = {name: slot for name, slot in state.slots.items() if name not in own}
-    after = with_fields(state, {**fields, "slots": slots})
-    return attrs.evolve(report, state=after.with_setup(state.setup))
+    call = "af.import_state(state, directory)"
+    find = partial(_find_training, state, under=under)
+    return load_found(call, state, directory, find, strict=strict)
 
 
 def _find_training(state: TrainState, folder: Path, under: str | None) -> Found:
@@ -194,7 +178,7 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> Found:
         return _of_accelerate(state, folder)
     msg = (
         f"{folder} has neither {torch_files.METADATA}, of torch's distributed checkpoints, nor"
-        f" parts of DeepSpeed's, nor a model as Accelerate saves it.{reader_of(folder)}"
+        f" parts of DeepSpeed's, nor a model as Accelerate saves it.{files.reader_of(folder)}"
     )
     raise CheckpointError(msg)
 
@@ -239,120 +223,3 @@ def _of_accelerate(state: TrainState, folder: Path) -> Found:
 def _params(state: TrainState) -> list[str]:
     """Return all names of parameters, including names of tied parameters."""
     return [*state.params, *state.definition.skeleton.aliases]
-
-
-def _read_fields(
-    state: TrainState, folder: Path, found: Found, *, strict: bool
-) -> tuple[dict[str, Any], Loaded]:
-    """Read the fields of the new state, and return them with the report."""
-    aliases = state.definition.skeleton.aliases
-    weights = {aliases.get(name, name): each for name, each in found.weights.items()}
-    kept = {aliases.get(name, name): each for name, each in found.entries.items()}
-    persistent = state.definition.skeleton.persistent
-    asked = {
-        **state.params,
-        **{n: b for n, b in state.buffers.items() if n in persistent},
-    }
-    _check_names(folder, asked, weights, found.strange, strict=strict)
-    check_kept(state, kept, folder)
-    cast: dict[str, str] = {}
-
-    def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
-        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
-
-    current = fields_of(state.copy())
-    params, buffers = dict(current["params"]), dict(current["buffers"])
-    for field, table in (("params", params), ("buffers", buffers)):
-        for name in [name for name in table if name in weights]:
-            table[name] = values(name, field, weights[name], table[name])
-    opt_state = {
-        name: {
-            key: _entry(f"{folder}: {key} of {name}", key, each, params[name])
-            for key, each in entry.items()
-        }
-        for name, entry in kept.items()
-        if name in params
-    }
-    fields = {**current, "params": params, "buffers": buffers}
-    if opt_state:
-        fields["opt_state"] = opt_state
-    counts = [int(each["step"]) for each in opt_state.values() if "step" in each]
-    step = max(counts, default=None) if found.step is None else found.step
-    if step is not None:
-        fields["step"], fields["num_skipped"] = step, 0
-    if found.step is None and len({*counts}) > 1:
-        advise(
-            f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
-            f" parameters, as if some were thawed later. state.step is the largest, {step},"
-            " which is what a schedule needs if a parameter was trained from the beginning."
-        )
-    missing = [
-        *(n for n in asked if n not in weights),
-        *([] if opt_state else ["opt_state"]),
-        *([] if step is not None else ["step"]),
-    ]
-    report = Loaded(
-        state=state,
-        loaded=(
-            *(f"params.{n}" for n in params if n in weights),
-            *(f"buffers.{n}" for n in buffers if n in weights),
-            *(f"opt_state.{n}" for n in opt_state),
-        ),
-        missing=tuple(missing),
-        unexpected=(*found.strange, *found.left),
-        cast=cast,
-    )
-    return fields, report
-
-
-def _check_names(
-    folder: Path,
-    asked: Mapping[str, torch.Tensor],
-    weights: Mapping[str, Piece],
-    strange: Iterable[str],
-    *,
-    strict: bool,
-) -> None:
-    """Reject tensors that do not fit the model, or warn about them.
-
-    Raises:
-        CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
-    """
-    there = {
-        n: torch.empty(each.shape, dtype=each.dtype, device="meta")
-        for n, each in weights.items()
-    }
-    there |= {n: torch.empty(0, device="meta") for n in strange}
-    found = differences(there, asked)
-    other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
-    named = attrs.evolve(found, dtypes=other)
-    if not strict:
-        named = attrs.evolve(named, missing=(), unexpected=())
-    if named:
-        raise CheckpointError(named.describe(str(folder)))
-    if found.missing or found.unexpected:
-        advise(attrs.evolve(found, dtypes={}).describe(str(folder)))
-
-
-def _place_piece(
-    where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
-) -> torch.Tensor:
-    """Read this rank's part of a piece in the state's dtype, on its device."""
-    place = slice_of(own) or Slice.whole(own.shape)
-    values = piece.read(place)
-    if values.dtype != own.dtype:
-        cast[name] = f"{values.dtype} to {own.dtype}"
-        values = convert_dtype(values, own.dtype, where)
-    return dtensor_like(values, own) if is_shard(own) else values.to(own.device)
-
-
-def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
-    """Return an optimizer's entry of a parameter in the form that torch's optimizers load."""
-    if not isinstance(each, Piece):
-        return each
-    if each.shape == tuple(param.shape) and key != "step":
-        return _place_piece(where, key, each, param, {})
-    values = each.read(Slice.whole(each.shape))
-    if key == "step":
-        return values
-    return values.to(param.device, param.dtype if param.is_floating_point() else None)

@@ -13,10 +13,9 @@ from typing import Any, TypeAlias, cast
 import attrs
 import torch
 
-from accelfn.base import arguments
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.interop import torch_files
-from accelfn.interop.torch_files import Found, Piece
+from accelfn.plug import Found, Piece, arguments
 
 # The optimizer files of ZeRO: each rank wrote a part of every flat group.
 #

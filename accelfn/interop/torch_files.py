@@ -7,120 +7,32 @@ only creates torch's records of tensors.
 """
 
 import io
-import itertools
-import math
 import os
 import pickle
 import re
 import threading
 import warnings
 import zipfile
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any, BinaryIO, Self, TypeVar, cast
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import attrs
 import torch
 from torch import nn
 
-from accelfn.base import arguments
-from accelfn.base.arguments import as_path
-from accelfn.checkpoint import files
-from accelfn.checkpoint.elastic import Source as SavedState
-from accelfn.checkpoint.files import reader_of
-from accelfn.checkpoint.save import optimizer_name
-from accelfn.checkpoint.slices import Slice, assemble, cover
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.state.state import TrainState
-from accelfn.weights.export import file_in, read_box, weight_map
-from accelfn.weights.importing import (
+from accelfn.plug import (
+    Found,
     Incoming,
-    Source,
-    build_model,
-    fill,
-    placement,
+    Piece,
+    arguments,
+    files,
+    fill_model,
+    read_parts,
+    slices,
 )
-
-# Tensors of another library's checkpoint, which are read in boxes.
-
-
-@attrs.frozen(eq=False)
-class Piece:
-    """A tensor in files.
-
-    Attributes:
-        dtype: the tensor's dtype.
-        shape: the full shape.
-        read: reads a box of the tensor into new memory.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[Slice], torch.Tensor]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> Self:
-        """Return a piece of a tensor in memory."""
-
-        def read(box: Slice) -> torch.Tensor:
-            return box.of(tensor).clone(memory_format=torch.contiguous_format)
-
-        return cls(tensor.dtype, tuple(tensor.shape), read)
-
-    @classmethod
-    def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
-        """Return a piece that concatenates flat tensors.
-
-        Args:
-            shape: the full shape.
-            runs: the elements in row-major order; at least one tensor.
-
-        Raises:
-            CheckpointCorruptError: the number of elements does not fit the shape.
-        """
-        runs = [run.detach() for run in runs]
-        ends = [0, *itertools.accumulate(map(len, runs))]
-        if ends[-1] != math.prod(shape):
-            msg = f"A tensor of {shape} has {ends[-1]} elements in its files."
-            raise CheckpointCorruptError(msg)
-        dtype = runs[0].dtype
-        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-
-        def read(box: Slice) -> torch.Tensor:
-            if not box.count:
-                return torch.empty(box.size, dtype=dtype)
-            begin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
-            last = (n - 1 for n in box.size)
-            end = begin + sum(map(math.prod, zip(last, strides, strict=True))) + 1
-            near = [
-                run[max(begin - at, 0) : end - at]
-                for at, run in zip(ends, runs, strict=False)
-                if at < end and at + len(run) > begin
-            ]
-            return torch.cat(near).as_strided(box.size, strides).contiguous()
-
-        return cls(dtype, shape, read)
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class Found:
-    """The tensors of a saved training.
-
-    Attributes:
-        weights: parameters and buffers, by their names in the model.
-        entries: the optimizer's tensors and numbers of each parameter, by its name.
-        step: the number of updates, if saved.
-        strange: names next to the weights that the model lacks.
-        left: names of other contents, which are not read.
-    """
-
-    weights: Mapping[str, Piece]
-    entries: Mapping[str, Mapping[str, Any]]
-    step: int | None = None
-    strange: tuple[str, ...] = ()
-    left: tuple[str, ...] = ()
-
 
 # Files of `torch.save`: the only pickles that accelfn reads, with `weights_only=True`, by an
 # unpickler that creates tensors and plain data and calls nothing else.
@@ -134,7 +46,7 @@ _ONE = threading.Lock()
 
 
 def import_torch_weights(
-    model: Source[M],
+    model: M | Callable[[], M],
     file: str | os.PathLike[str],
     *,
     device_map: Mapping[str, torch.device | str | int] | None = None,
@@ -163,13 +75,22 @@ def import_torch_weights(
         CheckpointCorruptError: a file is truncated, or has another format, or is missing.
         ModelError, ArgumentError: as `import_model`.
     """
-    path = as_path("af.import_torch_weights(model, file)", file, "a file or folder")
-    module = build_model("af.import_torch_weights", model)
-    place = placement("af.import_torch_weights", module, device_map, dtype)
-    held = state_dict_of(path)
-    incoming = Incoming(str(file), held, lambda name: _dense(held[name]))
-    fill(module, incoming, place, strict=strict)
-    return module
+    path = arguments.as_path(
+        "af.import_torch_weights(model, file)", file, "a file or folder"
+    )
+
+    def open_files() -> Incoming:
+        held = state_dict_of(path)
+        return Incoming(str(file), held, lambda name: _dense(held[name]))
+
+    return fill_model(
+        "af.import_torch_weights",
+        model,
+        open_files,
+        device_map=device_map,
+        dtype=dtype,
+        strict=strict,
+    )
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
@@ -184,24 +105,11 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
         CheckpointError: the files have no tensors, or other values too.
         CheckpointCorruptError: a file or the index is damaged.
     """
-    path = file_in(path, WEIGHTS, INDEX) if arguments.is_directory(path) else path
-    if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        msg = f"{path} is nothing that torch.save wrote.{reader_of(path)}"
+    ends = (".safetensors", ".safetensors.index.json")
+    if not arguments.is_directory(path) and path.name.endswith(ends):
+        msg = f"{path} is nothing that torch.save wrote.{files.reader_of(path)}"
         raise CheckpointError(msg)
-    if not path.name.endswith(".index.json"):
-        return _of_file(path)
-    places = weight_map(path, ".bin")
-    held = {
-        file: _of_file(path.parent / file) for file in dict.fromkeys(places.values())
-    }
-    for name, file in places.items():
-        if name not in held[file]:
-            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
-            raise CheckpointCorruptError(msg)
-    found: dict[str, torch.Tensor] = {}
-    for file, tensors in held.items():
-        found |= {n: t for n, t in tensors.items() if places.get(n, file) == file}
-    return found
+    return read_parts(path, WEIGHTS, INDEX, _of_file)
 
 
 class _Shut:
@@ -340,12 +248,12 @@ class _Records(pickle.Unpickler):
 class _Chunk:
     """A box of a tensor, and its byte range in a file."""
 
-    box: Slice
+    box: slices.Slice
     path: Path
     begin: int
     length: int
 
-    def read(self, part: Slice) -> torch.Tensor:
+    def read(self, part: slices.Slice) -> torch.Tensor:
         """Read a part of the box, given relative to the box."""
         try:
             with files.open_plain(self.path) as stream:
@@ -355,7 +263,7 @@ class _Chunk:
                 first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
                 if first is not None and meta.is_contiguous():
                     at = self.begin + first + meta.storage_offset() * meta.itemsize
-                    return read_box(stream, at, meta.dtype, part)
+                    return slices.read_box(stream, at, meta.dtype, part)
                 return part.of(_load_storage(window, "cpu"))
         except CheckpointCorruptError:
             raise
@@ -448,7 +356,7 @@ def _piece(
     shape = tuple(map(int, said.size))
     chunks = list[_Chunk]()
     for each in said.chunks:
-        box = Slice(shape, tuple(each.offsets), tuple(each.sizes))
+        box = slices.Slice(shape, tuple(each.offsets), tuple(each.sizes))
         place = places[name, box.offset]
         if place.transform_descriptors:
             msg = (
@@ -460,17 +368,17 @@ def _piece(
             raise CheckpointCorruptError(msg)
         path = folder / place.relative_path
         chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
-    if not cover((chunk.box for chunk in chunks), shape):
+    if not slices.cover((chunk.box for chunk in chunks), shape):
         msg = f"{folder}: the boxes of {name!r} are not those of a tensor of {shape}."
         raise CheckpointCorruptError(msg)
     dtype = said.properties.dtype
 
-    def read(box: Slice) -> torch.Tensor:
+    def read(box: slices.Slice) -> torch.Tensor:
         shared = ((each, each.box.within(box)) for each in chunks)
         parts = (
             (part.inside(each.box), each.read(part)) for each, part in shared if part
         )
-        return assemble(box, dtype, parts)
+        return slices.assemble(box, dtype, parts)
 
     return Piece(dtype, shape, read)
 
@@ -525,7 +433,7 @@ def _count(pieces: Mapping[str, Piece]) -> tuple[int | None, dict[str, Piece]]:
     if said is None or said.shape or said.dtype.is_floating_point:
         return None, others
     del others["step"]
-    return int(said.read(Slice.whole(()))), others
+    return int(said.read(slices.Slice.whole(()))), others
 
 
 def _prefix(
@@ -565,69 +473,23 @@ def _entries(
                 break
 
 
-# The entries of an optimizer, found by a trial step on one element.
-
-
-def check_kept(
-    state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
-) -> None:
-    """Reject entries of another optimizer, if a trial step of the state's is possible.
-
-    Raises:
-        CheckpointError: the entries differ, or belong to parameters that the model lacks.
-    """
-    unknown = sorted(kept.keys() - state.params.keys())
-    if unknown:
-        msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
-        raise CheckpointError(msg)
-    keeps = _keeps(state)
-    for name, entry in kept.items():
-        own = keeps.get(name)
-        if own is not None and own != entry.keys():
-            msg = (
-                f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
-                f" state's optimizer, keeps {sorted(own)}: it is another optimizer's, or its"
-                " options differ. strict=False does not help; load the weights alone, with"
-                " af.import_model."
-            )
-            raise CheckpointError(msg)
-
-
-def _keeps(state: TrainState) -> dict[str, set[str]]:
-    """Return the entries of the state's optimizer, by parameter; {} if a trial step fails."""
-    metas = dict(state.definition.skeleton.module.named_parameters())
-    tiny = {
-        name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
-        for name, meta in metas.items()
-    }
-    try:
-        optimizer = state.definition.optimizer_over(tiny)
-        for param in tiny.values():
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - the optimizer needs more than parameters and gradients
-        return {}
-    held = cast("dict[Any, dict[str, Any]]", optimizer.state)
-    return {n: set(held[p]) for n, p in tiny.items() if p in held}
-
-
 # Writing torch's distributed checkpoints (DCP).
 
 
 def write_distributed(
-    folder: Path, model: Mapping[str, torch.Tensor], source: SavedState
+    folder: Path,
+    model: Mapping[str, torch.Tensor],
+    opt_state: Mapping[str, Mapping[str, Any]],
+    step: int,
 ) -> int:
     """Write a model and its optimizer's entries to a folder; return the bytes of values.
 
     Keys are those of torch's `get_state_dict`: `model.<name>`, and
     `optim.state.<parameter>.<entry>`; `step` counts the updates.
     """
-    opt_state: dict[str, dict[str, Any]] = source.fields()["opt_state"]
     kept = {name: entry for name, entry in opt_state.items() if name in model}
-    step = torch.tensor(source.manifest.step)
-    _save(folder, {"model": dict(model), "optim": {"state": kept}, "step": step})
+    count = torch.tensor(step)
+    _save(folder, {"model": dict(model), "optim": {"state": kept}, "step": count})
     for path in folder.rglob("*"):
         files.flush(path)
     entries = (each for entry in kept.values() for each in entry.values())

@@ -231,7 +231,12 @@ def export(
         commit.begin(job)
         held = {name: tensors[tensor] for name, tensor in names.items()}
         if kind == "dcp":
-            written, size = "", write_distributed(job.partial, held, source)
+            written, size = (
+                "",
+                write_distributed(
+                    job.partial, held, source.fields()["opt_state"], manifest.step
+                ),
+            )
         else:
             written = _MODEL
             size = files.write_tensors(

@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Export a state's model as safetensors files, or its parameters as full tensors."""
 
-import itertools
 import json
-import math
 import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 import attrs
 import torch
 
-from accelfn.base import arguments, devices
+from accelfn.base import arguments
 from accelfn.base.arguments import (
     as_path,
     explain_call_errors,
@@ -23,7 +21,7 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
-from accelfn.checkpoint import commit, files
+from accelfn.checkpoint import commit, files, slices
 from accelfn.checkpoint.commit import Phase, Save
 from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import exchange_of, save_of
@@ -40,70 +38,13 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.state.views import params_at
 from accelfn.world import World
 
-# Reading a box of a tensor from a file, without reading the rest of the tensor.
-
-
-_FINE = 4096
-"""Runs of fewer bytes are read together with the gaps between them, as a disk does anyway."""
-
-
-def read_box(
-    stream: BinaryIO, begin: int, dtype: torch.dtype, box: Slice
-) -> torch.Tensor:
-    """Read a box of a tensor that a file holds in row-major order.
-
-    Args:
-        stream: the open file, unbuffered.
-        begin: the offset of the tensor's first byte.
-        dtype: the tensor's dtype.
-        box: the box to read.
-
-    Raises:
-        OSError: the file is too short.
-    """
-    if not box.count:
-        return torch.empty(box.size, dtype=dtype)
-    strides = [math.prod(box.shape[dim + 1 :]) for dim in range(len(box.shape))]
-    starts, length = _runs(box, strides)
-    num_bytes = length * dtype.itemsize
-    if len(starts) > 1 and num_bytes < _FINE:
-        flat = devices.empty([starts[-1] + length - starts[0]], dtype)
-        stream.seek(begin + starts[0] * dtype.itemsize)
-        files.read_into(stream, files.bytes_of(flat))
-        return flat.as_strided(box.size, strides).contiguous()
-    found = devices.empty(box.size, dtype)
-    values = files.bytes_of(found)
-    for number, start in enumerate(starts):
-        stream.seek(begin + start * dtype.itemsize)
-        run = values[number * num_bytes : (number + 1) * num_bytes]
-        files.read_into(stream, run)
-    return found
-
-
-def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
-    """Return the starts of a box's contiguous runs, and their length, in elements."""
-    cut = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
-    last = max(cut, default=0)  # later dims are full
-    corners = itertools.product(
-        *(
-            range(at, at + (size if dim < last else 1))
-            for dim, (at, size) in enumerate(zip(box.offset, box.size, strict=True))
-            if dim <= last
-        )
-    )
-    starts = [
-        sum(at * stride for at, stride in zip(corner, strides, strict=False))
-        for corner in corners
-    ]
-    return starts, math.prod(box.size[last:])
-
-
 # File names of Hugging Face tools: one file, or numbered shards with an index.
 
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
+T = TypeVar("T")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+")
 _PIECE = 2**18
 """Elements that are converted at once."""
@@ -200,7 +141,7 @@ class Shards:
             CheckpointCorruptError: the file is missing, or too short.
         """
         with self._open(name) as (stream, begin, dtype):
-            return read_box(stream, begin, dtype, box)
+            return slices.read_box(stream, begin, dtype, box)
 
     @contextmanager
     def _open(self, name: str) -> Generator[tuple[BinaryIO, int, torch.dtype]]:
@@ -215,28 +156,65 @@ class Shards:
             raise CheckpointCorruptError(msg) from error
 
 
-def shards_at(source: Path) -> Shards:
+def open_weights(source: Path) -> Shards:
     """Return the tensors of a file, a folder or an index.
 
     Raises:
         CheckpointError: the path has no safetensors files.
         CheckpointCorruptError: a file or the index is damaged.
     """
-    path = file_in(source, WEIGHTS, INDEX) if arguments.is_directory(source) else source
-    parted = path.name.endswith(".index.json")
-    if parted and not path.name.endswith(".bin.index.json"):
-        return _shards_of_index(path)
-    if path.suffix != ".safetensors":
+    is_index = source.name.endswith(".index.json")
+    is_known = source.suffix == ".safetensors" or (
+        is_index and not source.name.endswith(".bin.index.json")
+    )
+    if not is_known and not arguments.is_directory(source):
         msg = (
-            f"{path} is neither a .safetensors file, a folder with one, nor an index."
-            f"{reader_of(path)}"
+            f"{source} is neither a .safetensors file, a folder with one, nor an index."
+            f"{reader_of(source)}"
         )
         raise CheckpointError(msg)
-    real, table = _table(path)
-    return Shards({real: table}, dict.fromkeys(table.tensors, real))
+    tables: dict[Path, files.File] = {}
+
+    def read(path: Path) -> dict[str, Path]:
+        real, tables[real] = _table(path)
+        return dict.fromkeys(tables[real].tensors, real)
+
+    return Shards(tables, read_parts(source, WEIGHTS, INDEX, read))
 
 
-def file_in(folder: Path, weights: str, index: str) -> Path:
+def read_parts(
+    source: Path, weights: str, index: str, read: Callable[[Path], Mapping[str, T]]
+) -> dict[str, T]:
+    """Read the tensors of a file, a folder or an index, by name.
+
+    Args:
+        source: the path.
+        weights: the name of the file in a folder that has one.
+        index: the name of the index in a folder with several files.
+        read: reads a file.
+
+    Raises:
+        CheckpointError: a folder has neither.
+        CheckpointCorruptError: the index is damaged, or does not fit the files.
+    """
+    path = (
+        _file_in(source, weights, index) if arguments.is_directory(source) else source
+    )
+    if not path.name.endswith(".index.json"):
+        return dict(read(path))
+    named = _weight_map(path, Path(weights).suffix)
+    parts = {file: read(path.parent / file) for file in dict.fromkeys(named.values())}
+    for name, file in named.items():
+        if name not in parts[file]:
+            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
+            raise CheckpointCorruptError(msg)
+    found: dict[str, T] = {}
+    for file, tensors in parts.items():
+        found |= {n: t for n, t in tensors.items() if named.get(n, file) == file}
+    return found
+
+
+def _file_in(folder: Path, weights: str, index: str) -> Path:
     """Return a folder's file of weights, or its index.
 
     Raises:
@@ -253,7 +231,7 @@ def file_in(folder: Path, weights: str, index: str) -> Path:
     raise CheckpointError(msg)
 
 
-def weight_map(path: Path, ending: str) -> dict[str, str]:
+def _weight_map(path: Path, ending: str) -> dict[str, str]:
     """Read the file name of each tensor from an index.
 
     Raises:
@@ -274,19 +252,6 @@ def weight_map(path: Path, ending: str) -> dict[str, str]:
             )
             raise CheckpointCorruptError(msg)
     return named
-
-
-def _shards_of_index(path: Path) -> Shards:
-    named = weight_map(path, ".safetensors")
-    read = {file: _table(path.parent / file) for file in dict.fromkeys(named.values())}
-    for name, file in named.items():
-        if name not in read[file][1].tensors:
-            msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
-            raise CheckpointCorruptError(msg)
-    places: dict[str, Path] = {}
-    for file, (real, table) in read.items():
-        places |= {n: real for n in table.tensors if named.get(n, file) == file}
-    return Shards(dict(read.values()), places)
 
 
 def _table(path: Path) -> tuple[Path, files.File]:

@@ -32,7 +32,7 @@ from accelfn.checkpoint.load import differences, list_names
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta
-from accelfn.weights.export import Shards, shards_at
+from accelfn.weights.export import Shards, open_weights
 
 # Models without parameter values: initialisers do nothing, and reading values is an error.
 
@@ -248,7 +248,7 @@ class Maps:
 
 def map_weights(source: Path) -> Mapping[str, Mapped]:
     """Map all tensors of a file, a folder or an index, by name, without reading them."""
-    maps = Maps(shards_at(source))
+    maps = Maps(open_weights(source))
     return {name: maps.mapped(name) for name in maps.shards.places}
 
 
@@ -369,15 +369,39 @@ def placement(
     return Placement(device_map=devices, dtype=dtype)
 
 
-def fill(
-    model: nn.Module, incoming: Incoming, place: Placement, *, strict: bool
-) -> None:
-    """Fill a model's tensors with incoming values, after comparing all of them.
+def fill_model(
+    call: str,
+    source: Source[M],
+    open_files: Callable[[], Incoming],
+    *,
+    device_map: Any,
+    dtype: torch.dtype | None,
+    strict: bool,
+) -> M:
+    """Return a model with the values that are read, after comparing all names and shapes.
+
+    Args:
+        call: the caller, for errors.
+        source: a module, or a factory of one.
+        open_files: called after the other arguments were checked.
+        device_map: devices by prefix of module names.
+        dtype: the dtype of floating-point tensors; None: the model's dtypes.
+        strict: False only warns about names that are missing or unexpected.
 
     Raises:
         CheckpointError: names differ and `strict` is true, or shapes or kinds differ.
         ModelError: a tensor of the model cannot be filled.
+        ArgumentError: a device, module or dtype is invalid.
     """
+    model = build_model(call, source)
+    place = placement(call, model, device_map, dtype)
+    _fill(model, open_files(), place, strict=strict)
+    return model
+
+
+def _fill(
+    model: nn.Module, incoming: Incoming, place: Placement, *, strict: bool
+) -> None:
     targets = _targets(model)
     empty, made = _rebuild_missing(model, targets)
     pairs = _match_targets(targets, incoming, strict=strict)
@@ -662,10 +686,17 @@ def import_model(
         ArgumentError: a device, module or dtype is invalid.
     """
     path = as_path("af.import_model(model, source)", source, "a file or folder")
-    module = build_model("af.import_model", model)
-    place = placement("af.import_model", module, device_map, dtype)
-    shards = shards_at(path)
-    read = Maps(shards).read if mapped else shards.read
-    incoming = Incoming(str(source), shards.tensors(), read, shards.read_to)
-    fill(module, incoming, place, strict=strict)
-    return module
+
+    def open_files() -> Incoming:
+        shards = open_weights(path)
+        read = Maps(shards).read if mapped else shards.read
+        return Incoming(str(source), shards.tensors(), read, shards.read_to)
+
+    return fill_model(
+        "af.import_model",
+        model,
+        open_files,
+        device_map=device_map,
+        dtype=dtype,
+        strict=strict,
+    )

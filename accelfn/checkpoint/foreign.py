@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load what another library saved: tensors read in boxes, and the state made of them."""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import attrs
+import torch
+from torch import nn
+
+from accelfn.base.arguments import advise, as_path
+from accelfn.base.tree import is_shard
+from accelfn.checkpoint.load import (
+    Loaded,
+    convert_dtype,
+    differences,
+    read_all_or_none,
+)
+from accelfn.checkpoint.save import fields_of, optimizer_name, with_fields
+from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
+from accelfn.errors import CheckpointCorruptError, CheckpointError
+from accelfn.state.state import TrainState, check_state
+
+# Tensors of another library's checkpoint, which are read in boxes.
+
+
+@attrs.frozen(eq=False)
+class Piece:
+    """A tensor in files.
+
+    Attributes:
+        dtype: the tensor's dtype.
+        shape: the full shape.
+        read: reads a box of the tensor into new memory.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[Slice], torch.Tensor]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Self:
+        """Return a piece of a tensor in memory."""
+
+        def read(box: Slice) -> torch.Tensor:
+            return box.of(tensor).clone(memory_format=torch.contiguous_format)
+
+        return cls(tensor.dtype, tuple(tensor.shape), read)
+
+    @classmethod
+    def of_runs(cls, shape: tuple[int, ...], runs: Sequence[torch.Tensor]) -> Self:
+        """Return a piece that concatenates flat tensors.
+
+        Args:
+            shape: the full shape.
+            runs: the elements in row-major order; at least one tensor.
+
+        Raises:
+            CheckpointCorruptError: the number of elements does not fit the shape.
+        """
+        runs = [run.detach() for run in runs]
+        ends = [0, *itertools.accumulate(map(len, runs))]
+        if ends[-1] != math.prod(shape):
+            msg = f"A tensor of {shape} has {ends[-1]} elements in its files."
+            raise CheckpointCorruptError(msg)
+        dtype = runs[0].dtype
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+        def read(box: Slice) -> torch.Tensor:
+            if not box.count:
+                return torch.empty(box.size, dtype=dtype)
+            begin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
+            last = (n - 1 for n in box.size)
+            end = begin + sum(map(math.prod, zip(last, strides, strict=True))) + 1
+            near = [
+                run[max(begin - at, 0) : end - at]
+                for at, run in zip(ends, runs, strict=False)
+                if at < end and at + len(run) > begin
+            ]
+            return torch.cat(near).as_strided(box.size, strides).contiguous()
+
+        return cls(dtype, shape, read)
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class Found:
+    """The tensors of a saved training.
+
+    Attributes:
+        weights: parameters and buffers, by their names in the model.
+        entries: the optimizer's tensors and numbers of each parameter, by its name.
+        step: the number of updates, if saved.
+        strange: names next to the weights that the model lacks.
+        left: names of other contents, which are not read.
+    """
+
+    weights: Mapping[str, Piece]
+    entries: Mapping[str, Mapping[str, Any]]
+    step: int | None = None
+    strange: tuple[str, ...] = ()
+    left: tuple[str, ...] = ()
+
+
+def load_found(
+    call: str,
+    state: TrainState,
+    directory: str | os.PathLike[str],
+    find: Callable[[Path], Found],
+    *,
+    strict: bool,
+) -> Loaded:
+    """Return a report with a state of the tensors that are found in a folder; a collective.
+
+    Args:
+        call: the caller, for errors.
+        state: provides model, optimizer, setup and world; it is not changed.
+        directory: the folder.
+        find: returns what the folder has.
+        strict: False only warns about names that are missing or unexpected.
+
+    Raises:
+        CheckpointError: names, shapes or the optimizer differ.
+    """
+    check_state(call, state)
+    state.lease.check()
+    folder = as_path(call, directory, "a folder")
+
+    def read() -> tuple[dict[str, Any], Loaded]:
+        return _read_fields(state, folder, find(folder), strict=strict)
+
+    fields, report = read_all_or_none(state, read)
+    own = {each.name for each in state.setup}
+    slots = {name: slot for name, slot in state.slots.items() if name not in own}
+    after = with_fields(state, {**fields, "slots": slots})
+    return attrs.evolve(report, state=after.with_setup(state.setup))
+
+
+def _read_fields(
+    state: TrainState, folder: Path, found: Found, *, strict: bool
+) -> tuple[dict[str, Any], Loaded]:
+    """Read the fields of the new state, and return them with the report."""
+    aliases = state.definition.skeleton.aliases
+    weights = {aliases.get(name, name): each for name, each in found.weights.items()}
+    kept = {aliases.get(name, name): each for name, each in found.entries.items()}
+    persistent = state.definition.skeleton.persistent
+    asked = {
+        **state.params,
+        **{n: b for n, b in state.buffers.items() if n in persistent},
+    }
+    _check_names(folder, asked, weights, found.strange, strict=strict)
+    _check_kept(state, kept, folder)
+    cast: dict[str, str] = {}
+
+    def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
+        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
+
+    current = fields_of(state.copy())
+    params, buffers = dict(current["params"]), dict(current["buffers"])
+    for field, table in (("params", params), ("buffers", buffers)):
+        for name in [name for name in table if name in weights]:
+            table[name] = values(name, field, weights[name], table[name])
+    opt_state = {
+        name: {
+            key: _entry(f"{folder}: {key} of {name}", key, each, params[name])
+            for key, each in entry.items()
+        }
+        for name, entry in kept.items()
+        if name in params
+    }
+    fields = {**current, "params": params, "buffers": buffers}
+    if opt_state:
+        fields["opt_state"] = opt_state
+    counts = [int(each["step"]) for each in opt_state.values() if "step" in each]
+    step = max(counts, default=None) if found.step is None else found.step
+    if step is not None:
+        fields["step"], fields["num_skipped"] = step, 0
+    if found.step is None and len({*counts}) > 1:
+        advise(
+            f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
+            f" parameters, as if some were thawed later. state.step is the largest, {step},"
+            " which is what a schedule needs if a parameter was trained from the beginning."
+        )
+    missing = [
+        *(n for n in asked if n not in weights),
+        *([] if opt_state else ["opt_state"]),
+        *([] if step is not None else ["step"]),
+    ]
+    report = Loaded(
+        state=state,
+        loaded=(
+            *(f"params.{n}" for n in params if n in weights),
+            *(f"buffers.{n}" for n in buffers if n in weights),
+            *(f"opt_state.{n}" for n in opt_state),
+        ),
+        missing=tuple(missing),
+        unexpected=(*found.strange, *found.left),
+        cast=cast,
+    )
+    return fields, report
+
+
+def _check_names(
+    folder: Path,
+    asked: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Piece],
+    strange: Iterable[str],
+    *,
+    strict: bool,
+) -> None:
+    """Reject tensors that do not fit the model, or warn about them.
+
+    Raises:
+        CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
+    """
+    there = {
+        n: torch.empty(each.shape, dtype=each.dtype, device="meta")
+        for n, each in weights.items()
+    }
+    there |= {n: torch.empty(0, device="meta") for n in strange}
+    found = differences(there, asked)
+    other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
+    named = attrs.evolve(found, dtypes=other)
+    if not strict:
+        named = attrs.evolve(named, missing=(), unexpected=())
+    if named:
+        raise CheckpointError(named.describe(str(folder)))
+    if found.missing or found.unexpected:
+        advise(attrs.evolve(found, dtypes={}).describe(str(folder)))
+
+
+def _place_piece(
+    where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
+) -> torch.Tensor:
+    """Read this rank's part of a piece in the state's dtype, on its device."""
+    place = slice_of(own) or Slice.whole(own.shape)
+    values = piece.read(place)
+    if values.dtype != own.dtype:
+        cast[name] = f"{values.dtype} to {own.dtype}"
+        values = convert_dtype(values, own.dtype, where)
+    return dtensor_like(values, own) if is_shard(own) else values.to(own.device)
+
+
+def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
+    """Return an optimizer's entry of a parameter in the form that torch's optimizers load."""
+    if not isinstance(each, Piece):
+        return each
+    if each.shape == tuple(param.shape) and key != "step":
+        return _place_piece(where, key, each, param, {})
+    values = each.read(Slice.whole(each.shape))
+    if key == "step":
+        return values
+    return values.to(param.device, param.dtype if param.is_floating_point() else None)
+
+
+# The entries of an optimizer, found by a trial step on one element.
+
+
+def _check_kept(
+    state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
+) -> None:
+    """Reject entries of another optimizer, if a trial step of the state's is possible.
+
+    Raises:
+        CheckpointError: the entries differ, or belong to parameters that the model lacks.
+    """
+    unknown = sorted(kept.keys() - state.params.keys())
+    if unknown:
+        msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
+        raise CheckpointError(msg)
+    keeps = _keeps(state)
+    for name, entry in kept.items():
+        own = keeps.get(name)
+        if own is not None and own != entry.keys():
+            msg = (
+                f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
+                f" state's optimizer, keeps {sorted(own)}: it is another optimizer's, or its"
+                " options differ. strict=False does not help; load the weights alone, with"
+                " af.import_model."
+            )
+            raise CheckpointError(msg)
+
+
+def _keeps(state: TrainState) -> dict[str, set[str]]:
+    """Return the entries of the state's optimizer, by parameter; {} if a trial step fails."""
+    metas = dict(state.definition.skeleton.module.named_parameters())
+    tiny = {
+        name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
+        for name, meta in metas.items()
+    }
+    try:
+        optimizer = state.definition.optimizer_over(tiny)
+        for param in tiny.values():
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - the optimizer needs more than parameters and gradients
+        return {}
+    held = cast("dict[Any, dict[str, Any]]", optimizer.state)
+    return {n: set(held[p]) for n, p in tiny.items() if p in held}
