@@ -81,9 +81,9 @@ class Differences:
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
-    shapes: Mapping[str, str]
-    dtypes: Mapping[str, str]
-    uncastable: tuple[str, ...]
+    shapes: Mapping[str, str] = attrs.field(factory=dict)
+    dtypes: Mapping[str, str] = attrs.field(factory=dict)
+    uncastable: tuple[str, ...] = ()
 
     def describe(self, where: str, whose: str = "the state's") -> str:
         """Return the differences as text, with the nearest expected name for each."""
@@ -554,9 +554,6 @@ def _compare_field(
     return Differences(
         missing=tuple(name for name in places if name not in saved),
         unexpected=tuple(name for name in saved if name not in places),
-        shapes={},
-        dtypes={},
-        uncastable=(),
     )
 
 

@@ -485,12 +485,12 @@ class CheckpointStore:
             else:
                 write(exchange)
         except CheckpointWriteError as error:
-            if state.world.is_main and self._lock is not None:
+            if job.rank == 0 and self._lock is not None:
                 close_talk(job)
             too = "" if earlier is None else str(earlier)
             raise self._with_newest(error, too) from error.__cause__
         self._last_saved = time.monotonic()
-        if state.world.is_main:
+        if job.rank == 0:
             check_numbers(given)
         if earlier is not None:
             begun = f"The save of step {job.step} has begun all the same"

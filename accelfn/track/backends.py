@@ -14,8 +14,8 @@ from accelfn.track.tracker import (
     Plain,
     Tracker,
     check_step,
+    custom,
     flat,
-    open_tracker,
     package,
     picture,
 )
@@ -84,9 +84,9 @@ def tensorboard(
     """
     if step is not None:
         check_step(step)
-    return open_tracker(
-        "tensorboard",
+    return custom(
         lambda: _TensorBoard(Path(directory), step),
+        name="tensorboard",
         world=world,
         accepts=(IMAGES,),
     )
@@ -154,11 +154,8 @@ def wandb(
         "id": run_id,
         "resume": None if run_id is None else "allow",
     }
-    return open_tracker(
-        "wandb",
-        lambda: _Wandb(offline, **options),
-        world=world,
-        accepts=(IMAGES,),
+    return custom(
+        lambda: _Wandb(offline, **options), name="wandb", world=world, accepts=(IMAGES,)
     )
 
 
@@ -177,11 +174,16 @@ _NOTHING_UNASKED = dict.fromkeys(
 
 
 class _Comet:
-    def __init__(self, project: str, run_id: str | None, **options: Any) -> None:
+    def __init__(
+        self,
+        project: str,
+        run_id: str | None,
+        *,
+        name: str | None,
+        directory: str | Path | None,
+        offline: bool,
+    ) -> None:
         comet_ml = package("comet_ml", extra="comet")
-        offline, directory, name = (
-            options[key] for key in ("offline", "directory", "name")
-        )
         settings = comet_ml.ExperimentConfig(
             name=name,
             offline_directory=None if directory is None else str(directory),
@@ -246,10 +248,11 @@ def comet(
     Raises:
         TrackingError: the package is missing, or the experiment could not be opened.
     """
-    options = {"offline": offline, "directory": directory, "name": name}
-    return open_tracker(
-        "comet",
-        lambda: _Comet(project, run_id, **options),
+    return custom(
+        lambda: _Comet(
+            project, run_id, name=name, directory=directory, offline=offline
+        ),
+        name="comet",
         world=world,
         accepts=(IMAGES,),
     )
@@ -279,15 +282,21 @@ class _MLflow:
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
         now, kind = int(time.time() * 1000), self._entities.Metric
-        told = [kind(name, value, now, step) for name, value in metrics.items()]
-        for start in range(0, len(told), _AT_ONCE):
-            self._client.log_batch(self._run, metrics=told[start : start + _AT_ONCE])
+        self._log(
+            "metrics",
+            [kind(name, value, now, step) for name, value in metrics.items()],
+        )
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
-        kind = self._entities.Param
-        told = [kind(name, str(value)) for name, value in flat(hyperparameters).items()]
-        for start in range(0, len(told), _AT_ONCE):
-            self._client.log_batch(self._run, params=told[start : start + _AT_ONCE])
+        settings, kind = flat(hyperparameters), self._entities.Param
+        self._log(
+            "params", [kind(name, str(value)) for name, value in settings.items()]
+        )
+
+    def _log(self, kind: str, entries: list[Any]) -> None:
+        for start in range(0, len(entries), _AT_ONCE):
+            batch = {kind: entries[start : start + _AT_ONCE]}
+            self._client.log_batch(self._run, **batch)
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         for name, image in images.items():
@@ -321,9 +330,9 @@ def mlflow(
     Raises:
         TrackingError: the package is missing, or the run could not be opened.
     """
-    return open_tracker(
-        "mlflow",
+    return custom(
         lambda: _MLflow(experiment, store, name, run_id),
+        name="mlflow",
         world=world,
         accepts=(IMAGES,),
     )

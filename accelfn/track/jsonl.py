@@ -26,7 +26,7 @@ from accelfn.track.tracker import (
     Plain,
     Tracker,
     check_step,
-    open_tracker,
+    custom,
     spelt,
 )
 
@@ -140,7 +140,7 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
     if not isinstance(path, (str, Path)):
         msg = f"af.track.jsonl({path!r}): expected the path of a file."
         raise ArgumentError(msg)
-    return open_tracker("jsonl", lambda: _Jsonl(Path(path), step), world=world)
+    return custom(lambda: _Jsonl(Path(path), step), name="jsonl", world=world)
 
 
 # `read`: the final records of a run, after going back and restarting.

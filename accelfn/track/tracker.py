@@ -554,14 +554,20 @@ def together(*trackers: Tracker | None) -> Tracker:
     return Tracker(outlets)
 
 
-def open_tracker(
-    name: str,
+def custom(
     open_sink: Callable[[], Sink],
     *,
+    name: str,
     world: World,
     accepts: tuple[str, ...] = (),
 ) -> Tracker:
-    """Open a backend on rank 0 only.
+    """Return a tracker for your own backend, which is opened on rank 0 only.
+
+    Args:
+        open_sink: called on rank 0; returns an object with the methods of `af.track.Sink`.
+        name: the backend's name in warnings.
+        world: the run's world.
+        accepts: `("images",)` if the backend takes images.
 
     Raises:
         TrackingError: the backend could not be opened; the training has not begun.
@@ -604,30 +610,6 @@ def peak_memory_bytes(world: World) -> int:
         return devices.peak_memory(world.device)
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
-
-
-# `custom`: a tracker for your own backend.
-
-
-def custom(
-    open_sink: Callable[[], Sink],
-    *,
-    name: str,
-    world: World,
-    accepts: tuple[str, ...] = (),
-) -> Tracker:
-    """Return a tracker for your own backend.
-
-    Args:
-        open_sink: called on rank 0; returns an object with the methods of `af.track.Sink`.
-        name: the backend's name in warnings.
-        world: the run's world.
-        accepts: `("images",)` if the backend takes images.
-
-    Raises:
-        TrackingError: the backend could not be opened.
-    """
-    return open_tracker(name, open_sink, world=world, accepts=accepts)
 
 
 # The packages behind the backends, imported when one is used.
@@ -702,8 +684,7 @@ def in_memory(*, world: World) -> Tracker:
         >>> tracker.backends["in_memory"].metrics
         {'loss': {1: 0.5}}
     """
-    accepts = (IMAGES,)
-    return open_tracker("in_memory", _InMemory, world=world, accepts=accepts)
+    return custom(_InMemory, name="in_memory", world=world, accepts=(IMAGES,))
 
 
 # `progress`: a progress bar for a terminal or a notebook.
