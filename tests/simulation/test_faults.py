@@ -302,12 +302,12 @@ def test_faults_are_values(fault):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Raise(-1), "rank=-1: expected a number"),
-        (lambda: Crash(rank=True), "rank=True: expected a number"),
+        (lambda: Raise(-1), r"rank=-1\): expected an integer"),
+        (lambda: Crash(rank=True), r"rank=True\): expected an integer"),
         (lambda: Leave(0, -1), "at=-1: expected the index"),
         (lambda: Leave(0, at=True), "at=True: expected the index"),
         (lambda: Leave(0, 1.5), "at=1.5: expected the index"),
-        (lambda: Leave(0, step=-1), "step=-1: expected a number"),
+        (lambda: Leave(0, step=-1), r"step=-1\): expected an integer"),
         (lambda: Stall(0, seconds=-1), "seconds=-1: expected virtual seconds"),
         (lambda: Stall(0, seconds=float("nan")), "seconds=nan: expected virtual"),
         (lambda: Raise(0, error=KeyboardInterrupt), "error=.*: expected an exception"),

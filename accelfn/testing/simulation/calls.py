@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A call: what one rank posts when it enters a collective, and how calls of ranks compare."""
+"""Calls of simulated ranks to collectives, their log entries, sums and planned faults."""
 
 import signal
 import sys
@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import attrs
+import numpy as np
 import torch
 from torch.nn.parallel import distributed
 
+from accelfn.base.arguments import integer, is_integer
 from accelfn.collectives.failures import format_tensor
 from accelfn.errors import ArgumentError
 from accelfn.loop.run import deliver
@@ -17,17 +19,15 @@ from accelfn.loop.run import deliver
 if TYPE_CHECKING:
     from types import FrameType
 
-# `Members`: which ranks of a simulated world make a group, and under which name.
-
 
 @attrs.frozen(cache_hash=True)
 class Members:
-    """Ranks whose calls meet one another alone.
+    """The ranks of one process group.
 
     Attributes:
-        name: of the group, as "tp"; empty where it is the world's own.
-        ranks: of the run, in ascending order, which is the group's.
-        generation: which of the worlds that an elastic run has had they are of.
+        name: name of the group, such as "tp"; empty for the whole world.
+        ranks: ranks of the run, in ascending order.
+        generation: number of the elastic run's world that the group belongs to.
     """
 
     name: str
@@ -35,15 +35,14 @@ class Members:
     generation: int = 0
 
     def place_of(self, rank: int) -> int:
-        """Return which of the group's ranks a rank of the world is."""
+        """Return the rank within the group of a rank of the run."""
         return self.ranks.index(rank)
 
     def __str__(self) -> str:
-        """Say who they are, where they are not all."""
+        """Return the name and ranks of the group; empty text for the whole world."""
         if not self.name:
             return ""
-        listed = ", ".join(map(str, self.ranks))
-        return f"{self.name} of ranks {listed}"
+        return f"{self.name} of {_listed_ranks(self.ranks)}"
 
 
 @attrs.define(kw_only=True, eq=False)
@@ -51,21 +50,21 @@ class Call:
     """One rank's part in a collective.
 
     Attributes:
-        rank: who called.
-        index: how many collectives this rank called before.
-        kind: torch's name of it, as "all_reduce".
-        sends: copies of what this rank gives.
-        fills: the tensors that the result is written to.
+        rank: the calling rank.
+        index: the number of collectives that this rank called before.
+        kind: torch's name of the collective, such as "all_reduce".
+        sends: copies of the tensors that this rank sends.
+        fills: the tensors that receive the result.
         op: the reduction, or None.
         root: the one rank that sends or receives, or None.
-        peer: the other rank of a send or recv; None for any.
-        tag: that of a send or recv.
-        label: what the ranks are doing, as accelfn's collectives say.
-        structure: the containers of the tree that the call is for, as those say.
-        step: the update at which a state's step called, where one did.
+        peer: the other rank of a send or recv; None for any rank.
+        tag: the tag of a send or recv.
+        label: accelfn's label of the collective, or None.
+        structure: the containers of the tree that accelfn communicates, or None.
+        step: the update of the step that called, or None.
         site: file and line of the user's code.
         at: the rank's virtual time in seconds.
-        group: the ranks among which it is made.
+        group: the ranks that take part.
     """
 
     rank: int
@@ -86,17 +85,17 @@ class Call:
 
     @property
     def is_message(self) -> bool:
-        """Whether it is one rank's to another, and not of all."""
+        """Whether the call is a send or a recv."""
         return self.kind in ("send", "recv")
 
     @property
     def num_bytes(self) -> int:
-        """How much this rank gives."""
+        """The number of bytes that this rank sends."""
         return sum(_num_bytes(each) for each in self.sends)
 
     @property
     def num_bytes_for_others(self) -> int:
-        """How much of it others are to have, as it is or in a sum."""
+        """The number of those bytes that reach other ranks, as they are or in a sum."""
         is_root = self.rank == self.root
         if self.kind in _FROM_ROOT and not is_root:
             return 0
@@ -111,20 +110,20 @@ class Call:
 
     @property
     def shapes(self) -> str:
-        """Shapes and dtypes: of what ranks have in common, or of all that this one has."""
+        """Shapes and dtypes: those common to all ranks, or else all of this rank's."""
         if not self.kind.startswith("all_to_all"):
             return _format_tensors(self._common())
         return (
             f"gives {_format_tensors(self.sends)}, takes {_format_tensors(self.fills)}"
         )
 
-    def agreed(self) -> tuple[Any, ...]:
-        """Return what must be the same on all ranks, in the order of `AGREED`."""
+    def common_facts(self) -> tuple[Any, ...]:
+        """Return the facts that must be equal on all ranks, in the order of `AGREED`."""
         common = [(each.shape, each.dtype, each.layout) for each in self._common()]
         return self.kind, self.op, self.root, common, self.structure, self.label
 
     def row(self) -> tuple[str, ...]:
-        """Return what a table shows of it."""
+        """Return the cells of this call in a table of an error."""
         root = None if self.root is None else f"root {self.root}"
         peer = {"send": "to", "recv": "from"}.get(self.kind)
         if peer is not None:
@@ -132,10 +131,10 @@ class Call:
         tag = f"tag {self.tag}" if self.tag else None
         tree = None if self.structure == "*" else self.structure
         among = f"among {self.group}" if self.group.name else None
-        said = (self.op, root, peer, tag, self.shapes, tree, among)
+        details = (self.op, root, peer, tag, self.shapes, tree, among)
         return (
             f"#{self.index} {self.kind}",
-            " ".join(each for each in said if each),
+            " ".join(each for each in details if each),
             "" if self.label is None else repr(self.label),
             "" if self.step is None else f"update {self.step}",
             self.site,
@@ -159,20 +158,20 @@ _ONE_SENT = frozenset(
 
 
 def differing(calls: Sequence[Call]) -> list[str]:
-    """Return the names of what must be the same in calls that met, and is not."""
-    first, *others = [call.agreed() for call in calls]
+    """Return the names of facts that must be equal in matched calls, and are not."""
+    first, *others = [call.common_facts() for call in calls]
     if calls[0].is_message:
         return [] if all(each[3] == first[3] for each in others) else ["shape or dtype"]
-    found = [
+    unequal = [
         name
         for i, name in enumerate(AGREED)
         if any(each[i] != first[i] for each in others)
     ]
-    return found or _unequal_splits(calls)
+    return unequal or _unequal_splits(calls)
 
 
 def _unequal_splits(calls: Sequence[Call]) -> list[str]:
-    """Compare what each rank of an all_to_all gives to what each takes."""
+    """Compare the tensors that ranks of an all_to_all send with those that they expect."""
     if not calls[0].kind.startswith("all_to_all"):
         return []
     ranks = range(len(calls))
@@ -194,26 +193,23 @@ def _format_tensors(tensors: Iterable[torch.Tensor]) -> str:
     return ", ".join(format_tensor(each) for each in tensors)
 
 
-# `Entry`: a collective that simulated ranks have made, as the log of a run keeps it.
-
-
 @attrs.frozen(kw_only=True)
 class Entry:
-    """One collective that was carried out, as the log keeps it.
+    """One completed collective in the log of a run.
 
     Attributes:
-        kind: torch's name of it, as "all_reduce".
-        label: what the ranks were doing, where accelfn's own collectives say it.
-        step: the update at which it happened, where a state's step called it.
-        num_bytes: how much one rank gave, the most of all ranks.
-        shapes: of what the ranks have in common, with dtypes.
+        kind: torch's name of the collective, such as "all_reduce".
+        label: accelfn's label of the collective; None for a call from elsewhere.
+        step: the update of the step that called; None outside a step.
+        num_bytes: the largest number of bytes that one rank sent.
+        shapes: shapes and dtypes common to all ranks.
         op: the reduction, or None.
         root: the one rank that sends or receives, or None.
-        ranks: who took part.
-        group: the name of their group, as "tp"; empty where it is the world's own.
-        site: file and line of the user's code, of the first of them, or of a sender.
-        for_others: by rank, in the order of `ranks`, how many bytes of what it gave are for
-            others to have, be it as they are or in a sum.
+        ranks: the ranks that took part.
+        group: the name of their group, such as "tp"; empty for the whole world.
+        site: file and line of the user's code, of the first rank or of the sender.
+        for_others: for each of `ranks`, the number of its bytes that reach other ranks,
+            as they are or in a sum.
     """
 
     kind: str
@@ -232,15 +228,15 @@ class Entry:
         """Show it on a line."""
         label = "" if self.label is None else f" {self.label!r}"
         step = "" if self.step is None else f" at update {self.step}"
-        what = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
+        call = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
         among = (
             f" among {_listed_ranks(self.ranks)} ({self.group})" if self.group else ""
         )
-        return f"{what}{among}, {self.num_bytes} bytes{label}{step} ({self.site})"
+        return f"{call}{among}, {self.num_bytes} bytes{label}{step} ({self.site})"
 
 
 def entry_of(calls: Sequence[Call]) -> Entry:
-    """Return the entry of calls that met."""
+    """Return the log entry of matched calls."""
     first = calls[0]
     in_order = sorted(calls, key=lambda call: call.rank)
     return Entry(
@@ -262,11 +258,11 @@ def _listed_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-# The orders in which ranks' tensors are added up: a sum of floats depends on it.
+# The orders in which ranks' tensors are added up.
 #
-# A backend takes the order that is fastest, and the same in each run; which one that is
-# depends on the number of ranks and on where in a buffer a number lies. What is to be the
-# same bitwise may depend on none of it.
+# The last bits of a float sum depend on the order. A backend takes the fastest order. That
+# order depends on the number of ranks and on an element's place in a buffer, so bitwise
+# claims must hold in all of them.
 
 
 Sums: TypeAlias = Literal["ranks", "ring", "tree"]
@@ -286,15 +282,15 @@ _OPERATIONS: Mapping[str, Operation] = {
 
 
 def reduce_tensors(op: str, parts: Parts, sums: Sums) -> torch.Tensor:
-    """Return what all ranks' tensors are together; it is the same on all of them."""
-    # nothing is cut out of a sparse tensor, and it has no place in a buffer
+    """Return the reduction (sum, max, ...) of all ranks' tensors."""
+    # a sparse tensor cannot be cut into the pieces of a ring
     dense = parts[0].layout is torch.strided
     total = (_ORDERS[sums] if dense else _by_rank)(_OPERATIONS[op], parts)
     return total / len(parts) if op == "AVG" else total
 
 
 def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
-    """From the first rank to the last."""
+    """Reduce from the first rank to the last."""
     total = parts[0]
     for part in parts[1:]:
         total = operate(total, part)
@@ -302,7 +298,7 @@ def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
 
 
 def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
-    """Each piece of the buffer from another rank on, as a ring passes pieces round."""
+    """Reduce each piece of the buffer beginning at another rank, as a ring does."""
     size = len(parts)
     pieces = [each.reshape(-1).tensor_split(size) for each in parts]
     passed = [
@@ -313,7 +309,7 @@ def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
 
 
 def _by_pairs(operate: Operation, parts: Parts) -> torch.Tensor:
-    """Neighbours first, and then their sums, as a tree does."""
+    """Reduce neighbors first, and then their sums, as a tree does."""
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=False)
         odd = parts[len(parts) - len(parts) % 2 :]
@@ -328,20 +324,20 @@ _ORDERS: Mapping[Sums, Callable[[Operation, Parts], torch.Tensor]] = {
 }
 
 
-# Faults: what goes wrong in a simulated world, planned by rank, place and update.
+# Faults: failures of a simulated world, planned by rank, place and update.
 #
-# A fault is a record. It happens once, as its `rank` enters a collective: the one that `at`
-# names by its index among the rank's own, from 0, or the first that has the label `at`; and
-# if `step` is given, only at that update of the state. With `step` alone it happens as that
-# update begins, be there a collective in it or not; what is received then is that of its
-# first. Without either it happens at the first collective.
+# A fault happens once, as its `rank` enters a collective. `at` is the index of the
+# collective among the rank's own, from 0, or a label. With `step` too, the fault happens
+# only at that update. With `step` alone it happens as that update begins, with a collective
+# or without; a `Corrupt` then changes the update's first collective. Without `at` and `step`
+# it happens at the first collective.
 
 
 class Unwound(BaseException):
-    """Ends a rank where it stands; `except Exception` does not catch it."""
+    """Ends a rank at once; `except Exception` does not catch it."""
 
     def __init__(self, how: str, returns: int | None = None) -> None:
-        """Take how the rank ended, for the table, and when it comes back."""
+        """Take the text for the table, and the update at which the rank comes back."""
         super().__init__(how)
         self.how = how
         self.returns = returns
@@ -352,22 +348,15 @@ class Left(Unwound):
 
 
 class Crashed(Unwound):
-    """The rank crashed, as by a kill: no `except Exception`, no further collective."""
+    """The rank crashed, as if killed: it takes part in no further collective."""
 
 
 class RankFaultError(RuntimeError):
-    """What a planned `Raise` raises, unless told otherwise."""
-
-
-def _is_count(_: object, attribute: "attrs.Attribute[int]", value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        msg = f"{attribute.name}={value!r}: expected a number, 0 or more."
-        raise ArgumentError(msg)
+    """The default error of a planned `Raise`."""
 
 
 def _is_place(_: object, __: object, value: object) -> None:
-    is_index = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-    if value is not None and not is_index and not isinstance(value, str):
+    if value is not None and not isinstance(value, str) and not is_integer(value, 0):
         msg = (
             f"at={value!r}: expected the index of one of the rank's collectives, 0 or"
             " more, or a label."
@@ -392,140 +381,125 @@ def _format_error(value: object) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
+_is_count = integer(0, within="testing.")
 _is_step = attrs.validators.optional(_is_count)
 
 
 @attrs.frozen
-class Raise:
+class _Planned:
+    """A fault of one rank, at a collective or an update."""
+
+    rank: int = attrs.field(validator=_is_count)
+    at: int | str | None = attrs.field(default=None, validator=_is_place)
+    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
+
+
+@attrs.frozen
+class Raise(_Planned):
     """The rank raises an exception.
 
     Attributes:
         error: the exception, or its class, which is called with a text.
     """
 
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     error: Exception | type[Exception] = attrs.field(
         default=RankFaultError, kw_only=True, validator=_is_error, repr=_format_error
     )
 
 
 @attrs.frozen
-class Leave:
+class Leave(_Planned):
     """The rank leaves early, as if its function had returned None."""
-
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 @attrs.frozen
-class Crash:
-    """The rank is gone, as if killed: `except Exception` does not see it.
+class Crash(_Planned):
+    """The rank is gone, as if killed: its `except Exception` does not run.
 
     Attributes:
-        returns: in an elastic run, the update that another rank has begun when this one's
-            function is called again, as in a process that was started in its place; None:
-            it is not.
+        returns: in an elastic run, the update that another rank must have begun before this
+            rank's function is called again, as in a new process; None to stay away.
     """
 
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     returns: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 @attrs.frozen
-class Stall:
-    """The rank is late by virtual seconds; by more than the world's timeout, it is lost."""
+class Stall(_Planned):
+    """The rank is late by virtual seconds; the world loses it beyond its timeout."""
 
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     seconds: float = attrs.field(
         default=float("inf"), kw_only=True, validator=_is_duration
     )
 
 
 @attrs.frozen
-class Corrupt:
-    """One element of what the rank receives is off by one.
+class Corrupt(_Planned):
+    """One element that the rank receives is off by one.
 
-    Integers that DistributedDataParallel exchanges are passed over: it takes some for places
-    in memory without a look, and a wrong one may end the process.
+    Integers that DistributedDataParallel exchanges are left alone: DDP uses some of them as
+    places in memory without a check, and a wrong place may end the process.
 
     Attributes:
-        element: which, counted through the tensors received; round and round.
+        element: the number of the element among all received tensors, modulo their size.
     """
 
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
     element: int = attrs.field(default=0, kw_only=True, validator=_is_count)
 
 
 @attrs.frozen
-class Terminate:
-    """The rank gets SIGTERM: the process's handler runs in it, or it ends as by a kill.
+class Terminate(_Planned):
+    """The rank gets SIGTERM: the process's handler runs in it, or it ends as if killed.
 
-    Python runs real signal handlers in the main thread only, and ranks are threads: the
-    rank's `af.stopping` is told instead, or else the handler that `signal.getsignal` finds is
-    called in the rank's thread.
+    Python runs signal handlers in the main thread only, and ranks are other threads. So
+    accelfn notifies the rank's `af.stopping`; without one, it calls the handler that
+    `signal.getsignal` returns in the rank's thread.
     """
-
-    rank: int = attrs.field(validator=_is_count)
-    at: int | str | None = attrs.field(default=None, validator=_is_place)
-    step: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
 
 
 Fault: TypeAlias = Raise | Leave | Crash | Stall | Corrupt | Terminate
 
 
 def due(faults: list[Fault], call: "Call", *, received: bool) -> list[Fault]:
-    """Return the faults that happen at this call, and take them out of the plan.
+    """Remove the faults that happen at this call from the plan, and return them.
 
-    Those to what is received happen after it, the others before it is posted.
+    `Corrupt` happens after the call has `received`, the others before it is posted.
     """
-    found = [
-        fault
-        for fault in faults
-        if isinstance(fault, Corrupt) is received and _fits(fault, call)
-    ]
-    for fault in found:
-        faults.remove(fault)
-    return found
+    return _take(
+        faults,
+        lambda fault: isinstance(fault, Corrupt) is received and _fits(fault, call),
+    )
 
 
 def due_as_begins(faults: list[Fault], rank: int, update: int) -> list[Fault]:
-    """Return the faults that happen as a rank begins an update, and take them out."""
-    found = [
-        fault
-        for fault in faults
-        if is_of_update(fault) and (fault.rank, fault.step) == (rank, update)
-    ]
-    for fault in found:
+    """Remove the faults that happen as a rank begins an update, and return them."""
+    return _take(
+        faults,
+        lambda fault: (
+            is_of_update(fault) and (fault.rank, fault.step) == (rank, update)
+        ),
+    )
+
+
+def _take(faults: list[Fault], is_due: Callable[[Fault], bool]) -> list[Fault]:
+    taken = [fault for fault in faults if is_due(fault)]
+    for fault in taken:
         faults.remove(fault)
-    return found
+    return taken
 
 
 def is_of_update(fault: Fault) -> bool:
-    """Whether its place is an update alone, and no collective."""
+    """Whether a fault happens at the beginning of an update, not at a collective."""
     alone = fault.at is None and fault.step is not None
     return alone and not isinstance(fault, Corrupt)
 
 
-def delay(fault: Fault) -> float:
-    """Return by how many virtual seconds a fault makes its rank late."""
-    return fault.seconds if isinstance(fault, Stall) else 0.0
-
-
 def strike(fault: Fault, call: "Call | None" = None) -> None:
-    """Let a fault happen: to the rank, or to what it received in a call.
+    """Let a fault happen: to the rank, or to the tensors that a call received.
 
     Raises:
         Unwound: the rank leaves or crashes here.
-        Exception: what it is to raise.
+        Exception: the error of a `Raise`.
     """
     match fault:
         case Raise(error=Exception() as error):
@@ -583,23 +557,14 @@ def _terminate() -> None:
 
 
 def _corrupt(tensors: Sequence[torch.Tensor], number: int) -> None:
-    """Change one element, by its number through all tensors, round and round."""
+    """Change one element, by its number among all tensors, modulo their size."""
     number %= sum(each.numel() for each in tensors)
     for each in tensors:
         if number < each.numel():
-            place = each.detach()[_index(number, each.shape)]
+            place = each.detach()[tuple(map(int, np.unravel_index(number, each.shape)))]
             wrong = ~place if place.dtype is torch.bool else place + 1
-            if torch.equal(wrong, place) or place.isnan():  # too big to notice
+            if torch.equal(wrong, place) or place.isnan():  # adding 1 changed nothing
                 wrong = torch.zeros_like(place)
             place.copy_(wrong)
             return
         number -= each.numel()
-
-
-def _index(number: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the index of an element by its number in row-major order."""
-    index: list[int] = []
-    for length in reversed(shape):
-        index.append(number % length)
-        number //= length
-    return tuple(reversed(index))

@@ -32,9 +32,9 @@ from accelfn.testing.simulation.calls import (
     Fault,
     Left,
     Members,
+    Stall,
     Sums,
     Unwound,
-    delay,
     differing,
     due,
     due_as_begins,
@@ -578,7 +578,8 @@ class Exchange:
 
     def _strike(self, rank: int, faults: Sequence[Fault]) -> None:
         for fault in faults:
-            self.clocks[rank] += delay(fault)
+            if isinstance(fault, Stall):
+                self.clocks[rank] += fault.seconds
             try:
                 strike(fault)
             except Unwound as gone:
