@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange: where the calls of ranks meet, are compared, and are carried out."""
+"""The exchange matches the calls of ranks, compares them and carries them out."""
 
 import math
 from collections import Counter
@@ -51,16 +51,12 @@ if TYPE_CHECKING:
 
 # pyright: reportPrivateUsage=false
 
-# What each collective computes: from what all ranks give to what each gets.
-#
-# Pure functions. What is reduced is the same on all ranks.
-
-
-# torch has no public names for the modes that it dispatches through
+# Collectives as pure functions, from the tensors that all ranks send to those that each
+# rank receives. A reduction is the same on all ranks.
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Results: TypeAlias = list[Tensors]
-"""By rank, what is written to the tensors that the rank wants filled."""
+"""By rank, the values for the tensors that the call fills."""
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMPLEX = {torch.complex64, torch.complex128}
@@ -79,20 +75,21 @@ _DTYPES = {
 
 
 def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
-    """Say whether a tensor can be sent and reduced so: as strictly as Gloo does."""
+    """Return whether Gloo can send and reduce such a tensor."""
     if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
         return False
     return op is None or tensor.dtype in _DTYPES.get(op, ())
 
 
 def results(calls: Sequence[Call], sums: Sums) -> Results:
-    """Return what each rank gets, from the calls of all ranks in their order."""
+    """Return the result of each rank, from the calls of all ranks in their order."""
     with _no_modes():
         return _OPERATIONS[calls[0].kind](calls, sums)
 
 
 def _no_modes() -> AbstractContextManager[object]:
-    """Leave the modes of whichever rank came last: the results are all ranks'."""
+    """Leave the modes of the rank that came last: the results belong to all ranks."""
+    # torch has no public names for these modes
     no_functions = _C.DisableTorchFunction()
     if not torch.is_inference_mode_enabled() and not _C._len_torch_dispatch_stack():
         return no_functions
@@ -101,11 +98,6 @@ def _no_modes() -> AbstractContextManager[object]:
     stack.enter_context(torch.inference_mode(mode=False))
     stack.enter_context(_disable_current_modes())
     return stack
-
-
-def _all_reduce(calls: Sequence[Call], sums: Sums) -> Results:
-    total = reduce_tensors(str(calls[0].op), [call.sends[0] for call in calls], sums)
-    return [(total,)] * len(calls)
 
 
 def _reduce(calls: Sequence[Call], sums: Sums) -> Results:
@@ -118,7 +110,7 @@ def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
 
 
 def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Of all ranks, for those that want it: all_gather and gather."""
+    """Gather for all ranks, or for the root alone."""
     gathered = tuple(call.sends[0] for call in calls)
     return [gathered if call.fills else () for call in calls]
 
@@ -146,12 +138,12 @@ def _barrier(calls: Sequence[Call], _sums: Sums) -> Results:
 
 
 def _message(calls: Sequence[Call], _sums: Sums) -> Results:
-    """From a send to its recv."""
+    """Hand the sender's tensors to its recv."""
     return [calls[0].sends if call.fills else () for call in calls]
 
 
 _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
-    "all_reduce": _all_reduce,
+    "all_reduce": _reduce,
     "reduce": _reduce,
     "broadcast": _broadcast,
     "all_gather": _gather,
@@ -169,18 +161,18 @@ _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
 
 # Matching: which calls of ranks belong together.
 #
-# The collectives of a group's ranks meet by their order; messages by sender, receiver and
-# tag, and among equal ones by their order. Each group has an order of its own.
+# Each group's collectives match by their order. Messages match by sender, receiver and
+# tag, and then by their order.
 
 
 @attrs.define(eq=False)
 class Meeting:
-    """Calls that belong together, until all are there and the results are known.
+    """Calls of one collective, or of a send and its recv.
 
     Attributes:
-        calls: of all ranks in their order, or of a send and its recv.
-        results: what each call gets, once it is known.
-        ends_at: when, in virtual time.
+        calls: the calls of all ranks in their order, or the send and its recv.
+        results: the result of each call; None until all ranks have called.
+        ends_at: the virtual time of the result.
     """
 
     calls: list[Call] = attrs.field(factory=list["Call"])
@@ -188,13 +180,13 @@ class Meeting:
     ends_at: float = 0.0
 
     def result_of(self, call: Call) -> Tensors:
-        """Return what a call gets."""
-        assert self.results is not None  # noqa: S101 - whoever asks has waited
+        """Return the result of one call."""
+        assert self.results is not None  # noqa: S101 - the caller has waited
         return self.results[self.calls.index(call)]
 
 
 class CallMatching:
-    """All calls of one world that are not complete."""
+    """The calls of one world that wait for calls of other ranks."""
 
     def __init__(self) -> None:
         """Begin with none."""
@@ -203,7 +195,7 @@ class CallMatching:
         self._messages: list[Meeting] = []
 
     def join(self, call: Call) -> tuple[Meeting, bool]:
-        """Return where a call belongs, and whether it was the last one awaited there."""
+        """Return the meeting of a call, and whether the call completes it."""
         if call.is_message:
             return self._join_message(call)
         place = self._num_joined[call.rank, call.group], call.group
@@ -222,7 +214,7 @@ class CallMatching:
         return [call for meeting in waiting for call in meeting.calls]
 
     def forget(self, is_gone: Callable[[Members], bool]) -> None:
-        """Drop the calls of groups that wait for others."""
+        """Drop the waiting calls of groups that are gone."""
         collectives, messages = self._by_order, self._messages
         self._by_order = {k: m for k, m in collectives.items() if not is_gone(k[1])}
         self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
@@ -253,7 +245,7 @@ def _is_message(send: Call, recv: Call) -> bool:
 
 
 class RankStatus:
-    """What each rank called last, whether it is still in there, and how it ended."""
+    """Each rank's last call, whether the rank is still in it, and how the rank ended."""
 
     def __init__(self, size: int) -> None:
         """Begin with ranks that have called nothing."""
@@ -261,21 +253,21 @@ class RankStatus:
         self._inside: set[int] = set()
         self._ends: dict[int, str] = {}
 
-    def enters(self, call: Call) -> None:
-        """Note that a rank is in a call."""
+    def enter(self, call: Call) -> None:
+        """Record that a rank is in a call."""
         self._last[call.rank] = call
         self._inside.add(call.rank)
 
-    def goes_on(self, rank: int) -> None:
-        """Note that a rank has left its last call."""
+    def exit(self, rank: int) -> None:
+        """Record that a rank has left its last call."""
         self._inside.discard(rank)
 
-    def ends(self, rank: int, how: str) -> None:
-        """Note how a rank ended: that it returned, raised something, ..."""
+    def end(self, rank: int, how: str) -> None:
+        """Record how a rank ended: that it returned, raised an error, ..."""
         self._ends[rank] = how
 
-    def of(self, rank: int) -> str:
-        """Say where a rank is, or how it ended."""
+    def describe(self, rank: int) -> str:
+        """Return where a rank is, or how it ended."""
         last, how = self._last[rank], self._ends.get(rank)
         if last is None:
             return how or "has called no collective"
@@ -287,22 +279,22 @@ class RankStatus:
         """Show a table of all ranks."""
         cells = [() if last is None else last.row()[1:] for last in self._last]
         return table(
-            {rank: (self.of(rank), *cells[rank]) for rank in range(len(cells))}
+            {rank: (self.describe(rank), *cells[rank]) for rank in range(len(cells))}
         )
 
 
 TIMEOUT = 1800.0
 """Virtual seconds that ranks wait for one another; torch's own default."""
 _PATIENCE = 100
-"""How often a rank may call after the world has broken, before it is unwound; and how often
-ranks may ask whether a call is done while nothing happens, before that is a dead-lock."""
+"""How often a rank may call after the world has broken, before accelfn unwinds it; and how
+often ranks may ask whether a call is done while nothing happens, before accelfn raises."""
 
 
 class Exchange:
     """The calls of all ranks of one world.
 
-    The world breaks at the first mismatch, dead-lock or error of a rank: from then on every
-    call raises, in each rank an error of its own that says the same.
+    The world breaks at the first mismatch, deadlock or error of a rank. Every later call of
+    any rank raises the same error.
     """
 
     def __init__(
@@ -313,7 +305,7 @@ class Exchange:
         *,
         least: int | None = None,
     ) -> None:
-        """Begin with nothing called; the world is elastic where a least size is given."""
+        """Begin without calls; `least` is the smallest size of an elastic world."""
         self.size = size
         self.regroup = Regroup(size, least)
         self._sums: Sums = sums
@@ -321,20 +313,20 @@ class Exchange:
         self.faults = list(faults)
         self.clocks = [0.0] * size
         self.turns: Turns | None = None
-        self._meetings = CallMatching()
-        self._standings = RankStatus(size)
+        self._matching = CallMatching()
+        self._status = RankStatus(size)
         self._num_called = [0] * size
         self._gone: dict[int, Unwound] = {}
         self._failure: Callable[[int], Exception] | None = None
-        self._told: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
+        self._raised: dict[int, list[Exception]] = {rank: [] for rank in range(size)}
         self._given_up: dict[Members, int] = {}
         self._asking: set[int] = set()
         self._num_asked = 0
 
     def post(self, call: Call) -> Meeting:
-        """Take a rank's call, and carry it out if it was the last one awaited.
+        """Give a rank's call its index and time, and return its meeting.
 
-        It gets its index and time, and is returned with where it meets the others'.
+        The collective is carried out if this call completes it.
 
         Raises:
             SimulationError, PeerFailedError: the world is broken, or has ended.
@@ -343,21 +335,21 @@ class Exchange:
         call.index = self._num_called[call.rank]
         self._num_called[call.rank] += 1
         self._num_asked = 0
-        self._standings.enters(call)
+        self._status.enter(call)
         if self.faults:
             self._strike(call.rank, due(self.faults, call, received=False))
         call.at = self.clocks[call.rank]
-        meeting, is_complete = self._meetings.join(call)
+        meeting, is_complete = self._matching.join(call)
         if is_complete:
             self._carry_out(meeting)
-        self._standings.goes_on(call.rank)
+        self._status.exit(call.rank)
         return meeting
 
     def wait(self, call: Call, meeting: Meeting) -> Tensors:
-        """Let others run until the results are there, and return the caller's.
+        """Let other ranks run until the results are there, and return the caller's.
 
         Raises:
-            SimulationError, PeerFailedError: they will never be.
+            SimulationError, PeerFailedError: the world is broken, or has ended.
         """
         self._let_run(call, lambda: meeting.results is not None)
         if meeting.results is None:
@@ -366,7 +358,7 @@ class Exchange:
         return meeting.result_of(call)
 
     def is_done(self, call: Call, meeting: Meeting) -> bool:
-        """Let others run until the results are there or none can go on; say which.
+        """Let others run until the results are there, or no rank can continue; return which.
 
         Raises:
             SimulationError, PeerFailedError: the world is broken.
@@ -382,47 +374,47 @@ class Exchange:
         return meeting.results is not None
 
     def give_up(self, rank: int, group: Members) -> None:
-        """Let all calls of a group fail on all ranks; the rest goes on."""
+        """Make all calls of one group fail on all ranks."""
         if group not in self._given_up:
             self._given_up[group] = rank
-            self._meetings.forget(lambda each: each == group)
+            self._matching.forget(lambda each: each == group)
 
     def receive(self, call: Call) -> None:
-        """Let faults change what a rank has received."""
+        """Let faults change the tensors that a rank has received."""
         if self.faults:
             for fault in due(self.faults, call, received=True):
                 strike(fault, call)
 
     def stuck(self) -> None:
-        """Let those go on that only ask, or break the world: no other rank can go on."""
+        """Let ranks that poll a call continue; break the world if there is no such rank."""
         if self._asking and self._num_asked < _PATIENCE:
             self._num_asked += 1
             self._asking.clear()
             return
-        text = f"{self._standings}\n{self._recent()}"
+        text = f"{self._status}\n{self._recent()}"
         self._break(
             lambda rank: DeadlockError(
-                f"Rank {rank} of {self.size} waits, and no rank can go on:\n{text}"
+                f"Rank {rank} of {self.size} waits, and no rank can continue:\n{text}"
             )
         )
 
-    def ended(self, rank: int, error: BaseException | None) -> BaseException | None:
-        """Note how a rank ended; return the error that it ended by, or None.
+    def end_rank(self, rank: int, error: BaseException | None) -> BaseException | None:
+        """Record how a rank ended; return its error, or None.
 
-        All that wait for it, or come to, are told.
+        Ranks that wait for it, now or later, raise `PeerFailedError`.
         """
         error = self._gone.get(rank, error)
         if error is None or isinstance(error, Left):
             self.regroup.leave(rank)
-            self._standings.ends(rank, "returned" if error is None else error.how)
+            self._status.end(rank, "returned" if error is None else error.how)
             return None
         crashed = isinstance(error, Crashed)
-        self._standings.ends(rank, error.how if crashed else f"raised {_repr(error)}")
-        how = self._standings.of(rank)
+        self._status.end(rank, error.how if crashed else f"raised {_repr(error)}")
+        how = self._status.describe(rank)
         if crashed and self.regroup.lose(rank, how):
-            self._meetings.forget(self.regroup.is_broken)
+            self._matching.forget(self.regroup.is_broken)
             return None
-        text = f"rank {rank} {how}, so the others cannot go on.\n{self._standings}"
+        text = f"rank {rank} {how}, so the others cannot continue.\n{self._status}"
         self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
         if not crashed:
             return error
@@ -431,33 +423,33 @@ class Exchange:
         return crash
 
     def close(self) -> Exception | None:
-        """Let go of all that ranks gave; return what went wrong and no rank was told.
+        """Release all tensors; return an error that no rank has raised, or None.
 
-        It may be in a call that no rank waited for.
+        Such an error concerns a call that no rank waited for.
         """
         failure = None
-        left = self._meetings.incomplete()
+        waiting = self._matching.incomplete()
         if self._failure is not None:
-            failure = None if any(self._told.values()) else self._failure(0)
-        elif left:
-            rows = table({call.rank: call.row() for call in reversed(left)})
+            failure = None if any(self._raised.values()) else self._failure(0)
+        elif waiting:
+            rows = table({call.rank: call.row() for call in reversed(waiting)})
             failure = CollectiveMismatchError(
-                "All ranks have ended, and these calls were neither joined by others nor"
-                f" waited for; the first of each rank:\n{rows}\n{self._recent()}"
+                "All ranks have ended, and other ranks neither joined these calls nor"
+                f" waited for them. The first call of each rank:\n{rows}\n{self._recent()}"
             )
         self.turns = self._failure = None
-        self._meetings, self._standings = CallMatching(), RankStatus(self.size)
+        self._matching, self._status = CallMatching(), RankStatus(self.size)
         self._gone.clear()
-        self._told.clear()
+        self._raised.clear()
         self._given_up.clear()
         return failure
 
-    def has_told(self, error: BaseException) -> bool:
-        """Whether an error is one that this world's ranks get when it is broken."""
-        return any(error is told for each in self._told.values() for told in each)
+    def has_raised(self, error: BaseException) -> bool:
+        """Whether an error is one that ranks raise because the world is broken."""
+        return any(error is own for raised in self._raised.values() for own in raised)
 
     def _check(self, call: Call) -> None:
-        """Refuse a call of a broken world, of a rank that is gone, or from outside."""
+        """Raise for a call in a broken world, of a rank that is gone, or from outside."""
         rank = call.rank
         self._check_place(call)
         if rank in self._gone:
@@ -465,30 +457,29 @@ class Exchange:
         if self._failure is None:
             self._check_group(call)
             return
-        self._told[rank].append(self._failure(rank))
-        if len(self._told[rank]) > _PATIENCE:
-            how = "went on calling after the world had broken, and was unwound"
+        self._raised[rank].append(self._failure(rank))
+        if len(self._raised[rank]) > _PATIENCE:
+            how = "called on after the world had broken, and was unwound"
             self._gone[rank] = Crashed(how)
-            raise self._gone[rank] from self._told[rank][0]
-        raise self._told[rank][-1]
+            raise self._gone[rank] from self._raised[rank][0]
+        raise self._raised[rank][-1]
 
     def _check_group(self, call: Call) -> None:
-        """Refuse a call of a group that a rank has given up, or crashed in."""
+        """Raise for a call in a group that a rank has given up, or crashed in."""
         lost = self.regroup.lost_of(call.group)
-        if lost is not None:
-            msg = (
-                f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
-                f" rank {lost[0]} {lost[1]}. Go on with those that are left:"
-                " af.regroup(state)."
-            )
-            raise PeerFailedError(msg)
         peer = self._given_up.get(call.group)
-        if peer is not None:
-            msg = (
-                f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
-                f" rank {peer} has given up the process group."
-            )
-            raise PeerFailedError(msg)
+        if lost is not None:
+            peer, how = lost
+            why = f"{how}. Continue with the remaining ranks: af.regroup(state)."
+        elif peer is not None:
+            why = "has given up the process group."
+        else:
+            return
+        msg = (
+            f"Rank {call.rank} of {self.size} called {call.kind} from {call.site}, but"
+            f" rank {peer} {why}"
+        )
+        raise PeerFailedError(msg)
 
     def _check_place(self, call: Call) -> None:
         rank = call.rank
@@ -500,10 +491,10 @@ class Exchange:
             raise SimulationError(msg)
         if not self.turns.has_turn(rank):
             msg = (
-                f"{call.kind} by rank {rank} of {self.size}, in a thread that is not the"
-                f" rank's: {current_thread().name}. A rank calls collectives in the thread"
-                " that simulate gave it, and in no other that it started. Ranks share what"
-                " modules and classes hold: keep no group or DTensor there."
+                f"Rank {rank} of {self.size} called {call.kind} in a thread that is not"
+                f" the rank's: {current_thread().name}. Call collectives in the thread that"
+                " simulate started for the rank. Ranks share modules and classes: keep no"
+                " group or DTensor there."
             )
             raise SimulationError(msg)
 
@@ -513,7 +504,7 @@ class Exchange:
         if turns is None or not turns.has_turn(call.rank) or call.rank in self._gone:
             self._check(call)
             return
-        self._standings.enters(call)
+        self._status.enter(call)
         turns.wait(
             call.rank,
             lambda: (
@@ -523,31 +514,31 @@ class Exchange:
                 or self.regroup.is_broken(call.group)
             ),
         )
-        self._standings.goes_on(call.rank)
+        self._status.exit(call.rank)
 
     def activity(self, rank: int) -> Activity:
-        """Return what a rank is doing as it begins, of which the updates are heard."""
+        """Return the activity of a rank at its start; it reports updates if faults are planned."""
         activity = Activity()
         if self.faults or self._gone:
-            activity.on_update = partial(self.begins, rank)
+            activity.on_update = partial(self.begin_update, rank)
         return activity
 
-    def begins(self, rank: int, update: int) -> None:
-        """Let faults happen as a rank begins an update, with a collective or without."""
+    def begin_update(self, rank: int, update: int) -> None:
+        """Let the faults happen that are planned for the beginning of an update."""
         self.regroup.reached = max(self.regroup.reached, update)
         self._strike(rank, due_as_begins(self.faults, rank, update))
 
     def check_reached(self) -> None:
-        """Refuse a run in which an update was planned to fail, and none began it.
+        """Raise if a fault was planned for an update that its rank did not begin.
 
         Raises:
-            SimulationError: it names the first such fault.
+            SimulationError: there is such a fault; the text has the first.
         """
         missed = [fault for fault in self.faults if is_of_update(fault)]
         if missed:
             msg = (
                 f"{missed[0]!r} did not happen: rank {missed[0].rank} of {self.size} began no"
-                f" update {missed[0].step}. Plan it for an update that the rank takes."
+                f" update {missed[0].step}. Plan the fault for an update that the rank takes."
             )
             raise SimulationError(msg)
         self.regroup.check_returned()
@@ -563,13 +554,13 @@ class Exchange:
         if self._failure is not None:
             raise self._failure(rank)
 
-    def takes_back(self, rank: int) -> bool:
-        """Let others run until a rank that crashed comes back; return whether it does."""
+    def await_return(self, rank: int) -> bool:
+        """Let others run until a crashed rank comes back; return whether it does."""
         gone, regroup = self._gone.get(rank), self.regroup
         if not isinstance(gone, Crashed) or gone.returns is None:
             return False
         regroup.expect(rank, gone.returns)
-        with suppress(Exception):  # whatever broke the world, they have told it
+        with suppress(Exception):  # the other ranks have raised the world's error
             self.let_others(rank, lambda: regroup.may_return(rank))
             if regroup.returns(rank):
                 del self._gone[rank]
@@ -598,14 +589,14 @@ class Exchange:
             self._break_by_stall(late, waited)
             return
         meeting.ends_at = late.at
-        # ranks call on streams of their own, of which none waits for another's
+        # ranks call on separate streams, which do not wait for one another
         devices.wait_for_all(chain.from_iterable(call.sends for call in calls))
         meeting.results = results(calls, self._sums)
         devices.wait_for_all(chain.from_iterable(meeting.results))
         self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:
-        """Let every call raise what this returns for its rank; the first break counts."""
+        """Make every later call raise `failure(rank)`; the first failure counts."""
         if self._failure is None:
             self._failure = failure
 
@@ -621,7 +612,7 @@ class Exchange:
     def _break_by_stall(self, late: Call, waited: float) -> None:
         text = (
             f"rank {late.rank} did not arrive within {TIMEOUT:.0f} s (it stalled for"
-            f" {waited:.0f} s).\n{self._standings}"
+            f" {waited:.0f} s).\n{self._status}"
         )
         self._break(lambda rank: PeerFailedError(f"Rank {rank} of {self.size}: {text}"))
 
@@ -633,45 +624,45 @@ class Exchange:
 
 
 def _repr(error: BaseException) -> str:
-    """Show an error on a line, also one that cannot show itself."""
+    """Return the first line of an error's repr, or its type if the repr fails."""
     with suppress(Exception):
         return repr(error).partition("\n")[0][:200]
     return type(error).__name__
 
 
-# Shared values: what simulated ranks say of one thing, compared without a collective.
+# Shared values: facts that must be equal on all ranks, compared without a collective.
 
 
 class SharedValues:
-    """What ranks said that not all have said yet, by what it is of and how often they did."""
+    """Values of the ranks so far, by label and by how often each rank gave a value."""
 
     def __init__(self, size: int) -> None:
-        """Begin with nothing said."""
+        """Begin without values."""
         self._size = size
         self._first: dict[tuple[str, int], tuple[int, list[str]]] = {}
-        self._times: Counter[tuple[int, str]] = Counter()
-        self._num_said: Counter[tuple[str, int]] = Counter()
+        self._num_given: Counter[tuple[int, str]] = Counter()
+        self._num_ranks: Counter[tuple[str, int]] = Counter()
 
-    def say(
-        self, rank: int, what: str, lines: list[str]
+    def compare(
+        self, rank: int, label: str, lines: list[str]
     ) -> tuple[int, list[str]] | None:
-        """Return the rank that said it first, and how, if it said otherwise."""
-        self._times[rank, what] += 1
-        place = what, self._times[rank, what]
+        """Return the first rank and its value if it differs from this rank's, or None."""
+        self._num_given[rank, label] += 1
+        place = label, self._num_given[rank, label]
         first = self._first.setdefault(place, (rank, lines))
-        self._num_said[place] += 1
-        if self._num_said[place] == self._size:
-            del self._first[place], self._num_said[place]
+        self._num_ranks[place] += 1
+        if self._num_ranks[place] == self._size:
+            del self._first[place], self._num_ranks[place]
         return None if first[1] == lines else first
 
 
-# The work of a collective: its result is written when it is waited for, and not before.
+# The work of a collective writes its result when the rank waits for it, and not before.
 #
-# Until then the tensors hold what cannot pass for a result, so that a forgotten wait shows.
+# Until then the tensors hold values that cannot pass for a result: a forgotten wait shows.
 
 
 class SimulatedWork(Work):
-    """What torch's collectives return or wait for."""
+    """The work object that torch's collectives return or wait for."""
 
     def __init__(
         self,
@@ -679,7 +670,7 @@ class SimulatedWork(Work):
         calls: Sequence[Call],
         returned: Sequence[torch.Tensor],
     ) -> None:
-        """Post calls. `returned` is what a future of this work holds."""
+        """Post calls; a future of this work holds `returned`."""
         super().__init__()
         self._exchange = exchange
         self._posted = [(call, exchange.post(call)) for call in calls]
@@ -697,7 +688,7 @@ class SimulatedWork(Work):
             parts = self._exchange.wait(call, meeting)
             for target, part in zip(call.fills, parts, strict=True):
                 _write(target, lambda plain, part=part: plain.copy_(part))
-            # what it was copied from is let go when all have it, to another's stream
+            # the source of the copy is freed on another rank's stream
             devices.wait_for_all(call.fills)
             self._exchange.receive(call)
             self._num_written += 1
@@ -708,35 +699,35 @@ class SimulatedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        """Let other ranks run, and say whether the result is there; then it is written."""
+        """Let other ranks run; write the result if it is there, and return whether it is."""
         left = self._posted[self._num_written :]
         return all(self._exchange.is_done(*each) for each in left) and self.wait()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a future that is done: C++ waits for it where no turn could pass."""
+        """Return a completed future: C++ would wait for it without passing the turn."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._returned)
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors that were written."""
+        """Return the tensors of the result."""
         self.wait()
         return self._returned
 
     def _source_rank(self) -> int:
-        """Return who sent what a `recv` received."""
+        """Return the sender of the message that a `recv` received."""
         self.wait()
         call, meeting = self._posted[0]
         return call.group.place_of(meeting.calls[0].rank)
 
 
 def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
-    """Write a tensor where autograd does not see it, and inference mode allows it."""
+    """Write to a tensor outside autograd, and in inference mode if the tensor needs it."""
     if target.is_inference():
         with torch.inference_mode():
             how(target)
-    elif target.layout is not torch.strided:  # what is detached has indices of its own
+    elif target.layout is not torch.strided:  # detach() would copy the indices
         with torch.no_grad():
             how(target)
     else:
@@ -744,7 +735,7 @@ def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
 
 
 def _poison(target: torch.Tensor) -> None:
-    """Fill with NaN, the extreme integer, what booleans were not, or nothing at all."""
+    """Fill with NaN, the extreme integer, inverted booleans, or zeros if sparse."""
     if target.layout is not torch.strided:
         target.zero_()
     elif target.dtype.is_floating_point or target.dtype.is_complex:

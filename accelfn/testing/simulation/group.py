@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A torch process group in memory, so that torch's own code runs on it unchanged.
 
-It has the methods by which `torch.distributed` and DistributedDataParallel of torch 2.13 to
-2.15 call a group, and makes of each what all have in common: calls, with copies of what the
-rank gives, and a work that fills what it gets.
+It has the methods that `torch.distributed` and DistributedDataParallel of torch 2.13 to 2.15
+call. Each method posts calls with copies of the rank's tensors, and returns a work object
+that writes the results.
 """
 
 import os
@@ -30,13 +30,11 @@ from accelfn.testing.simulation.exchange import can_carry_out
 from accelfn.world.connection import Activity
 
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
-# pyright: reportPrivateUsage=false
-
 # torch's stubs name the same parameter differently from method to method
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Post: TypeAlias = Callable[[Sequence[Call], Sequence[torch.Tensor]], Work]
-"""Posts calls; the tensors are what a future of the work holds."""
+"""Posts calls; a future of the work holds the tensors."""
 _names = count()
 
 
@@ -44,8 +42,8 @@ class SimulatedGroup(dist.ProcessGroup):
     """One rank's process group of a simulated world.
 
     Attributes:
-        log: what was carried out so far, by all ranks.
-        activity: what the rank is doing.
+        log: the collectives completed so far, by all ranks.
+        activity: the rank's current update and label.
         members: the ranks of the group.
     """
 
@@ -57,13 +55,13 @@ class SimulatedGroup(dist.ProcessGroup):
         log: "Sequence[Entry]" = (),
         activity: Activity | None = None,
     ) -> None:
-        """Take a rank of the world, who it talks to, what posts, and what will come of it."""
+        """Take a rank of the run, its group, the function that posts calls, and the log."""
         size = len(members.ranks)
         super().__init__(members.place_of(rank), size)  # pyright: ignore[reportCallIssue] - no store needed
         self._rank = rank
         self._size = size
         self._post = post
-        self._name: Any = None  # torch has a type of its own for it
+        self._name: Any = None  # torch declares a private type
         self.members = members
         self.log = log
         self.activity = Activity() if activity is None else activity
@@ -78,12 +76,12 @@ class SimulatedGroup(dist.ProcessGroup):
         return "simulated"
 
     def _get_backend(self, device: torch.device) -> "SimulatedGroup":
-        """Return what torch asks for whether it can coalesce: this group, for any device."""
+        """Return the backend of a device: this group."""
         return self
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether calls are to be held and posted as one: no, each is a call of its own."""
+        """Whether torch may post several calls as one: it may not."""
         return False
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -103,7 +101,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post(calls, given)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce to the root, and leave the others' tensors as they are."""
+        """Reduce to the root; other ranks' tensors stay unchanged."""
         given, root = _list(tensors), _root(opts)
         got = given if root == self.rank() else []
         call = self._call("reduce", given, got, op=_op(opts), root=root)
@@ -121,13 +119,13 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Any, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors; outputs are a list of tensors a rank."""
+        """Gather several tensors, into one list per rank."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Gather every rank's tensor, one after the other in one."""
+        """Gather every rank's tensor into one tensor, in order."""
         return self.all_gather_single_coalesced([output], [given])
 
     def all_gather_single_coalesced(
@@ -155,7 +153,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post([call], got)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
-        """Reduce a list of tensors, of which each rank gets its own."""
+        """Reduce a list of tensors; each rank gets one of them."""
         op = _op(opts)
         calls = [
             self._call("reduce_scatter", self._alike(given, got), [got], op=op)
@@ -166,13 +164,13 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Reduce one tensor, of which each rank gets its part."""
+        """Reduce one tensor; each rank gets a part of it."""
         return self.reduce_scatter_single_coalesced([output], [given], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors, of each of which a rank gets its part."""
+        """Reduce several tensors; each rank gets a part of each."""
         kind, op = "reduce_scatter_single", _op(opts)
         calls = [
             self._call(kind, self._parts(given, got), [got], op=op)
@@ -203,19 +201,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post([call], [output])
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        """Give tensors to one rank, which must receive them."""
+        """Send tensors to one rank, which must receive them."""
         given = _list(tensors)
         calls = [self._call("send", [each], [], peer=peer, tag=tag) for each in given]
         return self._post(calls, given)
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> Work:
-        """Take tensors from one rank."""
+        """Receive tensors from one rank."""
         got = _list(tensors)
         calls = [self._call("recv", [], [each], peer=peer, tag=tag) for each in got]
         return self._post(calls, got)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """Take tensors from whoever sends first."""
+        """Receive tensors from the first rank that sends."""
         return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None) -> Work:
@@ -223,19 +221,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post([self._call("barrier", [], [])], [])
 
     def among(self, members: Members, activity: Activity) -> "SimulatedGroup":
-        """Return this rank's group of other members, whose calls meet one another alone."""
+        """Return this rank's group of other members, with separate collectives."""
         return SimulatedGroup(self._rank, members, self._post, self.log, activity)
 
     @property
     def group_name(self) -> str:
-        """The name by which torch's functional collectives find it, in a list of the process."""
+        """The name of the group in the process's list for torch's functional collectives."""
         if self._name is None:
             self._name = f"simulated {next(_names)}, rank {self._rank}"
             c10d._register_process_group(self._name, self)
         return self._name
 
-    def forget(self) -> bool:
-        """Take it off the process's list, which would keep it alive; say if it was there."""
+    def unregister(self) -> bool:
+        """Remove the group from the process's list; return whether it was there."""
         if self._name is None:
             return False
         c10d._unregister_process_group(self._name)
@@ -243,20 +241,19 @@ class SimulatedGroup(dist.ProcessGroup):
         return True
 
     def new_group(self, *args: object, **named: object) -> NoReturn:
-        """Refuse groups that not all ranks know of."""
+        """Raise: torch's new groups are unknown to the simulation."""
         msg = (
-            f"Rank {self._rank} of {self._size}: a simulated world has no other groups than"
-            " those of its axes and parts. Take world.split(size=...), or name axes,"
-            " simulate(size, fn, axes={...}), and take world.along(name); a DeviceMesh is"
-            " world.mesh."
+            f"Rank {self._rank} of {self._size}: a simulated world has only the groups of its"
+            " axes and parts. Call world.split(size=...), or simulate(size, fn, axes={...})"
+            " and world.along(name). Use world.mesh as the DeviceMesh."
         )
         raise SimulationError(msg)
 
     def shutdown(self) -> NoReturn:
-        """Refuse to be destroyed."""
+        """Raise: the world ends with its function."""
         msg = (
-            f"Rank {self._rank} of {self._size}: the process group of a simulated world"
-            " was to be destroyed. Leave it: it ends with the world."
+            f"Rank {self._rank} of {self._size}: you cannot destroy the process group of a"
+            " simulated world. Leave out the call: the group ends with the world."
         )
         raise SimulationError(msg)
 
@@ -275,12 +272,12 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> Call:
         for name, rank in (("root", root), ("peer", peer)):
             if rank is not None and not 0 <= rank < self._size:
-                msg = f"{kind}: {name} {rank} is none of the {self._size} ranks."
+                msg = f"{kind}: {name} {rank} is not one of the {self._size} ranks."
                 raise ArgumentError(msg)
         for each in given:
             if not can_carry_out(kind, op, each):
-                what = kind if op is None else f"{op} in {kind}"
-                msg = f"Gloo has no {what} of a tensor such as {format_tensor(each)}."
+                call = kind if op is None else f"{op} in {kind}"
+                msg = f"Gloo has no {call} of a tensor such as {format_tensor(each)}."
                 raise ArgumentError(msg)
         return Call(
             rank=self._rank,
@@ -299,16 +296,16 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a list of one tensor a rank."""
+        """Return a list of one tensor per rank."""
         if len(tensors) != self._size:
-            msg = f"Expected {self._size} tensors, one a rank, got {len(tensors)}."
+            msg = f"Expected {self._size} tensors, one per rank, got {len(tensors)}."
             raise ArgumentError(msg)
         return list(tensors)
 
     def _alike(
         self, tensors: Sequence[torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return a list of one tensor a rank, each like the one that ranks exchange."""
+        """Return a list of one tensor per rank, each of the same shape and dtype as `like`."""
         for rank, each in enumerate(tensors):
             if each.shape != like.shape or each.dtype is not like.dtype:
                 msg = (
@@ -319,7 +316,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._each(tensors)
 
     def _parts(self, whole: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of one tensor as one part a rank, each like another tensor."""
+        """Return views of one tensor, one part per rank, each shaped like `like`."""
         fits = whole.numel() == self._size * like.numel() and whole.dtype is like.dtype
         if not fits or not whole.is_contiguous():
             msg = (
@@ -330,7 +327,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return list(whole.detach().view(self._size, *like.shape))
 
     def _rows(self, whole: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
-        """Return views of a tensor's rows, those of each rank."""
+        """Return views of a tensor's rows, one view per rank."""
         num_rows = whole.shape[0]
         if not splits:
             if num_rows % self._size:
@@ -345,7 +342,7 @@ def _list(tensors: Tensors) -> list[torch.Tensor]:
 
 
 def _op(opts: Any) -> str:
-    """Return the name of a reduction, out of torch's options or as given."""
+    """Return the name of a reduction, from torch's options or a ReduceOp."""
     given = getattr(opts, "reduceOp", opts)
     if given is None:
         return "SUM"
@@ -354,27 +351,23 @@ def _op(opts: Any) -> str:
 
 
 def _root(opts: Any) -> int:
-    """Return the root, out of torch's options or as given."""
+    """Return the root, from torch's options or an integer."""
     return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
 
 
-# What torch keeps of meshes and DTensors once a process, which ranks that are threads
-# share.
+# torch's caches of meshes and DTensors, which all ranks of the process share.
 #
-# A mesh is equal to another by its shape and by the thread that made it, and what torch has
-# worked out for a DTensor on one is kept by that. Threads' numbers are used again, so a
-# later rank would get an earlier one's mesh, with its place and its groups.
-
-
-# torch 2.13 has no public names for these
+# torch compares meshes by their shape and by the number of the thread that made them. Thread
+# numbers are used again, so a later rank would get an earlier rank's mesh, with its place
+# and groups. torch 2.13 has no public names for these.
 
 ASKED = ((device_mesh, "get_backend"), (device_mesh, "threading"))
-"""Where a mesh asks whether ranks are threads, and which it is made by."""
+"""Names that a mesh reads to learn whether ranks are threads, and which thread made it."""
 _numbers = count(1 << 48)
 
 
 def tell_rank() -> None:
-    """Tell the meshes of this rank a number that no other rank of any run has."""
+    """Give this rank a thread number for its meshes that no other rank of any run has."""
     number = next(_numbers)
     answers = _threaded_backend, SimpleNamespace(get_ident=lambda: number)
     for (module, name), answer in zip(ASKED, answers, strict=True):
@@ -386,8 +379,8 @@ def _threaded_backend(group: Any = None) -> str:
     return "threaded"
 
 
-def forget() -> None:
-    """Let torch forget what it worked out; it keeps meshes, and their groups, alive by it."""
+def clear_caches() -> None:
+    """Clear torch's caches for DTensors: they keep meshes and their groups alive."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
@@ -397,25 +390,24 @@ def forget() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-# What torch.distributed knows in a simulated rank, in place of what the process knows.
+# The groups that torch.distributed knows in a simulated rank.
 #
-# torch keeps process groups in one object a process, and swaps it whole for whoever asks;
-# so nothing of a simulated world is registered with the process. In a rank torch has the
-# group of the world, by which it translates ranks, and a default group that tells the rank
-# and refuses to communicate: without one, code that asks `is_initialized()` would take
-# itself for alone.
+# torch keeps all process groups of a process in one object. Each rank has such an object,
+# so nothing of a simulated world is registered with the process. It has the group of the
+# world, and a default group that knows its rank and raises when it communicates. Without a
+# default group, code that calls `is_initialized()` would behave as in a single process.
 
 
 @attrs.define
 class Registry:
-    """What torch 2.13 calls its `_World`: groups and what it keeps of each."""
+    """The groups and their facts, with the attributes of torch 2.13's `_World`."""
 
-    default_pg: dist.ProcessGroup | None
-    pg_map: dict[dist.ProcessGroup, Any]
-    pg_names: dict[dist.ProcessGroup, str]
-    pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]]
-    pg_backend_config: dict[dist.ProcessGroup, str]
-    tags_to_pg: dict[str, list[dist.ProcessGroup]]
+    default_pg: dist.ProcessGroup | None = None
+    pg_map: dict[dist.ProcessGroup, Any] = attrs.field(factory=dict)
+    pg_names: dict[dist.ProcessGroup, str] = attrs.field(factory=dict)
+    pg_group_ranks: dict[dist.ProcessGroup, dict[int, int]] = attrs.field(factory=dict)
+    pg_backend_config: dict[dist.ProcessGroup, str] = attrs.field(factory=dict)
+    tags_to_pg: dict[str, list[dist.ProcessGroup]] = attrs.field(factory=dict)
     pg_to_tag: dict[dist.ProcessGroup, str] = attrs.field(factory=dict)
     pg_coalesce_state: dict[dist.ProcessGroup, list[Any]] = attrs.field(factory=dict)
     comms: list[Any] = attrs.field(factory=list)
@@ -425,20 +417,13 @@ class Registry:
 
     @classmethod
     def of(cls, group: SimulatedGroup) -> "Registry":
-        """Return what torch is to know in a rank that has this group."""
-        registry = cls(
-            default_pg=None,
-            pg_map={},
-            pg_names={},
-            pg_group_ranks={},
-            tags_to_pg={},
-            pg_backend_config={},
-        )
+        """Return the registry of a rank in this group."""
+        registry = cls()
         registry.begin(group)
         return registry
 
     def begin(self, group: SimulatedGroup) -> None:
-        """Let this be the group of the world, whose ranks are numbered by their places."""
+        """Make this the group of the world, and number ranks by their places in it."""
         self.numbers = {rank: place for place, rank in enumerate(group.members.ranks)}
         default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         self.default_pg, self.tags_to_pg = default, {"": [group, default]}
@@ -446,7 +431,7 @@ class Registry:
         self.add(default)
 
     def add(self, group: SimulatedGroup) -> None:
-        """Let torch know a group of the world's ranks."""
+        """Register a group of the world's ranks."""
         ranks = group.members.ranks
         self.pg_map[group] = ("simulated", None)
         self.pg_names[group] = f"simulated {group.members}".strip()
@@ -456,17 +441,17 @@ class Registry:
         self.pg_backend_config[group] = "cpu:simulated"
 
     def remove(self, group: SimulatedGroup) -> None:
-        """Let torch forget a group."""
-        group.forget()
+        """Remove a group."""
+        group.unregister()
         for each in (self.pg_map, self.pg_names, self.pg_group_ranks):
             each.pop(group, None)
         self.pg_backend_config.pop(group, None)
 
     def close(self) -> None:
-        """Let the process forget what it knows by name."""
-        forgotten = [cast("SimulatedGroup", group).forget() for group in self.pg_map]
-        if any(forgotten):
-            forget()
+        """Remove all groups from the process's list."""
+        removed = [cast("SimulatedGroup", group).unregister() for group in self.pg_map]
+        if any(removed):
+            clear_caches()
 
 
 def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn:
@@ -474,48 +459,45 @@ def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn
     call = calls[0]
     msg = (
         f"Rank {call.rank} of a simulated world called {call.kind} on torch's default"
-        " process group, and there is none: pass group=world.group;"
-        " process_group=world.group to DistributedDataParallel, mesh=world.mesh to what takes"
-        " a mesh."
+        " process group, which a simulated world does not have. Pass group=world.group to"
+        " collectives, process_group=world.group to DistributedDataParallel, and"
+        " mesh=world.mesh to functions of a mesh."
     )
     raise DefaultGroupError(msg)
 
 
-# What torch asks a kind of device for, of the meta device: how many, and streams to wait
-# for.
-
-
-# torch finds the module of a kind of device by its name, and has none of meta
+# A module for the meta device: torch looks up `torch.<kind of device>`, and has no
+# `torch.meta`.
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream on which nothing waits for anything, as the CPU's, with an event to show."""
+    """A stream without work, like the CPU's, with completed events."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Return an event that has come."""
+        """Return a completed event."""
         del event
         return torch.cpu.Event()
 
 
 class _Meta:
-    """The one device of its kind."""
+    """The module of the single meta device."""
 
     Stream, Event = _Stream, torch.cpu.Event
     stream = staticmethod(torch.cpu.stream)
 
     @staticmethod
     def device_count() -> int:
-        """Return how many there are for a rank."""
+        """Return the number of devices."""
         return 1
 
     @staticmethod
     def current_device() -> int:
-        """Return its number."""
+        """Return the number of the device."""
         return 0
 
     @staticmethod
     def is_initialized() -> bool:
-        """Return whether there is nothing to set up any more."""
+        """Return True: the device needs no setup."""
         return True
 
     @staticmethod
@@ -527,7 +509,7 @@ class _Meta:
 
 @contextmanager
 def known_to_torch(device: torch.device) -> Generator[None]:
-    """Let torch find a module of the meta device, while ranks are on it."""
+    """Add a module for the meta device to torch while ranks compute on it."""
     name = device.type
     if name != "meta" or hasattr(torch, name):
         yield
@@ -539,7 +521,7 @@ def known_to_torch(device: torch.device) -> Generator[None]:
         delattr(torch, name)
 
 
-# What is said where ranks are on the meta device, and one of them asks for a value.
+# The error of a rank that reads a value on the meta device.
 
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -547,7 +529,7 @@ _LIBRARY = str(Path(__file__).parents[3]) + os.sep
 
 
 def explain_meta_error(error: BaseException) -> BaseException:
-    """Return what names the line that asked for a value; what is no such error is as it was."""
+    """Return an error with the line that read a value on meta; other errors unchanged."""
     first = error.__cause__ if isinstance(error, Error) else error
     is_torchs = isinstance(first, (RuntimeError, ValueError)) and not isinstance(
         first, Error
@@ -555,10 +537,10 @@ def explain_meta_error(error: BaseException) -> BaseException:
     if not is_torchs or "meta" not in str(first).lower():
         return error
     msg = (
-        f"{_line_of(error)} asks for values, and tensors on the meta device have none:"
-        f" {str(first).splitlines()[0].rstrip('.;!')}. Leave out what reads them, as float(loss),"
-        " af.mean(metrics, world) or a transform that decides by them; or let it run with"
-        ' values, device="cpu".'
+        f"{_line_of(error)} reads a value, and tensors on the meta device have no values:"
+        f" {str(first).splitlines()[0].rstrip('.;!')}. Leave out calls such as float(loss),"
+        " af.mean(metrics, world) or a transform that decides by values; or run with"
+        ' device="cpu".'
     )
     raised = SimulationError(msg)
     raised.__cause__ = error
@@ -566,7 +548,7 @@ def explain_meta_error(error: BaseException) -> BaseException:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame that is not torch's, nor passes a call on."""
+    """Return file and line of the innermost frame outside torch and its call wrappers."""
     found = ""
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
@@ -576,10 +558,10 @@ def _line_of(error: BaseException) -> str:
     return found
 
 
-# Wire: what a collective costs on the links between ranks, by how it is carried out.
+# The cost of a collective on the links between ranks, by algorithm.
 #
-# Each rank has a link of its own, which sends and receives at once. Bytes are those of the
-# payload. In what follows N is the number of ranks, n what each gives.
+# Each rank has one link, which sends and receives at once. Bytes are payload bytes. N is the
+# number of ranks, and n the bytes that each rank gives.
 #
 # | collective | ring | tree | Gloo | | --- | --- | --- | --- | | all_reduce | 2 (N-1)
 # rounds of n/N | 2 log2 N rounds of n | as a ring | | reduce_scatter | N-1 rounds of n/N |
@@ -595,12 +577,12 @@ Algorithm: TypeAlias = Literal["ring", "tree", "gloo"]
 
 @attrs.frozen(kw_only=True)
 class Cost:
-    """What one collective asks of the links.
+    """The cost of one collective on the links.
 
     Attributes:
-        num_bytes: what all ranks send together.
-        rounds: how often a rank waits for a message before it can go on.
-        busiest: the bytes that one after the other cross the link that has most to do.
+        num_bytes: the bytes that all ranks send together.
+        rounds: how often a rank waits for a message before it can continue.
+        busiest: the bytes that cross the busiest link, one after the other.
     """
 
     num_bytes: int
@@ -610,14 +592,14 @@ class Cost:
 
 @attrs.frozen(kw_only=True)
 class Payload:
-    """What ranks give to one collective, as far as its cost depends on it.
+    """The facts about one collective that its cost depends on.
 
     Attributes:
         kind: torch's name of the collective.
-        ranks: how many take part.
-        most: the bytes for others that one rank gives, the most of all.
-        total: those of all ranks.
-        is_sparse: whether they are those of sparse tensors.
+        ranks: the number of ranks that take part.
+        most: the largest number of bytes that one rank gives for others.
+        total: the bytes that all ranks give for others.
+        is_sparse: whether the tensors are sparse.
     """
 
     kind: str
@@ -628,7 +610,7 @@ class Payload:
 
 
 def payload_of(entry: Entry) -> Payload:
-    """Return what ranks gave to a collective of a log."""
+    """Return the payload of a collective in a log."""
     return Payload(
         kind=entry.kind,
         ranks=len(entry.ranks),
@@ -639,10 +621,10 @@ def payload_of(entry: Entry) -> Payload:
 
 
 def check_algorithm(call: str, algorithm: object) -> None:
-    """Raise unless it is one of those that are known.
+    """Raise unless `algorithm` is known.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the algorithm is unknown.
     """
     if algorithm not in get_args(Algorithm):
         known = ", ".join(map(repr, get_args(Algorithm)))
@@ -650,39 +632,39 @@ def check_algorithm(call: str, algorithm: object) -> None:
         raise ArgumentError(msg)
 
 
-def cost(what: Payload, algorithm: Algorithm) -> Cost:
-    """Return what a collective costs."""
-    if what.ranks == 1:
+def cost(payload: Payload, algorithm: Algorithm) -> Cost:
+    """Return the cost of a collective."""
+    if payload.ranks == 1:
         return Cost(num_bytes=0, rounds=0, busiest=0.0)
-    kind = what.kind
-    if what.is_sparse and kind == "all_reduce":  # ranks tell one another what they have
+    kind = payload.kind
+    if payload.is_sparse and kind == "all_reduce":  # ranks gather indices and values
         kind = "all_gather"
-    return _COSTS[algorithm][kind](what)
+    return _COSTS[algorithm][kind](payload)
 
 
-def _pipeline(what: Payload) -> Cost:
-    """From rank to rank, part by part."""
-    hops, n = what.ranks - 1, what.most
+def _pipeline(payload: Payload) -> Cost:
+    """Return the cost of passing parts from rank to rank."""
+    hops, n = payload.ranks - 1, payload.most
     return Cost(num_bytes=hops * n, rounds=hops, busiest=n)
 
 
-def _in_a_tree(what: Payload) -> Cost:
-    """From one rank to two, to four, or back."""
-    n, depth = what.most, (what.ranks - 1).bit_length()
-    return Cost(num_bytes=(what.ranks - 1) * n, rounds=depth, busiest=depth * n)
+def _in_a_tree(payload: Payload) -> Cost:
+    """Return the cost of a tree: from one rank to two, to four, or back."""
+    n, depth = payload.most, (payload.ranks - 1).bit_length()
+    return Cost(num_bytes=(payload.ranks - 1) * n, rounds=depth, busiest=depth * n)
 
 
-def _reduce_scatter(what: Payload) -> Cost:
-    """Each part once round the ring."""
-    hops, n = what.ranks - 1, what.most
-    return Cost(num_bytes=hops * n, rounds=hops, busiest=hops * n / what.ranks)
+def _reduce_scatter(payload: Payload) -> Cost:
+    """Return the cost of passing each part once around the ring."""
+    hops, n = payload.ranks - 1, payload.most
+    return Cost(num_bytes=hops * n, rounds=hops, busiest=hops * n / payload.ranks)
 
 
 def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
-    """To where the sum is made, and back in the same manner."""
+    """Return twice a cost: to the sum, and back."""
 
-    def cost(what: Payload) -> Cost:
-        there = once(what)
+    def cost(payload: Payload) -> Cost:
+        there = once(payload)
         return Cost(
             num_bytes=2 * there.num_bytes,
             rounds=2 * there.rounds,
@@ -692,10 +674,10 @@ def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
     return cost
 
 
-def _reduce_by_gloo(what: Payload) -> Cost:
-    """Once round the ring, and from there to the root."""
-    ring, n = _reduce_scatter(what), what.most
-    gathered = n - n // what.ranks
+def _reduce_by_gloo(payload: Payload) -> Cost:
+    """Return the cost of a ring reduce-scatter and a gather to the root."""
+    ring, n = _reduce_scatter(payload), payload.most
+    gathered = n - n // payload.ranks
     return Cost(
         num_bytes=ring.num_bytes + gathered,
         rounds=2 * ring.rounds,
@@ -703,21 +685,25 @@ def _reduce_by_gloo(what: Payload) -> Cost:
     )
 
 
-def _all_gather(what: Payload) -> Cost:
-    hops = what.ranks - 1
-    return Cost(num_bytes=hops * what.total, rounds=hops, busiest=hops * what.most)
+def _all_gather(payload: Payload) -> Cost:
+    hops = payload.ranks - 1
+    return Cost(
+        num_bytes=hops * payload.total, rounds=hops, busiest=hops * payload.most
+    )
 
 
-def _gather(what: Payload) -> Cost:
-    return Cost(num_bytes=what.total, rounds=what.ranks - 1, busiest=what.total)
+def _gather(payload: Payload) -> Cost:
+    return Cost(
+        num_bytes=payload.total, rounds=payload.ranks - 1, busiest=payload.total
+    )
 
 
-def _to_each_its_own(what: Payload) -> Cost:
-    return Cost(num_bytes=what.total, rounds=what.ranks - 1, busiest=what.most)
+def _to_each_its_own(payload: Payload) -> Cost:
+    return Cost(num_bytes=payload.total, rounds=payload.ranks - 1, busiest=payload.most)
 
 
-def _message(what: Payload) -> Cost:
-    return Cost(num_bytes=what.most, rounds=1, busiest=what.most)
+def _message(payload: Payload) -> Cost:
+    return Cost(num_bytes=payload.most, rounds=1, busiest=payload.most)
 
 
 _RING: Mapping[str, Callable[[Payload], Cost]] = {

@@ -1,21 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated run as a value: what was asked for, and what it gave."""
+"""A simulated run: its checked arguments and its results."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import (
-    Any,
-    Generic,
-    Literal,
-    TypeAlias,
-    TypeVar,
-    get_args,
-    overload,
-)
+from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, overload
 
 import attrs
 import torch
 
-from accelfn.base.arguments import call_mismatch, qualname
+from accelfn.base.arguments import call_mismatch, is_integer, qualname
 from accelfn.base.devices import choose_device, parse_device
 from accelfn.errors import ArgumentError
 from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums
@@ -34,14 +26,14 @@ By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
 
 @attrs.frozen
 class Run(Sequence[T], Generic[T]):
-    """What a simulated run gave: a sequence of each rank's result.
+    """The result of a simulated run: a sequence of each rank's result.
 
     Attributes:
-        results: what each rank's function returned; None of a rank that left early.
-        log: every collective in the order in which they were completed.
+        results: the return value of each rank's function; None for a rank that left early.
+        log: all collectives, in the order of their completion.
         clock: the virtual seconds that passed; only stalls take time.
-        missed: the faults that were planned and found no place to happen.
-        updates: how many updates accelfn's steps took, on the rank that took most.
+        missed: the planned faults that did not happen.
+        updates: the number of updates of accelfn's steps, on the rank with the most.
     """
 
     results: tuple[T, ...]
@@ -65,22 +57,21 @@ class Run(Sequence[T], Generic[T]):
     def sent(
         self, *, by: By = "label", algorithm: Algorithm = "ring"
     ) -> dict[Any, int]:
-        """Return the bytes that all ranks together sent over the wire.
+        """Return the bytes that all ranks together sent over the wire, by label or kind.
 
-        An all-reduce of n bytes among N ranks sends 2 (N - 1) n, an all-gather of as many a
-        rank N (N - 1) n; the other collectives stand in the reference. Headers of the network
-        are not counted.
+        An all-reduce of n bytes among N ranks sends 2 (N - 1) n, an all-gather of n bytes per
+        rank N (N - 1) n. The reference lists the other collectives. Network headers are not
+        counted.
 
         Args:
-            by: the attribute of an `Entry` whose values tell the totals apart.
-            algorithm: "ring" and "tree" send the same; "gloo" is what torch's Gloo does, which
-                carries a reduce_scatter out as an all_reduce.
+            by: the attribute of `Entry` to group by.
+            algorithm: "ring" and "tree" send the same. "gloo" counts as torch's Gloo does,
+                which carries out a reduce_scatter as an all_reduce.
 
-        Law: the totals add up to one number, whatever they are told apart by; it is 0 for one
-        rank.
+        Law: the sum of the totals does not depend on `by`; it is 0 for one rank.
 
         Raises:
-            ArgumentError: an entry has no such attribute, or the algorithm is not known.
+            ArgumentError: `by` is not such an attribute, or the algorithm is unknown.
         """
         if by not in get_args(By):
             known = ", ".join(map(repr, get_args(By)))
@@ -95,15 +86,15 @@ class Run(Sequence[T], Generic[T]):
         return totals
 
 
-def _device(asked: str | torch.device) -> torch.device:
-    """Return the device asked for; that without values is one here, and in no real world."""
-    known = parse_device(asked)
-    return known if known.type == "meta" else choose_device(asked, local_rank=0)
+def _device(name: str | torch.device) -> torch.device:
+    """Return a device; "meta" is allowed here, but not in a real world."""
+    device = parse_device(name)
+    return device if device.type == "meta" else choose_device(name, local_rank=0)
 
 
 @attrs.frozen
 class Plan:
-    """The arguments of a run, checked, so that an error can say how to repeat it."""
+    """The checked arguments of a run; its text is the call that repeats the run."""
 
     size: int
     fn: Callable[[World], Any]
@@ -121,9 +112,9 @@ class Plan:
     elastic: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Refuse what no world can be."""
+        """Raise for arguments that no run can have."""
         size = self.size
-        if not _is_integer(size) or size < 1:
+        if not is_integer(size, 1):
             msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
             raise ArgumentError(msg)
         if self.axes:
@@ -135,14 +126,14 @@ class Plan:
         error = call_mismatch(self.fn, None)
         if error is not None:
             msg = (
-                f"simulate({size}, {self.fn!r}): each rank calls it as fn(world), which it does"
-                f" not take: {error}. Other arguments are given by functools.partial."
+                f"simulate({size}, {self.fn!r}): each rank calls fn(world), and fn does not"
+                f" take this call: {error}. Bind other arguments with functools.partial."
             )
             raise ArgumentError(msg) from error
-        if not all(_is_integer(each) and each >= 0 for each in self.schedule):
+        if not all(is_integer(each, 0) for each in self.schedule):
             msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
             raise ArgumentError(msg)
-        if not _is_integer(self.seed):
+        if not is_integer(self.seed):
             msg = f"simulate(seed={self.seed!r}): expected an integer."
             raise ArgumentError(msg)
         if self.sums not in get_args(Sums):
@@ -153,7 +144,7 @@ class Plan:
         self._check_faults()
 
     def _check_faults(self) -> None:
-        """Refuse what is none, or cannot happen in this run."""
+        """Raise for a fault that cannot happen in this run."""
         size, elastic = self.size, self.elastic
         for fault in self.faults:
             if not isinstance(fault, get_args(Fault)):
@@ -164,47 +155,42 @@ class Plan:
                 raise ArgumentError(msg)
             if isinstance(fault, Crash) and fault.returns is not None and not elastic:
                 msg = (
-                    f"simulate({size}, faults=[{fault!r}]): a rank comes back where others go"
-                    " on without it. Say how few may: elastic=1."
+                    f"simulate({size}, faults=[{fault!r}]): a rank can return only if the others"
+                    " continue without it. Pass the fewest ranks that may continue: elastic=1."
                 )
                 raise ArgumentError(msg)
 
     def _check_elastic(self) -> None:
-        """Refuse a number of ranks that go on which this run does not have."""
+        """Raise for `elastic=` that this run cannot have."""
         least = self.elastic
-        if least is not None and not (_is_integer(least) and 1 <= least <= self.size):
+        if least is not None and not (is_integer(least, 1) and least <= self.size):
             msg = (
-                f"simulate({self.size}, elastic={least!r}): expected the fewest ranks that go on"
-                f" without the others, 1 to {self.size}."
+                f"simulate({self.size}, elastic={least!r}): expected the fewest ranks that may"
+                f" continue without the others, 1 to {self.size}."
             )
             raise ArgumentError(msg)
         if least is not None and self.axes:
             msg = (
-                f"simulate(axes={dict(self.axes)}, elastic={least}): of a world with axes a part"
-                " of the model, or of its work, is gone with a rank. Leave out one of the two."
+                f"simulate(axes={dict(self.axes)}, elastic={least}): a world with axes loses a"
+                " part of the model or of its work with each rank. Leave out axes= or elastic=."
             )
             raise ArgumentError(msg)
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
         name = qualname(self.fn)
-        parts = [str(self.size), name]
-        if self.schedule:
-            parts.append(f"schedule={list(self.schedule)}")
-        if self.faults:
-            parts.append(f"faults={list(self.faults)}")
-        if self.sums != "ranks":
-            parts.append(f"sums={self.sums!r}")
-        if self.axes:
-            parts.append(f"axes={dict(self.axes)}")
-        if self.device.type != "cpu":
-            parts.append(f"device={str(self.device)!r}")
-        if self.elastic is not None:
-            parts.append(f"elastic={self.elastic}")
-        if self.seed:
-            parts.append(f"seed={self.seed}")
-        return f"accelfn.testing.simulate({', '.join(parts)})"
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        options: dict[str, tuple[Any, Any]] = {
+            "schedule": (list(self.schedule), []),
+            "faults": (list(self.faults), []),
+            "sums": (self.sums, "ranks"),
+            "axes": (dict(self.axes), {}),
+            "device": (str(self.device), "cpu"),
+            "elastic": (self.elastic, None),
+            "seed": (self.seed, 0),
+        }
+        parts = [
+            f"{option}={value!r}"
+            for option, (value, default) in options.items()
+            if value != default
+        ]
+        return f"accelfn.testing.simulate({', '.join([str(self.size), name, *parts])})"

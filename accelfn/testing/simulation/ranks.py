@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks as threads that take turns, in a world of their own."""
+"""A simulated run: ranks are threads that take turns."""
 
 import gc
 import os
@@ -42,15 +42,12 @@ from accelfn.world.connection import Activity, Connection
 
 # pyright: reportPrivateUsage=false
 
-# What a process has once and every simulated rank has of its own.
+# Values that exist once per process, and are swapped for each simulated rank.
 #
-# The random generators of torch, numpy and Python, the default dtype, the process groups
-# that torch knows, and a few attributes that `with` blocks set and put back: they belong to
-# a process, so they are swapped when the turn passes. Modes (gradients, inference,
-# autocast, the default device) belong to a thread: ranks enter the caller's.
-
-
-# torch and numpy have no public names for what threads and processes have once
+# These are the random generators of torch, numpy and Python, the default dtype, torch's
+# process groups, and a few attributes that `with` blocks set. They are swapped when the turn
+# passes. Modes (gradients, inference, autocast, the default device) belong to a thread, and
+# each rank enters the caller's modes. torch and numpy have no public names for some of them.
 
 _GROUPS = (distributed_c10d, "_world")
 _FILTERS = (warnings, "filters")
@@ -65,7 +62,7 @@ _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
 
 @attrs.define
 class _Kept:
-    """One rank's share of the process."""
+    """One rank's copy of the process's values."""
 
     generators: list[torch.Tensor]
     python: Any
@@ -98,12 +95,12 @@ class _Kept:
 
 
 class Ambient:
-    """Each rank's share of the process, swapped in and out with its turn."""
+    """Each rank's copy of the process's values, swapped in and out with its turn."""
 
     def __init__(
         self, seed: int, registries: list[Registry], device: torch.device
     ) -> None:
-        """Take the seed of all ranks, what torch is to know of groups in each, their device."""
+        """Take the seed of the run, each rank's registry of groups, and the device."""
         self._seed = seed
         self._registries = registries
         self._device = device
@@ -111,7 +108,7 @@ class Ambient:
         self._kept: dict[int, _Kept] = {}
 
     def enter(self, rank: int) -> None:
-        """Make the process this rank's."""
+        """Set the process to this rank's values."""
         kept = self._kept.get(rank)
         if kept is None:
             self._callers.put_back(self._device)
@@ -124,19 +121,19 @@ class Ambient:
         else:
             kept.put_back(self._device)
 
-    def begin_anew(self, rank: int, registry: Registry) -> None:
-        """Make the process this rank's as it is at a rank's start."""
+    def restart(self, rank: int, registry: Registry) -> None:
+        """Set the process to the values of a rank that starts."""
         self._registries[rank] = registry
         self._kept.pop(rank, None)
         self.enter(rank)
 
     def leave(self, rank: int) -> None:
-        """Keep what this rank made of it."""
+        """Store the process's values for this rank."""
         self._kept[rank] = _Kept.of_process(self._device)
 
 
 def seed_rank(seed: int, rank: int, device: torch.device) -> None:
-    """Seed the process's generators as this rank's are at its start."""
+    """Seed the process's generators for the start of a rank."""
     number = draws.key(seed, "rank", rank)
     for each in draws.generators(device):
         each.manual_seed(number)
@@ -146,7 +143,7 @@ def seed_rank(seed: int, rank: int, device: torch.device) -> None:
 
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None]:
-    """Put the process back as it was, whatever ranks do to it."""
+    """Restore the process's values afterwards."""
     kept = _Kept.of_process(device)
     deterministic = _deterministic()
     environment = dict(os.environ)
@@ -174,10 +171,10 @@ def _deterministic() -> tuple[bool, bool]:
 def callers_modes(
     device: torch.device,
 ) -> Callable[[], AbstractContextManager[object]]:
-    """Return what enters, in another thread, the modes that are on in this one.
+    """Return a function that enters this thread's modes in another thread.
 
-    There a device's backward pass stays in the thread, which is that of a rank: torch would
-    run it in one of the device's own, where the hooks of any rank would be the process's.
+    It also keeps a device's backward pass in the rank's thread. torch would run the pass in a
+    thread of the device, outside all ranks.
     """
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -215,22 +212,22 @@ def callers_modes(
 
 
 def _leave_function_modes() -> None:
-    """Leave all that this thread is in: its end must not find any."""
+    """Leave all modes of this thread before it ends."""
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
 
 
 Ended: TypeAlias = tuple[int | None, BaseException]
-"""A rank and its error; no rank, where none was told of what went wrong."""
+"""A rank and its error; None for an error that no rank raised."""
 
 _FLOOR = threading.Lock()
-"""Held by the outermost simulation: what a process has once can be swapped for one only."""
+"""Held by the outermost simulation: one at a time may swap the process's values."""
 _inside = threading.local()
 
 
 @contextmanager
 def _floor() -> Generator[None]:
-    """Hold the floor, unless this is a rank of a simulation that holds it."""
+    """Hold the lock, unless this thread is a rank of the simulation that holds it."""
     if getattr(_inside, "rank", False):
         yield
         return
@@ -274,26 +271,28 @@ def _run(plan: Plan) -> Run[Any]:
         except BaseException as raised:  # noqa: BLE001 - raised again by simulate
             error = raised
         _let_go(error)
-        error = exchange.ended(rank, error)
+        error = exchange.end_rank(rank, error)
         if error is not None:
             errors.append((rank, error))
         world.connection.close()
-        del error  # its traceback refers to this frame: a cycle would keep all alive
+        del (
+            error
+        )  # its traceback refers to this frame, and the cycle would keep it alive
 
     def body(rank: int) -> None:
         _inside.rank = True
         live(rank, _world(rank, plan, _Room(run, groups[rank], registries[rank])))
-        while exchange.takes_back(rank):
+        while exchange.await_return(rank):
             alone = exchange.regroup.alone(rank)
             group = SimulatedGroup(rank, alone, post, exchange.log)
             registries.append(Registry.of(group))
-            ambient.begin_anew(rank, registries[-1])
+            ambient.restart(rank, registries[-1])
             room = _Room(run, group, registries[-1], is_newcomer=True)
             live(rank, World(device=plan.device, group=room.connection()))
 
     try:
         exchange.turns.run(body)
-        errors[:] = _origin(errors, exchange.has_told)
+        errors[:] = _origin(errors, exchange.has_raised)
     finally:
         unnoticed = exchange.close()
         for registry in registries:
@@ -328,7 +327,7 @@ def _world(rank: int, plan: Plan, room: "_Room") -> World:
 
 @attrs.frozen
 class _Run:
-    """What all ranks of a run have in common."""
+    """Objects that all ranks of a run share."""
 
     exchange: Exchange
     is_elastic: bool = False
@@ -339,7 +338,7 @@ class _Run:
 
 @attrs.frozen
 class _Room:
-    """Where a group's ranks stand together, as one sees it: what joins simulated ranks can do."""
+    """One rank's view of a group: the operations of simulated ranks on a `Connection`."""
 
     _run: _Run
     group: SimulatedGroup
@@ -348,7 +347,7 @@ class _Room:
     _num_branches: "count[int]" = attrs.field(factory=lambda: count(1))
 
     def connection(self) -> Connection:
-        """Return what joins these ranks."""
+        """Return the connection of these ranks."""
         return Connection(
             self.group,
             activity=self.group.activity,
@@ -357,51 +356,51 @@ class _Room:
         )
 
     def is_awaited(self) -> bool:
-        """Let those come that are on their way; return whether one waits to come in."""
+        """Let returning ranks arrive; return whether a rank waits to join."""
         exchange = self._run.exchange
         exchange.let_others(self.group.rank_of_run, lambda: exchange.regroup.is_quiet)
         return exchange.regroup.is_awaited
 
     def meet(self, world: World) -> World:
-        """Return the world of all ranks that are left, and those that wait."""
+        """Return the next world, of the remaining and the waiting ranks."""
         exchange, rank = self._run.exchange, self.group.rank_of_run
         exchange.regroup.come(rank)
         exchange.let_others(rank, lambda: exchange.regroup.is_due(rank))
         activity = exchange.activity(rank) if self.is_newcomer else None
-        room = self.among(exchange.regroup.formed(rank), activity)
+        room = self.among(exchange.regroup.form_world(rank), activity)
         self._registry.begin(room.group)
         world.connection.close()
         joins = attrs.evolve(room, is_newcomer=False).connection()
         return world.followed(room.group.rank(), room.group.size(), joins)
 
     def among(self, members: Members, activity: Activity | None = None) -> "_Room":
-        """Return the room of another group that this rank is in, of which torch knows."""
+        """Return this rank's view of another group, and register the group with torch."""
         group = self.group.among(members, activity or self.group.activity)
         self._registry.add(group)
         return attrs.evolve(self, group=group)
 
     @property
     def is_whole(self) -> bool:
-        """Whether this is the run's own world, and no part or branch of it."""
+        """Whether this group is the whole world, not a part or branch."""
         return not self.group.members.name
 
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
-        """Return the rank that said other rows of the same, and which."""
+        """Return the first rank with other rows for a label, and its rows; or None."""
         members = self.group.members
         shared_values = self._run.shared_values.setdefault(
             members, SharedValues(len(members.ranks))
         )
-        return shared_values.say(self.group.rank(), label, rows)
+        return shared_values.compare(self.group.rank(), label, rows)
 
     def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
-        """Return the group of some of these ranks, this one among them, and its room."""
+        """Return the group of some of these ranks, with this one, and its view."""
         within = f"{self.group.members.name} {name}".strip()
         members = attrs.evolve(self.group.members, name=within, ranks=ranks)
         room = self.among(members)
         return room.group, room
 
     def branch(self, world: World) -> tuple[World, Callable[[], None]]:
-        """Return a world of the same ranks with a group of its own, and what gives it up."""
+        """Return a world of the same ranks with a new group, and a function to close it."""
         name = f"branch {next(self._num_branches)}"
         members = attrs.evolve(self.group.members, name=name)
         room = self.among(members, Activity())
@@ -417,16 +416,16 @@ class _Room:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Let a rank that has crashed hold nothing, as a process that is gone."""
+    """Release all that a crashed rank holds, as the end of a process does."""
     if isinstance(error, Crashed):
         had_saves = background.give_up()
         traceback.clear_frames(error.__traceback__)
-        if had_saves:  # their errors, and what these refer to, are in circles
+        if had_saves:  # their errors are in reference cycles
             gc.collect()
 
 
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
-    """Raise the one error, with how to repeat the run."""
+    """Raise the one error with a note on how to repeat the run."""
     rank, error = errors.pop()
     if plan.device.type == "meta":
         error = explain_meta_error(error)
@@ -442,17 +441,18 @@ def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
 
 
 def _origin(
-    errors: Sequence[Ended], is_told: Callable[[BaseException], bool]
+    errors: Sequence[Ended], is_raised_by_world: Callable[[BaseException], bool]
 ) -> Sequence[Ended]:
-    """Return the first error, or the one behind it.
+    """Return the first error, or the error that caused it.
 
-    A rank may meet the others in a wrong collective because it cleans up after an error of
-    its own. Then that error is the context of what the rank is told, as all are.
+    A rank that cleans up after an error may call a collective that does not match the
+    others'. Then its error is the context of the mismatch that all ranks raise.
     """
-    if errors and is_told(errors[0][1]):
-        for each in errors:
-            if is_told(each[1]) and not all(map(is_told, _with_contexts(each[1]))):
-                return [each]
+    if errors and is_raised_by_world(errors[0][1]):
+        for rank, error in errors:
+            contexts = _with_contexts(error)
+            if is_raised_by_world(error) and not all(map(is_raised_by_world, contexts)):
+                return [(rank, error)]
     return errors[:1]
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: one thread a rank, of which one runs at a time.
+"""Turns: each rank is a thread, and one thread runs at a time.
 
-The turn passes where a rank waits and nowhere else, to the rank that a list of choices
-names. So a run is a function of its program and its choices: no sleep, no clock.
+The turn passes only when a rank waits. A list of choices names the next rank, so a run is a
+function of its program and its choices, without sleeps and clocks.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from accelfn.testing.simulation.calls import Left, Members
 Ready: TypeAlias = Callable[[], bool]
 _LIBC = ctypes.CDLL(None)
 _GLANCE = 0.1
-"""Seconds; how long a nested run may keep its thread from noticing an interrupt."""
+"""Seconds after which a nested run notices an interrupt at the latest."""
 _SHARE = 0.7
-"""Of the time; ranks that had less of their core look for another."""
+"""Ranks that had less than this part of their core's time move to another core."""
 
 
 class Turns:
-    """Passes the turn among ranks."""
+    """Passes the turn from rank to rank."""
 
     def __init__(
         self,
@@ -40,10 +40,10 @@ class Turns:
         on_leave: Callable[[int], None],
         on_enter: Callable[[int], None],
     ) -> None:
-        """Take the choices, each an index into the ranks that can go on; 0 when they end.
+        """Take the choices, each an index into the ranks that can continue; 0 at their end.
 
-        `on_stuck` is called when no rank can go on, and must make one able to. `on_leave`
-        and `on_enter` are called in a rank's thread as it gives up the turn and has it.
+        `on_stuck` runs when no rank can continue, and must change that. `on_leave` and
+        `on_enter` run in a rank's thread as the rank gives up the turn and gets it.
         """
         self._gates = [threading.Lock() for _ in range(size)]
         self._waiting: dict[int, Ready] = dict.fromkeys(range(size), _at_once)
@@ -60,9 +60,9 @@ class Turns:
     def run(self, body: Callable[[int], None]) -> None:
         """Run `body(rank)` for every rank, and return when all have ended.
 
-        `body` must not raise. An interrupt of the calling thread is raised in the rank that
-        runs, and again here when all have ended; a second one is raised at once, and leaves
-        the ranks to themselves.
+        `body` must not raise. An interrupt of the calling thread is raised in the running
+        rank, and again here when all ranks have ended. A second interrupt is raised at once,
+        and the ranks' threads are left alone.
         """
         for lock in (*self._gates, self._end):
             lock.acquire()
@@ -82,7 +82,7 @@ class Turns:
             raise self._error
 
     def has_turn(self, rank: int) -> bool:
-        """Whether the calling thread is a rank's, and the one that runs."""
+        """Whether the calling thread is that rank's, and has the turn."""
         return (threading.get_ident(), rank) == self._running
 
     def wait(self, rank: int, ready: Ready) -> None:
@@ -101,7 +101,7 @@ class Turns:
             self._on_enter(rank)
 
     def _live(self, rank: int, body: Callable[[int], None]) -> None:
-        """Have the turn, use it, and hand it over whatever happens."""
+        """Run a rank's body in its turn, and hand the turn over whatever happens."""
         _share_a_core(self._core)
         self._gates[rank].acquire()
         if self._has_ended:
@@ -117,11 +117,11 @@ class Turns:
             self._hand_over(after=rank)
 
     def _start(self, threads: Sequence[threading.Thread]) -> None:
-        """Start all or none: those that were started before one failed end at once."""
+        """Start all threads; if one fails to start, end the started threads."""
         try:
             for thread in threads:
                 thread.start()
-        except BaseException:  # no thread is to be had, or Ctrl-C
+        except BaseException:  # no thread could start, or Ctrl-C
             self._has_ended = True
             for gate, thread in zip(self._gates, threads, strict=True):
                 gate.release()
@@ -130,9 +130,9 @@ class Turns:
             raise
 
     def _await_end(self, threads: Sequence[threading.Thread]) -> None:
-        """Wait for the last rank to end, then for its thread, and the others'.
+        """Wait until the last rank has ended, then join all threads.
 
-        Not for threads at once: a join that was interrupted knows no more.
+        An interrupted join does not tell whether the thread has ended, so joins come last.
         """
         interrupt: BaseException | None = None
         seen = _clocks()
@@ -154,10 +154,10 @@ class Turns:
     def _make_room(
         self, threads: Sequence[threading.Thread], before: tuple[float, float]
     ) -> tuple[float, float]:
-        """Take all ranks to the core that this thread was woken on, if theirs has other work.
+        """Move all ranks to the core that woke this thread, if their core has other work.
 
-        The system wakes a thread where there is room; ranks, of which each waits for the one
-        before, would wait for the other work's turns at every hand-over.
+        The system wakes a thread on a free core. On a busy core, ranks would wait for the
+        other work at every hand-over.
         """
         wall, used = now = _clocks()
         if self._core is not None and used - before[1] < _SHARE * (wall - before[0]):
@@ -176,7 +176,7 @@ class Turns:
             self._end.release()
 
     def _choose(self, *, after: int) -> int:
-        """Return the rank whose turn it is, out of those that can go on."""
+        """Return the next rank among the ranks that can continue."""
         able = self._able(after)
         first = next(able, None)
         if first is None:
@@ -184,10 +184,10 @@ class Turns:
             able = self._able(after)
             first = next(able)
         choice = next(self._choices, 0)
-        if not choice:  # the others need not be asked
+        if not choice:  # the readiness of the others does not matter
             return first
-        every = [first, *able]
-        return every[choice % len(every)]
+        ranks = [first, *able]
+        return ranks[choice % len(ranks)]
 
     def _able(self, after: int) -> Iterator[int]:
         size = len(self._gates)
@@ -203,10 +203,10 @@ def _raise_in(thread: int, error: type[BaseException]) -> None:
 
 
 def _this_core() -> int | None:
-    """Return the core that the caller runs on, where ranks may share it.
+    """Return the caller's core if ranks may share it: if torch computes in one thread.
 
-    They may where torch computes in one thread: threads that it starts stay on the core of
-    the one that starts them, and would wait for each other there.
+    torch's own threads stay on the core of the thread that starts them, and would wait for
+    each other there.
     """
     if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         return None
@@ -218,12 +218,12 @@ def _share_a_core(core: int | None, thread: threading.Thread | None = None) -> N
     """Keep a thread on one core: waking a thread on another costs 20 µs, here 4."""
     if core is None or (thread is not None and not thread.is_alive()):
         return
-    with suppress(ProcessLookupError):  # it ends now
+    with suppress(ProcessLookupError):  # the thread has just ended
         os.sched_setaffinity((thread and thread.native_id) or 0, {core})
 
 
 def _clocks() -> tuple[float, float]:
-    """Return seconds on the wall, and of computing in this process."""
+    """Return wall-clock seconds, and seconds of computing in this process."""
     return time.monotonic(), time.process_time()
 
 
@@ -235,22 +235,19 @@ def _never() -> bool:
     return False
 
 
-# Regroup: who makes the world of an elastic run, from one to the next.
-
-
 class Regroup:
-    """Which ranks are there, which are gone, and which wait to come in.
+    """The ranks of an elastic run: present, lost, and waiting to join.
 
-    A world goes on until one of its ranks is gone or one waits to come in; then those that are
-    left gather, with those that wait, and make the next.
+    A world lasts until a rank crashes or waits to join. Then the remaining ranks and the
+    waiting ranks form the next world.
 
     Attributes:
-        lost: the ranks that crashed: the last world in which they were, and how they ended.
+        lost: for each crashed rank, the number of its last world, and how it ended.
         reached: the largest update that any rank has begun.
     """
 
     def __init__(self, size: int, least: int | None) -> None:
-        """Begin with all ranks; without a least number nobody goes on without one of them."""
+        """Begin with all ranks; with `least=None` the world cannot lose a rank."""
         self._least = size if least is None else least
         self._members = set(range(size))
         self._came: set[int] = set()
@@ -264,33 +261,33 @@ class Regroup:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether somebody waits who is not of the world."""
+        """Whether a rank from outside waits to join the world."""
         return bool(self._came - self._members)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody is on the way who could wait."""
+        """Whether no rank is about to come back."""
         return all(self.reached < update for update in self._coming.values())
 
     def lose(self, rank: int, how: str) -> bool:
-        """Note that a rank has crashed; return whether the others may go on without it."""
-        left = self._members - {rank}
-        if rank in self._members and len(left) < self._least:
+        """Record that a rank crashed; return whether the others may continue without it."""
+        remaining = self._members - {rank}
+        if rank in self._members and len(remaining) < self._least:
             return False
-        self._members = left
+        self._members = remaining
         self._came.discard(rank)
         self.lost[rank] = self._generation, how
         self._coming.pop(rank, None)
         return True
 
     def leave(self, rank: int) -> None:
-        """Note that a rank has ended, and nothing was wrong."""
+        """Record that a rank ended without an error."""
         self._members.discard(rank)
         self._came.discard(rank)
         self._coming.pop(rank, None)
 
     def lost_of(self, group: Members) -> tuple[int, str] | None:
-        """Return a rank of a group that crashed while it was in it, and how it did."""
+        """Return a rank that crashed as a member of a group, and how; or None."""
         for rank in group.ranks if self.lost else ():
             last, how = self.lost.get(rank, (-1, ""))
             if group.generation <= last:
@@ -298,59 +295,59 @@ class Regroup:
         return None
 
     def is_broken(self, group: Members) -> bool:
-        """Whether a rank of a group crashed while it was in it."""
+        """Whether a rank crashed as a member of a group."""
         return self.lost_of(group) is not None
 
     def expect(self, rank: int, update: int) -> None:
-        """Note that a rank that is gone comes back when others have begun an update."""
+        """Record that a lost rank comes back when others have begun an update."""
         self._coming[rank] = update
 
     def may_return(self, rank: int) -> bool:
-        """Whether the others are where a rank comes back, or there are none."""
+        """Whether the others have reached a rank's return, or have all ended."""
         return self.reached >= self._coming[rank] or not self._members
 
     def returns(self, rank: int) -> bool:
-        """Whether there is a world to which a rank comes back."""
+        """Whether the others have reached a rank's return and still run."""
         return self.reached >= self._coming[rank] and bool(self._members)
 
     def check_returned(self) -> None:
-        """Refuse a run in which a rank was to come back, and did not, or in vain.
+        """Raise if a planned return did not happen, or no rank joined the returned rank.
 
         Raises:
-            SimulationError: it names the first such rank.
+            SimulationError: there is such a rank; the text names the first.
         """
         for rank, update in self._coming.items():
             msg = (
-                f"Rank {rank} did not come back: none of the others began update {update}. Plan"
-                " it for one that they take."
+                f"Rank {rank} did not come back: no other rank began update {update}. Plan its"
+                " return for an update that they take."
             )
             raise SimulationError(msg)
         for rank in self._late:
             msg = (
-                f"Rank {rank} came back, and the others ended without it: they did not meet"
-                " again. Let them call af.regroup(state) after the update at which it returns."
+                f"Rank {rank} came back, and the others ended without it. Call"
+                f" af.regroup(state) on them after the update of its return."
             )
             raise SimulationError(msg)
 
     def alone(self, rank: int) -> Members:
-        """Return the world of one in which a rank is that has come back."""
+        """Return the world of a single rank that has come back."""
         self._generation = next(self._numbers)
         return Members("", (rank,), self._generation)
 
     def come(self, rank: int) -> None:
-        """Note that a rank is there to make the next world."""
+        """Record that a rank waits for the next world."""
         self._came.add(rank)
         self._coming.pop(rank, None)
 
     def is_due(self, rank: int) -> bool:
-        """Whether a rank need not wait: all have come that are left, or nobody is."""
+        """Whether the next world can form: all remaining ranks wait for it."""
         return rank in self._formed or (self._members <= self._came and self.is_quiet)
 
-    def formed(self, rank: int) -> Members:
-        """Return the next world, of all that have come; the first to ask forms it.
+    def form_world(self, rank: int) -> Members:
+        """Return the next world, of all waiting ranks; the first call forms it.
 
         Raises:
-            Left: all others have ended, and there is nothing to go on with.
+            Left: all other ranks have ended.
         """
         if rank not in self._formed:
             if not self._members:
