@@ -63,7 +63,7 @@ def test_what_cannot_be_regrouped_is_refused() -> None:
         af.regroup(training.state(None))
     for options, said in (
         ({"elastic": 3}, r"elastic=3\): expected the fewest ranks .* 1 to 2"),
-        ({"elastic": 1, "axes": {"dp_shard": 2}}, "Leave out one of the two"),
+        ({"elastic": 1, "axes": {"dp_shard": 2}}, "Leave out axes= or elastic="),
         ({"faults": [Crash(1, step=1, returns=2)]}, "may continue: elastic=1"),
     ):
         with pytest.raises(af.ArgumentError, match=said):
