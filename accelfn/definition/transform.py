@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transforms: values that say what a step does, and `chain`, which composes them.
 
-A transform is a frozen record of options with a method for each thing it has a say in: the
-fields of the table in `accelfn.definition.transform`. It is made of a class by `@transform`;
-accelfn's own are made the same way. Leftmost is outermost; values flow left to right.
+A transform is a frozen record of options. Its methods are fields of the table in this file,
+each for one part of a step. `@transform` makes it from a class; accelfn's own are made the
+same way. Leftmost is outermost; values flow left to right.
 """
 
 import copy
@@ -31,8 +31,8 @@ from accelfn.base import tree
 from accelfn.base.arguments import (
     advise,
     annotations_of,
+    call_mismatch,
     explain_call_errors,
-    signature,
 )
 from accelfn.base.hints import hint_attributes, readonly
 from accelfn.base.tree import is_within
@@ -91,8 +91,25 @@ def check_fields(cls: type) -> None:
     Raises:
         ArgumentError: a method is not a field, or has the wrong arguments.
     """
-    _check_methods(cls)
-    _check_arguments(cls)
+    methods = {
+        name: value
+        for name, value in vars(cls).items()
+        if not name.startswith("_") and inspect.isfunction(value)
+    }
+    for name in methods.keys() - _ARGUMENTS.keys():
+        near = difflib.get_close_matches(name, FIELDS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        msg = (
+            f"{cls.__name__}.{name} is no field of a transform ({', '.join(FIELDS)})."
+            f"{hint} Start the names of helper methods with an underscore."
+        )
+        raise ArgumentError(msg)
+    for name, method in methods.items():
+        error = call_mismatch(method, "self", *_ARGUMENTS[name])
+        if error is not None:
+            call = f"{name}(self, {', '.join(_ARGUMENTS[name])})"
+            msg = f"{cls.__name__}.{name} is called as {call}, which it does not take: {error}."
+            raise ArgumentError(msg)
 
 
 def has_field(value: object, field: str) -> bool:
@@ -139,35 +156,6 @@ def check_returned(
         shown = type(returned).__name__
         msg = f"{owner!r}.{field} returned {shown}; expected {expected}."
         raise ArgumentError(msg)
-
-
-def _check_methods(cls: type) -> None:
-    for name, value in vars(cls).items():
-        public = not name.startswith("_") and inspect.isfunction(value)
-        if public and name not in FIELDS:
-            near = difflib.get_close_matches(name, FIELDS, n=1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            msg = (
-                f"{cls.__name__}.{name} is no field of a transform"
-                f" ({', '.join(FIELDS)}).{hint} Start the names of helper methods with"
-                " an underscore."
-            )
-            raise ArgumentError(msg)
-
-
-def _check_arguments(cls: type) -> None:
-    for field, arguments in _ARGUMENTS.items():
-        method = vars(cls).get(field)
-        if not inspect.isfunction(method):
-            continue
-        try:
-            signature(method).bind("self", *arguments)
-        except TypeError as error:
-            msg = (
-                f"{cls.__name__}.{field} is called as {field}(self,"
-                f" {', '.join(arguments)}), which it does not take: {error}."
-            )
-            raise ArgumentError(msg) from error
 
 
 # Attributes of a transform: class attributes, or properties that depend on its options.
@@ -247,23 +235,18 @@ def check_attributes(cls: type) -> None:
     Raises:
         ArgumentError: a name looks misspelt, or is annotated as an option.
     """
-    annotations = annotations_of(cls)
-    options = {name for name, kind in annotations.items() if not _is_of_class(kind)}
+    annotations = annotations_of(cls).items()  # an annotation may be text
+    options = {name for name, kind in annotations if "ClassVar" not in str(kind)}
     for name in sorted(options & {*ATTRIBUTES, *FIELDS}):
         msg = (
-            f"{cls.__name__}.{name}: a transform's own word cannot be an option. Annotate it"
-            " as ClassVar, or not at all, if that is meant; or call the option otherwise."
+            f"{cls.__name__}.{name}: an option cannot have this name, which transforms use."
+            " Rename the option, or annotate the attribute as ClassVar."
         )
         raise ArgumentError(msg)
     for name, value in vars(cls).items():
         plain = not name.startswith("_") and name not in options and not callable(value)
         if plain and name not in (*ATTRIBUTES, *FIELDS):
             _refuse_near(f"{cls.__name__}.{name}", name, ATTRIBUTES)
-
-
-def _is_of_class(annotation: object) -> bool:
-    """Return whether an annotation, possibly a text, is a ClassVar."""
-    return "ClassVar" in str(annotation)
 
 
 def check_told(transform: Any) -> None:
@@ -318,12 +301,11 @@ def check_together(
         refuses = told_by(each, "refuses")
         for other in others if refuses else ():
             for name, sentence in refuses.items():
-                told = says[id(other)].get(name)
-                if told:
-                    said = sentence.replace("{other!r}", "{other}")
-                    said = said.replace("{told}", str(told))
-                    said = said.replace("{other}", repr(other))
-                    msg = f"chain: {each!r} {said}"
+                value = says[id(other)].get(name)
+                if value:
+                    text = sentence.replace("{other!r}", "{other}")
+                    text = text.replace("{told}", str(value))
+                    msg = f"chain: {each!r} {text.replace('{other}', repr(other))}"
                     raise CompositionError(msg)
 
 
@@ -347,10 +329,10 @@ def told_by(transform: Any, name: str) -> Mapping[str, Any]:
         ArgumentError: the attribute is not a mapping.
     """
     # read from the class, because a property that raises must not count as missing
-    found = getattr(transform, name) if hasattr(type(transform), name) else {}
-    if isinstance(found, Mapping):
-        return cast("Mapping[str, Any]", found)
-    msg = f"{transform!r}.{name} is {found!r}; expected a mapping by name."
+    value = getattr(transform, name) if hasattr(type(transform), name) else {}
+    if isinstance(value, Mapping):
+        return cast("Mapping[str, Any]", value)
+    msg = f"{transform!r}.{name} is {value!r}; expected a mapping by name."
     raise ArgumentError(msg)
 
 
@@ -410,61 +392,54 @@ def _chain_calls(owners: Owners, field: str, value: str) -> str:
 
 
 def is_slot_name(name: object) -> bool:
-    """Return whether a name can stand for a slot, in files too."""
+    """Return whether a name is valid for a slot, in files too."""
     return isinstance(name, str) and bool(re.fullmatch(r"[A-Za-z0-9_.-]+", name))
 
 
 def check_own_name(name: str, setup: Collection[str]) -> None:
-    """Raise unless a user's own entry can have this name, beside these transforms.
+    """Raise unless a user's own entry can have this name.
 
     Raises:
-        StateError: it can be no slot's, or is a transform's.
+        StateError: the name is invalid, or the name of a transform in the setup.
     """
     if not is_slot_name(name):
-        msg = (
-            f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and"
-            " '-'."
-        )
+        msg = f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and '-'."
         raise StateError(msg)
     if name in setup:
-        msg = (
-            f"with_slot({name!r}): the transform of that name in the setup owns"
-            " this slot."
-        )
+        msg = f"with_slot({name!r}): the transform of that name in the setup owns this slot."
         raise StateError(msg)
 
 
 def carried_over(
     slots: Mapping[str, Any], old: Collection[str], new: Collection[str]
 ) -> dict[str, Any]:
-    """Return the slots without those of transforms that are gone.
+    """Return the slots without the slots of removed transforms.
 
     Args:
-        slots: of transforms, and the user's own.
-        old: names of the transforms that there were.
-        new: names of those that there are.
+        slots: the slots of transforms, and the user's own entries.
+        old: names of the transforms before.
+        new: names of the transforms now.
 
     Raises:
-        StateError: a new transform has the name of an entry of the user's own.
+        StateError: a new transform has the name of the user's own entry.
     """
-    taken = sorted((set(new) - set(old)) & slots.keys())
-    if taken:
+    added, removed = set(new) - set(old), set(old) - set(new)
+    if taken := sorted(added & slots.keys()):
         msg = (
             f"The transforms {taken} would take over entries of the same name that"
             " with_slot made. Give the transforms another name=."
         )
         raise StateError(msg)
-    gone = set(old) - set(new)
-    return {name: slot for name, slot in slots.items() if name not in gone}
+    return {name: slot for name, slot in slots.items() if name not in removed}
 
 
 def say_what_follows(name: str, slot: Any, state: Any) -> None:
-    """Warn of an entry that is to keep what a state holds, and has the state's own tensors."""
+    """Warn if a user's entry holds the state's own tensors instead of copies."""
     if _follows(slot, state):
         advise(
-            f"with_slot({name!r}) was given tensors of the state itself, which the next updates"
-            " write into: the entry follows the training. To keep what they are now, give"
-            " copies, {name: each.clone() for name, each in state.params.items()} say."
+            f"with_slot({name!r}) got tensors of the state itself, which the next updates write"
+            " into, so the entry follows the training. To keep the values, pass copies, such as"
+            " {name: each.clone() for name, each in state.params.items()}."
         )
 
 
@@ -475,12 +450,12 @@ def check_copied(
 
     Args:
         owner: the transform.
-        slot: what it returned.
-        state: whose parameters, buffers and optimizer state are looked at.
-        grads: of the update.
+        slot: the slot that the transform returned.
+        state: the state with the parameters, buffers and optimizer state.
+        grads: gradients of the update.
 
     Raises:
-        StateError: it has.
+        StateError: the slot has such a tensor.
     """
     names = state.definition.skeleton.trainable
     held: list[tuple[str, Mapping[str, Any]]] = [
@@ -490,15 +465,14 @@ def check_copied(
         *(("grads.tensors", each) for each in grads),
     ]
     for what, tensors in held:
-        if not _follows(slot, tensors):
-            continue
-        name = next(name for name, each in tensors.items() if _follows(slot, each))
-        msg = (
-            f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
-            " next updates write into this tensor, so the slot would change with it. Return"
-            f" copies: {{name: each.clone() for name, each in {what}.items()}}."
-        )
-        raise StateError(msg)
+        if _follows(slot, tensors):
+            name = next(name for name, each in tensors.items() if _follows(slot, each))
+            msg = (
+                f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
+                " next updates write into this tensor. Return copies:"
+                f" {{name: each.clone() for name, each in {what}.items()}}."
+            )
+            raise StateError(msg)
 
 
 def _follows(slot: Any, state: Any) -> bool:
@@ -516,7 +490,7 @@ def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:
 
 
 def own_objects(slot: Any) -> Any:
-    """Return a slot whose objects, which are no tensors, are copies."""
+    """Return a slot with copies of all objects that are not tensors."""
     return tree.tree_map(
         lambda leaf: leaf if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf),
         slot,
@@ -527,18 +501,19 @@ T = TypeVar("T")
 
 
 State = TypeVar("State")
+"""The TrainState that a transform is applied to."""
 
 
 class Transform(Protocol):
-    """A frozen record that maps a state to a state; see `transform` for how to make one.
+    """A frozen record that maps a state to a state; the decorator `transform` makes its class.
 
-    Arguments that take one are annotated `Any`, because a type checker cannot see what
-    the decorator adds to a class; they are checked when they are given.
+    Arguments that take a transform are annotated `Any`, because a type checker cannot see
+    what the decorator adds to a class. accelfn checks them at the call.
     """
 
     @property
     def name(self) -> str:
-        """What the transform's slot is called; unique in a chain."""
+        """The name of the transform's slot; unique in a chain."""
         ...
 
     def __call__(self, state: State) -> State:
@@ -546,28 +521,23 @@ class Transform(Protocol):
         ...
 
 
-def snake_case(name: str) -> str:
-    """Return a class name as the words of a function name: `GradNoise` is grad_noise."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-
-
 @explain_call_errors
 @dataclass_transform(frozen_default=True, field_specifiers=(attrs.field,))
 def transform(cls: type[T]) -> type[T]:
-    """Make a transform of a class whose annotations are its options.
+    """Make a transform of a class; the annotations of the class are its options.
 
     The class becomes a frozen attrs record: compared, hashed, pickled and printed by its
-    options, the first of which may be given by position, the others by keyword. It gets a
-    `name` (default: what the class sets, or its own in snake_case), which is the key of its
-    slot. Its public methods are the fields of the table in `accelfn.definition.transform`; others
-    start with an underscore. What it tells of itself, and what it cannot stand beside, are the
-    class attributes of the table in `accelfn.definition.transform`.
+    options. You can pass the first option by position, the others by keyword. The class gets
+    the option `name`, the key of its slot; the default is the `name` in the class, or the
+    class name in snake_case. Its public methods are fields of the table in
+    `accelfn.definition.transform`, and its class attributes tell other transforms about it;
+    helper methods start with an underscore.
 
-    Acts on: what its methods say.
+    Acts on: the fields that its methods define.
 
     Raises:
-        ArgumentError: a public method is none of a transform's fields, or an attribute looks
-            like one of a transform's that is misspelt.
+        ArgumentError: a public method is not a field of a transform, or an attribute looks
+            misspelt.
 
     Example:
         >>> @transform
@@ -578,29 +548,23 @@ def transform(cls: type[T]) -> type[T]:
         CentralizeGrads()
     """
     if not isinstance(cls, type):
-        msg = (
-            f"@af.transform: expected a class, got {cls!r}; see its docstring for one."
-        )
+        msg = f"@af.transform: expected a class, got {cls!r}."
         raise ArgumentError(msg)
     check_fields(cls)
     check_attributes(cls)
-    # of a class of Python's own, which is refused below, it is a slot's
+    # a class of Python's own has a slot wrapper, and is rejected below
     written = vars(cls).get("__init__")
     if written is not None and not isinstance(written, WrapperDescriptorType):
         msg = (
-            f"@af.transform: {cls.__name__} has an __init__ of its own, and gets one that takes"
-            " its options. Leave it out, and write each option as a line of the class, such as"
-            " scale: float = 1.0."
+            f"@af.transform: {cls.__name__} must not have an __init__ of its own. Write each"
+            " option as a line of the class, such as scale: float = 1.0."
         )
         raise ArgumentError(msg)
     named = cast("Any", cls)
     try:
         named.__call__ = _apply
     except TypeError as error:  # a class of Python's own
-        msg = (
-            f"@af.transform: expected a class of your own, got {cls.__name__}, which cannot"
-            " be changed; see its docstring for one."
-        )
+        msg = f"@af.transform: expected a class of your own, got {cls.__name__}."
         raise ArgumentError(msg) from error
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
@@ -610,8 +574,8 @@ def transform(cls: type[T]) -> type[T]:
     changing = cast("Any", made)
     changing.__setattr__ = changing.__delattr__ = readonly(
         cls.__name__,
-        "what it remembers is its slot, which `init` gives and each method returns; with"
-        f" other options it is another {cls.__name__}(...)",
+        "its memory is its slot, which `init` and each method return; for other options"
+        f" create another {cls.__name__}(...)",
     )
     return explain_call_errors(made)
 
@@ -630,14 +594,14 @@ def _is_name(owner: object, _field: object, value: object) -> None:
     if not is_slot_name(value):
         msg = (
             f"{type(owner).__name__}(name={value!r}): expected letters, digits, "
-            "'.', '_' and '-', for it names the slot in checkpoints."
+            "'.', '_' and '-': it names the slot in checkpoints."
         )
         raise ArgumentError(msg)
 
 
 @attrs.frozen
 class _Named:
-    """The option that each transform gets beside its own."""
+    """The option that each transform gets in addition to its own."""
 
     name: str = attrs.field(default="", kw_only=True, validator=_is_name)
 
@@ -645,12 +609,12 @@ class _Named:
 def _with_name(
     cls: type, fields: "list[attrs.Attribute[Any]]"
 ) -> "list[attrs.Attribute[Any]]":
-    """Let only the first option be given by position, and add the name, which is the last.
+    """Make all options but the first keyword-only, and append the option `name`.
 
-    The class's annotations stay as they are, for to add one there would evaluate all.
+    The class's annotations are unchanged, because adding one would evaluate all.
     """
     options = [_by_value(field) for field in fields if field.name != "name"]
-    default: Any = snake_case(cls.__name__)
+    default: Any = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     if "name" in vars(cls):  # and not in a base, which is another transform
         own = [field.default for field in fields if field.name == "name"]
         default = next((each for each in own if each is not NOTHING), default)
@@ -660,9 +624,9 @@ def _with_name(
 
 
 def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
-    """Let an option have lists, dicts and sets of its own, which the user's do not change.
+    """Copy the lists, dicts and sets of an option, so that the user's do not change it.
 
-    An option that is not compared, `attrs.field(eq=False)`, is a place for notes and is kept.
+    An option that is not compared, `attrs.field(eq=False)`, is kept as it is.
     """
     if not field.eq:
         return field
@@ -671,7 +635,7 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 
 
 def _copy_containers(value: Any) -> Any:
-    """Copy a value's containers, and keep their contents."""
+    """Copy the containers in a value, and keep their contents."""
     if type(value) is dict:
         return {key: _copy_containers(each) for key, each in cast("Any", value).items()}
     if type(value) in (list, tuple, set):
@@ -689,7 +653,7 @@ def _apply(self: Transform, state: State) -> State:
 
 
 def _repr(self: Any) -> str:
-    """Return the call that makes this record; options at their defaults are left out."""
+    """Return the call that creates this record, without options at their defaults."""
     shown: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
@@ -703,14 +667,14 @@ def _repr(self: Any) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return code for an option; of infinity and NaN, `repr` is none."""
+    """Return code for an option; `repr` of infinity and NaN is not code."""
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)
 
 
 def _repr_pretty(self: Any, printer: Any, cycle: bool) -> None:  # noqa: FBT001 - its protocol
-    """Print as code in IPython, and where hypothesis prints an example."""
+    """Print as code in IPython and in examples of hypothesis."""
     del cycle
     printer.text(repr(self))
 
@@ -723,22 +687,21 @@ class chain:
 
     Leftmost is outermost, and values flow left to right. Chains inside chains are
     flattened and None is dropped, so `chain` is associative and `chain()` its unit.
-    Building one has no effect on anything.
 
     Law:
         `chain(f, chain(g, h)) == chain(chain(f, g), h) == chain(f, g, h)`, and
-        `chain()` leaves a state as it is. Transforms about different fields commute.
+        `chain()` leaves a state unchanged. Transforms with different fields commute.
 
     Attributes:
-        transforms: leftmost first.
-        owners: by field, those that have a say in it, leftmost first.
-        facts: by fact, what is told of it, leftmost first.
-        drawing: fields in which one may draw random numbers.
-        reduces: whether one has a `reduce` of its own, which a world of one rank calls too.
+        transforms: the transforms, leftmost first.
+        owners: by field, the transforms that have it, leftmost first.
+        facts: by fact, the values of the transforms that tell it, leftmost first.
+        drawing: fields that may draw random numbers.
+        reduces: whether a transform has a `reduce` of its own; a world of one rank calls it too.
 
     Raises:
         CompositionError: two transforms of one name, two engines, two ways to reduce
-            gradients, or a pair that one of them refuses.
+            gradients, or a pair that one transform rejects.
 
     Example:
         >>> import accelfn as af
@@ -765,8 +728,8 @@ class chain:
             check_told(each)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
         told = {id(each): facts_of(each) for each in flat}
-        # where ranks are apart, what others evaluate is brought together at the end; and what
-        # runs again is what others have made of a module
+        # if ranks differ, their evaluated parameters are merged last; recomputation wraps the
+        # module that other transforms have made
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
             owners[field] = _with_last(owners[field], fact, told)
         _check_chain(flat, owners, told)
@@ -830,28 +793,26 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
         elif is_transform(each) and not isinstance(each, type):
             yield cast("Transform", each)
         else:
-            hint = ""
-            if isinstance(each, type):
-                hint = " Call it: transforms are values."
-            elif isinstance(each, (list, tuple)):
-                hint = " Compose those in it: af.chain(*transforms)."
+            hint = " Call it: transforms are values." if isinstance(each, type) else ""
+            if isinstance(each, (list, tuple)):
+                hint = " Write af.chain(*transforms)."
             msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
             raise CompositionError(msg)
 
 
 def _by_fact(told: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
-    """Return what is told of each fact."""
-    found: dict[str, tuple[Any, ...]] = {}
+    """Return the values of each fact."""
+    values: dict[str, tuple[Any, ...]] = {}
     for facts in told:
         for fact, value in facts.items():
-            found[fact] = (*found.get(fact, ()), value)
-    return found
+            values[fact] = (*values.get(fact, ()), value)
+    return values
 
 
 def _with_last(
     owners: tuple[Any, ...], fact: str, told: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Any, ...]:
-    """Return transforms in their order, but those that tell a fact at the end."""
+    """Return transforms in their order, with the transforms that tell a fact at the end."""
     return tuple(sorted(owners, key=lambda each: fact in told[id(each)]))
 
 

@@ -10,8 +10,9 @@ import sys
 import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Generator, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import chain as joined
+from itertools import combinations
 from typing import Any, NoReturn, Self, TypeAlias, cast
 
 import attrs
@@ -25,7 +26,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from accelfn.base import draws
 from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_wrapper
-from accelfn.errors import ModelError, OptimizerError, StateError
+from accelfn.errors import Error, ModelError, OptimizerError, StateError
 
 # Sealing a model or optimizer after a state has taken ownership.
 #
@@ -36,6 +37,10 @@ from accelfn.errors import ModelError, OptimizerError, StateError
 
 
 _NOTE = "__accelfn_given__"
+_NEW_MODEL = (
+    "Give a factory that makes new modules at each call (not a partial over modules), or"
+    " copy.deepcopy(model) before the first."
+)
 
 
 def seal_model(module: nn.Module, state: str) -> None:
@@ -45,35 +50,31 @@ def seal_model(module: nn.Module, state: str) -> None:
     """
     parts = [each for each in module.modules() if _has_tensors(each)]
     for each in parts:
-        _seal(each, GivenModel, state)
+        _seal(each, _GivenModel, state)
 
 
 def seal_optimizer(source: object, state: str) -> None:
     """Seal an optimizer that a state has copied; a factory stays usable."""
     if isinstance(source, Optimizer):
-        _seal(source, GivenOptimizer, state)
+        _seal(source, _GivenOptimizer, state)
 
 
 def refuse_given(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, is another state's already.
+    """Raise if a model, or a part of it, belongs to another state.
 
     Raises:
-        ModelError: it is.
+        ModelError: a part belongs to another state.
     """
     waiting = [module]
     while waiting:
-        each = waiting.pop()
-        if type(each) is GivenModel:
-            kind, state = _note(each)
-            what = "It" if each is module else f"Its {kind}"
-            shown = kind if each is module else type(module).__name__
-            msg = (
-                f"model={shown}: {what} is another state's already, {state!r}. Give a"
-                " factory that makes new ones each time it is called (not a partial over"
-                " modules), or copy.deepcopy(model) before the first."
-            )
+        part = waiting.pop()
+        if type(part) is _GivenModel:
+            kind, state = _note(part)
+            what = "It" if part is module else f"Its {kind}"
+            shown = kind if part is module else type(module).__name__
+            msg = f"model={shown}: {what} is another state's already, {state!r}. {_NEW_MODEL}"
             raise ModelError(msg)
-        waiting += each.children()
+        waiting += part.children()
 
 
 def _has_tensors(module: nn.Module) -> bool:
@@ -99,11 +100,11 @@ def _note(given: object) -> tuple[str, str]:
 def _model_error(given: object, name: str) -> ModelError:
     kind, state = _note(given)
     return ModelError(
-        f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors are the"
-        f" state's, {state!r}. For a module with them write `with af.bind(state) as model:`,"
-        " for the weights af.full_params(state), for files af.export_model(state, path)."
-        " Modes, hooks and requires_grad_ are set before create, where they take effect, or"
-        " by state.with_trainable. To keep a model of your own, give copy.deepcopy(model)."
+        f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors belong to"
+        f" the state {state!r}. Write `with af.bind(state) as model:` for a module,"
+        " af.full_params(state) for the weights, or af.export_model(state, path) for files."
+        " Set modes, hooks and requires_grad_ before create, or use state.with_trainable. To"
+        " keep a model of your own, pass copy.deepcopy(model)."
     )
 
 
@@ -111,87 +112,45 @@ def _optimizer_error(given: object, name: str) -> OptimizerError:
     kind, state = _note(given)
     return OptimizerError(
         f"{kind}.{name}: this {kind} was given to TrainState.create, and the state"
-        f" {state!r} has its options and its own state. af.make_step steps it, state.lrs and"
-        " state.opt_state show it; rates are set by schedule=, or by a transform's hyper."
+        f" {state!r} has its options and its own state. Step it by af.make_step, read"
+        " state.lrs and state.opt_state, and set rates by schedule= or a transform's hyper."
     )
 
 
-class GivenModel(nn.Module):
-    """The class of a model after a state has taken ownership; every use raises."""
+def _seal_class(base: type, error: Callable[[object, str], Error]) -> type[Any]:
+    """Create the class of an object after a state has taken ownership; every use raises."""
 
-    def __getattribute__(self, name: str) -> Any:
-        """Refuse."""
-        if _is_pythons(name):
+    def read(self: object, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):  # Python's own
             return object.__getattribute__(self, name)
-        raise _model_error(self, name)
+        raise error(self, name)
 
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuse."""
-        if name == "__class__":
-            object.__setattr__(self, name, value)
-        else:
-            raise _model_error(self, name)
+    def write(self: object, name: str, *value: Any) -> None:
+        if name != "__class__":
+            raise error(self, name)
+        object.__setattr__(self, name, *value)
 
-    def __delattr__(self, name: str) -> None:
-        """Refuse."""
-        raise _model_error(self, name)
+    def refuse(name: str) -> Callable[..., NoReturn]:
+        def method(self: object, *_: Any, **__: Any) -> NoReturn:
+            raise error(self, name)
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Refuse."""
-        raise _model_error(self, "forward")
+        return method
 
-    def __getitem__(self, _: Any) -> NoReturn:
-        """Refuse."""
-        raise _model_error(self, "__getitem__")
-
-    def __iter__(self) -> NoReturn:
-        """Refuse."""
-        raise _model_error(self, "__iter__")
-
-    def __len__(self) -> NoReturn:
-        """Refuse."""
-        raise _model_error(self, "__len__")
-
-    def __bool__(self) -> bool:
-        """Return that it is there, as a model is."""
+    def is_true(_: object) -> bool:
         return True
 
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled."""
-        raise _model_error(self, "__reduce_ex__")
-
-    def __repr__(self) -> str:
-        """Say what it was."""
+    def show(self: object) -> str:
         return "<{} given to the state {!r}>".format(*_note(self))
 
-
-class GivenOptimizer(Optimizer):
-    """The class of an optimizer after a state has taken ownership; every use raises."""
-
-    def __getattribute__(self, name: str) -> Any:
-        """Refuse."""
-        if _is_pythons(name):
-            return object.__getattribute__(self, name)
-        raise _optimizer_error(self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        """Refuse."""
-        if name == "__class__":
-            object.__setattr__(self, name, value)
-        else:
-            raise _optimizer_error(self, name)
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refuse to be copied or pickled."""
-        raise _optimizer_error(self, "__reduce_ex__")
-
-    def __repr__(self) -> str:
-        """Say what it was."""
-        return "<{} given to the state {!r}>".format(*_note(self))
+    special = ("__getitem__", "__iter__", "__len__", "__reduce_ex__")
+    methods: dict[str, Any] = {name: refuse(name) for name in special}
+    methods |= {"__call__": refuse("forward"), "__bool__": is_true}
+    methods |= {"__getattribute__": read, "__setattr__": write, "__delattr__": write}
+    return type(f"Given{base.__name__}", (base,), {**methods, "__repr__": show})
 
 
-def _is_pythons(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__")
+_GivenModel = _seal_class(nn.Module, _model_error)
+_GivenOptimizer = _seal_class(Optimizer, _optimizer_error)
 
 
 # Different parameters of a model that share memory.
@@ -201,36 +160,34 @@ def _is_pythons(name: str) -> bool:
 
 
 def refuse_overlap(module: nn.Module) -> None:
-    """Raise if a parameter has elements that another tensor of the model has, too.
+    """Raise if a parameter shares elements with another tensor of the model.
 
-    A tied parameter, one object under two names, is one tensor and fine; so are parameters
-    that have different elements of one memory, as those of an LSTM on a GPU.
+    A tied parameter, one object under two names, is one tensor and fine. So are parameters
+    with different elements of one memory, such as those of an LSTM on a GPU.
 
-    Cost: a look at where each tensor lies; of those whose ranges overlap, a byte an element.
+    Cost: one byte per element of tensors with overlapping ranges.
 
     Raises:
-        ModelError: it has; both are named.
+        ModelError: two tensors overlap; the error names both.
     """
     params = {id(param) for param in module.parameters()}
-    lying: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]]
-    lying = defaultdict(list)
-    for name, each in joined(module.named_parameters(), module.named_buffers()):
-        if _has_memory(each):
-            where = each.untyped_storage().data_ptr()
-            lying[each.device, where].append((name, each))
-    for several in lying.values():
-        for i, (first, one) in enumerate(several):
-            for second, other in several[i + 1 :]:
-                is_trained = id(one) in params or id(other) in params
-                if is_trained and _overlap(one, other):
-                    msg = (
-                        f"{type(module).__name__}: {first!r} and {second!r} lie in the same"
-                        " memory and are not one parameter, so a copy or a checkpoint would"
-                        " have them apart and train otherwise. Tie them by one object, as in"
-                        " head.weight = embed.weight, and transpose where it is used; or"
-                        " give one of them a clone()."
-                    )
-                    raise ModelError(msg)
+    by_storage: dict[tuple[torch.device, int], list[tuple[str, torch.Tensor]]]
+    by_storage = defaultdict(list)
+    for name, tensor in joined(module.named_parameters(), module.named_buffers()):
+        if _has_memory(tensor):
+            storage = tensor.untyped_storage().data_ptr()
+            by_storage[tensor.device, storage].append((name, tensor))
+    for tensors in by_storage.values():
+        for (first, one), (second, other) in combinations(tensors, 2):
+            is_trained = id(one) in params or id(other) in params
+            if is_trained and _overlap(one, other):
+                msg = (
+                    f"{type(module).__name__}: {first!r} and {second!r} lie in the same"
+                    " memory and are not one parameter, so a copy or a checkpoint would"
+                    " separate them. Tie them by one object, as in head.weight ="
+                    " embed.weight, and transpose in forward; or give one of them a clone()."
+                )
+                raise ModelError(msg)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -257,7 +214,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the first behind it."""
+    """Return a tensor's range of bytes in its storage: the first, and the end."""
     size, offset = tensor.element_size(), int(tensor.storage_offset())
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     last = offset + sum(int((length - 1) * stride) for length, stride in pairs)
@@ -268,7 +225,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 PLACED = WeakIdKeyDictionary()
-"""Parameters that stand elsewhere until their context ends."""
+"""Parameters that are elsewhere until their context ends."""
 
 
 @contextmanager
@@ -290,18 +247,17 @@ def mark_placed(module: nn.Module) -> Generator[None]:
 
 
 def refuse_placed(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, is placed now.
+    """Raise if a model, or a part of it, is placed by `af.placed`.
 
     Raises:
-        ModelError: it is.
+        ModelError: a parameter is placed.
     """
     names = [name for name, param in module.named_parameters() if param in PLACED]
     if names:
         msg = (
-            f"{type(module).__name__} is placed by af.placed, {names[0]} among others: its"
-            " parameters stand on other devices, or on the disk, for its forward alone. Use it"
-            " after the `with` block, or give a factory. A model that is trained over several"
-            " devices is split by af.wrap_fsdp() or af.tensor_parallel()."
+            f"{type(module).__name__} is placed by af.placed, {names[0]} among others, for its"
+            " forward pass only. Use it after the `with` block, or give a factory. To train over"
+            " several devices, add af.wrap_fsdp() or af.tensor_parallel() to the setup."
         )
         raise ModelError(msg)
 
@@ -316,11 +272,11 @@ _INSIDE = "that it wraps, its ."
 def refuse_wrapped(module: nn.Module) -> None:
     """Raise if a model or a submodule is one of torch's wrappers.
 
-    It would do its work inside of each replica, part or graph, and the wrapped module's
-    parameters would have its name before theirs, which nobody else's checkpoints have.
+    A wrapper would work inside of each replica, shard or graph. It also changes the names of
+    the parameters, so checkpoints would differ from those of other programs.
 
     Raises:
-        ModelError: it is.
+        ModelError: a module is a wrapper.
     """
     wrappers = [*_wrappers()]
     for name, each in module.named_modules():
@@ -361,8 +317,7 @@ class Skeleton:
         trainable: names of the parameters that require a gradient, in the module's order.
         aliases: further names of tied parameters, by name: `{"head.weight": "embed.weight"}`.
         persistent: names of the buffers that belong in an exported state dict.
-        once_trained: names of the parameters that are trained, or were before they were
-            frozen in mid-run.
+        once_trained: names of the parameters that are trained, or were trained before.
     """
 
     module: nn.Module
@@ -391,8 +346,8 @@ class Skeleton:
             memo[id(meta)] = made.requires_grad_(name in trained)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
-        # a module has a dozen tables of hooks and the like, nearly all of them empty, and a
-        # deep copy of one takes as long as that of a full one
+        # a module has a dozen tables of hooks, nearly all empty, and a deep copy of an empty
+        # table takes as long as that of a full table
         for each in self.module.modules():
             for table in vars(each).values():
                 if type(table) in _TABLES and not table:
@@ -400,36 +355,22 @@ class Skeleton:
         return copy.deepcopy(self.module, memo)
 
 
-def _check_takes_nothing(factory: Any) -> None:
-    error = call_mismatch(factory)
-    if error is not None:
-        msg = (
-            f"model={factory!r}: expected a module, or a factory that takes no argument;"
-            f" this one: {error}. functools.partial({_factory_name(factory)}, ...) makes one of it."
-        )
-        raise ModelError(msg) from error
-
-
-def _factory_name(factory: Any) -> str:
-    return getattr(factory, "__name__", "factory")
-
-
 def materialize(
     source: ModelSource, *, seed: int, name: str, device: torch.device
 ) -> nn.Module:
     """Return the module of a factory, drawn from the seed, or the instance itself.
 
-    A factory runs on the CPU, so the same seed gives the same model on every device; where
-    the world's is meta, it runs there, and nothing is drawn.
+    A factory runs on the CPU, so the same seed gives the same model on every device. On the
+    meta device it runs there, and draws nothing.
 
     Raises:
-        ModelError: it is no module, has meta tensors, nothing in it can be trained, or
-            another state has its parameters.
+        ModelError: the source gives no module, or a module that cannot be trained.
     """
     module = source
     if not isinstance(source, nn.Module):
         check_factory(source)
-        with _born_on(device), draws.seeded(draws.key(seed, name, "init"), _CPU):
+        context = device if device.type == "meta" else nullcontext()
+        with context, draws.seeded(draws.key(seed, name, "init"), _CPU):
             module = source()
     check_module(module, source)
     if device.type != "meta":
@@ -437,15 +378,11 @@ def materialize(
     return _move_module(cast("nn.Module", module), device)
 
 
-def _born_on(device: torch.device) -> AbstractContextManager[object]:
-    """Return the device context of a factory: meta if the world's device is meta."""
-    return device if device.type == "meta" else nullcontext()
-
-
 def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
-    """Return the module on a device, with each tensor there once, as it was here.
+    """Return the module on a device; a tensor with two names stays one tensor.
 
-    `Module.to` makes a buffer of two names two, and on devices of some makes a parameter too.
+    `Module.to` makes two buffers of a buffer with two names, and on some devices two
+    parameters.
     """
     tables = [(m._parameters, m._buffers) for m in module.modules()]  # pyright: ignore[reportPrivateUsage]
     before = [
@@ -467,23 +404,30 @@ def check_factory(source: object) -> None:
     """Raise unless an object can be called as a model factory.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the object is not callable, or needs arguments.
     """
     if not callable(source):
         msg = f"model={source!r}: expected a torch.nn.Module, or a factory of one."
         raise ModelError(msg)
-    _check_takes_nothing(source)
+    error = call_mismatch(source)
+    if error is not None:
+        name = getattr(source, "__name__", "factory")
+        msg = (
+            f"model={source!r}: expected a module, or a factory that takes no argument;"
+            f" this one: {error}. Write functools.partial({name}, ...)."
+        )
+        raise ModelError(msg) from error
 
 
 def check_module(module: object, source: object) -> None:
-    """Raise unless a state can be made of a module, and of what a factory gave.
+    """Raise unless a module can become a state's model.
 
     Args:
-        module: that was given, or made.
-        source: what made it; or the module.
+        module: the user's module, or the result of a factory.
+        source: the factory, or the module itself.
 
     Raises:
-        ModelError: it cannot.
+        ModelError: the module cannot be trained as it is.
     """
     if not isinstance(module, nn.Module):
         msg = (
@@ -504,7 +448,7 @@ def check_values(module: nn.Module, *, drawn: bool) -> None:
     """Raise unless a module's tensors have values; uninitialized parameters need no values.
 
     Raises:
-        ModelError: they have not.
+        ModelError: a tensor is on the meta device.
     """
     named = [*(module.named_parameters() if drawn else ()), *module.named_buffers()]
     meta = [name for name, tensor in named if tensor.is_meta]
@@ -512,11 +456,9 @@ def check_values(module: nn.Module, *, drawn: bool) -> None:
         msg = (
             f"{len(meta)} tensors of {type(module).__name__} are on the meta device and"
             f" hold no values: {', '.join(meta[:5])}{', ...' if len(meta) > 5 else ''}."
-            " Load them first (af.import_model(module, files), or module.to_empty, then"
-            " load_state_dict), or draw a factory's"
-            ' module by module: init="shard". What it would take needs no values:'
-            " af.memory_estimate(model, setup, optimizer=...), and setup.explain(); what it"
-            ' would send, too: accelfn.testing.communication(fn, device="meta").'
+            " Load them first (af.import_model(module, files)), or draw a factory's module by"
+            ' module: init="shard". af.memory_estimate(model, setup, optimizer=...) and'
+            ' accelfn.testing.communication(fn, device="meta") need no values.'
         )
         raise ModelError(msg)
 
@@ -529,8 +471,8 @@ def _check_in_one_place(module: nn.Module) -> None:
             where = f"its {name!r} " if name else ""
             msg = (
                 f"{type(module).__name__}: {where}was spread over devices"
-                f" {sorted(map(str, set(spread.values())))} by a device_map; a state has one"
-                " device, its world's. Load the model without device_map."
+                f" {sorted(map(str, set(spread.values())))} by a device_map, but a state has"
+                " one device. Load the model without device_map."
             )
             raise ModelError(msg)
 
@@ -542,8 +484,7 @@ def _refuse_sparse_buffers(module: nn.Module) -> None:
             kind = "a nested tensor" if buffer.is_nested else f"{buffer.layout}"
             msg = (
                 f"{type(module).__name__}: the buffer {name!r} is {kind}, and a state has"
-                " dense tensors. Keep what it is made of, its indices and values say, as"
-                " buffers, and make it of them in forward."
+                " dense tensors. Keep its parts, such as indices and values, as buffers."
             )
             raise ModelError(msg)
 
@@ -555,8 +496,8 @@ def skeleton_of(module: nn.Module) -> Skeleton:
         if is_wrapper(param):
             msg = (
                 f"{type(module).__name__}: {name} is a {type(param).__name__}, a tensor class"
-                " whose values no checkpoint can hold. Give plain parameters; to compute in 8"
-                ' bits, add af.autocast("fp8") to the setup.'
+                " that no checkpoint can hold. Give plain parameters; to compute in 8 bits, add"
+                ' af.autocast("fp8") to the setup.'
             )
             raise ModelError(msg)
         memo[id(param)] = parameter_like(param, torch.empty_like(param, device="meta"))
@@ -606,12 +547,12 @@ def check_params(
     """Raise unless new parameters can replace the current parameters.
 
     Args:
-        given: by name; a tied one may come under its further names, too.
-        expected: those that they replace.
+        given: the new parameters by name; tied parameters may have several names.
+        expected: the current parameters.
         aliases: first names of tied parameters, by further names.
 
     Raises:
-        StateError: names, shapes, dtypes or devices differ, or values of one tied parameter.
+        StateError: names, shapes, dtypes or devices differ, or the values of a tied parameter.
     """
     if not isinstance(given, Mapping):
         msg = (
@@ -661,9 +602,7 @@ def _check(module: nn.Module) -> None:
     if given:
         msg = (
             f"{type(module).__name__} has {len(given)} parameters that are another state's"
-            f" already: {', '.join(given[:5])}. A step on one would change the other. Give"
-            " a factory that makes new ones each time it is called (not a partial over"
-            " modules), or copy.deepcopy(model) before the first."
+            f" already: {', '.join(given[:5])}. {_NEW_MODEL}"
         )
         raise ModelError(msg)
     hooked = [
@@ -675,9 +614,8 @@ def _check(module: nn.Module) -> None:
     if hooked:
         msg = (
             f"{type(module).__name__} has hooks on {len(hooked)} parameters:"
-            f" {', '.join(hooked[:5])}. A state trains copies of these, which would not call"
-            " them. Change gradients in a transform that has `grads`; hooks of modules, as of"
-            " register_forward_hook, stay."
+            f" {', '.join(hooked[:5])}. A state trains copies without these hooks. Change"
+            " gradients in a transform that has `grads`; hooks of modules stay."
         )
         raise ModelError(msg)
     named = [*module.named_parameters(), *module.named_buffers()]
@@ -692,7 +630,7 @@ def _check(module: nn.Module) -> None:
         count = sum(1 for _ in module.parameters())
         msg = (
             f"{type(module).__name__} has no trainable parameter ({count} parameters in"
-            " all). Set requires_grad_(True) on what is to be trained."
+            " all). Set requires_grad_(True) on those to train."
         )
         raise ModelError(msg)
 
@@ -701,17 +639,17 @@ def _check(module: nn.Module) -> None:
 
 
 Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
-"""A function of a parameter as it was registered, and of what stands for it on meta."""
+"""A function of a registered parameter and its replacement on the meta device."""
 
 
 @contextmanager
 def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
-    """Let this thread's modules give up a parameter's memory as soon as they have it.
+    """Move each parameter that this thread's modules register to the meta device.
 
-    Most modules register a parameter before they write into it, so that it costs nothing.
+    Most modules register a parameter before they write values, so the parameter costs nothing.
 
     Args:
-        seen: told of each parameter, before its values are gone.
+        seen: called with each parameter before its values are gone.
 
     Raises:
         ModelError: a parameter is lazy.
@@ -726,11 +664,10 @@ def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
         if is_lazy(param):
             msg = (
                 f"{type(module).__name__} has lazy parameters without a shape before a first"
-                f" call: {name}. Write the layer with its sizes, as nn.Linear(in_features,"
-                " out_features)."
+                f" call: {name}. Write its sizes, as nn.Linear(in_features, out_features)."
             )
             raise ModelError(msg)
-        if param not in known:  # one tensor in two places stays one
+        if param not in known:  # a tied parameter stays one tensor
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             vars(empty).update(vars(param))
             known[param] = empty
@@ -738,7 +675,7 @@ def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
                 seen(param, empty)
         return known[param]
 
-    hook = cast("Callable[..., None]", moved)  # torch says None, and takes a parameter
+    hook = cast("Callable[..., None]", moved)  # torch's type lacks the parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield

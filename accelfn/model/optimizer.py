@@ -43,13 +43,13 @@ Part: TypeAlias = tuple[
 ]
 
 _SCALING = ("grad_scale", "found_inf")
-"""What a GradScaler hands to a fused optimizer, as attributes."""
+"""Attributes that a GradScaler sets on a fused optimizer."""
 
 
 class Partitioned(Optimizer):
-    """An optimizer made of others: its groups, its state and its step are theirs, in order.
+    """Several optimizers as one optimizer, with their groups, state and steps in order.
 
-    The groups are the parts' own dictionaries, so what is set in one is set in the part.
+    The groups are the parts' own dictionaries, so a change of a group changes the part.
     """
 
     parts: tuple[Optimizer, ...]
@@ -67,13 +67,13 @@ class Partitioned(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        handed = {name: vars(self)[name] for name in _SCALING if name in vars(self)}
+        scaling = {name: vars(self)[name] for name in _SCALING if name in vars(self)}
         for part in self.parts:
-            vars(part).update(handed)
+            vars(part).update(scaling)
             try:
                 bare_step(part)()
             finally:
-                for name in handed:
+                for name in scaling:
                     del vars(part)[name]
         return loss
 
@@ -85,7 +85,7 @@ class Partitioned(Optimizer):
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Refuse: torch would give the whole groups that are no part's."""
+        """Raise an error: torch would replace the groups, and the parts would keep theirs."""
         msg = "A partitioned optimizer loads no state dict; load those of its `parts`."
         raise OptimizerError(msg)
 
@@ -93,8 +93,7 @@ class Partitioned(Optimizer):
 class PartStates(MutableMapping[Any, dict[str, Any]]):
     """The state of several optimizers as one mapping.
 
-    A parameter's entry is in the state of the part that has it. What a part keeps under
-    another key `k` stands under `"i:k"`, i being its place.
+    A parameter's entry is in the state of its part. Another key `k` of part `i` is `"i:k"`.
     """
 
     def __init__(self, parts: Sequence[Optimizer]) -> None:
@@ -114,12 +113,12 @@ class PartStates(MutableMapping[Any, dict[str, Any]]):
         return self._states[int(place)], own
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
-        """Return an entry; one that is not there begins empty, as torch's do."""
+        """Return an entry; a missing entry begins empty, as in torch."""
         state, own = self._at(key)
         return state[own]
 
     def __setitem__(self, key: Any, entry: dict[str, Any]) -> None:
-        """Set an entry of the part that it belongs to."""
+        """Set an entry in the state of its part."""
         state, own = self._at(key)
         state[own] = entry
 
@@ -150,14 +149,14 @@ class PartStates(MutableMapping[Any, dict[str, Any]]):
 
 
 def parts_of(optimizer: Optimizer) -> list[Optimizer]:
-    """Return the torch optimizers that an optimizer is made of: itself, or its parts'."""
+    """Return the torch optimizers inside of an optimizer: itself, or its parts."""
     if not isinstance(optimizer, Partitioned):
         return [optimizer]
     return [each for part in optimizer.parts for each in parts_of(part)]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether a step runs torch's code alone, which draws nothing and keeps nothing elsewhere."""
+    """Return whether a step runs only torch's code, without random draws or state elsewhere."""
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)  # pyright: ignore[reportPrivateUsage]
     # Adafactor and Muon name the package itself as their module
     module = f"{type(optimizer).__module__}."
@@ -165,7 +164,7 @@ def is_torchs(optimizer: Optimizer) -> bool:
 
 
 def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
-    """Return a mapping for the state of an optimizer that was made like another."""
+    """Return an empty mapping for an optimizer's state, of the same kind as another's."""
     if isinstance(optimizer, Partitioned):
         return PartStates(optimizer.parts)
     kept = cast("Any", like.state)
@@ -188,30 +187,30 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 @attrs.frozen(init=False, repr=False)
 class partition:
-    """Give parameters to several optimizers, each its own: Muon to matrices, AdamW the rest.
+    """Use several optimizers, such as Muon for matrices and AdamW for the rest.
 
-    A factory of optimizers, for `TrainState.create(optimizer=...)`. Each parameter goes to
-    the first part whose predicate is true of it. Parameter groups are numbered through the
-    parts, in their order: schedules multiply the rates of all, and `hyper` and `state.lrs`
-    go by that number.
+    Pass it to `TrainState.create(optimizer=...)`. Each parameter goes to the first part with a
+    predicate that is true. Parameter groups are numbered through the parts, in their order:
+    schedules multiply all rates, and `hyper` and `state.lrs` use this number.
 
     Acts on: nothing; it is part of the definition.
 
     Args:
         parts: pairs of a predicate, a function of `(name, parameter)`, and a factory of an
-            optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`; `...` in place of the
+            optimizer, such as `partial(torch.optim.AdamW, lr=3e-4)`; `...` instead of the
             last predicate takes the rest.
 
     Law:
-        Each parameter is updated as by its part's optimizer alone. One part that takes all is
-        that optimizer, and two of one kind and options are one, bitwise.
+        Each parameter is updated as by its part's optimizer alone. One part for all
+        parameters equals that optimizer, and two parts of one kind and options equal one
+        optimizer, bitwise.
 
-    Cost: that of the parts; a microsecond for each.
+    Cost: the cost of the parts, and a microsecond for each.
 
     Raises:
-        ArgumentError: no parts, one that is no such pair, or `...` before the last.
-        OptimizerError: when the state is created: a parameter that no part takes, a part
-            without parameters, or a factory whose optimizer has others than it was given.
+        ArgumentError: there are no parts, a part is not such a pair, or `...` is not last.
+        OptimizerError: when the state is created: no part takes a parameter, a part has no
+            parameters, or a factory's optimizer has other parameters.
 
     References:
         Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks".
@@ -230,50 +229,45 @@ class partition:
     parts: tuple[Part, ...]
 
     def __init__(self, *parts: Part) -> None:
-        """Take (predicate, factory) pairs; the first whose predicate is true has it."""
+        """Take pairs of a predicate and a factory."""
         for i, part in enumerate(parts):
             _check_part(i, part, is_last=i == len(parts) - 1)
         if not parts:
             msg = (
                 "af.partition(): expected (predicate, factory) pairs, such as"
-                " (lambda name, parameter: parameter.ndim == 2, partial(torch.optim.Muon,"
-                " lr=0.02)), (..., partial(torch.optim.AdamW, lr=3e-4))."
+                " (..., partial(torch.optim.AdamW, lr=3e-4))."
             )
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(tuple(part) for part in parts))  # type: ignore[attr-defined]
 
     def __call__(self, named: NamedParameters) -> Partitioned:
-        """Return the optimizers over these parameters, as one."""
+        """Return one optimizer of all parts over these parameters."""
         shares: list[NamedParameters] = [[] for _ in self.parts]
-        homeless: list[str] = []
+        left: list[str] = []
         for name, param in named:
             for (predicate, _), share in zip(self.parts, shares, strict=True):
                 if predicate is ... or predicate(name, param):
                     share.append((name, param))
                     break
             else:
-                homeless.append(name)
-        if homeless:
+                left.append(name)
+        if left:
             msg = (
-                f"{self!r}: no part takes {len(homeless)} parameters:"
-                f" {', '.join(homeless[:5])}. End with (..., factory), which takes the"
-                " rest, or freeze them with requires_grad_(False)."
+                f"{self!r}: no part takes {len(left)} parameters: {', '.join(left[:5])}. End"
+                " with (..., factory), or freeze them with requires_grad_(False)."
             )
             raise OptimizerError(msg)
-        for i, share in enumerate(shares):
+        optimizers: list[Optimizer] = []
+        for i, ((_, factory), share) in enumerate(zip(self.parts, shares, strict=True)):
             if not share:
+                some = ", ".join(name for name, _ in named[:3])
                 msg = (
-                    f"{self!r}: part {i} gets none of the {len(named)} trainable"
-                    " parameters, such as"
-                    f" {', '.join(name for name, _ in named[:3])}. Parts before it take"
-                    " what it wants, or its predicate is never true. Drop it, or change it."
+                    f"{self!r}: part {i} gets none of the {len(named)} trainable parameters,"
+                    f" such as {some}. Earlier parts take them, or its predicate is never true."
                 )
                 raise OptimizerError(msg)
-        factories = (factory for _, factory in self.parts)
-        made = zip(factories, shares, strict=True)
-        return Partitioned(
-            [_create_part(i, *each, self) for i, each in enumerate(made)]
-        )
+            optimizers.append(_create_part(i, factory, share, self))
+        return Partitioned(optimizers)
 
     def __repr__(self) -> str:
         """Show the parts by the names of their functions."""
@@ -282,60 +276,55 @@ class partition:
 
 
 def _check_part(i: int, part: Any, *, is_last: bool) -> None:
-    pair = isinstance(part, (tuple, list)) and len(cast("Sequence[Any]", part)) == 2
-    if not pair:
-        msg = (
-            f"af.partition: part {i} is {part!r}; expected a (predicate, factory) pair."
+    is_ready = isinstance(part, (tuple, list)) and len(cast("Sequence[Any]", part)) == 2
+    predicate, factory = cast("Sequence[Any]", part) if is_ready else (None, None)
+    problem = ""
+    if not is_ready:
+        problem = f"is {part!r}; expected a (predicate, factory) pair"
+    elif isinstance(factory, Optimizer):
+        problem = f"has a ready {type(factory).__name__}; expected {_FACTORY}"
+    elif not callable(factory):
+        problem = f"has {factory!r}; expected {_FACTORY}"
+    elif predicate is ... and not is_last:
+        problem = "is the rest, `...`, which goes last"
+    elif predicate is not ... and not callable(predicate):
+        problem = (
+            f"has {predicate!r}; expected a function of (name, parameter), or `...`"
         )
-        raise ArgumentError(msg)
-    predicate, factory = cast("Sequence[Any]", part)
-    if isinstance(factory, Optimizer) or not callable(factory):
-        ready = isinstance(factory, Optimizer)
-        given = f"a ready {type(factory).__name__}" if ready else repr(factory)
-        msg = (
-            f"af.partition: part {i} has {given}; expected a factory of an"
-            " optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)."
-        )
-        raise ArgumentError(msg)
-    if predicate is ... and not is_last:
-        msg = f"af.partition: part {i} is the rest, `...`, which goes last."
-        raise ArgumentError(msg)
-    if predicate is not ... and not callable(predicate):
-        msg = (
-            f"af.partition: part {i} has {predicate!r}; expected a function of (name,"
-            " parameter), or `...` for the rest."
-        )
+    if problem:
+        msg = f"af.partition: part {i} {problem}."
         raise ArgumentError(msg)
 
 
 def _create_part(
     i: int, factory: Any, share: NamedParameters, whole: partition
 ) -> Optimizer:
-    """Return a part's optimizer, if it has just its share."""
-    made = factory(share)
-    if not isinstance(made, Optimizer):
-        msg = (
-            f"{whole!r}: the factory of part {i} gave {type(made).__name__}; expected a"
-            " torch optimizer."
-        )
+    """Return a part's optimizer over exactly its share."""
+    optimizer = factory(share)
+    kind = type(optimizer).__name__
+    if not isinstance(optimizer, Optimizer):
+        msg = f"{whole!r}: the factory of part {i} gave {kind}; expected a torch optimizer."
         raise OptimizerError(msg)
     names = {id(param): name for name, param in share}
-    owned = [param for group in made.param_groups for param in group["params"]]
-    strangers = [tuple(p.shape) for p in owned if id(p) not in names]
+    owned = _all_params(optimizer)
+    others = [tuple(p.shape) for p in owned if id(p) not in names]
     missing = names.keys() - {id(param) for param in owned}
-    if strangers or missing:
+    if others or missing:
         listed = sorted(names[each] for each in missing)
         msg = (
-            f"{whole!r}: the {type(made).__name__} of part {i} lacks {listed[:5]} of the"
-            f" parameters that the factory was given, and has {len(strangers)} others"
-            f" (shapes {strangers[:5]}). Give it just those."
+            f"{whole!r}: the {kind} of part {i} lacks {listed[:5]} of the parameters that the"
+            f" factory was given, and has {len(others)} others (shapes {others[:5]})."
         )
         raise OptimizerError(msg)
-    return made
+    return optimizer
+
+
+def _all_params(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _name(value: Any) -> str:
-    """Return what a function, a class or a partial is called."""
+    """Return the name of a function, a class or a partial."""
     if value is ...:
         return "..."
     while isinstance(value, partial):
@@ -350,11 +339,12 @@ Assignments: TypeAlias = dict[tuple[int, str], Any]
 """Values of hyperparameters by group index and name."""
 
 STRUCTURE = frozenset({"params", "param_names", "name"})
-"""What a parameter group has that is no hyperparameter."""
+"""Keys of a parameter group that are not hyperparameters."""
 
+_FACTORY = "a factory such as functools.partial(torch.optim.AdamW, lr=3e-4)"
 _CALLED = (
-    "The factory that TrainState.create(optimizer=...) was given is called with a list of"
-    " (name, parameter): functools.partial(torch.optim.AdamW, lr=3e-4) is one, and so is"
+    "TrainState.create(optimizer=...) calls the factory with a list of (name, parameter):"
+    " functools.partial(torch.optim.AdamW, lr=3e-4) is one, and so is"
     " lambda named: torch.optim.AdamW([p for _, p in named], lr=3e-4)."
 )
 
@@ -362,48 +352,33 @@ _KERNELS = frozenset({"fused", "foreach", "capturable"})
 """Options of a group that choose a kernel, which may not take meta tensors."""
 
 OTHERS = "<optimizer>"
-"""Where state of no parameter stands in `opt_state`; like group keys, no parameter's name."""
+"""The key in `opt_state` of state without a parameter."""
 
 
 def prototype_of(
     source: OptimizerSource, module: nn.Module, skeleton: Skeleton
 ) -> tuple[Optimizer, dict[str, dict[str, Any]]]:
-    """Return the prototype of an optimizer, and the state it already holds, by name.
+    """Return the prototype of an optimizer, and the state that it already has, by name.
 
     Raises:
-        OptimizerError: parameters that are not the model's, none at all, one the model
-            trains that is missing, or an optimizer whose step needs a closure.
+        OptimizerError: the source gives no optimizer, or an optimizer that cannot be used.
     """
     trainable = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    if not isinstance(source, Optimizer) and not callable(source):
-        several = isinstance(source, (list, tuple, dict))
-        shown = type(cast("object", source)).__name__ if several else repr(source)
-        hint = (
-            " Several optimizers are one: af.partition((predicate, factory), ...)."
-            if several
-            else ""
-        )
-        msg = (
-            f"optimizer={shown}: expected a torch optimizer, or a factory such as"
-            f" functools.partial(torch.optim.AdamW, lr=3e-4).{hint}"
-        )
-        raise OptimizerError(msg)
     if isinstance(source, Optimizer):
         _refuse_scheduler(source)
         optimizer = source
     else:
-        _check_takes(source, trainable)
+        _check_factory(source, trainable)
         try:
             optimizer = source(trainable)
         except Exception as error:
-            if not isinstance(error, Error):  # which says what to write
+            if not isinstance(error, Error):  # accelfn's errors have the code to write
                 error.add_note(_CALLED)
             raise
     if not isinstance(optimizer, Optimizer):
         msg = (
             f"optimizer={source!r} gave {type(optimizer).__name__}; expected a torch"
-            " optimizer, or a factory such as functools.partial(torch.optim.AdamW,"
-            " lr=3e-4)."
+            f" optimizer, or {_FACTORY}."
         )
         raise OptimizerError(msg)
     for part in parts_of(optimizer):
@@ -422,9 +397,9 @@ def prototype_of(
 def named_state(
     optimizer: Optimizer, names: Mapping[int, str]
 ) -> dict[str, dict[str, Any]]:
-    """Return an optimizer's state by parameter name; the entries are its own.
+    """Return an optimizer's state by parameter name; the entries are the optimizer's own.
 
-    What some optimizers keep under other keys (MADGRAD's count) stands under `OTHERS`.
+    State under other keys (MADGRAD's count) is under `OTHERS`.
     """
     named: dict[str, dict[str, Any]] = {}
     for key, entry in cast("dict[Any, Any]", optimizer.state).items():
@@ -436,8 +411,8 @@ def named_state(
 
 
 def owned_names(optimizer: Optimizer, skeleton: Skeleton) -> list[str]:
-    """Return the parameters that an optimizer has: those that are, or may be, trained."""
-    owned = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    """Return the names of the parameters that an optimizer has."""
+    owned = set(map(id, _all_params(optimizer)))
     metas = skeleton.module.named_parameters()
     return [name for name, meta in metas if id(meta) in owned]
 
@@ -448,27 +423,26 @@ def trained_names(
     optimizer: Optimizer,
     skeleton: Skeleton,
 ) -> set[str]:
-    """Return the names of the parameters of which a predicate is true.
+    """Return the names of the parameters for which a predicate is true.
 
     Raises:
-        OptimizerError: the optimizer lacks one of them.
-        ModelError: there are none.
+        OptimizerError: the optimizer lacks such a parameter.
+        ModelError: there is no such parameter.
     """
-    if not callable(predicate):
-        msg = (
-            f"with_trainable({predicate!r}): expected a function of (name, parameter) that"
-            " says whether it is trained."
-        )
-        raise ArgumentError(msg)
-    error = call_mismatch(predicate, "", None)
+    error = (
+        call_mismatch(predicate, "", None) if callable(predicate) else "not callable"
+    )
     if error is not None:
-        msg = f"with_trainable({predicate!r}): it is called as predicate(name, parameter): {error}."
+        msg = (
+            f"with_trainable({predicate!r}): expected a function, called as"
+            f" predicate(name, parameter): {error}."
+        )
         raise ArgumentError(msg)
     wanted = {name for name, param in params.items() if predicate(name, param)}
     if not wanted:
         msg = (
             f"with_trainable({predicate!r}): it is true of none of the {len(params)}"
-            f" parameters ({', '.join(list(params)[:3])}, ...), so nothing would be trained."
+            f" parameters ({', '.join(list(params)[:3])}, ...)."
         )
         raise ModelError(msg)
     owned = owned_names(optimizer, skeleton)
@@ -476,16 +450,15 @@ def trained_names(
     if lacking:
         msg = (
             f"with_trainable({predicate!r}): {type(optimizer).__name__} lacks"
-            f" {len(lacking)} parameters that would be trained: {', '.join(lacking[:5])}."
-            " They were frozen when the state was created. Create it with them trained,"
-            " then freeze them with with_trainable."
+            f" {len(lacking)} parameters, which were frozen when the state was created:"
+            f" {', '.join(lacking[:5])}. Create it with them trained, then freeze them."
         )
         raise OptimizerError(msg)
     return wanted
 
 
 def group_key(index: int) -> str:
-    """Return where what changes in a parameter group stands in `opt_state`."""
+    """Return the key in `opt_state` for the changing numbers of a parameter group."""
     return f"<group {index}>"
 
 
@@ -510,28 +483,33 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
 def scratch_of(prototype: Optimizer) -> Any:
     """Return an optimizer of the same groups, for a scheduler to set their options.
 
-    Its parameters have no values, and its state is not there to be read. Options that are
-    tensors are on the CPU, where reading one waits for no device.
+    Its parameters have no values, and reading its state raises an error. Options that are
+    tensors are on the CPU, so reading one waits for no device.
     """
-    memo: dict[int, Any] = {}
-    for param in (
-        param for group in prototype.param_groups for param in group["params"]
-    ):
-        memo[id(param)] = nn.Parameter(
-            torch.empty_like(param, device="meta"), param.requires_grad
-        )
-        memo[id(param)].grad = torch.empty_like(memo[id(param)])
-    made = rebuilt(prototype, memo)
-    for group in made.param_groups:
+    memo = _meta_params(prototype)
+    for param in memo.values():
+        param.grad = torch.empty_like(param)
+    optimizer = rebuilt(prototype, cast("Any", memo))
+    for group in optimizer.param_groups:
         for key in group.keys() - STRUCTURE:
             if isinstance(group[key], torch.Tensor):
                 group[key] = group[key].detach().cpu()
-    made.state = cast("Any", _Unread())
-    return made
+    optimizer.state = cast("Any", _UnreadableState())
+    return optimizer
+
+
+def _meta_params(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Create parameters without values in place of an optimizer's, by their ids."""
+    return {
+        id(param): nn.Parameter(
+            torch.empty_like(param, device="meta"), param.requires_grad
+        )
+        for param in _all_params(optimizer)
+    }
 
 
 def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, Any]]:
-    """Return what torch's optimizers keep of each parameter, as tensors without values.
+    """Return the state that torch's optimizers have for each parameter, without values.
 
     Entries of other optimizers are missing, because their steps may do anything.
 
@@ -551,7 +529,7 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
                 alike.setdefault((i, param.shape, param.dtype), []).append(param)
             group["params"] = [some[0] for key, some in alike.items() if key[0] == i]
             group.update(dict.fromkeys(_KERNELS & group.keys(), False))
-        # entries come before any kernel, and some kernels know no tensors without values
+        # torch makes entries before any kernel, and some kernels reject meta tensors
         with suppress(NotImplementedError, RuntimeError), torch.no_grad():
             bare_step(part)()
         for some in alike.values():
@@ -560,21 +538,21 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
     return entries
 
 
-class _Unread:
-    """The state of an optimizer that a scheduler cannot read: it would be another's."""
+class _UnreadableState:
+    """The state of an optimizer for a scheduler, which cannot read it."""
 
     def __getitem__(self, key: object) -> Any:
-        """Refuse."""
+        """Raise an error."""
         msg = "it reads the state of the optimizer, which a schedule does not have"
         raise ArgumentError(msg)
 
 
 def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
-    """Return an optimizer's class; of several, each with what tells its parameters.
+    """Return an optimizer's class, or the classes of its parts with hashes of their parameters.
 
     Args:
-        optimizer: of a state.
-        names: of its parameters, by their ids.
+        optimizer: the optimizer of a state.
+        names: names of its parameters, by their ids.
     """
     if isinstance(optimizer, Partitioned):
         parts = [
@@ -586,53 +564,59 @@ def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _share(part: Optimizer, names: Mapping[int, str]) -> str:
-    owned = [
-        names[id(param)] for group in part.param_groups for param in group["params"]
-    ]
+    owned = [names[id(param)] for param in _all_params(part)]
     listed = zlib.crc32("\n".join(sorted(owned)).encode())
     return f" of {len(owned)} parameters ({listed:08x})"
 
 
-def _check_takes(factory: Any, trainable: object) -> None:
-    """Refuse a factory that does not take what it is called with."""
+def _check_factory(factory: Any, trainable: object) -> None:
+    """Raise unless a factory takes a list of named parameters."""
+    if isinstance(factory, (list, tuple, dict)):
+        kind = type(cast("object", factory)).__name__
+        msg = (
+            f"optimizer={kind}: expected a torch optimizer, or {_FACTORY}. Several optimizers"
+            " are one: af.partition((predicate, factory), ...)."
+        )
+        raise OptimizerError(msg)
+    if not callable(factory):
+        msg = f"optimizer={factory!r}: expected a torch optimizer, or {_FACTORY}."
+        raise OptimizerError(msg)
     error = call_mismatch(factory, trainable)
     if error is not None:
         msg = (
             f"optimizer={factory!r}: expected a factory that takes a list of (name,"
-            " parameter), such as functools.partial(torch.optim.AdamW, lr=3e-4); this one:"
-            f" {error}."
+            f" parameter): {error}. Write {_FACTORY}."
         )
         raise OptimizerError(msg) from error
 
 
 def _refuse_scheduler(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose rate torch's scheduler sets, which a copy would not see."""
+    """Raise if an optimizer has a torch scheduler, which would not set the rate of a copy."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         msg = (
-            f"The {type(optimizer).__name__} has a torch scheduler, which would set the"
-            " rate of an optimizer that trains no more. Give TrainState.create"
+            f"The {type(optimizer).__name__} has a torch scheduler. Give TrainState.create"
             " schedule=af.schedules.from_torch(...), and an optimizer without one."
         )
         raise OptimizerError(msg)
 
 
 def _refuse_inner(optimizer: Optimizer) -> None:
-    """Refuse an optimizer around another, whose state would be in no copy nor checkpoint."""
+    """Raise for an optimizer around another: no copy or checkpoint would have its state."""
     for name, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             msg = (
-                f"{type(optimizer).__name__} keeps another optimizer, {name}, whose state is"
-                " not in its own: no copy or checkpoint of the training would have it. Give"
-                " one that is not wrapped; for several side by side, use af.partition."
+                f"{type(optimizer).__name__} keeps another optimizer, {name}, so no copy or"
+                " checkpoint would have the state of that one. Give an optimizer that is not"
+                " wrapped; for several optimizers, use af.partition."
             )
             raise OptimizerError(msg)
 
 
 def _refuse_wrappers(optimizer: Optimizer) -> None:
-    """Refuse torchao's optimizers of 8 and 4 bits before they train for long."""
+    """Raise for torchao's optimizers of 8 and 4 bits before they train for long."""
     kind = type(optimizer)
     makes = getattr(kind, "_subclass_zeros", None)
-    # the base class of torchao's optimizers only says that others make such tensors
+    # the method of torchao's base class is abstract
     if makes is not None and not makes.__qualname__.startswith("_AdamBase."):
         raise OptimizerError(wrapper_error(kind.__name__))
 
@@ -640,13 +624,13 @@ def _refuse_wrappers(optimizer: Optimizer) -> None:
 def wrapper_error(kind: str) -> str:
     """Return the error of an optimizer with a state of wrapper tensors."""
     return (
-        f"{kind} keeps its state in a tensor class whose values no checkpoint can hold. Use one"
-        " with plain tensors: torch.optim.AdamW, or bitsandbytes.optim.AdamW8bit for 8 bits."
+        f"{kind} keeps its state in a tensor class that no checkpoint can hold. Use"
+        " torch.optim.AdamW, or bitsandbytes.optim.AdamW8bit for 8 bits."
     )
 
 
 def _check_rates(optimizer: Optimizer) -> None:
-    """Refuse a rate after which a parameter would be no number; torch takes it for above 0."""
+    """Raise for an infinite learning rate or NaN, which torch accepts."""
     for i, group in enumerate(optimizer.param_groups):
         rate: Any = group.get("lr")
         is_here = isinstance(rate, float) or (
@@ -654,42 +638,34 @@ def _check_rates(optimizer: Optimizer) -> None:
         )
         if is_here and not math.isfinite(rate):
             msg = (
-                f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}. Parameters"
-                " would be no numbers after the first update; give a finite rate."
+                f"{type(optimizer).__name__}: lr={float(rate)} in parameter group {i}; give a"
+                " finite rate."
             )
             raise OptimizerError(msg)
 
 
 def _refuse_closure(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that calls the loss itself: by its signature, or when tried.
+    """Raise for an optimizer that calls the loss in its step, by its signature or a trial.
 
-    It is tried without gradients, on a copy over what stands for the parameters.
+    The trial is a step without gradients, on a copy over meta parameters.
     """
-    kind = type(optimizer).__name__
     msg = (
-        f"{kind} calls the loss from inside its step (a required closure), but gradients"
-        " are taken before it. Use an optimizer that takes gradients."
+        f"{type(optimizer).__name__} calls the loss from inside its step (a required closure),"
+        " but gradients are taken before it. Use an optimizer that takes gradients."
     )
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise OptimizerError(msg)
     if type(optimizer).__module__.startswith("torch."):
         return
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(
-            torch.empty_like(param, device="meta"), param.requires_grad
-        )
-        for group in optimizer.param_groups
-        for param in group["params"]
-    }
-    trial = rebuilt(optimizer, memo)
+    trial = rebuilt(optimizer, cast("Any", _meta_params(optimizer)))
     trial._optimizer_step_pre_hooks.clear()  # pyright: ignore[reportPrivateUsage]
     trial._optimizer_step_post_hooks.clear()  # pyright: ignore[reportPrivateUsage]
     try:
         bare_step(trial)()
     except Exception as error:
-        told = str(error)
-        if "closure" in told or "'NoneType' object is not callable" in told:
+        text = str(error)
+        if "closure" in text or "'NoneType' object is not callable" in text:
             raise OptimizerError(msg) from error
 
 
@@ -700,23 +676,17 @@ def _check_owned(
     *,
     given_ready: bool,
 ) -> None:
-    owned = [param for group in optimizer.param_groups for param in group["params"]]
-    strangers = [tuple(param.shape) for param in owned if id(param) not in names]
-    if strangers:
-        why = (
-            " A ready optimizer goes with the very model instance whose parameters it"
-            " was given, on the device of its world; with a model factory, give an optimizer"
-            " factory."
-            if given_ready
-            else ""
-        )
+    owned = _all_params(optimizer)
+    others = [tuple(param.shape) for param in owned if id(param) not in names]
+    if others:
+        why = " Pass the model instance with these parameters, or an optimizer factory."
         msg = (
-            f"{type(optimizer).__name__} holds {len(strangers)} parameters that are not"
-            f" the model's (shapes {strangers[:5]}).{why}"
+            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the"
+            f" model's (shapes {others[:5]}).{why if given_ready else ''}"
         )
         raise OptimizerError(msg)
-    have = {id(param) for param in owned}
-    missing = [name for name, param in trainable if id(param) not in have]
+    known = set(map(id, owned))
+    missing = [name for name, param in trainable if id(param) not in known]
     if missing:
         msg = (
             f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters:"
@@ -726,12 +696,10 @@ def _check_owned(
         raise OptimizerError(msg)
 
 
-# Where an optimizer reads what it keeps of a parameter: its counts on the host, all else
-# there.
+# The device of an optimizer's state: counts on the host, all else with the parameter.
 #
-# torch's optimizers count the updates of each parameter in a tensor, out of which they work
-# numbers. On a device each would be waited for; so it is on the host, unless a kernel reads
-# it there.
+# torch's optimizers count the updates of each parameter in a tensor, and compute numbers from
+# it. Each would wait for a device. So the count is on the host, unless a kernel reads it.
 
 
 def is_count(key: str, value: torch.Tensor) -> bool:
@@ -745,13 +713,13 @@ def place_opt_state(
     optimizer: Optimizer,
     module: nn.Module,
 ) -> dict[str, dict[str, Any]]:
-    """Return what an optimizer keeps of parameters where it would have made it.
+    """Return an optimizer's state on the devices where the optimizer would have created it.
 
     Args:
-        opt_state: by name of the parameter; what is of none stays where it is, as parts do.
-        params: where they are.
-        optimizer: of the definition.
-        module: its parameters are those of the optimizer.
+        opt_state: the state by parameter name; other entries and shards stay where they are.
+        params: the parameters, on their devices.
+        optimizer: the prototype of the definition.
+        module: the module with the prototype's parameters.
     """
     names = {id(meta): name for name, meta in module.named_parameters()}
     counted_there = {
@@ -774,10 +742,10 @@ def place_opt_state(
     }
 
 
-# The optimizers of the package lomo-optim, which update parameters from hooks of their own.
+# The optimizers of the package lomo-optim, which update parameters from their own hooks.
 #
-# Theirs run in the backward pass before gradients are divided or cross the ranks. Here the
-# package's update of one parameter is called when its gradient is complete.
+# These hooks run in the backward pass before gradients are divided or cross the ranks. accelfn
+# calls the package's update of one parameter when its gradient is complete.
 
 
 _OURS = {
@@ -789,22 +757,22 @@ _MOMENTS = {1: ("exp_avg_sq",), 2: ("exp_avg_sq_row", "exp_avg_sq_col")}
 
 
 class _Model:
-    """What the package takes for a model: the one parameter that is to be updated."""
+    """A stand-in for the package's model, with the one parameter to update."""
 
     def __init__(self) -> None:
         self.named: NamedParameters = []
 
     def named_parameters(self) -> NamedParameters:
-        """Return the parameter; none while the package would hang hooks on it."""
+        """Return the parameter, or none while the package adds hooks."""
         return self.named
 
     def parameters(self) -> list[torch.Tensor]:
-        """Return something to make a torch optimizer of."""
+        """Return a tensor for the constructor of a torch optimizer."""
         return [torch.zeros(1)]
 
 
 class PerParameter(Optimizer):
-    """A torch optimizer whose step calls the package's update, parameter by parameter."""
+    """A torch optimizer that calls the package's update, parameter by parameter."""
 
     def __init__(
         self, named: NamedParameters, kind: type, options: dict[str, Any]
@@ -818,15 +786,14 @@ class PerParameter(Optimizer):
         for name, param in named:
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
-                    f"{kind.__name__} keeps moments of vectors and matrices, and {name!r} has"
-                    f" the shape {tuple(param.shape)}. Give it those, and the rest to another"
-                    " optimizer, with af.partition."
+                    f"{kind.__name__} keeps moments of vectors and matrices, but {name!r} has"
+                    f" the shape {tuple(param.shape)}. Use af.partition for the rest."
                 )
                 raise OptimizerError(msg)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update the parameters that have a gradient, and free that."""
+        """Update the parameters that have a gradient, and free the gradients."""
         del closure
         if self not in _inner_of:
             _inner_of[self] = _made_lomo(self.kind, self.options)
@@ -842,7 +809,7 @@ class PerParameter(Optimizer):
                     inner.grad_func(None)
 
     def _lend_moments(self, inner: Any, param: nn.Parameter) -> None:
-        """Let the package use moments that are kept, and saved, here."""
+        """Let the package use the moments in this optimizer's state."""
         entry, names = self.state[param], _MOMENTS[param.ndim]
         if not entry:
             entry["step"] = torch.zeros(())
@@ -854,7 +821,7 @@ class PerParameter(Optimizer):
             getattr(inner, name)[""] = entry[name]
 
 
-# not its attributes: a copy's would update the parameters of the first
+# not attributes, because a copy would update the parameters of the original
 _inner_of: "weakref.WeakKeyDictionary[PerParameter, tuple[Any, _Model]]"
 _inner_of = weakref.WeakKeyDictionary()
 
@@ -869,23 +836,23 @@ def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
     """Return a factory of an optimizer of the package lomo-optim, for `TrainState.create`.
 
-    With `af.optimizer_in_backward()` each gradient is freed as soon as it is complete, as
-    the package means it; without, it is an optimizer like any other. Schedules, ranks,
-    checkpoints and `af.partition` work as with torch's own.
+    With `af.optimizer_in_backward()` each gradient is freed as soon as it is complete, as the
+    package intends; without it, this is an optimizer like any other. Schedules, ranks,
+    checkpoints and `af.partition` work as with torch's optimizers.
 
     Acts on: nothing; it is part of the definition.
 
     Args:
         kind: `lomo_optim.Lomo` or `lomo_optim.AdaLomo`.
-        options: the package's own, but those that accelfn's transforms stand for.
+        options: the package's options, without those that a transform replaces.
 
-    Law: an update is the package's; `Lomo` is plain SGD in float32.
+    Law: an update equals the package's; `Lomo` is plain SGD in float32.
 
-    Cost: the package's update, a parameter at a time.
+    Cost: the package's update, one parameter at a time.
 
     Raises:
-        OptimizerError: an option that a transform stands for; or, when the state is
-            created, a parameter that `AdaLomo` keeps no moments of.
+        OptimizerError: a transform replaces the option; or, when the state is created,
+            `AdaLomo` has no moments for a parameter.
 
     References:
         Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
