@@ -179,6 +179,28 @@ def truth(*, within: str = "af.") -> Validator:
     return check
 
 
+def satisfies(is_valid: Callable[[Any], bool], expected: str) -> Validator:
+    """Return an attrs validator that calls `is_valid` with the value.
+
+    Args:
+        is_valid: returns whether a value is valid.
+        expected: the valid values, for the error.
+    """
+
+    def check(owner: object, field: Any, value: object) -> None:
+        if not is_valid(value):
+            call = f"af.{type(owner).__name__}({field.name}={value!r})"
+            msg = f"{call}: expected {expected}."
+            raise ArgumentError(msg)
+
+    return check
+
+
+def one_of(*choices: object) -> Any:
+    """Return an attrs validator for one of some values."""
+    return satisfies(lambda value: value in choices, " or ".join(map(repr, choices)))
+
+
 def option(default: Any, validator: Validator | None = None, **more: Any) -> Any:
     """Return an attrs field for a keyword-only option; `more` goes to `attrs.field`."""
     return attrs.field(default=default, validator=validator, kw_only=True, **more)
@@ -186,14 +208,10 @@ def option(default: Any, validator: Validator | None = None, **more: Any) -> Any
 
 def mebibytes() -> Validator:
     """Return an attrs validator for a transform's size in MiB."""
-
-    def check(owner: object, field: Any, value: object) -> None:
-        if not is_number(value) or not 0 < value < math.inf:
-            call = f"af.{type(owner).__name__}"
-            msg = f"{call}({field.name}={value!r}): expected a positive number of MiB."
-            raise ArgumentError(msg)
-
-    return check
+    return satisfies(
+        lambda value: is_number(value) and 0 < value < math.inf,
+        "a positive number of MiB",
+    )
 
 
 def as_path(call: str, value: object, what: str) -> Path:

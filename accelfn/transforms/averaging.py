@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_number
+from accelfn.base.arguments import is_number, satisfies
 from accelfn.definition.transform import transform
-from accelfn.errors import ArgumentError, OptimizerError
+from accelfn.errors import OptimizerError
 from accelfn.model.optimizer import Hyper, parts_of
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
@@ -20,10 +20,10 @@ from accelfn.state.update import Update
 Params: TypeAlias = dict[str, torch.Tensor]
 
 
-def _is_decay(_owner: object, _field: object, value: Any) -> None:
-    if not is_number(value) or not 0 <= value <= 1:
-        msg = f"af.ema({value!r}): expected a decay between 0 and 1, such as 0.999."
-        raise ArgumentError(msg)
+_is_decay = satisfies(
+    lambda value: is_number(value) and 0 <= value <= 1,
+    "a decay between 0 and 1, such as 0.999",
+)
 
 
 @transform

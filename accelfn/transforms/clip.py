@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_number, truth
+from accelfn.base.arguments import is_number, satisfies, truth
 from accelfn.base.tree import computes_on, is_shard, local
 from accelfn.definition.transform import transform
-from accelfn.errors import ArgumentError, GradsError, OptimizerError
+from accelfn.errors import GradsError, OptimizerError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
@@ -23,13 +23,9 @@ _FEW = 256
 """Number of tensors whose norms are computed together."""
 
 
-def _is_positive(owner: object, field: Any, value: Any) -> None:
-    if not is_number(value) or not value > 0:
-        msg = (
-            f"af.{type(owner).__name__}({field.name}={value!r}): expected a number"
-            " above 0."
-        )
-        raise ArgumentError(msg)
+_is_positive = satisfies(
+    lambda value: is_number(value) and value > 0, "a number above 0"
+)
 
 
 @transform

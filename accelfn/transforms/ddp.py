@@ -8,7 +8,16 @@ import attrs
 import torch
 from torch import nn
 
-from accelfn.base.arguments import advise, integer, is_integer, is_number, option, truth
+from accelfn.base.arguments import (
+    advise,
+    integer,
+    is_integer,
+    is_number,
+    one_of,
+    option,
+    satisfies,
+    truth,
+)
 from accelfn.collectives import check_values
 from accelfn.data import Plan
 from accelfn.definition.transform import transform
@@ -27,19 +36,15 @@ _FIRST_BUCKET_MB = 1
 """torch's default. torch.compile splits graphs at buckets of at least this size."""
 
 
-def _is_positive(_owner: object, field: Any, value: Any) -> None:
-    if value is not None and not (is_number(value) and value > 0):
-        msg = f"af.wrap_ddp({field.name}={value!r}): expected a positive number of MiB."
-        raise ArgumentError(msg)
-
-
-def _is_axis(_owner: object, _field: object, value: object) -> None:
-    if value is not None and value not in BATCH:
-        msg = (
-            f"af.wrap_ddp(within={value!r}): expected an axis of the world along which ranks"
-            f" have samples of their own, {' or '.join(map(repr, BATCH))}."
-        )
-        raise ArgumentError(msg)
+_is_positive = satisfies(
+    lambda value: value is None or (is_number(value) and value > 0),
+    "a positive number of MiB",
+)
+_is_axis = satisfies(
+    lambda value: value is None or value in BATCH,
+    "an axis along which ranks have different samples,"
+    f" {' or '.join(map(repr, BATCH))}",
+)
 
 
 @transform
@@ -182,16 +187,6 @@ _DEFAULTS: Mapping[str, float] = {
 }
 
 
-def _is_method(_owner: object, _field: object, value: object) -> None:
-    known = (*_DTYPES, _POWERSGD)
-    if value not in known:
-        msg = (
-            f"af.compress({value!r}): unknown method; expected one of"
-            f" {', '.join(map(repr, known))}."
-        )
-        raise ArgumentError(msg)
-
-
 def _of_powersgd(least: float) -> Any:
     """Return an option of PowerSGD, a number of at least `least`."""
 
@@ -264,7 +259,7 @@ class compress:
         "buckets": "is about gradients that af.wrap_ddp() reduces, which the setup lacks. Put"
         " af.wrap_ddp() into the chain, or leave it out."
     }
-    method: str = attrs.field(validator=_is_method)
+    method: str = attrs.field(validator=one_of(*_DTYPES, _POWERSGD))
     matrix_approximation_rank: int | None = _of_powersgd(1)
     start_powerSGD_iter: int | None = _of_powersgd(0)  # noqa: N815 - torch's name
     min_compression_rate: float | None = _of_powersgd(0)

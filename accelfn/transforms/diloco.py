@@ -11,7 +11,14 @@ import torch
 from torch import nn
 
 from accelfn.base import tree
-from accelfn.base.arguments import Number, integer, is_number, mebibytes
+from accelfn.base.arguments import (
+    Number,
+    integer,
+    is_number,
+    mebibytes,
+    one_of,
+    satisfies,
+)
 from accelfn.base.devices import is_positive
 from accelfn.base.tree import Pending, cut_axes, is_shard, local, with_local
 from accelfn.collectives import average_, start_reduce
@@ -390,29 +397,16 @@ Slot: TypeAlias = dict[str, Any]
 _LABEL = "diloco"
 
 
-def _is_factory(_owner: object, _field: object, value: object) -> None:
-    made = isinstance(value, torch.optim.Optimizer)
-    if value is not None and (made or not callable(value)):
-        msg = (
-            f"af.diloco(outer={value!r}): expected what makes a torch optimizer of parameters,"
-            " such as functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_share(_owner: object, _field: object, value: Any) -> None:
-    if not is_number(value) or not 0 <= value < 1:
-        msg = f"af.diloco(mix={value!r}): expected a number from 0, less than 1."
-        raise ArgumentError(msg)
-
-
-def _are_bits(_owner: object, _field: object, value: object) -> None:
-    if isinstance(value, bool) or value not in (32, 16, 8, 4):
-        msg = (
-            f"af.diloco(bits={value!r}): expected 16, 8 or 4, or 32, which sends numbers as"
-            " they are."
-        )
-        raise ArgumentError(msg)
+_is_factory = satisfies(
+    lambda value: (
+        value is None
+        or (callable(value) and not isinstance(value, torch.optim.Optimizer))
+    ),
+    "a factory of a torch optimizer, such as functools.partial(torch.optim.SGD, lr=0.7)",
+)
+_is_share = satisfies(
+    lambda value: is_number(value) and 0 <= value < 1, "a number from 0, less than 1"
+)
 
 
 @transform
@@ -501,7 +495,7 @@ class diloco:
     )
     mix: float = attrs.field(default=0.0, validator=_is_share, kw_only=True)
     bits: Literal[32, 16, 8, 4] = attrs.field(
-        default=32, validator=_are_bits, kw_only=True
+        default=32, validator=one_of(32, 16, 8, 4), kw_only=True
     )
     bucket_cap_mb: float = attrs.field(
         default=25.0, validator=mebibytes(), kw_only=True

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelfn.base.arguments import option, truth
+from accelfn.base.arguments import one_of, option, satisfies, truth
 from accelfn.definition.layout import by_rows
 from accelfn.definition.transform import facts_of, transform
 from accelfn.engine.engine import Engine, build_engine
 from accelfn.engine.fsdp import check_units, units_of
 from accelfn.engine.modules import Regions, are_regions
 from accelfn.engine.optimizer import check_elements
-from accelfn.errors import ArgumentError, CompositionError, WorldError
+from accelfn.errors import CompositionError, WorldError
 from accelfn.state.state import TrainState
 from accelfn.world import World
 from accelfn.world.axes import fold_cp
@@ -30,21 +30,12 @@ def _are_units(_owner: object, _field: object, value: object) -> None:
     are_regions(f"af.wrap_fsdp(units={value!r})", value)
 
 
-def _is_dtype(_owner: object, field: Any, value: object) -> None:
-    if value is not None and not (
-        isinstance(value, torch.dtype) and value.is_floating_point
-    ):
-        msg = (
-            f"af.wrap_fsdp({field.name}={value!r}): expected a dtype of real numbers, such"
-            " as torch.bfloat16, or None for the parameters' own."
-        )
-        raise ArgumentError(msg)
-
-
-def _is_way(_owner: object, field: Any, value: object) -> None:
-    if value not in ("whole", "sharded"):
-        msg = f'af.wrap_fsdp({field.name}={value!r}): expected "whole" or "sharded".'
-        raise ArgumentError(msg)
+_is_dtype = satisfies(
+    lambda value: (
+        value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+    ),
+    "a dtype of real numbers, such as torch.bfloat16, or None for the parameters' own",
+)
 
 
 @transform
@@ -150,7 +141,9 @@ class wrap_fsdp:
     reshard_after_forward: bool = option(default=True, validator=truth())
     gather_dtype: torch.dtype | None = option(None, _is_dtype)
     reduce_dtype: torch.dtype | None = option(None, _is_dtype)
-    accumulate: Literal["whole", "sharded"] = option("whole", _is_way)
+    accumulate: Literal["whole", "sharded"] = option(
+        "whole", one_of("whole", "sharded")
+    )
     find_unused_parameters: bool = option(default=False, validator=truth())
     cpu_offload: bool = option(default=False, validator=truth())
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import attrs
 import torch
 
-from accelfn.base.arguments import integer, is_number
+from accelfn.base.arguments import integer, is_number, one_of, satisfies
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.model.optimizer import Hyper
@@ -18,33 +18,19 @@ from accelfn.state.update import Update
 Slot: TypeAlias = dict[str, Any]
 
 
-def _is_factor(_owner: object, _field: object, value: Any) -> None:
-    if not is_number(value) or not 0 <= value < 1:
-        msg = f"af.plateau({value!r}): expected a factor of at least 0 and below 1."
-        raise ArgumentError(msg)
-
-
-def _is_size(_owner: object, field: Any, value: Any) -> None:
-    if not is_number(value) or not 0 <= value < math.inf:
-        msg = (
-            f"af.plateau({field.name}={value!r}): expected a finite number, 0 or more."
-        )
-        raise ArgumentError(msg)
+_is_factor = satisfies(
+    lambda value: is_number(value) and 0 <= value < 1,
+    "a factor of at least 0 and below 1",
+)
+_is_size = satisfies(
+    lambda value: is_number(value) and 0 <= value < math.inf,
+    "a finite number, 0 or more",
+)
 
 
 def _are_rates(owner: object, field: Any, value: Any) -> None:
     for rate in value if isinstance(value, tuple) else [value]:
         _is_size(owner, field, rate)
-
-
-def _one_of(*words: str) -> Any:
-    def check(_owner: object, field: Any, value: Any) -> None:
-        if value not in words:
-            known = " or ".join(map(repr, words))
-            msg = f"af.plateau({field.name}={value!r}): expected {known}."
-            raise ArgumentError(msg)
-
-    return check
 
 
 def _frozen(value: Any) -> Any:
@@ -91,14 +77,14 @@ class plateau:
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     factor: float = attrs.field(default=0.1, validator=_is_factor)
     mode: Literal["min", "max"] = attrs.field(
-        default="min", validator=_one_of("min", "max")
+        default="min", validator=one_of("min", "max")
     )
     patience: int = attrs.field(
         default=10, validator=integer(0, "a number of observed values")
     )
     threshold: float = attrs.field(default=1e-4, validator=_is_size)
     threshold_mode: Literal["rel", "abs"] = attrs.field(
-        default="rel", validator=_one_of("rel", "abs")
+        default="rel", validator=one_of("rel", "abs")
     )
     cooldown: int = attrs.field(
         default=0, validator=integer(0, "a number of observed values")

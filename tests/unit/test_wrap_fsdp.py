@@ -301,7 +301,7 @@ def test_copies_that_train_apart_are_counted_by_axes():
         ({"units": "blocks"}, "expected a class of modules"),
         ({"gather_dtype": "bf16"}, "expected a dtype of real numbers"),
         ({"reduce_dtype": torch.int32}, "expected a dtype of real numbers"),
-        ({"accumulate": "parts"}, 'expected "whole" or "sharded"'),
+        ({"accumulate": "parts"}, "expected 'whole' or 'sharded'"),
         ({"reshard_after_forward": 1}, "expected True or False"),
     ],
 )
