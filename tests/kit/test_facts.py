@@ -177,8 +177,14 @@ def test_other_entries_of_such_a_slot_must_agree() -> None:
         ({"without": "grads"}, "without is 'grads'"),
         ({"tells": {"by_rank": "rest"}}, "expected a tuple of names"),
         ({"refuses": {"grads": True}}, "expected a sentence"),
-        ({"tells": {}, "__annotations__": {"tells": dict}}, "cannot be an option"),
-        ({"module": "x", "__annotations__": {"module": str}}, "cannot be an option"),
+        (
+            {"tells": {}, "__annotations__": {"tells": dict}},
+            "an option cannot have this name",
+        ),
+        (
+            {"module": "x", "__annotations__": {"module": str}},
+            "an option cannot have this name",
+        ),
     ],
 )
 def test_a_misspelt_fact_is_refused(body: dict[str, Any], said: str) -> None:

@@ -270,7 +270,7 @@ def some(named):
 @pytest.mark.parametrize(
     ("parts", "why"),
     [
-        (((is_matrix, MUON),), r"no part takes 2 .*0\.bias, 2\.bias.*the rest"),
+        (((is_matrix, MUON),), r"no part takes 2 .*0\.bias, 2\.bias.*factory"),
         (((..., MUON),), "2D"),
         (((lambda *_: True, ADAMW), (..., ADAMW)), r"part 1 gets none .*0\.weight"),
         (((lambda *_: None, ADAMW), (..., ADAMW)), "part 0 gets none"),

@@ -249,7 +249,9 @@ def test_a_transform_keeps_its_options():
     with pytest.raises(af.RecordError, match=r"whose decay is not set.*its slot"):
         af.ema(0.5).decay = 0.9
     body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
-    with pytest.raises(af.ArgumentError, match=r"Scaled has an __init__.*scale: float"):
+    with pytest.raises(
+        af.ArgumentError, match=r"Scaled must not have an __init__.*scale: float"
+    ):
         af.transform(type("Scaled", (), body))
 
 
