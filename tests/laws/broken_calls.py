@@ -146,11 +146,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def created(
-    setup: str,
-    optimizer: str,
-    world: af.World | None = None,
-    *,
-    by_one: bool = False,
+    setup: str, optimizer: str, world: af.World | None = None, *, by_one: bool = False
 ) -> af.TrainState:
     return af.TrainState.create(
         model=Net,

@@ -42,10 +42,7 @@ def ring_pipeline(world: af.World, n: int) -> None:
     size, rank = world.size, world.rank
     for _ in range(size):
         exchanged(
-            world,
-            rank + 1 if rank + 1 < size else None,
-            n,
-            rank - 1 if rank else None,
+            world, rank + 1 if rank + 1 < size else None, n, rank - 1 if rank else None
         )
 
 

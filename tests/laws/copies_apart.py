@@ -147,11 +147,7 @@ def gone_on(
     return run_by(*by_hand), run_by(first, second)
 
 
-every = st.builds(
-    af.local_sgd,
-    sync_every=st.integers(1, 3),
-    opt_state=st.booleans(),
-)
+every = st.builds(af.local_sgd, sync_every=st.integers(1, 3), opt_state=st.booleans())
 outer = st.builds(
     af.diloco,
     sync_every=st.just(3),

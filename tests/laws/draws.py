@@ -170,9 +170,7 @@ def _between(place: Place, world: af.World) -> Draws:
     return noted[2 * place.micro_batch + place.call]
 
 
-def in_evaluation(
-    looks: Callable[..., Any],
-) -> Callable[[Place, af.World], Draws]:
+def in_evaluation(looks: Callable[..., Any]) -> Callable[[Place, af.World], Draws]:
     def draw(place: Place, world: af.World) -> Draws:
         noted: list[Draws] = []
 
@@ -537,10 +535,7 @@ ROWS = [
         at="data.order._draw_indices",
     ),
     Row(
-        name="what knows data again",
-        draws=probed,
-        apart="",
-        at="data.epoch.sample_at",
+        name="what knows data again", draws=probed, apart="", at="data.epoch.sample_at"
     ),
     Row(
         name="a simulated rank",

@@ -255,10 +255,7 @@ def main(count: int) -> dict[str, dict[str, int]]:
         else:
             found[kind] = alone(kind, count)
     return {
-        kind: {
-            "interrupts": len(told),
-            **{word: told.count(word) for word in WORDS},
-        }
+        kind: {"interrupts": len(told), **{word: told.count(word) for word in WORDS}}
         for kind, told in found.items()
     }
 

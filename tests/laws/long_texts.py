@@ -23,12 +23,7 @@ class Attending(nn.Module):
     """Attention, added to what comes in."""
 
     def __init__(
-        self,
-        heads: int,
-        shared_by: int,
-        mask: str,
-        scale: float | None,
-        dropped: float,
+        self, heads: int, shared_by: int, mask: str, scale: float | None, dropped: float
     ) -> None:
         super().__init__()
         width = heads * FEATURES

@@ -32,11 +32,7 @@ FEW = {"blocks.0.up": "column", "blocks.0.down": "row"}
 """How one pair of layers is."""
 SCORES = {**PLAN, "head": "vocabulary"}
 """All of it, and no rank has the scores of all letters."""
-SEQUENCE = {
-    **SCORES,
-    "places": "scattered",
-    "blocks.*.norm": "sequence",
-}
+SEQUENCE = {**SCORES, "places": "scattered", "blocks.*.norm": "sequence"}
 """All of it, and sequences between the layers."""
 
 

@@ -19,11 +19,7 @@ Setter = tuple[str, Any, float]
 KINDS: dict[str, tuple[Any, dict[str, list[Any]]]] = {
     "SGD": (
         partial(torch.optim.SGD, lr=0.05),
-        {
-            "momentum": [0, 0.5],
-            "nesterov": [False, True],
-            "dampening": [0, 0.25],
-        },
+        {"momentum": [0, 0.5], "nesterov": [False, True], "dampening": [0, 0.25]},
     ),
     "Adam": (
         partial(torch.optim.Adam, lr=0.05, eps=1e-3),

@@ -192,8 +192,7 @@ def in_common(one: Any, two: Any) -> int:
 def undisturbed(size: int, setup: str, updates: int) -> tuple[Any, ...]:
     """Return each rank's state of two updates later, where nobody looks."""
     return simulate(
-        size,
-        lambda world: values(Scene.of(world, setup, updates=updates).trained(2)),
+        size, lambda world: values(Scene.of(world, setup, updates=updates).trained(2))
     ).results
 
 

@@ -153,7 +153,7 @@ def test_a_block_may_be_causal(call: Call, features: int | None) -> None:
 
 
 @pytest.mark.parametrize("features", [None, 4])
-def test_who_sees_nothing_gets_nothing(features: int | None) -> None:
+def test_who_sees_nothing_gets_nothing(features):
     """In no block: zeros, and gradients of zero, as torch has it."""
     call = Call((1, 1, 2, 3), 1, features, None, (1, 1), torch.float64, 0)
     query, key, value, _, upstream = call.drawn()

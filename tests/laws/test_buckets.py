@@ -41,7 +41,7 @@ def test_buckets_are_sorted_windows(
         assert short in ([], batches[-1:])
 
 
-def test_batches_of_a_window_come_in_any_order() -> None:
+def test_batches_of_a_window_come_in_any_order():
     """Every order of a window's batches comes about equally often; samples move between."""
     data = numbers(6, af.orders.bucketed([1, 1, 5, 5, 9, 9]), batch_size=2)
     lengths = [0, 0, 1, 1, 2, 2]
@@ -88,7 +88,7 @@ def test_budgets_are_kept_and_used(
     assert all(cost(batch) <= limit for batch in found)
 
 
-def test_batches_of_a_budget_come_in_any_order() -> None:
+def test_batches_of_a_budget_come_in_any_order():
     """In each epoch another order of batches is drawn, but for the last one's place."""
     costs = [5, 6, 7, 8]
     order, budget = af.orders.bucketed(costs), af.budget(costs, limit=8)

@@ -94,7 +94,7 @@ def test_memory_that_others_hold_is_copied(
     assert float(one.buffers["seen"][0]) == 1 + updates
 
 
-def test_what_nobody_else_holds_is_not_copied() -> None:
+def test_what_nobody_else_holds_is_not_copied():
     """L22: parameters of a model that is given away keep their memory."""
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     places = set(spans(dict(model.named_parameters())))
@@ -267,9 +267,7 @@ GIVEN: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     ),
     "lengths of samples": lambda: of_data(
         lambda given: af.Data(
-            range(8),
-            batch_size=2,
-            order=af.orders.bucketed(given.numpy(), window=8),
+            range(8), batch_size=2, order=af.orders.bucketed(given.numpy(), window=8)
         ),
         torch.arange(8),
     ),
@@ -289,7 +287,7 @@ GIVEN: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
 
 
 @pytest.mark.parametrize("what", GIVEN)
-def test_what_was_given_may_change(what: str) -> None:
+def test_what_was_given_may_change(what):
     """L22: what a record was made of is checked once, and is its own from then on."""
     held, made, look = GIVEN[what]()
     before = look()

@@ -200,10 +200,7 @@ def looked_at(world: af.World, means: list[float], n: int) -> tuple[float, Any]:
     data = af.Data(torch.arange(2.0 * n).reshape(n, 2), batch_size=3)
     setup = af.chain(af.shard_data(), af.wrap_ddp() if world.size > 1 else None)
     state = af.TrainState.create(
-        model=Norm,
-        optimizer=partial(torch.optim.SGD, lr=0.1),
-        setup=setup,
-        world=world,
+        model=Norm, optimizer=partial(torch.optim.SGD, lr=0.1), setup=setup, world=world
     )
     buffers = {name: each.clone() for name, each in state.buffers.items()}
     buffers["norm.running_mean"].fill_(means[world.rank])

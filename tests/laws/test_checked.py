@@ -63,7 +63,7 @@ def test_different_calls_are_told_on_all_ranks(names: list[str]) -> None:
         ("mean of a", "mean of b", "structure"),
     ],
 )
-def test_what_differs_is_named(one: str, other: str, what: str) -> None:
+def test_what_differs_is_named(one, other, what):
     """And nothing else is."""
     for told in simulate(2, lambda world: meet(world, [one, other])):
         assert f"calls of different {what}; none of them has.\n" in told

@@ -171,7 +171,7 @@ RECORDS = {
 
 @pytest.mark.parametrize("kind", RECORDS)
 @pytest.mark.parametrize("given", ["set", "changed"])
-def test_records_keep_every_field(kind: str, given: str) -> None:
+def test_records_keep_every_field(kind, given):
     """Those too that no argument of the record's class sets, whoever set them last."""
 
     def fn(world: af.World) -> tuple[str, str]:
@@ -355,7 +355,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_travel_is_refused(case: str) -> None:
+def test_what_cannot_travel_is_refused(case):
     """Before anything is sent, on the rank that gave it."""
     with pytest.raises(
         (af.ArgumentError, af.PlainDataError), match=r"af\.|value|leaf|flag|pickle=True"

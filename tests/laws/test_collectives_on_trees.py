@@ -352,7 +352,7 @@ def test_gathering_is_differentiated(size: int, rows: int, scalar: bool) -> None
     simulate(size, fn)
 
 
-def test_contrastive_losses_are_those_of_one_process() -> None:
+def test_contrastive_losses_are_those_of_one_process():
     """Under `wrap_ddp`, a loss over all ranks' embeddings trains as on one rank."""
     rows = torch.arange(1.0, 17.0, dtype=torch.float64).reshape(8, 2) / 16
 

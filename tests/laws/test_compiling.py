@@ -45,9 +45,7 @@ def gradients(loss: str) -> Any:
 
 def rows(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     draw = functools.partial(
-        torch.randn,
-        generator=torch.Generator().manual_seed(seed),
-        dtype=torch.float64,
+        torch.randn, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
     )
     return draw(count, IN), draw(count, OUT)
 

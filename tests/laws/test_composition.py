@@ -19,7 +19,7 @@ VALUES = [entry.transform for entry in CATALOG]
 by_name = pytest.mark.parametrize("value", VALUES, ids=lambda each: each.name)
 
 
-def test_catalog_is_complete() -> None:
+def test_catalog_is_complete():
     """Every public transform has an entry in the catalog."""
     assert public_transforms() == {type(value) for value in VALUES}
 
@@ -120,14 +120,11 @@ def test_values_flow_left_to_right(bounds: list[float], values: list[float]) -> 
     assert differences(expected, moved) == []
 
 
-def test_pairs_without_meaning_are_refused() -> None:
+def test_pairs_without_meaning_are_refused():
     """DDP beside local SGD, and a static graph beside accumulation, name both and why."""
     for pair, why in (
         ((af.wrap_ddp(), af.local_sgd(sync_every=2)), "never reduce"),
-        (
-            (af.check_replicas(every=2), af.local_sgd(sync_every=2)),
-            "differ on purpose",
-        ),
+        ((af.check_replicas(every=2), af.local_sgd(sync_every=2)), "differ on purpose"),
         (
             (af.accumulate(num_micro_batches=2), af.wrap_ddp(static_graph=True)),
             "several",
@@ -164,7 +161,7 @@ def test_slots_are_conserved(value: object, stack: tuple, updates: int) -> None:
     ids=lambda entry: entry.name,
 )
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_neutral_arguments_change_nothing(entry, optimizer: str) -> None:
+def test_neutral_arguments_change_nothing(entry, optimizer):
     """At its neutral argument a transform is the identity on params, bitwise."""
     plain = Run(n=11, batch_size=4, updates=4, optimizer=optimizer, dyadic=False)
     with_it = attrs.evolve(plain, setup=af.chain(entry.neutral))
@@ -180,7 +177,7 @@ def test_neutral_arguments_change_nothing(entry, optimizer: str) -> None:
     [(e.transform, other) for e in CATALOG for other in e.other.values()],
     ids=repr,
 )
-def test_every_option_is_observable(one: object, two: object) -> None:
+def test_every_option_is_observable(one, two):
     """Changing one option of a transform changes something of a run."""
     results = []
     for value in (one, two):

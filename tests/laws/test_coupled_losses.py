@@ -217,7 +217,7 @@ def test_ranks_that_go_together_couple_what_they_have(counts: list[list[int]]) -
         lambda x, world: af.all_to_all([x] * world.size, world),
     ],
 )
-def test_a_stand_in_that_would_count_is_refused_on_all_ranks(call: Any) -> None:
+def test_a_stand_in_that_would_count_is_refused_on_all_ranks(call):
     """A loss that does not ask which samples count names the ranks that have none."""
 
     def train(world: af.World) -> list[str]:
@@ -240,7 +240,7 @@ def test_a_stand_in_that_would_count_is_refused_on_all_ranks(call: Any) -> None:
         assert "sample_weight" in told
 
 
-def test_micro_batches_that_couple_are_warned_of() -> None:
+def test_micro_batches_that_couple_are_warned_of():
     """A gather in one of several micro-batches sees no other."""
 
     def train(world: af.World, parts: int) -> None:
@@ -266,7 +266,7 @@ class PassesOn:
         return passed
 
 
-def test_a_loss_knows_which_of_its_samples_count() -> None:
+def test_a_loss_knows_which_of_its_samples_count():
     """Under extras, counts, transforms and micro-batches, and for plain values."""
 
     def loss(model: Any, x: Any, extra: int, count: int, *, sample_weight: Any) -> Any:
@@ -290,7 +290,7 @@ def test_a_loss_knows_which_of_its_samples_count() -> None:
     assert sorted(seen) == [(5, 3, [0.0]), *[(5, 3, [1.0])] * 3]
 
 
-def test_predictions_of_all_samples_leave_out_stand_ins() -> None:
+def test_predictions_of_all_samples_leave_out_stand_ins():
     """What `predict` measures among all samples of a batch has no stand-in in it."""
 
     def measured(world: af.World) -> torch.Tensor:
@@ -309,7 +309,7 @@ def test_predictions_of_all_samples_leave_out_stand_ins() -> None:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_real_ranks_gather_uneven_shares() -> None:
+def test_real_ranks_gather_uneven_shares():
     """Gloo, which aborts on unequal rows, joins shares of 12 and 11 samples."""
     alone = trained(af.World.single(device="cpu"), contrastive, None, 23, 23)
     for found in run_ranks(2, trained, contrastive, UNUSED, 23, 23):
@@ -340,7 +340,7 @@ def test_tensors_of_samples_are_cut_with_them(ranks: int, parts: int, n: int) ->
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
-def test_an_extra_of_samples_is_refused_in_micro_batches() -> None:
+def test_an_extra_of_samples_is_refused_in_micro_batches():
     """Each of them would get all its rows; the error shows the line to write."""
     split = af.accumulate(num_micro_batches=2)
     state = split(linear(af.World.single(device="cpu"), af.Data(ROWS, batch_size=6)))

@@ -347,7 +347,7 @@ def test_an_old_state_knows_the_newest(
         gc.enable()
 
 
-def test_what_stood_in_a_function_is_found() -> None:
+def test_what_stood_in_a_function_is_found():
     """B3: a loop in a function that raises has lost nothing to who called it."""
     update, state = updating("plain", "step"), created("plain")
 

@@ -250,14 +250,7 @@ def said_of(call: Call, batch: af.Batch) -> Any:
     assert start is not None
     assert cursor is not None
     places = (start.epoch, start.samples), (cursor.epoch, cursor.samples)
-    return (
-        values,
-        batch.weights,
-        filler,
-        batch.num_samples,
-        *places,
-        batch.ends_epoch,
-    )
+    return (values, batch.weights, filler, batch.num_samples, *places, batch.ends_epoch)
 
 
 @st.composite

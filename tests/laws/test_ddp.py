@@ -191,7 +191,7 @@ def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
         ("forward_sync_buffers", False),
     ],
 )
-def test_options_reach_ddp(option: str, value: object) -> None:
+def test_options_reach_ddp(option, value):
     """Every option of wrap_ddp reaches DistributedDataParallel, and changes it alone."""
     from tests.internals import ddp_engine as module  # the one place that builds it
 
@@ -207,7 +207,7 @@ def test_options_reach_ddp(option: str, value: object) -> None:
     assert given_to_ddp(af.wrap_ddp(**{option: value})) == {**default, option: value}
 
 
-def test_a_static_graph_is_that_of_the_first_pass_that_reduces() -> None:
+def test_a_static_graph_is_that_of_the_first_pass_that_reduces():
     """DistributedDataParallel is told so before that pass, and not before one that does not."""
     run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(static_graph=True)))
 
@@ -225,7 +225,7 @@ def test_a_static_graph_is_that_of_the_first_pass_that_reduces() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_profiler_sees_ddp_and_changes_nothing() -> None:
+def test_a_profiler_sees_ddp_and_changes_nothing():
     """DDP's own record is left out only while no profiler looks, in real processes."""
     run = Run(setup=DDP)
     for seen, plain, watched in run_ranks(2, programs.under_a_profiler, run):

@@ -132,7 +132,7 @@ def test_definitions_that_differ_are_refused(
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_any_two_that_differ_are_told_apart(part: str) -> None:
+def test_any_two_that_differ_are_told_apart(part):
     """Each of what a part may be is another than each of the rest, to both ranks."""
     common = dict.fromkeys(PARTS, 0)
     for one, two in combinations(range(len(PARTS[part])), 2):
@@ -162,7 +162,7 @@ def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size: int) -> None:
     assert said == [("all_reduce", 48)] * 4  # definitions, data, structure, values
 
 
-def test_data_of_each_rank_may_be_its_own() -> None:
+def test_data_of_each_rank_may_be_its_own():
     """Where ranks share none, nothing is compared."""
 
     def rank(world: af.World) -> int:
@@ -179,7 +179,7 @@ def test_data_of_each_rank_may_be_its_own() -> None:
     assert simulate(2, rank).results == (1, 1)
 
 
-def test_functions_may_lie_anywhere() -> None:
+def test_functions_may_lie_anywhere():
     """Setups whose functions are each rank's own are alike; others are shown as written."""
 
     def rank(world: af.World, clipped: float) -> str:

@@ -10,15 +10,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.outer_by_hand import (
-    OUTER,
-    ByHand,
-    Moves,
-    Values,
-    close,
-    moves,
-    options,
-)
+from tests.laws.outer_by_hand import OUTER, ByHand, Moves, Values, close, moves, options
 
 
 @given(

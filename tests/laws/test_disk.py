@@ -366,7 +366,7 @@ many = settings(max_examples=max(20, settings().max_examples // 10))
 
 
 @pytest.mark.slow
-def test_a_killed_process_loses_nothing() -> None:
+def test_a_killed_process_loses_nothing():
     """Killed at any act, before it or behind, a run finds all that was said to be saved."""
 
     @many
@@ -397,6 +397,6 @@ def test_a_killed_process_loses_nothing() -> None:
 some = settings(stateful_step_count=20)
 
 
-def test_no_history_loses_a_checkpoint() -> None:
+def test_no_history_loses_a_checkpoint():
     """After any saves, crashes, errors, rot and restarts, what retention keeps is there."""
     run_state_machine_as_test(Histories, settings=some)

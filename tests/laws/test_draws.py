@@ -55,7 +55,7 @@ def takers() -> set[str]:
     return found
 
 
-def test_everything_that_draws_has_a_row() -> None:
+def test_everything_that_draws_has_a_row():
     """What takes a key or a stream is in the table, and what the table names takes one."""
     assert takers() == {place for row in ROWS for place in row.at.split()}
 
@@ -76,7 +76,7 @@ def test_each_part_tells_apart_or_changes_nothing(
             assert not {*here} & {*found}, part
 
 
-def test_no_two_rows_share_draws() -> None:
+def test_no_two_rows_share_draws():
     """At one place, what is drawn for one row is drawn for no other, but for those alike.
 
     Those are `evaluate` and `predict`; samples, by index or as a stream, of Data or a loader.

@@ -156,7 +156,7 @@ def trained(
     ]
 
 
-def test_every_transform_has_a_row() -> None:
+def test_every_transform_has_a_row():
     """Every public transform is here, or says why not."""
     there = {type(each) for row in ROWS.values() for each in af.chain(row)}
     assert public_transforms() | NOT_DRAWN == there | ELSEWHERE.keys()

@@ -82,7 +82,7 @@ def test_whoever_is_there_saves_and_goes_on(
         assert differences(tensors(lone), trained) == []
 
 
-def test_with_nothing_to_go_on_with_what_is_lost_is_lost() -> None:
+def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
     """A store without a checkpoint gives back the state that it was given: no number is in it."""
     training = Training(setup=af.wrap_fsdp(), every=2, updates=6)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,14 +98,11 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost() -> None:
     ("restore", "said"),
     [
         (lambda: None, "too many positional arguments"),
-        (
-            "checkpoints",
-            "restore=str.: expected a function .*: it is not callable",
-        ),
+        ("checkpoints", "restore=str.: expected a function .*: it is not callable"),
         (lambda state: state.step, "gave int; expected the state that it loaded"),
     ],
 )
-def test_what_restores_is_a_function_of_a_state(restore: Any, said: str) -> None:
+def test_what_restores_is_a_function_of_a_state(restore, said):
     """Told where it is given, or where what it gives is no state."""
     training = Training(setup=af.wrap_fsdp(), every=2, updates=6)
     with pytest.raises(af.ArgumentError, match=said):

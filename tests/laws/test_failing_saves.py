@@ -158,7 +158,7 @@ def test_a_disk_that_breaks_fails_saves(size: int, at: int, async_: bool) -> Non
             assert os.strerror(errno.EIO) in text
 
 
-def test_a_store_on_a_broken_disk_is_refused() -> None:
+def test_a_store_on_a_broken_disk_is_refused():
     """B4: it is the directory that is named, and what the disk says."""
     with lent() as root:
         folder = Disk(root, broken=True)
@@ -222,7 +222,7 @@ def test_a_store_whose_last_save_failed_lets_go(size: int, number: int) -> None:
         assert is_of(root / "step-00000002", 2)
 
 
-def test_two_failed_saves_are_both_told() -> None:
+def test_two_failed_saves_are_both_told():
     """B6: so that neither is lost in the other."""
 
     def full(path: Path, *_: Any) -> Any:

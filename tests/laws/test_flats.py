@@ -186,7 +186,7 @@ def test_what_an_optimizer_has_goes_there_and_back(case: Case, begun: bool) -> N
     ("other", "match"),
     [({}, "no state yet"), ({"step": torch.tensor(2.0)}, "counted other updates")],
 )
-def test_parameters_of_a_group_count_alike(other: dict[str, Any], match: str) -> None:
+def test_parameters_of_a_group_count_alike(other, match):
     """Others are refused by name: DeepSpeed has one count for all."""
     case = Case((((2,), (3, 2)),), 1, 2)
     values = case.values()

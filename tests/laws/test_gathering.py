@@ -384,9 +384,7 @@ def test_split_gives_all_and_changes_nothing(
         ),
     ],
 )
-def test_split_as_others_do(
-    values: Any, size: int, pad: bool, parts: list[Any]
-) -> None:
+def test_split_as_others_do(values, size, pad, parts):
     """Known parts: the first ranks have one more, and a padded tuple is a tuple."""
     before = copy.deepcopy(values)
     found = list(simulate(size, lambda world: af.split(values, world, pad=pad)))

@@ -163,7 +163,7 @@ def test_what_torch_has_wrapped_is_refused(
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_every_part_is_given(kind: str) -> None:
+def test_every_part_is_given(kind):
     """A5: what holds tensors of any kind, however deep, is the state's; the rest is everybody's."""
     model = made(kind)
     parts = list(model.modules())

@@ -33,10 +33,7 @@ SETUPS = {
         af.chain(af.shard_data(), af.diloco(sync_every=2, bits=8, delay=1)),
         SGD,
     ),
-    "PowerSGD": (
-        af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=1)),
-        SGD,
-    ),
+    "PowerSGD": (af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=1)), SGD),
 }
 
 

@@ -130,10 +130,7 @@ SETUPS: dict[str, tuple[Any, ...]] = {
     ),
     "local sgd": (af.local_sgd(sync_every=2, opt_state=True), af.ema(0.5)),
     "diloco": (af.diloco(sync_every=2, delay=1, fragments=2, bits=8, mix=0.5),),
-    "fp16": (
-        af.wrap_ddp(),
-        af.autocast("fp16", init_scale=256.0, growth_interval=2),
-    ),
+    "fp16": (af.wrap_ddp(), af.autocast("fp16", init_scale=256.0, growth_interval=2)),
     "plateau": (af.wrap_ddp(), af.plateau(0.5, patience=0), af.clip_grad_norm(0.5)),
     "checked": (
         af.wrap_ddp(),
@@ -162,7 +159,7 @@ def of(name: str) -> Program:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("setup", SETUPS)
-def test_each_act_beside_each_setup(setup: str) -> None:
+def test_each_act_beside_each_setup(setup):
     """What is done before the first update and before the second leaves no trace in three."""
     program, quiet = of(setup), dict[int, list[Moment]]()
     with tempfile.TemporaryDirectory() as folder:

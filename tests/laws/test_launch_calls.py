@@ -57,10 +57,7 @@ KINDS = {
         *("nproc", "num_machines", "machine_rank", "main_address", "main_port"),
         *("axes", "join_timeout"),
     ),
-    "dynamic": (
-        *("nproc", "num_machines", "rdzv_endpoint", "rdzv_id"),
-        "join_timeout",
-    ),
+    "dynamic": (*("nproc", "num_machines", "rdzv_endpoint", "rdzv_id"), "join_timeout"),
     "come and go": ("elastic", "join_timeout", "nproc", "max_restarts"),
     "any": tuple(OPTIONS),
 }

@@ -13,10 +13,7 @@ MASTER = {"MASTER_ADDR": "head", "MASTER_PORT": "4000"}
 
 def by_torchrun(rank: int, local: int, node: int, tasks: list[int]) -> dict[str, str]:
     found = numbers(
-        RANK=rank,
-        WORLD_SIZE=sum(tasks),
-        LOCAL_RANK=local,
-        LOCAL_WORLD_SIZE=tasks[node],
+        RANK=rank, WORLD_SIZE=sum(tasks), LOCAL_RANK=local, LOCAL_WORLD_SIZE=tasks[node]
     )
     if len(set(tasks)) == 1:  # ranks that fill machines alike need not be told
         return found

@@ -19,7 +19,7 @@ from tests.laws.parallel_layers import DDP, PLAN, Lying, Speech
 @pytest.mark.parametrize(
     "axes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
 )
-def test_ranks_that_compute_the_same_draw_the_same(axes: dict[str, int]) -> None:
+def test_ranks_that_compute_the_same_draw_the_same(axes):
     """Where a model is evaluated, ranks along "tp" alone; by `af.rng`, all that share samples."""
     speech, lying = Speech(n=8, batch_size=4, plan=PLAN), Lying(axes, DDP)
 

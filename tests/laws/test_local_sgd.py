@@ -27,7 +27,7 @@ def test_every_update_is_ddp_for_sgd(run: Run, size: int) -> None:
         assert differences(params(one[-1]), params(two[-1]), within=1e-9) == []
 
 
-def test_for_adam_it_differs_from_ddp() -> None:
+def test_for_adam_it_differs_from_ddp():
     """For Adam the two are different algorithms, and differ."""
     run = Run(n=8, optimizer="adamw", dyadic=False, loss="squared", updates=2)
     (ddp, _), _ = trained(2, run, DDP)

@@ -113,7 +113,7 @@ def test_a_scale_that_is_a_power_of_2_changes_no_bit(
 
 
 @pytest.mark.parametrize("rows", [1, 37, 4096])
-def test_a_loss_that_is_a_total_needs_no_smaller_scale(rows: int) -> None:
+def test_a_loss_that_is_a_total_needs_no_smaller_scale(rows):
     """A sum over 4,096 rows overflows no sooner than their mean, and skips nothing."""
     torch.manual_seed(0)
     data = af.Data(

@@ -18,15 +18,7 @@ from torch import nn
 import accelfn as af
 from accelfn.testing import simulate
 from tests.laws.worlds import DDP, Found, single
-from tests.strategies import (
-    LOSSES,
-    OPTIMIZERS,
-    Run,
-    differences,
-    model,
-    runs,
-    tensors,
-)
+from tests.strategies import LOSSES, OPTIMIZERS, Run, differences, model, runs, tensors
 
 sizes = st.sampled_from([1, 2])
 SETUPS = [

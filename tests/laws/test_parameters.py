@@ -17,16 +17,7 @@ from accelfn.testing import simulate
 from tests.laws.test_collectives import LAYOUTS, laid_out
 from tests.laws.test_updates import elements, gradients
 from tests.laws.worlds import DDP, Found, trained
-from tests.strategies import (
-    IN,
-    OPTIMIZERS,
-    OUT,
-    Net,
-    Run,
-    differences,
-    runs,
-    tensors,
-)
+from tests.strategies import IN, OPTIMIZERS, OUT, Net, Run, differences, runs, tensors
 
 sizes = st.sampled_from([1, 2])
 SETUPS = [

@@ -208,7 +208,7 @@ def test_ranks_observe_the_same(
     assert [not same] * size == ["observed value" in each for each in said]
 
 
-def test_ranks_apart_observe_their_own() -> None:
+def test_ranks_apart_observe_their_own():
     """Where nothing crosses ranks, each may go by what it measures itself."""
 
     def rank(world: af.World) -> tuple[float, ...]:

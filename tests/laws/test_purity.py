@@ -283,7 +283,7 @@ TAKEN: dict[str, Any] = {
 @pytest.mark.parametrize("what", TAKEN)
 @pytest.mark.parametrize("at", ["train", "eval"])
 @pytest.mark.parametrize("setup", [None, af.ema(0.5)], ids=["plain", "averaged"])
-def test_what_is_taken_of_a_state_is_the_takers(what: str, at: str, setup: Any) -> None:
+def test_what_is_taken_of_a_state_is_the_takers(what, at, setup):
     """Who writes to it changes nothing of the state."""
     state = af.TrainState.create(
         model=remembering,

@@ -8,7 +8,6 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -106,16 +105,14 @@ def test_a_stream_leaves_the_generator_as_it_was(
         assert [*found, rolled()] == expected
 
 
-def test_default_generators_draw_apart() -> None:
+def test_default_generators_draw_apart():
     """torch and numpy use one algorithm, and give other numbers by one seed."""
     with draws.seeded(draws.key("a"), CPU):
         found = torch.randint(0, 2, (64,)).tolist()
         assert found != np.random.randint(0, 2, 64).tolist()  # noqa: NPY002
 
 
-def test_pythons_generator_is_found_in_memory_or_asked(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pythons_generator_is_found_in_memory_or_asked(monkeypatch):
     """If Python keeps its generator in another way, it is read and written by `random`."""
     read, write = draws._memory_of_python()  # pyright: ignore[reportPrivateUsage]
     monkeypatch.setattr(random, "getstate", lambda: (3, (0,), None))

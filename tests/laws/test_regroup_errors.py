@@ -33,7 +33,7 @@ def test_fewer_than_may_go_on_do_not(size: int, least: int, gone: int) -> None:
             )
 
 
-def test_a_rank_that_raises_ends_the_run() -> None:
+def test_a_rank_that_raises_ends_the_run():
     """An error is the program's, and the others would make it too."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
     with pytest.raises(ValueError, match="planned"):
@@ -45,7 +45,7 @@ def test_a_rank_that_raises_ends_the_run() -> None:
         )
 
 
-def test_what_cannot_be_regrouped_is_refused() -> None:
+def test_what_cannot_be_regrouped_is_refused():
     """Worlds that are not elastic, parts of one, and runs that cannot be so."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
 
@@ -70,7 +70,7 @@ def test_what_cannot_be_regrouped_is_refused() -> None:
             simulate(2, not_elastic, **options)
 
 
-def test_a_part_of_a_model_that_is_gone_is_missed() -> None:
+def test_a_part_of_a_model_that_is_gone_is_missed():
     """Of a model that is split no checkpoint in memory is left; those on a disk are."""
     training = Training(setup=af.wrap_fsdp(), every=1, updates=6)
     with pytest.raises(af.StateError, match="Continue from the last checkpoint"):
@@ -82,7 +82,7 @@ def test_a_part_of_a_model_that_is_gone_is_missed() -> None:
         )
 
 
-def test_a_return_that_is_not_reached_is_an_error() -> None:
+def test_a_return_that_is_not_reached_is_an_error():
     """Of a planned fault nothing is left out in silence."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
     with pytest.raises(SimulationError, match="Rank 1 did not come back: .* update 99"):
@@ -94,7 +94,7 @@ def test_a_return_that_is_not_reached_is_an_error() -> None:
         )
 
 
-def test_who_has_not_come_in_does_not_train_alone() -> None:
+def test_who_has_not_come_in_does_not_train_alone():
     """A program that lets nobody in has no rank that trains by itself, and writes for all."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
 
@@ -112,7 +112,7 @@ def test_who_has_not_come_in_does_not_train_alone() -> None:
     simulate(3, fn, faults=[Crash(1, step=0, returns=2)], elastic=2)
 
 
-def test_whoever_comes_back_in_vain_is_told_of() -> None:
+def test_whoever_comes_back_in_vain_is_told_of():
     """A program that does not let in who waits is told so."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
 
@@ -128,7 +128,7 @@ def test_whoever_comes_back_in_vain_is_told_of() -> None:
         simulate(3, fn, faults=[Crash(1, step=1, returns=3)], elastic=1)
 
 
-def test_the_old_world_says_where_the_ranks_are() -> None:
+def test_the_old_world_says_where_the_ranks_are():
     """Whoever kept it is told to take that of the state."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=4)
 
@@ -145,7 +145,7 @@ def test_the_old_world_says_where_the_ranks_are() -> None:
     assert simulate(3, fn, faults=[Crash(1, step=0)], elastic=1).results == (0, None, 1)
 
 
-def test_a_failed_run_says_how_it_was_elastic() -> None:
+def test_a_failed_run_says_how_it_was_elastic():
     """What repeats it has how few ranks may go on."""
 
     def fn(_world: af.World) -> None:

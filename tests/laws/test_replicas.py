@@ -76,7 +76,7 @@ def test_a_check_changes_nothing(run: Run, size: int, every: int) -> None:
 
 
 @pytest.mark.parametrize("every", [1, 2])
-def test_batch_statistics_may_differ(every: int) -> None:
+def test_batch_statistics_may_differ(every):
     """Buffers that each rank counts for itself are no difference."""
     run = Run(n=16, batch_size=8, kind="norm", dyadic=False)
     run = attrs.evolve(run, setup=af.chain(DDP, af.check_replicas(every=every)))
@@ -162,7 +162,7 @@ def swapped(state: af.TrainState, tensor: torch.Tensor) -> af.TrainState:
 
 @pytest.mark.parametrize("field", FIELDS)
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_whatever_differs_in_a_state_is_named(field: str, culprit: int) -> None:
+def test_whatever_differs_in_a_state_is_named(field, culprit):
     """On all ranks, with a row for each; states that are the same are let be."""
     run = Run(n=24, batch_size=6, kind="norm", dyadic=False, optimizer="momentum")
     run = attrs.evolve(run, setup=af.chain(DDP, af.sync_batchnorm()))

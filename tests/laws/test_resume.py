@@ -255,7 +255,7 @@ def test_a_mean_of_narrow_parameters_is_rounded_once(
         assert loaded.params["weight"].item() == exact.item()
 
 
-def test_ranks_that_differ_in_what_has_no_mean_are_refused() -> None:
+def test_ranks_that_differ_in_what_has_no_mean_are_refused():
     """Entries of the user's own that differ are loaded on as many ranks only."""
     run = Run(n=24, updates=1)
 
@@ -276,9 +276,7 @@ def test_ranks_that_differ_in_what_has_no_mean_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_optimizer_state_that_one_rank_alone_has_is_refused_elsewhere(
-    size: int,
-) -> None:
+def test_optimizer_state_that_one_rank_alone_has_is_refused_elsewhere(size):
     """A parameter that one worker has stepped, and another has not, has no mean of moments."""
 
     def state_of(world: af.World) -> af.TrainState:

@@ -326,7 +326,7 @@ def test_ranks_that_read_otherwise_are_told(
         assert told in said
 
 
-def test_data_that_name_themselves_are_compared_by_name() -> None:
+def test_data_that_name_themselves_are_compared_by_name():
     """A3: samples that differ on purpose pass under one name, and not under two."""
     paths = [Files([0, 1]), Files([2, 3])]
     for by in (*SETUPS, "evaluate", "predict"):
@@ -366,7 +366,7 @@ class Unreadable(Files):
         return super().__getitem__(index)
 
 
-def test_a_sample_that_cannot_be_read_is_no_difference_by_itself() -> None:
+def test_a_sample_that_cannot_be_read_is_no_difference_by_itself():
     """A3: a failure that passes is none; a sample that one rank never reads is named on all."""
     numbers = list(range(6))
     assert told(2, lambda rank: Unreadable(numbers, 1 - rank), "ddp") == {""}

@@ -155,7 +155,7 @@ def test_rates_of_a_transform_are_its_own(where: Any) -> None:
     assert told(af.schedules.linear(2), 40, optimizer, setup=Sets()) == []
 
 
-def test_one_rank_tells() -> None:
+def test_one_rank_tells():
     """Of ranks that train the same, one warns."""
 
     def rank(world: af.World) -> None:

@@ -62,21 +62,13 @@ FLAT = [
         lambda x: x[..., :-1, :].reshape(-1, WORDS),
         lambda due: due[..., 1:].flatten(),
     ),
-    Way(
-        "by a mask",
-        lambda x: x[ODD].flatten(0, 1),
-        lambda due: due[ODD].flatten(),
-    ),
+    Way("by a mask", lambda x: x[ODD].flatten(0, 1), lambda due: due[ODD].flatten()),
     Way(
         "some words",
         lambda x: x[..., ::2].flatten(0, 1),
         lambda due: due.flatten().clamp(max=WORDS // 2 - 1),
     ),
-    Way(
-        "words first",
-        lambda x: x.permute(2, 0, 1).flatten(1).t(),
-        _flat,
-    ),
+    Way("words first", lambda x: x.permute(2, 0, 1).flatten(1).t(), _flat),
     Way("all flat", lambda x: x.flatten().view(-1, WORDS), _flat),
 ]
 TRAINED = "by a number that is trained"
@@ -165,7 +157,7 @@ GATHERING = {"some words", "words first", "all flat"}
 
 @pytest.mark.parametrize("each", [*list(EACH)[:5], "in float"])
 @pytest.mark.parametrize("way", [w for w in FLAT if w.name not in GATHERING])
-def test_no_rank_has_all_scores(each: str, way: Way) -> None:
+def test_no_rank_has_all_scores(each, way):
     """Three numbers a token cross the ranks, or four where labels are smoothed."""
     scores = torch.randn(TEXTS, LENGTH, WORDS, dtype=torch.float64)
     due, number = torch.zeros(TEXTS, LENGTH, dtype=torch.int64), torch.tensor(2.0)

@@ -18,14 +18,7 @@ from hypothesis import strategies as st
 import accelfn as af
 from accelfn.testing import communication, simulate
 from tests.internals import tree_leaves
-from tests.laws.parallel_layers import (
-    LYING,
-    SEQUENCE,
-    UNSPLIT,
-    Lying,
-    Speech,
-    speeches,
-)
+from tests.laws.parallel_layers import LYING, SEQUENCE, UNSPLIT, Lying, Speech, speeches
 from tests.laws.worlds import DDP
 from tests.strategies import Run, runs
 

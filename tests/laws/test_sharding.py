@@ -102,7 +102,7 @@ def test_order_changes_with_epoch_and_seed(seed: int) -> None:
     assert len(orders) == 9
 
 
-def test_shuffle_is_even() -> None:
+def test_shuffle_is_even():
     """Over many keys each index comes to each position about equally often (chi-square)."""
     n, draws = 6, 3000
     table = np.zeros((n, n))
@@ -113,7 +113,7 @@ def test_shuffle_is_even() -> None:
     assert chi_square < 60  # 25 degrees of freedom: P(> 60) is 1e-4, and keys are fixed
 
 
-def test_order_needs_no_memory_of_the_length_of_the_data() -> None:
+def test_order_needs_no_memory_of_the_length_of_the_data():
     """An index near the end of 10**12 samples is computed alone."""
     n = 10**12
     found = shuffle_positions(np.arange(n - 1000, n), n=n, key=key(1))

@@ -187,7 +187,7 @@ def test_what_transforms_draw_is_of_the_state(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_draws_of_two_beginnings_differ(size: int) -> None:
+def test_draws_of_two_beginnings_differ(size):
     """A6: two transforms that draw in `init` draw apart, whichever comes first."""
 
     def slots(world: af.World, names: tuple[str, ...]) -> dict[str, float]:

@@ -163,7 +163,7 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("who", HOLDERS)
-def test_one_job_saves_to_a_directory(who: str) -> None:
+def test_one_job_saves_to_a_directory(who):
     """Only of a process that is certainly dead is a lock taken over, and that is said."""
     make, refused = HOLDERS[who]
     with lent() as root:
@@ -193,7 +193,7 @@ def test_a_lock_of_any_bytes_is_somebodys(raw: bytes) -> None:
         assert (root / ".lock").read_bytes() == raw
 
 
-def test_a_forked_process_holds_no_lock() -> None:
+def test_a_forked_process_holds_no_lock():
     """A child that closes the store that it has from its parent takes nothing from it."""
     with lent() as root:
         first = af.CheckpointStore(root, async_=False)
@@ -211,7 +211,7 @@ def test_a_forked_process_holds_no_lock() -> None:
 
 
 @pytest.mark.parametrize("ends", ["close", "collect", "error"])
-def test_one_store_saves_to_a_directory(ends: str) -> None:
+def test_one_store_saves_to_a_directory(ends):
     """A second store of the same process waits for the first one's end."""
     with lent() as root:
         first = af.CheckpointStore(root, async_=False)

@@ -317,7 +317,7 @@ def test_hyper_has_the_last_word(given: Given, rate: float, whole: bool) -> None
     assert expected == quantities(state)["lr"]
 
 
-def test_every_scheduler_is_drawn() -> None:
+def test_every_scheduler_is_drawn():
     """A1: of torch's and Transformers' schedulers, each is drawn or wants a metric."""
     from transformers import optimization
 
@@ -334,7 +334,7 @@ def test_every_scheduler_is_drawn() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_WITH_METRIC))
-def test_what_follows_a_metric_is_refused(name: str) -> None:
+def test_what_follows_a_metric_is_refused(name):
     """Transformers' schedulers that read a metric are refused, and af.plateau is named."""
     from transformers import get_scheduler
 

@@ -51,7 +51,7 @@ def test_gradients_cross_in_one_order(case: Any) -> None:
         assert each == [want] * len(drawn)
 
 
-def test_what_comes_twice_is_not_held_back() -> None:
+def test_what_comes_twice_is_not_held_back():
     """DeepSpeed refuses a second gradient of a parameter, which would be lost if it waited."""
     turns = ReduceOrder(2, af.World.single(device="cpu"), [0, 1])
     assert [[*turns.come(0)], [*turns.come(0)], [*turns.rest()]] == [[0], [0], [1]]

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.laws.reading import (
-    Remembering,
-    in_legs,
-    joined,
-    on_one_core,
-    read,
-    some,
-)
+from tests.laws.reading import Remembering, in_legs, joined, on_one_core, read, some
 from tests.laws.test_streams import STATEFUL, Case
 from tests.laws.worlds import single
 
@@ -32,10 +25,7 @@ def of_rank(counts: list[int], kind: Callable[..., Any], case: Case) -> Any:
     def make(world: af.World) -> af.Data:
         dataset = kind(counts[world.rank], 100 * world.rank)
         return af.Data(
-            dataset,
-            batch_size=case.batch_size,
-            num_workers=case.workers,
-            sharded=True,
+            dataset, batch_size=case.batch_size, num_workers=case.workers, sharded=True
         )
 
     return make

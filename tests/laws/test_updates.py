@@ -27,8 +27,7 @@ elements = st.integers(-12, 12).map(float)
 
 
 def gradients(
-    values: list[list[float]],
-    optimizer: Any = PLAIN,
+    values: list[list[float]], optimizer: Any = PLAIN
 ) -> tuple[af.TrainState, af.Grads]:
     """Return a state, and gradients of it that hold these values."""
     state = af.TrainState.create(

@@ -7,7 +7,6 @@ bit on dyadic data, and keeps the laws. Together they have every field.
 
 import ast
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,10 +19,7 @@ from tests.laws import users_own as own
 
 MEAN = af.chain(af.shard_data(), af.wrap_ddp())
 PAIRS = {
-    "shard_data": (
-        af.chain(own.Shard(), af.wrap_ddp()),
-        MEAN,
-    ),
+    "shard_data": (af.chain(own.Shard(), af.wrap_ddp()), MEAN),
     "accumulate": (
         own.Accumulate(3, name="accumulate"),
         af.accumulate(num_micro_batches=3),
@@ -35,9 +31,7 @@ PAIRS = {
     ),
     "ema where ranks are apart": (
         af.chain(
-            af.shard_data(),
-            own.Ema(0.5, name="ema"),
-            own.LocalSgd(2, name="local_sgd"),
+            af.shard_data(), own.Ema(0.5, name="ema"), own.LocalSgd(2, name="local_sgd")
         ),
         af.chain(af.shard_data(), af.ema(0.5), af.local_sgd(sync_every=2)),
     ),
@@ -46,10 +40,7 @@ PAIRS = {
         own.Plateau(0.5, patience=0, name="plateau"),
         af.plateau(0.5, patience=0),
     ),
-    "skip_nonfinite": (
-        own.SkipNonFinite(name="skip_nonfinite"),
-        af.skip_nonfinite(),
-    ),
+    "skip_nonfinite": (own.SkipNonFinite(name="skip_nonfinite"), af.skip_nonfinite()),
     "loss_scale": (own.Scale(1024.0), None),
     "autocast": (own.Autocast(), af.autocast("bf16")),
     "checkpoint_activations": (own.Recompute(), af.checkpoint_activations()),
@@ -67,11 +58,11 @@ USERS = [
 ]
 
 
-def test_they_have_every_field() -> None:
+def test_they_have_every_field():
     assert frozenset().union(*map(fields_of, USERS)) == set(FIELDS)
 
 
-def test_they_use_public_names_alone() -> None:
+def test_they_use_public_names_alone():
     code = ast.parse(Path(own.__file__).read_text())
     names = [
         name
@@ -92,7 +83,7 @@ def test_they_use_public_names_alone() -> None:
 
 
 @pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
-def test_each_trains_as_the_original_does(pair: tuple[Any, Any]) -> None:
+def test_each_trains_as_the_original_does(pair):
     users, originals = pair
     assert_equivalent(users, originals, sizes=(1, 2, 4))
 
@@ -113,18 +104,18 @@ LAWFUL = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transform", LAWFUL, ids=repr)
-def test_each_keeps_the_laws(transform: Any) -> None:
+def test_each_keeps_the_laws(transform):
     check_transform(transform, sizes=(2,))
 
 
-def test_what_not_all_may_evaluate_is_brought_together() -> None:
+def test_what_not_all_may_evaluate_is_brought_together():
     """Where ranks are apart, what another transform evaluates is averaged, in either order."""
     apart, average = own.LocalSgd(9, name="local_sgd"), own.Ema(0.5, name="ema")
     one = af.chain(af.shard_data(), apart, average)
     assert_equivalent(one, af.chain(af.shard_data(), average, apart), sizes=(2,))
 
 
-def test_two_that_recompute_are_refused() -> None:
+def test_two_that_recompute_are_refused():
     with pytest.raises(af.CompositionError, match="may mean the same modules"):
         af.chain(af.checkpoint_activations(), own.Recompute())
     with pytest.raises(af.CompositionError, match="may mean the same modules"):

@@ -36,7 +36,7 @@ def test_without_replacement_nothing_comes_twice(
     assert order_of(numbers(len(weights), fewer), seed, epoch) == found[:count]
 
 
-def test_weights_are_frequencies() -> None:
+def test_weights_are_frequencies():
     """Draws with replacement, and pairs of neighbours, are as frequent as weights say."""
     weights = [1, 2, 0, 5]
     p = {i: weight / 8 for i, weight in enumerate(weights) if weight}
@@ -50,7 +50,7 @@ def test_weights_are_frequencies() -> None:
     assert chi_square(Counter(epochs), p) < 18.4
 
 
-def test_without_replacement_as_one_draws_after_another() -> None:
+def test_without_replacement_as_one_draws_after_another():
     """Without replacement each whole epoch is as frequent as drawing one by one gives."""
     weights = {0: 1.0, 1: 2.0, 3: 5.0}
 

@@ -10,9 +10,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import (
-    _StridedShard,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.distributed.tensor.placement_types import _StridedShard  # pyright: ignore[reportPrivateUsage]
 
 import accelfn as af
 from accelfn.testing import simulate

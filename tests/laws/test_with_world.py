@@ -265,7 +265,7 @@ def test_a_copy_that_is_left_is_what_all_go_on_from(at: int, copy: int) -> None:
         assert differences(ranks[(rank + 2) % 4][1], found) == []
 
 
-def test_parts_of_a_model_that_are_gone_are_missed() -> None:
+def test_parts_of_a_model_that_are_gone_are_missed():
     """Ranks that have not all of a model between them are told so, and go on nowhere."""
 
     def fn(world: af.World) -> None:
@@ -295,7 +295,7 @@ def test_a_rank_that_fails_is_told_of_on_all(size: int, bad: int, gives: bool) -
         assert rank == bad or f"rank {bad} of {size} could not" in text
 
 
-def test_what_a_rank_lacks_is_refused() -> None:
+def test_what_a_rank_lacks_is_refused():
     """A world that is none, one that is no part, no state at all, and no word of its own."""
 
     def fn(world: af.World) -> None:
@@ -317,7 +317,7 @@ def test_what_a_rank_lacks_is_refused() -> None:
     simulate(2, fn)
 
 
-def test_a_rank_that_does_not_call_is_missed() -> None:
+def test_a_rank_that_does_not_call_is_missed():
     """The others are told who did not come, and in what they waited."""
 
     def fn(world: af.World) -> None:

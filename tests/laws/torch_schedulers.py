@@ -120,9 +120,7 @@ TORCH: dict[str, Row] = {
         lr_scheduler.MultiStepLR, {"milestones": st.lists(COUNTS, max_size=3)}
     ),
     "ConstantLR": lambda _groups, _: options(
-        lr_scheduler.ConstantLR,
-        factor=st.sampled_from([0.3, 1.0]),
-        total_iters=COUNTS,
+        lr_scheduler.ConstantLR, factor=st.sampled_from([0.3, 1.0]), total_iters=COUNTS
     ),
     "LinearLR": lambda _groups, _: options(
         lr_scheduler.LinearLR,

@@ -148,12 +148,7 @@ class Plateau:
     patience: int
 
     def init(self, state: af.TrainState) -> dict[str, Any]:
-        return {
-            "best": float("inf"),
-            "num_bad": 0,
-            "cooling": 0,
-            "num_reductions": 0,
-        }
+        return {"best": float("inf"), "num_bad": 0, "cooling": 0, "num_reductions": 0}
 
     def observe(self, value: float, slot: Any, update: af.Update) -> Any:
         num_bad, times = slot["num_bad"] + 1, slot["num_reductions"]
