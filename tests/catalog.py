@@ -55,14 +55,8 @@ CATALOG = [
             "per_group": af.clip_grad_norm(0.5, per_group=True),
         },
     ),
-    Entry(
-        af.clip_grad_value(0.125),
-        other={"max_value": af.clip_grad_value(0.0625)},
-    ),
-    Entry(
-        af.local_sgd(sync_every=2),
-        other={"sync_every": af.local_sgd(sync_every=3)},
-    ),
+    Entry(af.clip_grad_value(0.125), other={"max_value": af.clip_grad_value(0.0625)}),
+    Entry(af.local_sgd(sync_every=2), other={"sync_every": af.local_sgd(sync_every=3)}),
     Entry(
         af.diloco(sync_every=2, bits=8),
         other={
@@ -102,11 +96,7 @@ def stacks(max_size: int = 9) -> st.SearchStrategy[tuple[object, ...]]:
         if any(isinstance(t, af.diloco) for t in kept):  # it says what is evaluated
             kept = [t for t in kept if not isinstance(t, af.ema)]
         if any(isinstance(t, _APART) for t in kept):  # there ranks differ
-            agreeing = (
-                af.check_replicas,
-                af.sync_batchnorm,
-                af.context_parallel,
-            )
+            agreeing = (af.check_replicas, af.sync_batchnorm, af.context_parallel)
             kept = [t for t in kept if not isinstance(t, agreeing)]
         return tuple(kept)
 

@@ -59,10 +59,7 @@ def facts_table() -> str:
 
 def transforms_table(transforms: list[Any]) -> str:
     """Return what each transform says."""
-    rows = [
-        "| transform | tells | refuses | needs |",
-        "| --- | --- | --- | --- |",
-    ]
+    rows = ["| transform | tells | refuses | needs |", "| --- | --- | --- | --- |"]
     for each in transforms:
         said = [
             facts_of(each),

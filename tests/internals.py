@@ -7,18 +7,8 @@
 from importlib import import_module
 
 _NAMES = {
-    "accelfn": (
-        "cli",
-        "collectives",
-    ),
-    "accelfn.base": (
-        "arguments",
-        "codec",
-        "devices",
-        "draws",
-        "hints",
-        "tree",
-    ),
+    "accelfn": ("cli", "collectives"),
+    "accelfn.base": ("arguments", "codec", "devices", "draws", "hints", "tree"),
     "accelfn.base.arguments": (
         "check_integer",
         "explain_call_errors",
@@ -28,10 +18,7 @@ _NAMES = {
         "truth",
     ),
     "accelfn.base.codec": ("MAX_DEPTH",),
-    "accelfn.base.draws": (
-        "is_profiled",
-        "key",
-    ),
+    "accelfn.base.draws": ("is_profiled", "key"),
     "accelfn.base.tree": (
         "Pending",
         "ReadOnly",
@@ -51,15 +38,8 @@ _NAMES = {
         "manifest",
         "store",
     ),
-    "accelfn.checkpoint.background": (
-        "Talk",
-        "Writing",
-        "talk_directory",
-    ),
-    "accelfn.checkpoint.commit": (
-        "Lock",
-        "Save",
-    ),
+    "accelfn.checkpoint.background": ("Talk", "Writing", "talk_directory"),
+    "accelfn.checkpoint.commit": ("Lock", "Save"),
     "accelfn.checkpoint.files": ("digests",),
     "accelfn.checkpoint.manifest": (
         "Manifest",
@@ -75,16 +55,9 @@ _NAMES = {
         "fields_of",
         "save_of",
     ),
-    "accelfn.checkpoint.slices": (
-        "Slice",
-        "assemble",
-        "cover",
-    ),
+    "accelfn.checkpoint.slices": ("Slice", "assemble", "cover"),
     "accelfn.checkpoint.store": ("best_of",),
-    "accelfn.cli": (
-        "main",
-        "parser",
-    ),
+    "accelfn.cli": ("main", "parser"),
     "accelfn.collectives": (
         "all_gather",
         "failures",
@@ -107,33 +80,12 @@ _NAMES = {
         "start_mean",
         "start_parts",
     ),
-    "accelfn.collectives.packed": (
-        "average_",
-        "is_same_text",
-        "start_sum_",
-    ),
-    "accelfn.collectives.replicas": (
-        "check_replicas",
-        "checksum",
-    ),
-    "accelfn.data": (
-        "Plan",
-        "epoch",
-        "loaders",
-    ),
-    "accelfn.data.order": (
-        "drawn_once",
-        "order_of_sampler",
-        "shuffle_positions",
-    ),
-    "accelfn.data.plan": (
-        "EvenCut",
-        "budget",
-    ),
-    "accelfn.deepspeed": (
-        "flats",
-        "home",
-    ),
+    "accelfn.collectives.packed": ("average_", "is_same_text", "start_sum_"),
+    "accelfn.collectives.replicas": ("check_replicas", "checksum"),
+    "accelfn.data": ("Plan", "epoch", "loaders"),
+    "accelfn.data.order": ("drawn_once", "order_of_sampler", "shuffle_positions"),
+    "accelfn.data.plan": ("EvenCut", "budget"),
+    "accelfn.deepspeed": ("flats", "home"),
     "accelfn.deepspeed.engine": (
         "ModuleOrder",
         "ReduceOrder",
@@ -167,11 +119,7 @@ _NAMES = {
         "optimizer",
         "vocabulary",
     ),
-    "accelfn.engine.context_parallel": (
-        "Block",
-        "join",
-        "wide",
-    ),
+    "accelfn.engine.context_parallel": ("Block", "join", "wide"),
     "accelfn.engine.engine": ("engine_of",),
     "accelfn.engine.fsdp": (
         "gather",
@@ -179,28 +127,13 @@ _NAMES = {
         "reduce_scatter",
         "reduce_scatter_by_gloo",
     ),
-    "accelfn.engine.loss": (
-        "Delegating",
-        "Samples",
-    ),
+    "accelfn.engine.loss": ("Delegating", "Samples"),
     "accelfn.engine.optimizer": ("FusedAdam",),
-    "accelfn.engine.vocabulary": (
-        "Scores",
-        "gather_scores",
-    ),
+    "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.interop": ("deepspeed",),
     "accelfn.interop.accelerate": ("entries_of",),
-    "accelfn.launching": (
-        "agent",
-        "script",
-        "worker",
-    ),
-    "accelfn.launching.agent": (
-        "Agent",
-        "Crew",
-        "Ended",
-        "_Ending",
-    ),
+    "accelfn.launching": ("agent", "script", "worker"),
+    "accelfn.launching.agent": ("Agent", "Crew", "Ended", "_Ending"),
     "accelfn.launching.machines": (
         "Machines",
         "NumberedRendezvous",
@@ -224,23 +157,14 @@ _NAMES = {
         "edit_settings",
         "read",
     ),
-    "accelfn.launching.worker": (
-        "exit_status",
-        "run_script",
-    ),
+    "accelfn.launching.worker": ("exit_status", "run_script"),
     "accelfn.loop": ("run",),
-    "accelfn.loop.memory": (
-        "Bytes",
-        "Memory",
-    ),
+    "accelfn.loop.memory": ("Bytes", "Memory"),
     "accelfn.loop.run": ("deliver",),
     "accelfn.model.model": ("materialize",),
     "accelfn.model.optimizer": ("parts_of",),
     "accelfn.placing.plan": ("units_of",),
-    "accelfn.state.grads": (
-        "GradInfo",
-        "Lease",
-    ),
+    "accelfn.state.grads": ("GradInfo", "Lease"),
     "accelfn.state.update": ("Update",),
     "accelfn.step": ("step",),
     "accelfn.testing": ("comparing",),
@@ -252,43 +176,21 @@ _NAMES = {
         "row_of",
     ),
     "accelfn.testing.equivalence": ("dyadic_problem",),
-    "accelfn.testing.laws": (
-        "PROBLEMS",
-        "Subject",
-    ),
+    "accelfn.testing.laws": ("PROBLEMS", "Subject"),
     "accelfn.testing.method_laws": ("method_laws",),
     "accelfn.testing.plugin": ("register_profiles",),
     "accelfn.testing.processes": ("RankProcess",),
     "accelfn.testing.simulation": ("calls",),
     "accelfn.testing.simulation.calls": ("Sums",),
-    "accelfn.testing.simulation.group": (
-        "Algorithm",
-        "SimulatedGroup",
-    ),
+    "accelfn.testing.simulation.group": ("Algorithm", "SimulatedGroup"),
     "accelfn.testing.simulation.turns": ("Turns",),
     "accelfn.testing.transform_laws": ("observe_acts",),
     "accelfn.track.tracker": ("flat",),
-    "accelfn.transforms": (
-        "clip",
-        "ddp",
-        "precision",
-    ),
-    "accelfn.transforms.diloco": (
-        "bucket_names",
-        "param_deltas",
-    ),
-    "accelfn.weights.export": (
-        "WEIGHTS",
-        "split_into_files",
-    ),
+    "accelfn.transforms": ("clip", "ddp", "precision"),
+    "accelfn.transforms.diloco": ("bucket_names", "param_deltas"),
+    "accelfn.weights.export": ("WEIGHTS", "split_into_files"),
     "accelfn.weights.importing": ("placement",),
-    "accelfn.world": (
-        "World",
-        "connection",
-        "meeting",
-        "place",
-        "world",
-    ),
+    "accelfn.world": ("World", "connection", "meeting", "place", "world"),
     "accelfn.world.axes": (
         "AXES",
         "choose_axes",
@@ -304,20 +206,9 @@ _NAMES = {
         "WatchedStore",
         "open_store",
     ),
-    "accelfn.world.meeting": (
-        "Launched",
-        "Words",
-    ),
-    "accelfn.world.place": (
-        "Place",
-        "_port_of_job",
-        "asked_size",
-        "read_place",
-    ),
-    "accelfn.world.world": (
-        "fold_axes",
-        "open_groups",
-    ),
+    "accelfn.world.meeting": ("Launched", "Words"),
+    "accelfn.world.place": ("Place", "_port_of_job", "asked_size", "read_place"),
+    "accelfn.world.world": ("fold_axes", "open_groups"),
 }
 _PLACES = {
     name.rpartition(" as ")[2]: (module, name.partition(" as ")[0])

@@ -187,10 +187,7 @@ def tensors(state: af.TrainState) -> dict[str, torch.Tensor]:
 
 
 def differences(
-    one: dict[str, torch.Tensor],
-    two: dict[str, torch.Tensor],
-    *,
-    within: float = 0.0,
+    one: dict[str, torch.Tensor], two: dict[str, torch.Tensor], *, within: float = 0.0
 ) -> list[str]:
     """Return the paths at which two states differ, bitwise or by more than a tolerance."""
     paths = sorted(one.keys() ^ two.keys())

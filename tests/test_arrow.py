@@ -73,10 +73,10 @@ def moves(setup: Any) -> int:
     [(af.chain(), 80), (FRONT_PAGE, 170)],
     ids=["plain", "front page"],
 )
-def test_a_steady_step_is_a_short_road(setup: Any, most: int) -> None:
+def test_a_steady_step_is_a_short_road(setup, most):
     assert moves(setup) <= most
 
 
-def test_a_detour_is_counted() -> None:
+def test_a_detour_is_counted():
     """The count would see a longer road: a transform of the package's own adds to it."""
     assert moves(af.ema(0.5)) > moves(af.chain()) + 4

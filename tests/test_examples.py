@@ -87,7 +87,7 @@ def percentages(text: str) -> list[float]:
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
-def test_an_example_is_short_and_asks_for_nothing(script: Path) -> None:
+def test_an_example_is_short_and_asks_for_nothing(script):
     """An example is under 100 lines, and reads neither arguments nor environment."""
     text = script.read_text(encoding="utf-8")
 
@@ -95,7 +95,7 @@ def test_an_example_is_short_and_asks_for_nothing(script: Path) -> None:
     assert re.findall(r"argparse|sys\.argv|os\.environ|getenv", text) == []
 
 
-def test_the_readme_lists_every_example() -> None:
+def test_the_readme_lists_every_example():
     """The table in the examples' README names each script once, in order, and the notebook."""
     table = (FOLDER / "README.md").read_text(encoding="utf-8")
 
@@ -106,7 +106,7 @@ def test_the_readme_lists_every_example() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 1])
-def test_digits_are_learnt(tmp_path: Path, size: int) -> None:
+def test_digits_are_learnt(tmp_path, size):
     """The first example reads 97 % of the held-out digits, and says so once."""
     printed = launched(tmp_path, "01_digits.py", size)
 
@@ -138,8 +138,8 @@ ROUNDING = {"rel": 1e-4, "abs": 2e-6}
 
 @pytest.mark.parametrize("num_micro_batches", [2, 5])
 def test_micro_batches_do_not_change_the_losses(
-    losses_on_one_process: list[float], num_micro_batches: int
-) -> None:
+    losses_on_one_process, num_micro_batches
+):
     """At each update the loss is that of whole batches, up to float32 rounding."""
     losses = losses_of_digits(af.World.single(device="cpu"), num_micro_batches)
 
@@ -148,7 +148,7 @@ def test_micro_batches_do_not_change_the_losses(
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_ranks_do_not_change_the_losses(losses_on_one_process: list[float]) -> None:
+def test_ranks_do_not_change_the_losses(losses_on_one_process):
     """At each update two ranks find the loss of one process, up to float32 rounding."""
     first, second = run_ranks(2, losses_of_digits, 3)
 
@@ -157,7 +157,7 @@ def test_ranks_do_not_change_the_losses(losses_on_one_process: list[float]) -> N
 
 
 @pytest.mark.slow
-def test_big_batches(tmp_path: Path) -> None:
+def test_big_batches(tmp_path):
     """Micro-batches differ from the whole by the rounding of each precision."""
     printed = output_of(tmp_path, "02_big_batches.py")
     exact, coarse = map(float, re.findall(r"differ by (\S+),", printed))
@@ -167,7 +167,7 @@ def test_big_batches(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_local_sgd_on_one_process(tmp_path: Path) -> None:
+def test_local_sgd_on_one_process(tmp_path):
     """One process has nobody to talk to, and trains the same either way."""
     ddp, local = output_of(tmp_path, "03_local_sgd.py").splitlines()
 
@@ -184,7 +184,7 @@ def local_sgd_on(world: af.World) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_local_sgd_talks_an_eighth_as_often() -> None:
+def test_local_sgd_talks_an_eighth_as_often():
     """DDP reduces in each of 345 updates; local_sgd every 8, and once at the end."""
     (ddp, local), _ = run_ranks(2, local_sgd_on)
 
@@ -209,7 +209,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, size: int) -> None:
     assert (tmp_path / "digits-checkpoint" / "manifest.json").is_file()
 
 
-def test_a_custom_step(tmp_path: Path) -> None:
+def test_a_custom_step(tmp_path):
     """Sharpness-aware minimisation generalises better from few images."""
     printed = output_of(tmp_path, "05_custom_step.py")
     plain, sam = map(float, re.findall(r"loss ([\d.]+)", printed))
@@ -219,7 +219,7 @@ def test_a_custom_step(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_transform_of_ones_own(tmp_path: Path) -> None:
+def test_a_transform_of_ones_own(tmp_path):
     """Broken images ruin plain SGD, and `clip_spikes` saves it."""
     printed = output_of(tmp_path, "06_your_own_transform.py")
     plain, clipped, averaged = percentages(printed)
@@ -230,7 +230,7 @@ def test_a_transform_of_ones_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_in_a_test(tmp_path: Path) -> None:
+def test_ranks_in_a_test(tmp_path):
     """Four ranks train what one trains, and show the bug that one hides."""
     printed = output_of(tmp_path, "07_ranks_in_a_test.py")
     apart = re.search(r"at most (\S+) apart", printed)
@@ -242,7 +242,7 @@ def test_ranks_in_a_test(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_streamed_text(tmp_path: Path) -> None:
+def test_a_streamed_text(tmp_path):
     """The loss falls; started again, the last updates write the very same text."""
     *told, text = output_of(tmp_path, "08_streamed_text.py").splitlines()
     losses = [float(each) for each in re.findall(r"loss': ([\d.]+)", "\n".join(told))]
@@ -273,7 +273,7 @@ def test_a_transformers_model(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_adapters_alone_are_trained(tmp_path: Path) -> None:
+def test_adapters_alone_are_trained(tmp_path):
     """They lower the loss on another text; Transformers alone reads the merged model."""
     noise = r"torchao|torch/utils/_pytree|is_gradient_checkpointing|^  warnings\.warn"
     printed = output_of(tmp_path, "20_lora.py", noise=noise)
@@ -287,9 +287,7 @@ def test_adapters_alone_are_trained(tmp_path: Path) -> None:
         assert all("lora" in name for name in file.keys())  # noqa: SIM118 - no mapping
 
 
-def test_adapters_are_those_of_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_adapters_are_those_of_one_rank(tmp_path, monkeypatch):
     """On one rank, under DDP and under FSDP, the losses before and after are the same."""
     losses: list[float] = []
     train = partial(example("20_lora.py").train, updates=2)
@@ -381,7 +379,7 @@ def kill_all(process: "subprocess.Popen[bytes]") -> int:
 
 @pytest.mark.slow
 @pytest.mark.ranks(2)
-def test_a_streamed_text_goes_on_after_a_kill(tmp_path: Path) -> None:
+def test_a_streamed_text_goes_on_after_a_kill(tmp_path):
     """After SIGKILL to ranks and workers in mid-epoch, what is left is the very same.
 
     Batches are compared by checksum, losses by their bits, on both ranks.
@@ -414,7 +412,7 @@ def custom_on(world: af.World) -> str:
 
 
 @pytest.mark.ranks(2)
-def test_a_custom_step_on_ranks() -> None:
+def test_a_custom_step_on_ranks():
     """A step of one's own trains on two ranks what it trains on one process."""
     alone = percentages(custom_on(af.World.single(device="cpu")))
 
@@ -442,7 +440,7 @@ def gradients_of_sam(world: af.World) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_sam_on_ranks_is_sam_on_one(size: int) -> None:
+def test_sam_on_ranks_is_sam_on_one(size):
     """Both gradients of its step are those of the whole batch, up to rounding of float64."""
     (alone,) = simulate(1, gradients_of_sam)
     for found in simulate(size, gradients_of_sam):
@@ -516,7 +514,7 @@ def test_a_plateau(tmp_path: Path, size: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_sharded_text_goes_on_with_one_process(tmp_path: Path) -> None:
+def test_a_sharded_text_goes_on_with_one_process(tmp_path):
     """Two processes hold halves and save them; one goes on, and the loss falls further."""
     first = output_of(tmp_path, "15_sharded_text.py", 2)
     second = output_of(tmp_path, "15_sharded_text.py")
@@ -534,9 +532,7 @@ def test_a_sharded_text_goes_on_with_one_process(tmp_path: Path) -> None:
             assert file.get_tensor("blocks.1.up.weight").shape == (256, 64)
 
 
-def test_a_sharded_text_is_that_of_one_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sharded_text_is_that_of_one_rank(tmp_path, monkeypatch):
     """However many ranks train, and go on, the held-out loss is that of one that never stops."""
     losses: list[float] = []
     for sizes in ((1,), (2, 3), (4, 1)):
@@ -553,7 +549,7 @@ def test_a_sharded_text_is_that_of_one_rank(
 
 
 @pytest.mark.slow
-def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
+def test_a_long_text_is_split_between_two_processes(tmp_path):
     """Two processes have half of every text each, and the loss of one that has them whole."""
     two = output_of(tmp_path, "16_long_text.py", 2, axes="cp=2")
     one = output_of(tmp_path, "16_long_text.py")
@@ -568,9 +564,7 @@ def test_a_long_text_is_split_between_two_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "below"), [("17_wide_layers.py", 3), ("18_megatron_layers.py", 3.3)]
 )
-def test_wide_layers_are_split_between_two_processes(
-    tmp_path: Path, script: str, below: float
-) -> None:
+def test_wide_layers_are_split_between_two_processes(tmp_path, script, below):
     """Two processes have half of every layer each, and the loss of one that has them whole."""
     two = output_of(tmp_path, script, 2, axes="tp=2")
     one = output_of(tmp_path, script)
@@ -582,7 +576,7 @@ def test_wide_layers_are_split_between_two_processes(
 
 
 @pytest.mark.parametrize("script", ["17_wide_layers.py", "18_megatron_layers.py"])
-def test_wide_layers_are_those_of_one_rank(script: str) -> None:
+def test_wide_layers_are_those_of_one_rank(script):
     """However layers and samples are split, the loss is that of one rank."""
     train = partial(example(script).train, num_updates=3)
     worlds: list[dict[str, int]] = [{"tp": 1}, {"tp": 2}, {"dp_shard": 2, "tp": 2}]
@@ -595,7 +589,7 @@ def test_wide_layers_are_those_of_one_rank(script: str) -> None:
 
 
 @pytest.mark.slow
-def test_talking_less_costs_little() -> None:
+def test_talking_less_costs_little():
     """Each way reads 95 % of the held-out digits, and sends what it says."""
     talking = example("19_talking_less.py")
     sent: dict[str, int] = {}
@@ -609,9 +603,7 @@ def test_talking_less_costs_little() -> None:
     assert sent["an outer optimizer"] == pytest.approx(every / 8, rel=0.03)
 
 
-def test_what_fits_a_cable_is_told_without_the_model(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_what_fits_a_cable_is_told_without_the_model(capsys):
     """Of two layers' parameters an update sends 4 bytes a rank, or 2, or an eighth of 4."""
     fits = example("22_which_method_fits.py")
     fits.main(layers=2)
@@ -628,7 +620,7 @@ def test_what_fits_a_cable_is_told_without_the_model(
         assert any(f"{num_bytes / 1e9:.2f}" in row for row in rows), rows
 
 
-def test_a_long_text_is_that_of_one_rank() -> None:
+def test_a_long_text_is_that_of_one_rank():
     """However texts and samples are split, the loss is that of one rank."""
     train = partial(example("16_long_text.py").train, num_updates=3)
     worlds: list[dict[str, int]] = [{"cp": 1}, {"cp": 2}, {"dp_shard": 2, "cp": 2}]

@@ -7,7 +7,7 @@ import accelfn as af
 from tests import facts
 
 
-def test_the_tables_of_the_page_are_those_of_the_code() -> None:
+def test_the_tables_of_the_page_are_those_of_the_code():
     """`python -m tests.facts` writes them."""
     text = facts.PAGE.read_text(encoding="utf-8")
 
@@ -15,7 +15,7 @@ def test_the_tables_of_the_page_are_those_of_the_code() -> None:
     assert text == facts.page(facts.PAGE)
 
 
-def test_the_table_of_deepspeed_is_that_of_the_code() -> None:
+def test_the_table_of_deepspeed_is_that_of_the_code():
     """`python -m tests.facts` writes it, if DeepSpeed is installed."""
     pytest.importorskip("deepspeed")
     text = facts.DEEPSPEED.read_text(encoding="utf-8")
@@ -24,14 +24,14 @@ def test_the_table_of_deepspeed_is_that_of_the_code() -> None:
     assert text == facts.page(facts.DEEPSPEED)
 
 
-def test_every_public_transform_is_shown() -> None:
+def test_every_public_transform_is_shown():
     """Each card begins with an example, and each variant has a card."""
     shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
     assert {type(each) for each in shown} == facts.public() - {af.wrap_deepspeed}
     assert all(each in shown for each in facts.VARIANTS)
 
 
-def test_every_fact_is_told_by_one() -> None:
+def test_every_fact_is_told_by_one():
     """A fact that no transform of accelfn's tells would be nobody's to try."""
     shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
     told = {fact for each in shown for fact in facts.facts_of(each)}

@@ -26,17 +26,17 @@ _PUBLIC_MODULES = (
 )
 
 
-def test_the_hall_is_small() -> None:
+def test_the_hall_is_small():
     """The package root has six files, and folders."""
     files = {path.name for path in house.PACKAGE.glob("*.py")}
 
     assert files == {
-        *("__init__.py", "__main__.py", "cli.py", "errors.py", "orders.py", "plug.py"),
+        *("__init__.py", "__main__.py", "cli.py", "errors.py", "orders.py", "plug.py")
     }
 
 
 @pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)
-def test_a_room_says_in_one_sentence_what_lives_there(folder: object) -> None:
+def test_a_room_says_in_one_sentence_what_lives_there(folder):
     """The docstring of each folder's `__init__` begins with a sentence on one line."""
     sentence = house.sentence_of(folder)
 
@@ -44,7 +44,7 @@ def test_a_room_says_in_one_sentence_what_lives_there(folder: object) -> None:
     assert len(sentence) < 100
 
 
-def test_the_page_on_design_is_the_house() -> None:
+def test_the_page_on_design_is_the_house():
     """Its picture and its table are those of the code; `python -m tests.house` writes them."""
     text = house.PAGE.read_text(encoding="utf-8")
 
@@ -52,14 +52,14 @@ def test_the_page_on_design_is_the_house() -> None:
 
 
 @pytest.mark.parametrize("folder", house.folders(), ids=house.name_of)
-def test_the_page_on_design_names_a_room_once(folder: object) -> None:
+def test_the_page_on_design_names_a_room_once(folder):
     """Each folder has one row."""
     text = house.PAGE.read_text(encoding="utf-8")
 
     assert text.count(f"| `{house.name_of(folder)}` |") == 1
 
 
-def test_the_picture_follows_the_contract() -> None:
+def test_the_picture_follows_the_contract():
     """Every arrow of the picture goes down by the layers of the import contract."""
     floor = {room: i for i, layer in enumerate(house.layers()) for room in layer}
     drawn = re.findall(r"^    (\w+) --> (.+)$", house.picture(), re.MULTILINE)
@@ -72,7 +72,7 @@ def test_the_picture_follows_the_contract() -> None:
     )
 
 
-def test_importing_the_package_loads_no_satellite() -> None:
+def test_importing_the_package_loads_no_satellite():
     """The public names that satellites give are there when they are asked for."""
     says = "import sys, accelfn; print(*{m.split('.')[1] for m in sys.modules if 'accelfn.' in m})"
     found = subprocess.run(
@@ -81,7 +81,7 @@ def test_importing_the_package_loads_no_satellite() -> None:
     assert not {*found.stdout.split()} & {*SATELLITES}
 
 
-def test_plug_has_few_names_each_with_its_sentence() -> None:
+def test_plug_has_few_names_each_with_its_sentence():
     """What satellites use of the kernel is at most 40 names, as type checkers see them."""
     names = {name for some in plug.NAMES.values() for name in some}
     body = ast.parse(Path(plug.__file__).read_text(encoding="utf-8")).body
@@ -96,7 +96,7 @@ def test_plug_has_few_names_each_with_its_sentence() -> None:
         assert re.fullmatch(r"[A-Z][^.]{20,}\.", sentence), sentence
 
 
-def test_the_kernel_imports_no_public_table() -> None:
+def test_the_kernel_imports_no_public_table():
     """A folder of the kernel takes a name from where it is, so layers are what they seem."""
     satellites = {*SATELLITES, "plug"}
     found = [
@@ -111,7 +111,7 @@ def test_the_kernel_imports_no_public_table() -> None:
     assert not found
 
 
-def test_tests_import_private_names_from_one_module() -> None:
+def test_tests_import_private_names_from_one_module():
     """A move of code in the package changes `tests/internals.py` and no other test."""
     public = {"accelfn", *(f"accelfn.{each}" for each in _PUBLIC_MODULES)}
     found = [

@@ -81,7 +81,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_as_git_likes_it(path: Path) -> None:
+def test_a_notebook_is_as_git_likes_it(path):
     """It is valid, short, and without outputs, which each run would change."""
     notebook = nbformat.read(path, as_version=4)
     nbformat.validate(notebook)

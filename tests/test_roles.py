@@ -46,6 +46,6 @@ FILES = [
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_world_is_asked_by_role(name: str) -> None:
+def test_a_world_is_asked_by_role(name):
     """`world.batch`, `world.loss` or an axis; the world as it is only where that is meant."""
     assert bool(asked(ROOT / name)) is (name in GIVEN), asked(ROOT / name)

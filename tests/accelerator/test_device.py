@@ -3,7 +3,6 @@
 
 import threading
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,7 +50,7 @@ def train(state: af.TrainState, updates: int) -> af.TrainState:
     return state
 
 
-def test_a_world_is_on_the_accelerator_that_torch_sees() -> None:
+def test_a_world_is_on_the_accelerator_that_torch_sees():
     """By default, by its name, and by the number of the local rank; no other is there."""
     assert devices.kind() == NAME
     assert devices.count() >= 1
@@ -62,9 +61,7 @@ def test_a_world_is_on_the_accelerator_that_torch_sees() -> None:
             af.World.single(device=asked)
 
 
-def test_a_device_without_a_generator_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_device_without_a_generator_is_refused(monkeypatch):
     """Where no draw could be repeated, nothing would be what it was after a resume."""
     MODULE.init()  # which makes them
     monkeypatch.setattr(MODULE, "default_generators", (), raising=False)
@@ -72,7 +69,7 @@ def test_a_device_without_a_generator_is_refused(
         af.World.single()
 
 
-def test_what_a_state_has_is_on_its_device() -> None:
+def test_what_a_state_has_is_on_its_device():
     """Parameters, buffers, the optimizer's and transforms' tensors, and batches."""
     state = create(setup=af.chain(af.ema(0.5), af.skip_nonfinite()))
     seen: set[str] = set()
@@ -89,7 +86,7 @@ def test_what_a_state_has_is_on_its_device() -> None:
 
 
 @pytest.mark.cuda
-def test_what_a_ready_optimizer_has_comes_to_the_device_with_its_model() -> None:
+def test_what_a_ready_optimizer_has_comes_to_the_device_with_its_model():
     """Beside the parameters, and its counts where its kernel reads them."""
     for fused in (False, True):
         model = nn.Linear(3, 2)
@@ -105,7 +102,7 @@ def test_what_a_ready_optimizer_has_comes_to_the_device_with_its_model() -> None
         assert state.opt_state["weight"]["step"] == 3
 
 
-def test_the_gradients_of_a_pass_come_from_the_device_s_own_thread() -> None:
+def test_the_gradients_of_a_pass_come_from_the_device_s_own_thread():
     """Which is what makes this device one: on simulated ranks they come from the rank's."""
 
     def run(world: af.World) -> int:
@@ -128,7 +125,7 @@ def test_the_gradients_of_a_pass_come_from_the_device_s_own_thread() -> None:
     assert simulate(2, is_its_own, device=NAME).results == (True, True)
 
 
-def test_draws_on_the_device_come_from_keys_and_leave_its_generator() -> None:
+def test_draws_on_the_device_come_from_keys_and_leave_its_generator():
     """The same key draws the same there, whatever was drawn before or after."""
     found = []
     for _ in range(2):
@@ -143,7 +140,7 @@ def test_draws_on_the_device_come_from_keys_and_leave_its_generator() -> None:
     assert found[0] == found[1]
 
 
-def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device() -> None:
+def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device():
     """What it draws depends on the seed and the rank, not on whose turn it is."""
 
     def run(world: af.World) -> list[float]:
@@ -167,10 +164,7 @@ def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_checkpoint_goes_on_on_any_device(
-    tmp_path: Path,
-    asynchronous: bool,
-) -> None:
+def test_a_checkpoint_goes_on_on_any_device(tmp_path, asynchronous):
     """What is saved on the accelerator is loaded on the CPU and back, bitwise, and goes on."""
     setup = af.chain(af.ema(0.5), af.skip_nonfinite())
     state, saved = train(create(setup=setup), 3), tmp_path / "saved"
@@ -192,7 +186,7 @@ def test_a_checkpoint_goes_on_on_any_device(
         assert near(on_cpu(train(each, 2)), on_cpu(state))
 
 
-def test_a_batch_on_another_device_is_named() -> None:
+def test_a_batch_on_another_device_is_named():
     """A value that the caller did not move, in a sentence; one that the loss moves is no error."""
     state, step = create(), af.make_step(mean_square)
     with pytest.raises(af.BatchError, match=rf"on cpu, and the state is on {NAME}:0"):
@@ -208,9 +202,7 @@ def test_a_batch_on_another_device_is_named() -> None:
     assert not isinstance(caught.value, af.BatchError)
 
 
-def test_the_memory_that_was_had_is_asked_of_the_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_memory_that_was_had_is_asked_of_the_device(monkeypatch):
     """A device that does not count is named."""
     world = af.World.single()
     assert af.track.peak_memory_bytes(world) == MODULE.max_memory_allocated()
@@ -222,7 +214,7 @@ def test_the_memory_that_was_had_is_asked_of_the_device(
         af.track.peak_memory_bytes(world)
 
 
-def test_two_devices_in_one_operation_are_refused() -> None:
+def test_two_devices_in_one_operation_are_refused():
     """As on any accelerator; a number may be the host's."""
     there = torch.ones(2, device=DEVICE)
     assert (there + torch.tensor(1.0)).tolist() == [2.0, 2.0]

@@ -137,7 +137,7 @@ CASTS = [
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("cast", CASTS, ids=repr)
-def test_what_is_offloaded_is_computed_with_in_few_bits(cast: Any, fused: Any) -> None:
+def test_what_is_offloaded_is_computed_with_in_few_bits(cast, fused):
     """Under autocast, with a scale of the loss, and updates that are left out."""
     adamw = partial(torch.optim.AdamW, lr=0.1, fused=fused)
     inputs = torch.linspace(-1, 1, 60).view(12, 5)
@@ -171,7 +171,7 @@ PLAIN = Run(4, 4, "mean", "adamw", in_list=True, micro=1)
 
 
 @pytest.mark.parametrize("name", ["scale", "bias"])
-def test_an_infinite_gradient_is_found_wherever_it_lies(name: str) -> None:
+def test_an_infinite_gradient_is_found_wherever_it_lies(name):
     """That of a lone number, on the device, or of a part, on the host."""
 
     def broken(net: nn.Module, batch: Any) -> torch.Tensor:
@@ -190,7 +190,7 @@ def test_an_infinite_gradient_is_found_wherever_it_lies(name: str) -> None:
 
 
 @pytest.mark.parametrize("engine", [af.wrap_fsdp, on_host])
-def test_gradients_that_are_reduced_by_hand_come_to_the_host(engine: Any) -> None:
+def test_gradients_that_are_reduced_by_hand_come_to_the_host(engine):
     """Zeros of what a loss did not use, too; the update is that of a step."""
 
     def without_last(net: nn.Module, batch: Any) -> torch.Tensor:

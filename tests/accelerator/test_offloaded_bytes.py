@@ -92,7 +92,7 @@ def test_a_device_has_a_few_units_however_many_there_are(
     assert most - least <= 2 * layers * few.unit / 8
 
 
-def test_bytes_are_told_by_where_they_are() -> None:
+def test_bytes_are_told_by_where_they_are():
     """Of a state whose parts lie on the host the table has a column more."""
 
     def fn(world: af.World, engine: Any) -> tuple[str, int, int]:
@@ -107,7 +107,7 @@ def test_bytes_are_told_by_where_they_are() -> None:
         assert (head.split(), host) == (["here", "whole"], 0)
 
 
-def test_one_rank_on_a_device_offloads_nothing_and_is_refused() -> None:
+def test_one_rank_on_a_device_offloads_nothing_and_is_refused():
     """By a sentence that says what to write."""
     with pytest.raises(
         af.WorldError, match="one rank, whose device has the model whole"
@@ -115,9 +115,7 @@ def test_one_rank_on_a_device_offloads_nothing_and_is_refused() -> None:
         PLAIN.state(af.World.single(device=fake.NAME), on_host())
 
 
-def test_a_backend_that_knows_devices_alone_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_backend_that_knows_devices_alone_is_refused(monkeypatch):
     """When the state is made."""
     from tests.internals import SimulatedGroup
 

@@ -102,7 +102,7 @@ class Interrupted(nn.Module):
         raise KeyboardInterrupt
 
 
-def test_ctrl_c_in_a_forward_leaves_all_at_home() -> None:
+def test_ctrl_c_in_a_forward_leaves_all_at_home():
     """Torch runs no hook of a module that is interrupted; the block's end sends them back."""
     model, x = Interrupted(), torch.randn(3, 4, device=DEVICE)
     before, plan = look(model), offloaded(model, 0)

@@ -146,7 +146,7 @@ def offloaded(model: nn.Module, extra: int) -> af.DeviceMap:
 
 
 @pytest.mark.parametrize(("extra", "waits"), [(0, 8), (25, 2), (100, 2)])
-def test_a_device_waits_for_the_first_alone(extra: int, waits: int) -> None:
+def test_a_device_waits_for_the_first_alone(extra, waits):
     """Of four equal units all others are there when called, if two have room; else none."""
     model, x = Blocks(CHAIN).eval(), torch.ones(3, 4, device=DEVICE)
     with af.placed(model, offloaded(model, extra)) as lent:

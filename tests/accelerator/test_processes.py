@@ -23,9 +23,7 @@ def trained() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", [*programs.SETUPS][2:])
-def test_one_rank_of_nccl_trains_what_a_plain_state_does(
-    trained: dict[str, Any], name: str
-) -> None:
+def test_one_rank_of_nccl_trains_what_a_plain_state_does(trained, name):
     """Parameters, the loss and an evaluation, but for rounding."""
     assert "nccl" in trained["backends"]
     plain = programs.OF_MICRO_BATCHES[0]
@@ -39,16 +37,14 @@ def test_one_rank_of_nccl_trains_what_a_plain_state_does(
         assert near(base, found, within=1e-4)
 
 
-def test_a_run_goes_on_from_an_asynchronous_save_bitwise() -> None:
+def test_a_run_goes_on_from_an_asynchronous_save_bitwise():
     """Under each setup: kernels of one device, on the same batches, round alike."""
     (found,) = af.launch(1, programs.saved_and_gone_on, device="cuda")
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
 
 
 @pytest.mark.skipif(NO_DEEPSPEED, reason="DeepSpeed is missing")
-def test_one_rank_of_deepspeed_trains_what_a_plain_state_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_one_rank_of_deepspeed_trains_what_a_plain_state_does(monkeypatch):
     """At each stage of ZeRO."""
     monkeypatch.setenv("DS_ACCELERATOR", "cuda")
     (found,) = af.launch(1, programs.of_zero, device="cuda")
@@ -56,7 +52,7 @@ def test_one_rank_of_deepspeed_trains_what_a_plain_state_does(
         assert near(found["plain"], found[name], within=1e-4), name
 
 
-def test_a_batch_size_is_found_in_the_memory_that_there_is() -> None:
+def test_a_batch_size_is_found_in_the_memory_that_there_is():
     """What does not fit is given up, and its memory is there for the next try."""
     ((found, tries),) = af.launch(1, programs.searched, 0.02, device="cuda")
     assert tries > 1

@@ -73,7 +73,7 @@ CLOSE = {"compress": 1e-2, "fp16": 1e-2, "bf16": 1e-2}
 """How near hardware comes in 16 bits, of which kernels keep what they like."""
 
 
-def test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu() -> None:
+def test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu():
     """Split models, averages, compressed gradients, updates in the backward pass, norms."""
     inputs = (torch.arange(72.0) * 1.7).sin().view(24, 3)
 

@@ -130,7 +130,7 @@ def test_ranks_meet_from_streams_of_their_own(
     assert list(found) == [[[each] * 2 for each in sums]] * size
 
 
-def test_memory_that_is_let_go_under_a_copy_is_an_error() -> None:
+def test_memory_that_is_let_go_under_a_copy_is_an_error():
     """Of whoever waits for the copy."""
     side = module().Stream(torch.device(DEVICE))
     target = torch.empty(3, device=DEVICE)

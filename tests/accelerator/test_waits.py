@@ -2,7 +2,6 @@
 """Where the host waits for the device: in no steady step, and else where it is said."""
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def create(*setup: Any, world: af.World | None = None) -> af.TrainState:
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=repr)
-def test_no_steady_step_waits(setup: tuple[Any, ...]) -> None:
+def test_no_steady_step_waits(setup):
     """Twenty steps on batches of `af.batches`, under each transform, with batch statistics."""
     try:
         state, step = create(*setup), af.make_step(mean_square)
@@ -70,7 +69,7 @@ def test_no_steady_step_waits(setup: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.skipif(not tested_device.IS_FAKE, reason="hardware tells of no copies")
-def test_ranks_of_an_evaluation_send_without_waiting() -> None:
+def test_ranks_of_an_evaluation_send_without_waiting():
     """The host's numbers go to the device in one copy; what all have is waited for once."""
 
     def run(world: af.World) -> tuple[list[str], float]:
@@ -86,7 +85,7 @@ def test_ranks_of_an_evaluation_send_without_waiting() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:step.state, batch. gets values")
-def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it() -> None:
+def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it():
     """The device counts, and is asked every 100 updates; none of them changed anything."""
     state, step = (
         create(af.skip_nonfinite(max_consecutive=3)),
@@ -110,7 +109,7 @@ def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it() -> None:
     assert all(torch.equal(buffers[name], b) for name, b in state.buffers.items())
 
 
-def test_an_asynchronous_save_waits_once_a_device(tmp_path: Path) -> None:
+def test_an_asynchronous_save_waits_once_a_device(tmp_path):
     """Tensors are copied behind one another; then their arrival is waited for."""
     state = create()
     with (
@@ -121,7 +120,7 @@ def test_an_asynchronous_save_waits_once_a_device(tmp_path: Path) -> None:
     assert not [each for each in found if "store.py" in each], found
 
 
-def test_what_waits_is_named_with_its_place() -> None:
+def test_what_waits_is_named_with_its_place():
     """The file and line of accelfn, or that it was outside."""
     there = torch.ones(2, device=af.World.single().device)
     with tested_device.waits() as found:

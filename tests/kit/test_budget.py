@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.budget import NUMBERS, at_night, budgeted
 
 
-def test_each_number_is_of_a_test_that_draws() -> None:
+def test_each_number_is_of_a_test_that_draws():
     """A test that was renamed, or has its own settings, is not listed."""
     for name in NUMBERS:
         module, _, function = name.partition("::")
@@ -27,9 +27,7 @@ def test_each_number_is_of_a_test_that_draws() -> None:
         ("deep", "listed", 2000),
     ],
 )
-def test_ci_draws_as_many(
-    monkeypatch: pytest.MonkeyPatch, profile: str, name: str, expected: int
-) -> None:
+def test_ci_draws_as_many(monkeypatch, profile, name, expected):
     """A test that is listed has its number under CI's profile, and the profile's else."""
     monkeypatch.setitem(NUMBERS, "kit.test_budget::listed", 7)
     usual, drawn = settings.get_current_profile_name(), []

@@ -59,7 +59,7 @@ def train(world: af.World, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_bundle_raises_what_the_run_raised(size: int, tmp_path: Path) -> None:
+def test_a_bundle_raises_what_the_run_raised(size, tmp_path):
     with pytest.raises(FloatingPointError) as first:
         simulate(size, partial(train, folder=tmp_path))
     with pytest.raises(FloatingPointError) as again:
@@ -72,7 +72,7 @@ def test_a_bundle_raises_what_the_run_raised(size: int, tmp_path: Path) -> None:
     assert ("backward at update 0" in str(bundle["latest"])) == (size > 1)
 
 
-def test_states_are_saved_as_they_were(tmp_path: Path) -> None:
+def test_states_are_saved_as_they_were(tmp_path):
     with pytest.raises(FloatingPointError):
         simulate(1, partial(train, folder=tmp_path))
     bundle = json.loads((tmp_path / "rank-00000.json").read_text())
@@ -81,7 +81,7 @@ def test_states_are_saved_as_they_were(tmp_path: Path) -> None:
     assert fields["dict"]["cursor"] == {"list": [0, 4, None]}
 
 
-def test_a_step_that_does_not_raise_leaves_nothing(tmp_path: Path) -> None:
+def test_a_step_that_does_not_raise_leaves_nothing(tmp_path):
     state, step = make(af.World.single(device="cpu"))
     step = crash_bundles(step, tmp_path / "none", make=make)
     step(state, next(iter(af.batches(state))))
@@ -89,7 +89,7 @@ def test_a_step_that_does_not_raise_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_older_run_on_more_ranks_is_not_replayed(size: int, tmp_path: Path) -> None:
+def test_an_older_run_on_more_ranks_is_not_replayed(size, tmp_path):
     """Though what its further ranks left is there still."""
     for each in (4, size):
         with pytest.raises(FloatingPointError):
@@ -100,7 +100,7 @@ def test_an_older_run_on_more_ranks_is_not_replayed(size: int, tmp_path: Path) -
     assert [size] * size == MADE
 
 
-def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path: Path) -> None:
+def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
     """Where a rank was killed, what it had left in a run on fewer ranks is there still."""
     kept = ""
     for size in (2, 4):
@@ -113,7 +113,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path: Path) ->
     assert "of 4 ranks, [1] left no bundle" in str(caught.value)
 
 
-def test_a_missing_rank_is_named(tmp_path: Path) -> None:
+def test_a_missing_rank_is_named(tmp_path):
     with pytest.raises(FloatingPointError):
         simulate(2, partial(train, folder=tmp_path))
     (tmp_path / "rank-00001.json").unlink()
@@ -123,7 +123,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
         replay(tmp_path / "elsewhere")
 
 
-def test_a_run_that_does_not_raise_again_says_so(tmp_path: Path) -> None:
+def test_a_run_that_does_not_raise_again_says_so(tmp_path):
     with pytest.raises(FloatingPointError):
         simulate(1, partial(train, folder=tmp_path))
     path = tmp_path / "rank-00000.json"
@@ -135,7 +135,7 @@ def test_a_run_that_does_not_raise_again_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_bundle_is_replayed_beside_its_script(tmp_path: Path) -> None:
+def test_a_bundle_is_replayed_beside_its_script(tmp_path):
     """The command finds modules of the directory in which it is called, as the script did."""
     with pytest.raises(FloatingPointError):
         simulate(1, partial(train, folder=tmp_path))
@@ -171,7 +171,7 @@ def make_scaled(world: af.World) -> Any:
     return state, af.make_step(scaled)
 
 
-def test_what_a_step_was_given_beside_its_batch_is_given_again(tmp_path: Path) -> None:
+def test_what_a_step_was_given_beside_its_batch_is_given_again(tmp_path):
     """The replay's step gets the extras, and raises what they made the first raise."""
 
     def run(world: af.World) -> None:
@@ -202,9 +202,7 @@ def make_telling(world: af.World) -> Any:
 
 
 @pytest.mark.parametrize("is_of_a_stream", [False, True])
-def test_a_batch_is_given_again_in_all_its_parts(
-    is_of_a_stream: bool, tmp_path: Path
-) -> None:
+def test_a_batch_is_given_again_in_all_its_parts(is_of_a_stream, tmp_path):
     """Values, weights, indices, filler, and where the data stood, which streams do not tell."""
 
     def run(world: af.World) -> None:
@@ -231,7 +229,7 @@ def changed(folder: Path, **fields: Any) -> None:
 
 
 @pytest.mark.parametrize("number", [0, 2, "1", None])
-def test_another_format_is_not_read(number: Any, tmp_path: Path) -> None:
+def test_another_format_is_not_read(number, tmp_path):
     """A bundle of another version is named, with what it is of and what is read."""
     changed(tmp_path, format=number)
     told = rf"rank-00000.json has format {number!r}; this version reads 1"
@@ -239,7 +237,7 @@ def test_another_format_is_not_read(number: Any, tmp_path: Path) -> None:
         replay(tmp_path)
 
 
-def test_a_bundle_without_states_shows_what_was_raised(tmp_path: Path) -> None:
+def test_a_bundle_without_states_shows_what_was_raised(tmp_path):
     """A step that raised in the midst of its update cannot run again, and its trace is there."""
     changed(tmp_path, states=None)
     with pytest.raises(af.CheckpointError, match="in the midst of its update") as told:
@@ -249,9 +247,7 @@ def test_a_bundle_without_states_shows_what_was_raised(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("module", ["__main__", "a_script_of_no_path"])
-def test_what_a_script_defined_is_found_by_its_file(
-    module: str, tmp_path: Path
-) -> None:
+def test_what_a_script_defined_is_found_by_its_file(module, tmp_path):
     """Its part that runs by itself does not run; a file that is no Python is named."""
     script = tmp_path / "train.py"
     script.write_text(
@@ -267,12 +263,12 @@ def test_what_a_script_defined_is_found_by_its_file(
         replay(tmp_path)
 
 
-def test_a_function_without_a_name_is_refused(tmp_path: Path) -> None:
+def test_a_function_without_a_name_is_refused(tmp_path):
     with pytest.raises(af.ArgumentError, match="top level"):
         crash_bundles(lambda *_: ((), ()), tmp_path, make=partial(make))
 
 
-def test_what_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
+def test_what_cannot_be_saved_does_not_hide_the_error(tmp_path):
     state, _ = make(af.World.single(device="cpu"))
 
     def step(_: Any, batch: Any) -> Any:
@@ -284,7 +280,7 @@ def test_what_cannot_be_saved_does_not_hide_the_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", [0, 1])
-def test_states_of_which_one_is_over_are_not_saved(given: int, tmp_path: Path) -> None:
+def test_states_of_which_one_is_over_are_not_saved(given, tmp_path):
     """The bundle tells all but the states, be it the first or the last that was given away."""
 
     def step(states: Any, batch: Any) -> Any:
@@ -328,7 +324,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-def test_the_command_line_replays_a_script(tmp_path: Path) -> None:
+def test_the_command_line_replays_a_script(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     run = partial(
         subprocess.run, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS

@@ -132,11 +132,11 @@ def teacher(world: af.World) -> Any:
     ],
     ids=["gan", "sam", "mean teacher", "make_step"],
 )
-def test_steps_as_users_write_them_keep_the_laws(step: Any, states: Any) -> None:
+def test_steps_as_users_write_them_keep_the_laws(step, states):
     check_step(step, states=states)
 
 
-def test_batches_may_be_given() -> None:
+def test_batches_may_be_given():
     def rows(world: af.World) -> Iterator[torch.Tensor]:
         return iter(DATA[world.rank :: world.size].split(1))
 
@@ -195,12 +195,12 @@ def plain_states(world: af.World) -> Any:
         (draws, "own_randomness"),
     ],
 )
-def test_planted_bugs_are_refused_by_their_law(step: Any, law: str) -> None:
+def test_planted_bugs_are_refused_by_their_law(step, law):
     with pytest.raises(LawError, match=f"'{law}'"):
         check_step(step, states=plain_states, sizes=(1,))
 
 
-def test_replicas_that_drift_are_found() -> None:
+def test_replicas_that_drift_are_found():
     with pytest.raises(LawError, match="'replicas_agree'"):
         check_step(
             local_only,
@@ -210,7 +210,7 @@ def test_replicas_that_drift_are_found() -> None:
         )
 
 
-def test_check_resume() -> None:
+def test_check_resume():
     def make(world: af.World) -> Any:
         setup = af.chain(SETUP, af.ema(0.5), af.clip_grad_norm(0.1))
         return state_of(world, lambda: player(3), setup), _plain
@@ -218,7 +218,7 @@ def test_check_resume() -> None:
     check_resume(make, 4)
 
 
-def test_check_resume_finds_what_is_forgotten() -> None:
+def test_check_resume_finds_what_is_forgotten():
     def make(world: af.World) -> Any:
         taken: list[int] = []
 
@@ -233,7 +233,7 @@ def test_check_resume_finds_what_is_forgotten() -> None:
         check_resume(make, 3, sizes=(1,))
 
 
-def test_check_resume_finds_sums_that_move() -> None:
+def test_check_resume_finds_sums_that_move():
     """What is added up in another place after a load has other last bits, over some ranks."""
 
     def make(world: af.World) -> Any:
@@ -254,7 +254,7 @@ def test_check_resume_finds_sums_that_move() -> None:
         check_resume(make, 2)
 
 
-def test_wrong_arguments_are_refused() -> None:
+def test_wrong_arguments_are_refused():
     with pytest.raises(af.ArgumentError, match="expected a function"):
         check_step(3, states=plain_states)
     with pytest.raises(af.ArgumentError, match="2 or more"):
@@ -271,13 +271,13 @@ def test_wrong_arguments_are_refused() -> None:
         ((3, "a"), r"returned \(int, str\); expected a TrainState"),
     ],
 )
-def test_states_that_are_none_are_refused(made: Any, words: str) -> None:
+def test_states_that_are_none_are_refused(made, words):
     """What `states` returns is named by its types, before the step sees it."""
     with pytest.raises(af.ArgumentError, match=words):
         check_step(_plain, states=lambda _: made)
 
 
-def test_a_state_in_place_of_a_function_is_refused() -> None:
+def test_a_state_in_place_of_a_function_is_refused():
     """Each run begins anew, so a function that makes the states is asked for."""
     with pytest.raises(af.ArgumentError, match="expected a function.*got TrainState"):
         check_step(_plain, states=plain_states(af.World.single()))
@@ -294,7 +294,7 @@ def test_a_state_in_place_of_a_function_is_refused() -> None:
         (lambda state, _: (state, 3), r"\(TrainState, int\)"),
     ],
 )
-def test_what_check_resume_makes_is_refused(swap: Any, words: str) -> None:
+def test_what_check_resume_makes_is_refused(swap, words):
     """Anything but a state and its step is named by its types."""
     with pytest.raises(
         af.ArgumentError, match=rf"make returned {words}; expected \(state, step\)"
@@ -302,9 +302,7 @@ def test_what_check_resume_makes_is_refused(swap: Any, words: str) -> None:
         check_resume(lambda world: swap(plain_states(world), _plain), 3)
 
 
-def test_the_callers_environment_is_the_callers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_callers_environment_is_the_callers(monkeypatch):
     """What a launcher told this process is there again when a law is through with it."""
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("WORLD_SIZE", raising=False)

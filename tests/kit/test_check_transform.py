@@ -29,12 +29,12 @@ from tests.laws.reducing import (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", CATALOG, ids=lambda entry: entry.name)
-def test_public_transforms_keep_the_laws(entry) -> None:
+def test_public_transforms_keep_the_laws(entry):
     check_transform(entry.transform, sizes=(1, 2) if at_night() else (2,))
 
 
 @pytest.mark.slow
-def test_a_chain_is_checked_as_a_whole() -> None:
+def test_a_chain_is_checked_as_a_whole():
     check_transform(af.chain(af.clip_grad_norm(0.5), af.ema(0.5)), sizes=(2,))
     with pytest.raises(LawError, match="no_environment"):
         check_transform(af.chain(af.clip_grad_norm(0.5), ReadsTheRank()), sizes=(2,))
@@ -78,7 +78,7 @@ class NoisyInputs:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kept", [SharedNoise(), Momentum(), NoisyInputs()], ids=repr)
-def test_a_users_transform_keeps_the_laws(kept: Any) -> None:
+def test_a_users_transform_keeps_the_laws(kept):
     check_transform(kept, sizes=(1, 2))
 
 
@@ -717,9 +717,7 @@ def _settings_kept() -> Iterator[None]:
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_planted_bugs_are_refused_by_their_law(
-    planted: Any, law: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_bugs_are_refused_by_their_law(planted, law, monkeypatch):
     if isinstance(planted, NeedsTheRank):  # so that the plain run can begin
         monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(LawError) as caught:
@@ -1055,9 +1053,7 @@ class NumbersOfNorms:
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
-def test_what_depends_on_how_it_is_run_is_told(
-    planted: Any, law: str, told: str
-) -> None:
+def test_what_depends_on_how_it_is_run_is_told(planted, law, told):
     """By the law, the place and the split: ranks, micro-batches, rows, runs, skips or looks.
 
     Nothing hangs.
@@ -1126,7 +1122,7 @@ class HalvesTheModel:
     ],
     ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
 )
-def test_a_broken_law_says_what_was_done(planted: Any, told: str) -> None:
+def test_a_broken_law_says_what_was_done(planted, told):
     """The error names the method or the entry, or what to do instead."""
     with pytest.raises(LawError) as caught:
         check_transform(planted, sizes=(2,), problems=(Problem(),), updates=4)
@@ -1153,7 +1149,7 @@ def run_of(*transforms: Any) -> Subject:
     ],
     ids=["fewer", "more"],
 )
-def test_a_slot_of_one_number_of_ranks_is_told(planted: Any, told: str) -> None:
+def test_a_slot_of_one_number_of_ranks_is_told(planted, told):
     """What is saved is loaded on one rank and on one more, and the error says where it is not."""
     law = method_laws((planted,), af.chain)["loads_anywhere"]
     subject = run_of(planted, af.wrap_ddp())
@@ -1171,7 +1167,7 @@ class LooksAtRates:
         return grads.map(torch.tanh), slot
 
 
-def test_rates_and_layers_may_be_asked_anywhere() -> None:
+def test_rates_and_layers_may_be_asked_anywhere():
     """In `hyper` `state.lrs` has the rates so far; a tanh of gradients is no module run again."""
     check_transform(LooksAtRates(), sizes=(2,), problems=(Problem(),))
     setup = af.chain(LooksAtRates(), LooksAtRates(name="again"))
@@ -1193,7 +1189,7 @@ def of_products(precision: str) -> None:
         (torch.use_deterministic_algorithms, True),
     ],
 )
-def test_a_program_may_have_settings_of_its_own(put: Any, value: Any) -> None:
+def test_a_program_may_have_settings_of_its_own(put, value):
     """Of which no rank is said to have set what another found."""
     put(value)
     check_transform(af.identity(), sizes=(2,), problems=(Problem(),))
@@ -1214,7 +1210,7 @@ class DriftsAtLast:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 8, 32])
-def test_what_happens_late_is_seen(every: int) -> None:
+def test_what_happens_late_is_seen(every):
     """D: updates are taken until each method has acted, and so is `local_sgd(8)`'s average."""
     with pytest.raises(LawError, match="'replicas_agree'"):
         check_transform(DriftsAtLast(every), sizes=(2,))
@@ -1235,13 +1231,13 @@ class DriftsAfterwards:
 
 
 @pytest.mark.parametrize("at", [4, 5, 7])
-def test_what_happens_behind_the_first_act_is_seen(at: int) -> None:
+def test_what_happens_behind_the_first_act_is_seen(at):
     """D: another update follows the one in which the last of the methods first acted."""
     with pytest.raises(LawError, match="'replicas_agree'"):
         check_transform(DriftsAfterwards(at), sizes=(2,), problems=(Problem(),))
 
 
-def test_an_average_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_average_is_seen(monkeypatch):
     """D: `local_sgd(8)` is checked through an average, and with an update owed at the end."""
     seen: list[int] = []
     plain = af.local_sgd.finalize
@@ -1255,7 +1251,7 @@ def test_an_average_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {8, 9} <= set(seen)
 
 
-def test_what_never_acts_is_named() -> None:
+def test_what_never_acts_is_named():
     """D: a method that changed nothing in all updates is named, with what to write."""
     late = DriftsAtLast(40)
     with pytest.raises(
@@ -1293,7 +1289,7 @@ class AveragesEvery:
 
 
 @pytest.mark.parametrize(("every", "when"), [(1, {1, 2, 3}), (2, {2}), (8, None)])
-def test_to_count_until_ranks_meet_is_not_to_act(every: int, when: Any) -> None:
+def test_to_count_until_ranks_meet_is_not_to_act(every, when):
     """Where ranks train apart, a slot that fills is not yet what the method is there for."""
 
     def start(world: af.World, observed: Any) -> af.TrainState:
@@ -1304,7 +1300,7 @@ def test_to_count_until_ranks_meet_is_not_to_act(every: int, when: Any) -> None:
     assert found.get(f"AveragesEvery({every}).after_update") == when
 
 
-def test_one_that_only_looks_says_so() -> None:
+def test_one_that_only_looks_says_so():
     """D: that a method changes nothing can be given up, as other laws can."""
 
     @af.transform
@@ -1331,7 +1327,7 @@ def test_one_that_only_looks_says_so() -> None:
     ],
     ids=repr,
 )
-def test_what_acts_seldom_or_by_rank_is_not_refused(transform: Any) -> None:
+def test_what_acts_seldom_or_by_rank_is_not_refused(transform):
     """D: a skip is provoked, a slot that says how it is merged may differ by rank."""
     check_transform(transform, sizes=(2,), problems=(Problem(),))
 
@@ -1341,11 +1337,11 @@ class TestReducing:
 
     @pytest.mark.slow
     @pytest.mark.parametrize("kept", [SumAll(), GatherAll(), HalfPrecision()], ids=repr)
-    def test_a_users_reduce_keeps_the_laws(self, kept: Any) -> None:
+    def test_a_users_reduce_keeps_the_laws(self, kept):
         """One that is written with public names only passes as `wrap_ddp` does."""
         check_transform(kept, sizes=(1, 2, 4), problems=(Problem(weighted=True),))
 
-    def test_what_leaves_something_for_later_says_so(self) -> None:
+    def test_what_leaves_something_for_later_says_so(self):
         """Error feedback gives up that each update's mean is near, and no more."""
         with pytest.raises(LawError, match="'reduces_to_mean'"):
             check_transform(ErrorFeedback(), sizes=(2,), problems=(Problem(),))
@@ -1368,18 +1364,18 @@ class TestReducing:
 
     @pytest.mark.parametrize("problem", PROBLEMS, ids=repr)
     @pytest.mark.parametrize("sums", SUMS, ids=lambda sums: sums.__name__)
-    def test_a_wrong_sum_is_refused(self, sums: Any, problem: Problem) -> None:
+    def test_a_wrong_sum_is_refused(self, sums, problem):
         """Whoever forgets a rank, a weight, a parameter or the order is told, by any problem."""
         with pytest.raises((LawError, af.ReplicaMismatchError, af.GradsError)):
             check_transform(Reduces(sums), sizes=(4,), problems=(problem,))
 
 
-def test_what_is_no_transform_is_refused() -> None:
+def test_what_is_no_transform_is_refused():
     with pytest.raises(af.ArgumentError, match="expected a transform"):
         check_transform(lambda state: state)
 
 
-def test_an_unknown_law_cannot_be_given_up() -> None:
+def test_an_unknown_law_cannot_be_given_up():
     @af.transform
     class Odd:
         gives_up: ClassVar[dict[str, str]] = {"gravity": "at times"}
@@ -1412,7 +1408,7 @@ IDLE = {
 
 
 @pytest.mark.parametrize("field", IDLE)
-def test_a_method_that_does_nothing_is_told(field: str) -> None:
+def test_a_method_that_does_nothing_is_told(field):
     """Whatever field it is: what gives back what it was given has shown nothing of itself."""
     idle = af.transform(type("Idle", (), {field: IDLE[field]}))()
     with pytest.raises(LawError, match=rf"'acts'.*Idle\(\).{field} changed nothing"):

@@ -125,20 +125,20 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_what_is_told_must_be_so(lie: str) -> None:
+def test_what_is_told_must_be_so(lie):
     transform, said = LIES[lie]
     with pytest.raises(LawError, match=said):
         check_transform(transform, sizes=(2,), problems=ONE)
 
 
-def test_what_differs_by_rank_is_told_by_entry() -> None:
+def test_what_differs_by_rank_is_told_by_entry():
     """An entry that is told may differ; without a word, ranks that hold it have drifted."""
     check_transform(RankInItsSlot(), sizes=(2,), problems=ONE)
     with pytest.raises(LawError, match=r"(?s)replicas_agree.*by_rank"):
         check_transform(RankInItsSlot(says=False), sizes=(2,), problems=ONE)
 
 
-def test_other_entries_of_such_a_slot_must_agree() -> None:
+def test_other_entries_of_such_a_slot_must_agree():
     """What one entry is free to be, its neighbours are not."""
 
     @af.transform
@@ -187,46 +187,46 @@ def test_other_entries_of_such_a_slot_must_agree() -> None:
         ),
     ],
 )
-def test_a_misspelt_fact_is_refused(body: dict[str, Any], said: str) -> None:
+def test_a_misspelt_fact_is_refused(body, said):
     """Where the class is made, or at the first chain, where properties are known."""
     with pytest.raises(af.ArgumentError, match=said):
         af.chain(af.transform(type("Mine", (), dict(body)))())
 
 
 @pytest.mark.parametrize("name", ["seeds", "cells", "refused_once"])
-def test_other_words_are_ones_own(name: str) -> None:
+def test_other_words_are_ones_own(name):
     """A constant that is no near miss stays a constant."""
     af.chain(af.transform(type("Mine", (), {name: 3}))())
 
 
 @pytest.mark.parametrize("name", ["tells", "refuses", "needs", "without", "gives_up"])
-def test_a_property_that_raises_is_not_taken_for_none(name: str) -> None:
+def test_a_property_that_raises_is_not_taken_for_none(name):
     body = {name: property(lambda each: each.misspelt)}
     with pytest.raises(AttributeError, match="misspelt"):
         af.chain(af.transform(type("Mine", (), body))())
 
 
-def test_gives_up_may_be_a_property() -> None:
+def test_gives_up_may_be_a_property():
     body = {"gives_up": property(lambda _: {"replicas_agree": "by an option"})}
     setup = af.chain(af.transform(type("Mine", (), body))())
     assert setup.gives_up() == {"replicas_agree": "by an option"}
     assert "apart" in setup.facts
 
 
-def test_a_reduce_that_options_leave_out_lets_ranks_agree() -> None:
+def test_a_reduce_that_options_leave_out_lets_ranks_agree():
     body = {"reduce": None, "without": ("reduce",)}
     setup = af.chain(af.transform(type("Mine", (), body))(), af.check_replicas(every=1))
     assert "apart" not in setup.facts
 
 
-def test_two_ways_to_compress_are_refused() -> None:
+def test_two_ways_to_compress_are_refused():
     body = {"tells": {"compression": lambda state: state}}
     mine = af.transform(type("Mine", (), body))()
     with pytest.raises(af.CompositionError, match="two ways to compress gradients"):
         af.chain(af.wrap_ddp(), mine, af.compress("bf16"))
 
 
-def test_a_field_may_be_needed() -> None:
+def test_a_field_may_be_needed():
     body = {"needs": {"engine": "needs an engine."}}
     mine = af.transform(type("Mine", (), body))()
     model, optimizer = (lambda: nn.Linear(1, 1)), torch.optim.SGD
@@ -249,7 +249,7 @@ def _total(model: nn.Module, rows: torch.Tensor) -> af.Loss:
     return af.Loss(model(rows).sum(), len(rows))
 
 
-def test_gradients_after_an_update_say_what_they_are() -> None:
+def test_gradients_after_an_update_say_what_they_are():
     """They are of the mean, with other transforms and without."""
     seen: list[float] = []
 
@@ -264,7 +264,7 @@ def test_gradients_after_an_update_say_what_they_are() -> None:
     assert seen == [3.0] * 2
 
 
-def test_a_scale_may_be_a_number() -> None:
+def test_a_scale_may_be_a_number():
     """What losses are multiplied by is divided out of gradients, tensor or not."""
 
     @af.transform
@@ -278,7 +278,7 @@ def test_a_scale_may_be_a_number() -> None:
     assert torch.equal(plain.params["weight"], scaled.params["weight"])
 
 
-def test_looking_at_rates_says_nothing() -> None:
+def test_looking_at_rates_says_nothing():
     """A schedule that is over is told of by steps alone."""
     begun = _state(schedule=lambda update: 1.0 if update < 1 else 0.0)
     state = attrs.evolve(begun, step=25)
@@ -291,7 +291,7 @@ def test_looking_at_rates_says_nothing() -> None:
         af.make_step(_total)(state, torch.ones(1, 1))
 
 
-def test_a_skip_changes_no_state() -> None:
+def test_a_skip_changes_no_state():
     body = {
         "tells": {"sees_skips": True},
         "grads": lambda _, grads, slot, _update: (grads.with_skip(flag=True), slot),
@@ -307,7 +307,7 @@ def test_a_skip_changes_no_state() -> None:
     assert set(state.params) == {"weight"}
 
 
-def test_an_earlier_checkpoint_of_one_that_begins_late(tmp_path: Any) -> None:
+def test_an_earlier_checkpoint_of_one_that_begins_late(tmp_path):
     """A slot that is made by the first update is none before it, nor when it is loaded."""
 
     @af.transform
@@ -321,7 +321,7 @@ def test_an_earlier_checkpoint_of_one_that_begins_late(tmp_path: Any) -> None:
     assert dict(af.load(state, tmp_path / "first").slots) == {}
 
 
-def test_a_fact_of_ones_own_is_refused_by_another() -> None:
+def test_a_fact_of_ones_own_is_refused_by_another():
     """Users' transforms may have facts of their own, and refuse each other by them."""
 
     @af.transform
@@ -340,7 +340,7 @@ def test_a_fact_of_ones_own_is_refused_by_another() -> None:
             af.chain(*pair)
 
 
-def test_what_is_needed_is_asked_for_where_a_state_is() -> None:
+def test_what_is_needed_is_asked_for_where_a_state_is():
     """A part of a chain may lack what another part has; a state's setup may not."""
 
     @af.transform
@@ -355,7 +355,7 @@ def test_what_is_needed_is_asked_for_where_a_state_is() -> None:
         af.TrainState.create(model=model, optimizer=optimizer, setup=part)
 
 
-def test_facts_are_a_mapping() -> None:
+def test_facts_are_a_mapping():
     @af.transform
     class Lists:
         tells: ClassVar[Any] = ["recomputes"]
@@ -364,7 +364,7 @@ def test_facts_are_a_mapping() -> None:
         af.chain(Lists())
 
 
-def test_an_init_that_gives_nothing_makes_no_slot() -> None:
+def test_an_init_that_gives_nothing_makes_no_slot():
     @af.transform
     class Looks:
         def init(self, state: af.TrainState) -> None:
@@ -377,7 +377,7 @@ def test_an_init_that_gives_nothing_makes_no_slot() -> None:
 
 
 @pytest.mark.parametrize("field", ["eval_params", "loss_scale"])
-def test_what_is_asked_often_keeps_no_slot(field: str) -> None:
+def test_what_is_asked_often_keeps_no_slot(field):
     """A slot that such a method gives back would be lost, and is refused."""
 
     def counting(_self: Any, value: Any, slot: Any, _update: af.Update) -> Any:
@@ -393,7 +393,7 @@ def test_what_is_asked_often_keeps_no_slot(field: str) -> None:
         )
 
 
-def test_only_those_that_see_skips_are_called_after_one() -> None:
+def test_only_those_that_see_skips_are_called_after_one():
     calls: list[tuple[str, bool]] = []
 
     def note(self: Any, state: Any, slot: Any, update: af.Update) -> Any:
@@ -411,7 +411,7 @@ def test_only_those_that_see_skips_are_called_after_one() -> None:
     assert calls == [("seeing", True), ("blind", False), ("seeing", False)]
 
 
-def test_outside_of_a_step_there_are_no_gradients() -> None:
+def test_outside_of_a_step_there_are_no_gradients():
     seen: list[af.Update] = []
 
     @af.transform
@@ -429,7 +429,7 @@ def test_outside_of_a_step_there_are_no_gradients() -> None:
     assert not update.grads.tensors
 
 
-def test_one_that_draws_beside_one_that_does_not() -> None:
+def test_one_that_draws_beside_one_that_does_not():
     """A stream is made where one of several draws, wherever it stands."""
 
     @af.transform

@@ -203,10 +203,7 @@ MISTAKES = {
         *({}, {"order": swapped}),
         "After update 1 (counted from 0), batch",
     ),
-    "a missing clip": (
-        *({}, {"clip": None}),
-        "After update 0 (counted from 0), grads",
-    ),
+    "a missing clip": (*({}, {"clip": None}), "After update 0 (counted from 0), grads"),
     "a missing clip, with Adam and gradients unreported": (
         *({"reports": ("optimizer",), **ADAM},),
         {"clip": None, "reports": ("optimizer",), **ADAM},

@@ -4,7 +4,7 @@
 import pytest
 
 
-def test_tests_have_their_group(request: pytest.FixtureRequest) -> None:
+def test_tests_have_their_group(request):
     """pytest-xdist 3.8 groups by a name's end, which pytest 9.2 does not let it write."""
     if not getattr(request.config.option, "loadgroup", False):
         pytest.skip("nothing runs beside it")

@@ -156,10 +156,7 @@ def _accelerated(rank: int, folder: Path) -> None:
 def _held(model: nn.Module, kind: str) -> dict[str, Any]:
     """Return all that an engine has, whole, by the functions that DeepSpeed has for it."""
     from deepspeed import zero
-    from deepspeed.utils import (
-        safe_get_full_fp32_param,
-        safe_get_full_optimizer_state,
-    )
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     params: dict[str, torch.Tensor] = {}
     kept: dict[str, Mapping[str, torch.Tensor]] = {}

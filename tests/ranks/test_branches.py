@@ -38,7 +38,7 @@ def trained(world: af.World, run: Branching) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("run", [RUN, COPIES], ids=["parts", "copies of parts"])
-def test_processes_run_other_units(run: Branching) -> None:
+def test_processes_run_other_units(run):
     """A training and an evaluation by Gloo, whose parts of unequal units would not fit."""
     alone = run(af.World.single(device="cpu"), [])
     for worlds in run_ranks(prod(run.axes.values()), trained, run, axes=run.axes):

@@ -20,7 +20,7 @@ def meet_all(world: af.World, pairs: list[tuple[str, str]]) -> list[str]:
     return [meet(world, pair) for pair in pairs]
 
 
-def test_different_calls_are_told_by_real_ranks() -> None:
+def test_different_calls_are_told_by_real_ranks():
     """Each call against another: both ranks get the error, and go on to the next pair."""
     pairs = list(zip(NAMES, TURNED, strict=True))
     for rank, told in enumerate(run_ranks(2, meet_all, pairs)):
@@ -30,7 +30,7 @@ def test_different_calls_are_told_by_real_ranks() -> None:
             assert "\n  rank 1: " in text
 
 
-def test_the_same_calls_give_what_they_give_unchecked() -> None:
+def test_the_same_calls_give_what_they_give_unchecked():
     """No call is refused that all ranks make, whatever each of them gives."""
     same = [(name, name) for name in NAMES]
     assert run_ranks(2, meet_all, same) == [[""] * len(NAMES)] * 2
@@ -47,7 +47,7 @@ def from_environment(world: af.World) -> tuple[bool, bool, str]:
     return world.checked, asking.checked, ""
 
 
-def test_a_checked_world_is_asked_for() -> None:
+def test_a_checked_world_is_asked_for():
     """`World.from_env(checked=True)` checks; no other does."""
     for plain, asked, told in run_ranks(2, from_environment):
         assert (plain, asked) == (False, True)

@@ -102,7 +102,7 @@ def goes_on(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_deepspeed_saved_goes_on(saves: Path, kind: str, layout: str) -> None:
+def test_what_deepspeed_saved_goes_on(saves, kind, layout):
     """All is what the engine had, bitwise, and it trains as by hand, and as the engine did."""
     held = torch.load(saves / f"{kind}.pt")
     size, setup = LAYOUTS[layout]
@@ -129,7 +129,7 @@ def test_what_deepspeed_saved_goes_on(saves: Path, kind: str, layout: str) -> No
             assert torch.allclose(each, engine, rtol=0, atol=1e-6), name
 
 
-def test_what_accelerate_saved_with_deepspeed_is_the_same(saves: Path) -> None:
+def test_what_accelerate_saved_with_deepspeed_is_the_same(saves):
     """A folder of `save_state`, whose weights are those of DeepSpeed's own loop, bitwise."""
     world = af.World.single(device="cpu")
     report = af.import_state(create(world, "adamw-2"), saves / "accelerate")

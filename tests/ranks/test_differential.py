@@ -81,14 +81,14 @@ def test_collectives_on_trees_give_what_gloo_gives(
     simulate(size, run, schedule=schedule, also="processes")
 
 
-def test_numbers_at_their_limits_give_what_gloo_gives() -> None:
+def test_numbers_at_their_limits_give_what_gloo_gives():
     """NaN wins and no mean overflows on either, whichever rank has what."""
     for size in (2, 3):
         simulate(size, trees.at_limits, also="processes")
 
 
 @pytest.mark.parametrize("dtype", trees.DTYPES)
-def test_every_dtype_gives_what_gloo_gives(dtype: str) -> None:
+def test_every_dtype_gives_what_gloo_gives(dtype):
     """Moved by each kind of call, and reduced in each way that it can be."""
     kinds = [each for each in trees.KINDS if each != "reduce"]
     ops = () if dtype in trees.ONLY_MOVED else trees.OPS
@@ -101,7 +101,7 @@ def test_every_dtype_gives_what_gloo_gives(dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", CALLS)
 @pytest.mark.parametrize("size", [2, 3])
-def test_every_collective_gives_what_gloo_gives(kind: str, size: int) -> None:
+def test_every_collective_gives_what_gloo_gives(kind, size):
     """Each kind alone, from every root, awaited at once and later."""
     program = tuple(
         Collective(kind, (1, -2, 3), 2, root=root, is_async=is_async)
@@ -178,14 +178,14 @@ def test_compressed_training_gives_what_gloo_gives(
     simulate(2, partial(programs.train, run=run), schedule=schedule, also="processes")
 
 
-def test_synced_batchnorm_gives_what_gloo_gives() -> None:
+def test_synced_batchnorm_gives_what_gloo_gives():
     """Statistics of two ranks, and gradients through them, are the same on any ranks."""
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.sync_batchnorm())
     run = Run(n=11, batch_size=4, kind="norm", updates=4, dyadic=False, setup=setup)
     simulate(2, partial(programs.train, run=run), also="processes")
 
 
-def test_a_state_is_compared_in_what_is_saved_of_it() -> None:
+def test_a_state_is_compared_in_what_is_saved_of_it():
     """Two states pass; one bit of one parameter on one rank is named."""
     run = Run(setup=af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)))
     simulate(2, partial(differences.state, run=run), also="processes")
@@ -196,7 +196,7 @@ def test_a_state_is_compared_in_what_is_saved_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", differences.PAIRS)
-def test_a_difference_is_named(name: str) -> None:
+def test_a_difference_is_named(name):
     """By rank, place and both values; and the run that shows it."""
     with pytest.raises(LawError, match=differences.PAIRS[name][2]) as raised:
         simulate(2, partial(differences.planted, name=name), also="processes")
@@ -205,20 +205,20 @@ def test_a_difference_is_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", differences.PAIRS)
-def test_equal_results_pass(name: str) -> None:
+def test_equal_results_pass(name):
     """What differs above is found equal to itself."""
     simulate(2, partial(differences.equal, name=name), also="processes")
 
 
 @pytest.mark.parametrize("name", differences.INCOMPARABLE)
-def test_what_cannot_be_compared_is_refused(name: str) -> None:
+def test_what_cannot_be_compared_is_refused(name):
     """It never passes for equal."""
     with pytest.raises(af.ArgumentError, match=r"\['inside'\]\[0\]\._field.*compared"):
         simulate(2, partial(differences.incomparable, name=name), also="processes")
 
 
 @pytest.mark.parametrize("seed", [0, 7])
-def test_generators_are_seeded_alike(seed: int) -> None:
+def test_generators_are_seeded_alike(seed):
     """Each rank draws in a process what it draws in a simulated world."""
     run = simulate(2, differences.draws, seed=seed, also="processes")
     assert run[0]["python"] != run[1]["python"]
@@ -233,43 +233,43 @@ def test_generators_are_seeded_alike(seed: int) -> None:
     ],
     ids=["no_grad", "inference_mode", "autocast"],
 )
-def test_modes_are_the_callers(mode: object) -> None:
+def test_modes_are_the_callers(mode):
     """Processes compute under the modes of whoever simulates."""
     with mode():
         simulate(2, differences.modes, also="processes")
 
 
-def test_a_program_that_fails_on_processes_only_breaks_the_law() -> None:
+def test_a_program_that_fails_on_processes_only_breaks_the_law():
     """The error has the traceback of the rank."""
     with pytest.raises(LawError, match="(?s)Rank 1 of 2.*KeyError: 'only here'"):
         simulate(2, differences.fails_on_processes, also="processes")
 
 
-def test_a_program_that_reads_its_rank_from_the_environment_is_found() -> None:
+def test_a_program_that_reads_its_rank_from_the_environment_is_found():
     """Simulated ranks have no environment of their own."""
     with pytest.raises(LawError, match=r"result\[1\]: None and '0'"):
         simulate(2, differences.variable, also="processes")
 
 
-def test_what_gloo_does_wrong_is_found() -> None:
+def test_what_gloo_does_wrong_is_found():
     """A tensor with gaps is reduced as it should be in a simulated world only."""
     with pytest.raises(LawError, match=r"at \[2\]: 8.0 and 4.0"):
         simulate(2, differences.strided, also="processes")
 
 
-def test_faults_are_refused() -> None:
+def test_faults_are_refused():
     """They cannot happen to processes."""
     with pytest.raises(af.ArgumentError, match=r"Raise\(rank=1.*simulated world only"):
         simulate(2, differences.draws, faults=[Raise(1)], also="processes")
 
 
-def test_a_program_that_cannot_be_sent_is_refused() -> None:
+def test_a_program_that_cannot_be_sent_is_refused():
     """A lambda has no name by which another process could import it."""
     with pytest.raises(af.ArgumentError, match='also="processes".*is a lambda'):
         simulate(2, lambda world: world.rank, also="processes")
 
 
-def test_parts_wait_as_long_as_their_world() -> None:
+def test_parts_wait_as_long_as_their_world():
     """Where a rank hangs, those of its part end when those of the world do."""
     found = run_ranks(4, programs_of_parts.seconds)
     assert len({each for rank in found for each in rank}) == 1

@@ -54,8 +54,8 @@ def launched(
     [("local sgd", 0, 2), ("ddp", 1, 3), ("fsdp", 0, 3), ("diloco", 0, 3)],
 )
 def test_ranks_that_come_and_go_train_what_simulated_ones_do(
-    setup: str, victim: int, size: int, tmp_path: Path
-) -> None:
+    setup, victim, size, tmp_path
+):
     """One is killed, the rest go on from the last average, another comes in: bit by bit.
 
     Those of a model that is split go on from the last checkpoint.
@@ -97,9 +97,7 @@ def test_ranks_that_come_and_go_train_what_simulated_ones_do(
         ("is late", "had not come in when the others were done, and is ended"),
     ],
 )
-def test_who_does_not_come_in_is_done_without(
-    then: str, said: str, tmp_path: Path
-) -> None:
+def test_who_does_not_come_in_is_done_without(then, said, tmp_path):
     """The others end well, and the launcher says what became of it."""
     run = launched("1:2", "local sgd", 1, tmp_path, then)
     assert run.returncode == 0, run.stderr
@@ -109,7 +107,7 @@ def test_who_does_not_come_in_is_done_without(
 
 
 @pytest.mark.ranks(4)
-def test_who_is_killed_as_a_world_is_opened_is_done_without(tmp_path: Path) -> None:
+def test_who_is_killed_as_a_world_is_opened_is_done_without(tmp_path):
     """The rest meet once more, and train what they would if both had died together."""
     run = launched("1:4", "local sgd", 1, tmp_path, "another dies as it opens")
     assert run.returncode == 0, run.stderr
@@ -131,7 +129,7 @@ def test_who_is_killed_as_a_world_is_opened_is_done_without(tmp_path: Path) -> N
 
 
 @pytest.mark.ranks(2)
-def test_where_too_few_are_left_the_run_ends(tmp_path: Path) -> None:
+def test_where_too_few_are_left_the_run_ends(tmp_path):
     """The report says which rank was killed, as it does of any other run."""
     run = launched("2:2", "ddp", 1, tmp_path)
     assert run.returncode == 137
@@ -144,9 +142,7 @@ def test_where_too_few_are_left_the_run_ends(tmp_path: Path) -> None:
     ("setup", "total", "givers", "size"),
     [("local sgd", 3, 3, 1), ("ddp", 3, 1, 3), ("diloco", 2, 2, 2)],
 )
-def test_a_state_is_moved_between_processes(
-    setup: str, total: int, givers: int, size: int, tmp_path: Path
-) -> None:
+def test_a_state_is_moved_between_processes(setup, total, givers, size, tmp_path):
     """On more, fewer or as many ranks it is what a load gives them, and goes on so."""
     fn = partial(
         programs.moved, setup=setup, givers=givers, size=size, folder=str(tmp_path)

@@ -37,7 +37,7 @@ def launch(launcher: str, *args: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_run_ends_well(launcher: str) -> None:
+def test_a_run_ends_well(launcher):
     """Two processes train, communicate and end with exit code 0, group closed."""
     code, said = launch(launcher)
     assert "done after 8 updates" in said
@@ -45,7 +45,7 @@ def test_a_run_ends_well(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_a_rank_that_raises_ends_the_run(launcher: str) -> None:
+def test_a_rank_that_raises_ends_the_run(launcher):
     """Its traceback comes before that of the rank that waited, which ends when it is asked to."""
     code, said = launch(launcher, "raise")
     assert code == 1
@@ -56,7 +56,7 @@ def test_a_rank_that_raises_ends_the_run(launcher: str) -> None:
 
 
 @pytest.mark.parametrize(("how", "code"), [("exit", 7), ("kill", 137)])
-def test_a_rank_that_goes_ends_the_run(how: str, code: int) -> None:
+def test_a_rank_that_goes_ends_the_run(how, code):
     """The launcher names the rank that went, and ends with its code."""
     found, said = launch("accelfn launch", how)
     assert found == code
@@ -64,7 +64,7 @@ def test_a_rank_that_goes_ends_the_run(how: str, code: int) -> None:
     assert re.search("rank 0 (followed: PeerFailed|was ended by SIGTERM)", said)
 
 
-def test_ranks_with_different_values_are_refused() -> None:
+def test_ranks_with_different_values_are_refused():
     """Unseeded model instances are noticed when built, by the first tensor that differs."""
     with pytest.raises(
         RankError,
@@ -73,7 +73,7 @@ def test_ranks_with_different_values_are_refused() -> None:
         run_ranks(2, programs.instance_by_rank)
 
 
-def test_ranks_with_different_shapes_are_refused() -> None:
+def test_ranks_with_different_shapes_are_refused():
     """Models of different shapes are noticed when built."""
     with pytest.raises(
         RankError, match=r"(?s)ReplicaMismatchError.*structure.*\(2, 2\).*\(3, 2\)"
@@ -81,13 +81,13 @@ def test_ranks_with_different_shapes_are_refused() -> None:
         run_ranks(2, programs.shape_by_rank)
 
 
-def test_unreduced_gradients_are_refused() -> None:
+def test_unreduced_gradients_are_refused():
     """A setup that reduces nothing in a world of two says what to add."""
     with pytest.raises(RankError, match=r"(?s)GradsError.*not reduced.*wrap_ddp"):
         run_ranks(2, programs.unreduced, Run())
 
 
-def test_adding_to_reduced_gradients_is_refused() -> None:
+def test_adding_to_reduced_gradients_is_refused():
     """into= reduced gradients would let replicas drift."""
     with pytest.raises(
         RankError, match="(?s)GradsError.*reduced over the ranks already"
@@ -98,7 +98,7 @@ def test_adding_to_reduced_gradients_is_refused() -> None:
 @pytest.mark.parametrize(
     "setup", [DDP, af.chain(DDP, af.accumulate(num_micro_batches=2))]
 )
-def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup: object) -> None:
+def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup):
     """The state is as it was, and the next step is the one that would have been."""
     run = Run(n=8, batch_size=8, updates=1, dyadic=False, kind="norm", loss="squared")
     run = attrs.evolve(run, setup=setup)
@@ -110,7 +110,7 @@ def test_a_step_that_raises_on_all_ranks_can_be_tried_again(setup: object) -> No
         assert differences(expected[rank][0][0], after) == []
 
 
-def test_unused_parameters_are_named() -> None:
+def test_unused_parameters_are_named():
     """Without find_unused_parameters DDP would not reduce; the update is refused."""
     run = Run(kind="unused", setup=DDP, dyadic=False)
     with pytest.raises(

@@ -544,9 +544,7 @@ def on_gloo() -> dict[str, list[Outcome]]:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
-def test_gloo_does_what_the_table_says(
-    row: Row, on_gloo: dict[str, list[Outcome]]
-) -> None:
+def test_gloo_does_what_the_table_says(row, on_gloo):
     """Each rank returns, raises, waits or ends as its row says."""
     found = on_gloo[row.about]
     if not all(e.fits(o) for e, o in zip(row.gloo, found, strict=True)):
@@ -557,7 +555,7 @@ def test_gloo_does_what_the_table_says(
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.about)
-def test_a_simulated_world_does_what_the_table_says(row: Row) -> None:
+def test_a_simulated_world_does_what_the_table_says(row):
     """It raises the error of the row, or gives each rank what stands there."""
     size, expected = len(row.gloo), row.simulated
     if isinstance(expected, Refuses):
@@ -569,7 +567,7 @@ def test_a_simulated_world_does_what_the_table_says(row: Row) -> None:
         assert rank.fits(Outcome("returned", result))
 
 
-def test_the_page_is_the_table() -> None:
+def test_the_page_is_the_table():
     """The documentation shows these rows and no others."""
     assert page() == PAGE.read_text(), "python -m tests.ranks.test_gloo writes it anew"
 

@@ -56,7 +56,7 @@ def torchruns(rank: int, size: int, port: int) -> dict[str, object]:
 GONE = "failed, left or did not arrive"
 
 
-def test_the_launchers_axes_are_the_worlds() -> None:
+def test_the_launchers_axes_are_the_worlds():
     """`--axes` reaches `World.from_env()` in each rank, before a variable that was set."""
     words = ["-m", "accelfn", "launch", "--nproc", 2, "--axes", "dp_shard=-1"]
     run = started([*words, SCRIPTS / "axes.py"], {"ACCELFN_AXES": "tp=2"})
@@ -78,9 +78,7 @@ def test_the_launchers_axes_are_the_worlds() -> None:
         (4, "stop", None, f"rank 1 {GONE}"),
     ],
 )
-def test_others_say_for_whom_they_waited(
-    size: int, how: str, code: int | None, says: str
-) -> None:
+def test_others_say_for_whom_they_waited(size, how, code, says):
     """However a rank goes in mid-step, all others name it, the collective and the update.
 
     Of two ranks, the other waits for three seconds; more of them share the same few cores.
@@ -108,7 +106,7 @@ def test_others_say_for_whom_they_waited(
         lost.communicate()
 
 
-def test_a_stopped_rank_is_the_culprit() -> None:
+def test_a_stopped_rank_is_the_culprit():
     """SIGSTOP is no end: the launcher finds the rank, ends it, and names it first."""
     ((code, out, error),) = ended([launched("--nproc", 2, TRAINS, "stop", 1, 3)])
     assert code == 128 + signal.SIGSTOP
@@ -120,7 +118,7 @@ def test_a_stopped_rank_is_the_culprit() -> None:
     assert report[2].startswith("rank 0 followed: PeerFailedError: Rank 0 of 2 waited")
 
 
-def test_a_rank_that_hangs_is_the_culprit() -> None:
+def test_a_rank_that_hangs_is_the_culprit():
     """Nothing failed but those that waited: the launcher shows where the other one was."""
     ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 4)])
     assert code == 128 + signal.SIGTERM
@@ -139,7 +137,7 @@ def test_a_rank_that_hangs_is_the_culprit() -> None:
         assert f"but rank 1 {GONE}." in line
 
 
-def test_two_processes_of_one_rank_are_refused() -> None:
+def test_two_processes_of_one_rank_are_refused():
     """All that meet are told, at once."""
     port = free_port()
     runs = [started([TRAINS], torchruns(rank, 3, port)) for rank in (0, 1, 1)]
@@ -148,14 +146,14 @@ def test_two_processes_of_one_rank_are_refused() -> None:
         assert "3 processes came, 2 as rank 1 and none as rank 2." in error
 
 
-def test_a_world_can_be_opened_again() -> None:
+def test_a_world_can_be_opened_again():
     """What ranks meet by outlives a world, and is not taken for the next one's."""
     ((code, out, error),) = ended([launched("--nproc", 2, SCRIPTS / "opens.py")])
     assert code == 0, error
     assert sorted(line[-5:] for line in out.splitlines()) == ["0 3.0", "1 3.0", "2 3.0"]
 
 
-def test_restarts_go_on_from_the_checkpoint(tmp_path: Path) -> None:
+def test_restarts_go_on_from_the_checkpoint(tmp_path):
     """A failure is reported, all ranks start again, and go on where they last saved."""
     script = SCRIPTS / "restarts.py"
     run = launched("--nproc", 2, "--max-restarts", 1, script, tmp_path)
@@ -174,7 +172,7 @@ def test_restarts_go_on_from_the_checkpoint(tmp_path: Path) -> None:
     assert report.endswith("restart 1 of 1 follows\n")
 
 
-def test_each_attempt_is_reported_for_itself(tmp_path: Path) -> None:
+def test_each_attempt_is_reported_for_itself(tmp_path):
     """Another rank fails after the restart, and it alone is named then."""
     script = tmp_path / "fails.py"
     script.write_text(FAILS_IN_TURN)
@@ -205,7 +203,7 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("how", ["numbered", "dynamic"])
-def test_machines_meet_and_restart(how: str, tmp_path: Path) -> None:
+def test_machines_meet_and_restart(how, tmp_path):
     """Two launchers make one run, by number or by torch's rendezvous; all start again."""
     port, script = free_port(), SCRIPTS / "restarts.py"
     common = ["--nproc", 1, "--num-machines", 2, "--max-restarts", 1]
@@ -233,7 +231,7 @@ def test_machines_meet_and_restart(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_machine_that_waits_alone_says_so(rank: int) -> None:
+def test_a_machine_that_waits_alone_says_so(rank):
     """Where the others do not come, the launcher says where it waited, and for how long."""
     port = free_port()
     meets = ["--main-address", "127.0.0.1", "--main-port", port, "--join-timeout", 1]
@@ -267,7 +265,7 @@ def slurm(rank: int, port: int) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("place", [open_mpi, slurm])
-def test_ranks_of_mpirun_and_srun_train(place: object) -> None:
+def test_ranks_of_mpirun_and_srun_train(place):
     """Two processes in such an environment find each other, train and end well."""
     port = free_port()
     found = ended([started([TRAINS], place(rank, port)) for rank in range(2)])

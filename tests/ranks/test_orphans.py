@@ -68,21 +68,21 @@ def killed(run: subprocess.Popen[bytes], ranks: list[int]) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     """They are asked to end, as the launcher would ask: those that can save have saved."""
     words = ["-m", "accelfn", "launch", "--nproc", 2, SCRIPTS / "outlives.py"]
     killed(*started([*words, tmp_path], tmp_path))
     assert all((tmp_path / f"saved-{rank}").exists() for rank in range(2))
 
 
-def test_ranks_end_with_the_process_that_called(tmp_path: Path) -> None:
+def test_ranks_end_with_the_process_that_called(tmp_path):
     """A function's ranks end with the kernel of the notebook, from whichever thread it was."""
     script = tmp_path / "calls.py"
     script.write_text(CALLS)
     killed(*started([script, tmp_path], tmp_path))
 
 
-def test_a_rank_whose_launcher_is_gone_does_not_begin(tmp_path: Path) -> None:
+def test_a_rank_whose_launcher_is_gone_does_not_begin(tmp_path):
     """One that is started as its launcher is killed ends before the script's first line."""
     script = tmp_path / "writes.py"
     script.write_text("open('written', 'w')")

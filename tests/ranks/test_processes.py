@@ -23,26 +23,26 @@ pytestmark = pytest.mark.ranks(2)
 ROOT = Path(__file__).parents[2]
 
 
-def test_results_are_in_the_order_of_ranks() -> None:
+def test_results_are_in_the_order_of_ranks():
     """Each rank knows its place, and its result stands there."""
     for size in (1, 2, 3):
         found = run_processes(size, programs.place)
         assert [(r, size) for r in range(size)] == [each[:2] for each in found]
 
 
-def test_ranks_stay_between_programs() -> None:
+def test_ranks_stay_between_programs():
     """A second program runs in the processes of the first."""
     assert run_processes(2, programs.place) == run_processes(2, programs.place)
 
 
-def test_arguments_and_results_of_any_size_travel() -> None:
+def test_arguments_and_results_of_any_size_travel():
     """Tensors larger than a pipe's buffer come and go, and ranks really talk."""
     values = torch.arange(1e6)
     for found in run_processes(2, programs.total, values):
         assert torch.equal(found, 3 * values)
 
 
-def test_two_threads_take_turns() -> None:
+def test_two_threads_take_turns():
     """Programs of several threads do not get one another's answers."""
     with ThreadPoolExecutor(4) as threads:
         found = threads.map(
@@ -51,9 +51,7 @@ def test_two_threads_take_turns() -> None:
         assert [3 * i for i in range(20)] == [int(first) for first, _ in found]
 
 
-def test_ranks_find_what_the_caller_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_find_what_the_caller_has(tmp_path, monkeypatch):
     """Directory, environment, dtype and modes are the caller's, the next caller's too."""
     before = run_processes(2, programs.surroundings)
     monkeypatch.chdir(tmp_path)
@@ -76,7 +74,7 @@ def test_ranks_find_what_the_caller_has(
         assert before[0][key] == after[0][key]
 
 
-def test_ranks_may_start_processes() -> None:
+def test_ranks_may_start_processes():
     """A DataLoader's workers run in a rank."""
     assert run_processes(2, programs.rows_of_workers) == [[0, 2, 3], [1, 2, 3]]
 
@@ -99,37 +97,33 @@ def unmade() -> Callable[..., None]:
         pytest.param("place", (), "a function of a World", id="no function"),
     ],
 )
-def test_what_cannot_be_sent_is_refused(
-    fn: Callable[..., object], args: tuple[object, ...], said: str
-) -> None:
+def test_what_cannot_be_sent_is_refused(fn, args, said):
     """Before any rank starts, the error says what, and what to do."""
     with pytest.raises(af.ArgumentError, match=said):
         run_processes(2, fn, *args)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
-def test_a_size_is_a_number_of_ranks(size: object) -> None:
+def test_a_size_is_a_number_of_ranks(size):
     """Anything but a positive integer is refused."""
     with pytest.raises(af.ArgumentError, match="number of ranks"):
         run_processes(size, programs.place)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, None, True])
-def test_a_timeout_is_a_number_of_seconds(timeout: object) -> None:
+def test_a_timeout_is_a_number_of_seconds(timeout):
     """It is positive and finite."""
     with pytest.raises(af.ArgumentError, match="timeout"):
         run_processes(2, programs.place, timeout=timeout)
 
 
-def test_a_result_that_cannot_be_sent_is_refused() -> None:
+def test_a_result_that_cannot_be_sent_is_refused():
     """The error names it."""
     with pytest.raises(RankError, match="(?s)ArgumentError.*cannot be sent.*lock"):
         run_processes(2, programs.unsendable)
 
 
-def test_the_rank_that_failed_first_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_rank_that_failed_first_is_shown(tmp_path, monkeypatch):
     """Its traceback comes first, the later error on a line, whatever the rank."""
     monkeypatch.setattr(processes, "_GRACE_SECONDS", HANGS)  # however busy the machine
     for first in (0, 1):
@@ -142,7 +136,7 @@ def test_the_rank_that_failed_first_is_shown(
         assert said.splitlines()[-1] == other
 
 
-def test_a_rank_that_raises_ends_those_that_wait() -> None:
+def test_a_rank_that_raises_ends_those_that_wait():
     """Nobody waits for ranks that hang when another has failed; and a new world opens."""
     with pytest.raises(RankError, match="(?s)Rank 0 of 2.*boom on rank 0"):
         run_processes(2, programs.raise_alone, timeout=1000)
@@ -152,13 +146,13 @@ def test_a_rank_that_raises_ends_those_that_wait() -> None:
 @pytest.mark.parametrize(
     ("how", "said"), [("exit", "ended with exit code 7"), ("kill", "ended by SIGKILL")]
 )
-def test_a_rank_that_ends_is_named(how: str, said: str) -> None:
+def test_a_rank_that_ends_is_named(how, said):
     """Its end comes before what the rank that waited for it says."""
     with pytest.raises(RankError, match=rf"(?s)^Rank 1 of 2 failed first:\n.*{said}"):
         run_processes(2, programs.end, how)
 
 
-def test_an_abort_of_gloo_is_explained() -> None:
+def test_an_abort_of_gloo_is_explained():
     """A process that Gloo aborts raises nothing; the error says why that may be."""
     with pytest.raises(
         RankError, match="(?s)Rank 1.*ended by SIGABRT.*simulated world"
@@ -166,7 +160,7 @@ def test_an_abort_of_gloo_is_explained() -> None:
         run_processes(2, programs.send_too_much)
 
 
-def test_ranks_that_never_return_are_ended(tmp_path: Path) -> None:
+def test_ranks_that_never_return_are_ended(tmp_path):
     """The error names those that are late; the processes are gone."""
     ranks = [pid for _, _, pid in run_processes(2, programs.place)]
     with pytest.raises(RankError, match=r"\[0, 1\] did not return within 1 s"):
@@ -174,7 +168,7 @@ def test_ranks_that_never_return_are_ended(tmp_path: Path) -> None:
     wait_until(lambda: all(map(is_gone, ranks)))
 
 
-def test_a_rank_that_died_between_programs_is_replaced() -> None:
+def test_a_rank_that_died_between_programs_is_replaced():
     """The next program runs on new processes."""
     processes = [pid for _, _, pid in run_processes(2, programs.place)]
     os.kill(processes[1], 9)
@@ -201,7 +195,7 @@ if len(sys.argv) > 1:
 """
 
 
-def test_a_script_needs_no_guard_and_ends() -> None:
+def test_a_script_needs_no_guard_and_ends():
     """Ranks neither run the script again nor outlive it; what it defines is refused."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -217,7 +211,7 @@ def test_a_script_needs_no_guard_and_ends() -> None:
     assert done.stderr == ""
 
 
-def test_ranks_do_not_outlive_a_caller_that_is_killed(tmp_path: Path) -> None:
+def test_ranks_do_not_outlive_a_caller_that_is_killed(tmp_path):
     """Though it cannot end them, and they are busy."""
     script = tmp_path / "script.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{SCRIPT}")

@@ -28,7 +28,7 @@ class FromUpdate:
 
 
 @pytest.mark.parametrize("reduce", [SumAll(), GatherAll()], ids=repr)
-def test_real_ranks_sum_as_simulated_ones(reduce: object) -> None:
+def test_real_ranks_sum_as_simulated_ones(reduce):
     """A7: on two ranks there is one order of sums, and so one result, bitwise."""
     setup = af.chain(af.shard_data(), reduce)
     run = Run(n=7, batch_size=3, updates=4, dyadic=False, setup=setup)
@@ -50,7 +50,7 @@ def told(world: af.World, run: Run, checked: bool) -> str:
 
 
 @pytest.mark.parametrize(("update", "checked"), [(0, False), (2, True)])
-def test_a_weight_of_one_rank_is_told_to_all(update: int, checked: bool) -> None:
+def test_a_weight_of_one_rank_is_told_to_all(update, checked):
     """A7: real ranks compare in the first update, and in any where the world is checked."""
     setup = af.chain(af.shard_data(), FromUpdate(update))
     run = Run(n=9, batch_size=3, updates=3, setup=setup)
@@ -68,7 +68,7 @@ def means(world: af.World, names: list[list[str]]) -> str:
 
 
 @pytest.mark.parametrize("more", [1, 4, 5, 9])
-def test_metrics_of_fewer_names_are_told(more: int) -> None:
+def test_metrics_of_fewer_names_are_told(more):
     """Gloo would abort the rank that gets more than it expects; as many names are added up."""
     many = [f"class {number}" for number in range(1 + more)]
     for text in run_ranks(2, means, [many[:1], many]):

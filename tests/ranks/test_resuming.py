@@ -16,7 +16,7 @@ SCRIPT = Path(__file__).parent / "scripts" / "saves.py"
 
 
 @pytest.mark.ranks(2)
-def test_fresh_processes_go_on_bitwise(tmp_path: Path) -> None:
+def test_fresh_processes_go_on_bitwise(tmp_path):
     """Saved after every update, in local SGD's period or not, a run ends as it would have.
 
     With dropout, batch statistics, AdamW, a schedule, an average of parameters, fp16 and
@@ -51,9 +51,7 @@ def test_fresh_processes_go_on_bitwise(tmp_path: Path) -> None:
         {"gradient_as_bucket_view": True},
     ],
 )
-def test_ranks_add_up_alike_after_a_cut(
-    options: dict[str, object], size: int, tmp_path: Path
-) -> None:
+def test_ranks_add_up_alike_after_a_cut(options, size, tmp_path):
     """A backend's sums depend on where a gradient lies: from the first step, it lies there."""
     for runs in run_ranks(size, cut_and_whole, str(tmp_path), options):
         assert runs == [runs[0]] * len(runs)

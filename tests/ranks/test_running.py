@@ -3,7 +3,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -35,6 +34,6 @@ def ended(world: af.World, folder: str) -> tuple[object, int, list[str]]:
     return code, saved, differences(tensors(whole), tensors(resumed))
 
 
-def test_a_signal_to_one_rank_ends_both(tmp_path: Path) -> None:
+def test_a_signal_to_one_rank_ends_both(tmp_path):
     """Both save the same update and leave with 143; resumed, the run has the same bits."""
     assert run_ranks(2, ended, str(tmp_path / "store")) == [(143, 5, [])] * 2

@@ -40,13 +40,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("flipped", [False, True])
-def test_loaded_on_as_many(saved: Path, flipped: bool) -> None:
+def test_loaded_on_as_many(saved, flipped):
     """L47: cut in the same way or in another, each rank has its slice of what was saved."""
     for each in run_ranks(2, partial(programs.load, flipped=flipped), saved):
         assert_all_there(each, sharded=True)
 
 
-def test_loaded_on_one(saved: Path) -> None:
+def test_loaded_on_one(saved):
     """L47: a rank that shards nothing has whole tensors; so has each of several."""
     for size in (1, 2):
         for each in run_ranks(size, programs.load_plain, saved):
@@ -54,7 +54,7 @@ def test_loaded_on_one(saved: Path) -> None:
 
 
 @pytest.mark.ranks(3)
-def test_there_and_back(saved: Path, tmp_path: Path) -> None:
+def test_there_and_back(saved, tmp_path):
     """L47: from 2 ranks to 1 and to 3 is as from 2 to 3; whole tensors are sharded again."""
     run_ranks(1, programs.save_plain, saved, tmp_path / "plain")
     for folder, size in itertools.product((saved, tmp_path / "plain"), (2, 3)):
@@ -62,7 +62,7 @@ def test_there_and_back(saved: Path, tmp_path: Path) -> None:
             assert_all_there(each, sharded=True)
 
 
-def test_each_rank_writes_its_slices(saved: Path) -> None:
+def test_each_rank_writes_its_slices(saved):
     """No slice is written twice, nor any that has nothing in it."""
     manifest = read_manifest(saved)
     held = {rank: set(file.tensors) for rank, file in manifest.files.items()}
@@ -75,21 +75,21 @@ def test_each_rank_writes_its_slices(saved: Path) -> None:
         assert {rank for rank in held if name in held[rank]} == place
 
 
-def test_saved_behind_the_training(tmp_path: Path) -> None:
+def test_saved_behind_the_training(tmp_path):
     """What is copied to the host and written behind is the same."""
     run_ranks(2, partial(programs.save, async_=True), tmp_path / "runs")
     for each in run_ranks(2, programs.load, tmp_path / "runs" / "step-00000000"):
         assert_all_there(each, sharded=True)
 
 
-def test_another_shape(saved: Path) -> None:
+def test_another_shape(saved):
     """A sharded tensor of another shape is refused by its name, with both shapes."""
     for said in run_ranks(2, programs.load_other_shape, saved):
         assert "slots.mine.in.rows was saved as (5, 3)" in said
         assert "(7, 3)" in said
 
 
-def test_summands(tmp_path: Path) -> None:
+def test_summands(tmp_path):
     """C17: a DTensor of summands is refused by its name on every rank."""
     for said in run_ranks(2, programs.save_summands, tmp_path / "saved"):
         assert "slots.mine is a DTensor placed as" in said
@@ -98,7 +98,7 @@ def test_summands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, torch.inf])
-def test_gradients_are_clipped_by_the_norm_over_all_shards(norm_type: float) -> None:
+def test_gradients_are_clipped_by_the_norm_over_all_shards(norm_type):
     """L14: sharded gradients, beside one that is not, are clipped as whole ones are."""
     expected = {
         name: programs.whole(name).double() / 64 - 1 for name in programs.PLACES

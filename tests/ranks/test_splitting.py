@@ -41,7 +41,7 @@ def test_split_models_train_as_on_gloo(run: Run, wrap: object) -> None:
         simulate(2, training, axes=axes, also="processes")
 
 
-def test_units_cross_by_all_to_all() -> None:
+def test_units_cross_by_all_to_all():
     """Over Gloo every gather and every reduction is one; simulated ranks call them by name."""
     kinds = [entry.kind for entry in simulate(2, swaps, axes={"dp_shard": 2}).log]
     gathers, reductions = (
@@ -135,7 +135,7 @@ def test_what_is_drawn_in_parts_is_the_same_on_gloo(
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_layers_by_hand_do_the_same(size: int) -> None:
+def test_layers_by_hand_do_the_same(size):
     """torch's parallelize_module, on as many real processes."""
     speech, axes = Speech(6, 3, PLAN), {"tp": size}
     ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
@@ -176,7 +176,7 @@ def megatron_by_hand(world: af.World, speech: MegatronSpeech) -> Any:
 
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("tied", [False, True])
-def test_megatron_by_hand_does_the_same(size: int, tied: bool) -> None:
+def test_megatron_by_hand_does_the_same(size, tied):
     """Its own layers of a rank's parts, and an optimizer, on as many real processes."""
     speech, axes = MegatronSpeech(6, 3, HEAD_NORMS, tied=tied), {"tp": size}
     ours = partial(by_accelfn, speech=speech, lying=Lying(axes))
@@ -214,7 +214,7 @@ def trained(world: af.World, run: Run) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_loop_by_hand_does_the_same(size: int, optimizer: str) -> None:
+def test_a_loop_by_hand_does_the_same(size, optimizer):
     """torch's fully_shard and an optimizer of DTensors, on as many real processes."""
     run = Run(8, 8, "mean", optimizer, in_list=True, micro=1)
     for one, other in zip(

@@ -44,7 +44,7 @@ def finished(directory: Path, updates: int) -> set[str]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("to", ["launcher", "rank 1"])
-def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
+def test_a_launched_run_stops_and_goes_on(to, tmp_path):
     """SIGTERM to the launcher or to a rank: both ranks save one update, and exit with 143.
 
     They did not fail, so they are not started again.
@@ -74,7 +74,7 @@ def test_a_launched_run_stops_and_goes_on(to: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_signal_waits_for_a_collective() -> None:
+def test_a_signal_waits_for_a_collective():
     """Asked to end while it waits for a rank that hangs, a rank ends in time, and says why."""
     command = [sys.executable, str(SCRIPT.with_name("waits.py"))]
     meets = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
@@ -127,9 +127,7 @@ def racers() -> Iterator[list[RankProcess]]:
         each.end()
 
 
-def test_one_of_two_processes_holds_a_lock(
-    racers: list[RankProcess], tmp_path: Path
-) -> None:
+def test_one_of_two_processes_holds_a_lock(racers, tmp_path):
     """They race 20 rounds, half of them for a dead process's lock: one holds it, each time."""
     for i in range(20):
         if i % 2:
@@ -148,9 +146,7 @@ def test_one_of_two_processes_holds_a_lock(
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_killed_holder_is_taken_over(
-    racers: list[RankProcess], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_holder_is_taken_over(racers, tmp_path, capfd):
     """While it lives it is named, and after a kill -9 its lock is another's, with a line."""
     holder = racers[0]
     holder.pipe.send(str(tmp_path))
@@ -185,7 +181,7 @@ def limited(directory: str, async_: bool, pipe: Connection) -> None:
 
 
 @pytest.mark.parametrize("async_", [False, True])
-def test_a_file_may_be_too_large(async_: bool, tmp_path: Path) -> None:
+def test_a_file_may_be_too_large(async_, tmp_path):
     """The error says which file, how much was needed, and what is there; the run goes on."""
     child = RankProcess.start(limited, str(tmp_path), async_, name="has a limit")
     said = heard(child.pipe)

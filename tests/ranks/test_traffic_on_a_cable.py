@@ -60,7 +60,7 @@ def on_a_cable(megabits: float, rounds: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("megabits", [1, 4])
-def test_bytes_and_seconds_are_those_of_the_cable(megabits: float) -> None:
+def test_bytes_and_seconds_are_those_of_the_cable(megabits):
     """Bytes within 5 % of those that the system counts, seconds and bandwidth within 10 %.
 
     What else runs on the machine makes both more and never less, for what comes late is

@@ -37,7 +37,7 @@ def numbered(rank: int) -> dict[str, object]:
     return {"--machine-rank": rank, "--main-address": "10.71.0.1"}
 
 
-def test_a_cable_is_cut(tmp_path: Path) -> None:
+def test_a_cable_is_cut(tmp_path):
     """All ranks end in time with an error that says where; started again, they end bitwise.
 
     That is as a run ends in which nothing has happened.

@@ -223,19 +223,19 @@ RUN = Run(9, 9, "mean", "adamw", in_list=True, micro=1, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_loss_may_be_nan_beside_skip_nonfinite(stage: int) -> None:
+def test_a_loss_may_be_nan_beside_skip_nonfinite(stage):
     """As under wrap_fsdp: too many in a row are told, and the state is as it was."""
     run_ranks(2, judged, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage: int) -> None:
+def test_gradients_that_deepspeed_holds_are_seen_by_nobody(stage):
     """Nor are they mistaken for others, and every parameter takes part."""
     run_ranks(2, mistakes, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_meet_those_of_the_same_parameters(stage: int) -> None:
+def test_gradients_meet_those_of_the_same_parameters(stage):
     """In whichever order they come; at stage 3, where modules are gathered, all are told."""
     small = {"reduce_bucket_size": 20, "stage3_param_persistence_threshold": 0}
     config = {"zero_optimization": small}
@@ -244,7 +244,7 @@ def test_gradients_meet_those_of_the_same_parameters(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("micro", [1, 2])
-def test_ranks_that_use_other_parameters_are_told(stage: int, micro: int) -> None:
+def test_ranks_that_use_other_parameters_are_told(stage, micro):
     """All of them, by rank and name, and go on."""
     run = attrs.evolve(RUN, micro=micro)
     run_ranks(2, unused, Trained(run, af.wrap_deepspeed(stage)))
@@ -252,12 +252,12 @@ def test_ranks_that_use_other_parameters_are_told(stage: int, micro: int) -> Non
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_may_use_a_model_in_other_ways_together(stage: int) -> None:
+def test_ranks_may_use_a_model_in_other_ways_together(stage):
     """What a rank leaves the known way for, it asks the others."""
     run_ranks(2, ways, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
 
 
-def test_a_rank_that_goes_astray_is_told() -> None:
+def test_a_rank_that_goes_astray_is_told():
     """And those that wait for it hear of it, as soon as it gives up."""
     each = Trained(RUN, af.wrap_deepspeed(3, config=APART))
     with pytest.raises(RankError, match="0 goes back through the loss, rank 1 runs 'f"):
@@ -265,21 +265,21 @@ def test_a_rank_that_goes_astray_is_told() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_frozen_values_are_those_of_each_state(stage: int) -> None:
+def test_frozen_values_are_those_of_each_state(stage):
     """Stepped in turns, bitwise."""
     run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage)))
     run_ranks(2, frozen, Trained(RUN, af.wrap_deepspeed(stage, config=APART)))
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_state_goes_from_stage_to_stage(optimizer: str) -> None:
+def test_a_state_goes_from_stage_to_stage(optimizer):
     """By with_setup, there and back, bitwise."""
     run = attrs.evolve(RUN, optimizer=optimizer)
     run_ranks(2, stages, Trained(run, af.wrap_deepspeed(1)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_update_begins_with_the_buffers_of_rank_0(stage: int) -> None:
+def test_an_update_begins_with_the_buffers_of_rank_0(stage):
     """Whatever the others had."""
     run_ranks(2, buffers, Trained(RUN, af.wrap_deepspeed(stage)))
 
@@ -287,9 +287,7 @@ def test_an_update_begins_with_the_buffers_of_rank_0(stage: int) -> None:
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("accumulate", ["whole", "sharded"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_that_are_thrown_away_leave_nothing(
-    stage: Any, accumulate: Any, micro: int
-) -> None:
+def test_gradients_that_are_thrown_away_leave_nothing(stage, accumulate, micro):
     """Reduced or not, in the host's memory or not: the next update is bitwise the same."""
     run = attrs.evolve(RUN, micro=micro)
     for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
@@ -299,49 +297,49 @@ def test_gradients_that_are_thrown_away_leave_nothing(
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_of_two_bounds_the_lower_one_holds(stage: int) -> None:
+def test_of_two_bounds_the_lower_one_holds(stage):
     """In whichever order they are."""
     run_ranks(2, clipped, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_are_exact_beyond_float32(stage: int) -> None:
+def test_weights_are_exact_beyond_float32(stage):
     """2**24 tokens are no rare batch of a large model."""
     run_ranks(2, large_weights, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_frozen_keeps_its_moments(stage: int) -> None:
+def test_what_is_frozen_keeps_its_moments(stage):
     """What is thawed has counted other updates than its group, of which there is one count."""
     run_ranks(2, thawing, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_engine_that_is_released_keeps_nothing(stage: int) -> None:
+def test_an_engine_that_is_released_keeps_nothing(stage):
     """But states have what they had, and go on."""
     run_ranks(2, released, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_memory_of_a_state_goes_with_it(stage: int) -> None:
+def test_the_memory_of_a_state_goes_with_it(stage):
     """An engine that steps another state has no views of it."""
     run_ranks(2, forgotten, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_optimizers_may_count_by_several_numbers(stage: int) -> None:
+def test_optimizers_may_count_by_several_numbers(stage):
     """Which are not taken for elements of a lone number."""
     run_ranks(2, odd_optimizers, Trained(RUN, af.wrap_deepspeed(stage)))
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_nothing_is_brought_into_rows_but_what_is_read(stage: int) -> None:
+def test_nothing_is_brought_into_rows_but_what_is_read(stage):
     """A steady step reads nothing; two fields that are read are read once each."""
     steady, once = run_ranks(2, readings, Trained(RUN, af.wrap_deepspeed(stage)))[0]
     assert (steady, once) == (0, 3)  # parameters, and two moments of each
 
 
-def test_ranks_that_part_where_ways_have_parted_are_told() -> None:
+def test_ranks_that_part_where_ways_have_parted_are_told():
     """Each way is known, and they would wait for one another."""
     each = Trained(RUN, af.wrap_deepspeed(3))
     for told in run_ranks(2, parted_again, each):
@@ -351,7 +349,7 @@ def test_ranks_that_part_where_ways_have_parted_are_told() -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_layers_of_other_models_are_torchs_own(stage: int) -> None:
+def test_layers_of_other_models_are_torchs_own(stage):
     """Those of DeepSpeed's at stage 3, of other last bits, are there while it runs alone.
 
     What its logger tells is as the program has set it.
@@ -361,14 +359,14 @@ def test_layers_of_other_models_are_torchs_own(stage: int) -> None:
 
 
 @pytest.mark.parametrize("micro", [1, 3])
-def test_an_update_starts_no_process(micro: int) -> None:
+def test_an_update_starts_no_process(micro):
     """DeepSpeed has one list the host's cores at each reduction of stage 3."""
     each = Trained(attrs.evolve(RUN, micro=micro), af.wrap_deepspeed(3))
     assert run_ranks(2, starts_of_processes, each) == [(0, True)] * 2
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_an_update_is_one_reduction(stage: int) -> None:
+def test_an_update_is_one_reduction(stage):
     """Of several micro-batches too, unless parts are asked for."""
     one, three = run_ranks(2, calls, Trained(RUN, af.wrap_deepspeed(stage)))[0]
     assert one == three
@@ -379,7 +377,7 @@ def test_an_update_is_one_reduction(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_weights_cross_beside_the_last_sum(stage: int) -> None:
+def test_weights_cross_beside_the_last_sum(stage):
     """They are begun once, before DeepSpeed waits for the sums that close the update."""
     for begun in run_ranks(2, sums, Trained(RUN, af.wrap_deepspeed(stage)))[0]:
         assert begun.count("weights") == 1
@@ -387,7 +385,7 @@ def test_weights_cross_beside_the_last_sum(stage: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_rank_that_is_gone_is_named(stage: int) -> None:
+def test_a_rank_that_is_gone_is_named(stage):
     """The launcher ends the run at once, and says which rank it was."""
     code, said = launch("accelfn launch", "kill", "1", "60", str(stage))
     assert code == 137

@@ -337,10 +337,7 @@ def test_objects():
             mine, gathered if world.rank == last else None, dst=last, group=group
         )
         dist.scatter_object_list(
-            scattered,
-            everyones if world.rank == last else None,
-            src=last,
-            group=group,
+            scattered, everyones if world.rank == last else None, src=last, group=group
         )
         shared = [mine, world.rank]
         dist.broadcast_object_list(shared, src=last, group=group)

@@ -17,15 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import accelfn as af
-from accelfn.testing import (
-    Corrupt,
-    Crash,
-    Leave,
-    Raise,
-    Stall,
-    Terminate,
-    simulate,
-)
+from accelfn.testing import Corrupt, Crash, Leave, Raise, Stall, Terminate, simulate
 from tests.budget import at_night
 
 STEPS = 3
@@ -126,10 +118,7 @@ PROGRAMS = {
         "parts": 2,
     },
     "bucket views": {"options": {"gradient_as_bucket_view": True}},
-    "bucket views, no_sync": {
-        "options": {"gradient_as_bucket_view": True},
-        "parts": 2,
-    },
+    "bucket views, no_sync": {"options": {"gradient_as_bucket_view": True}, "parts": 2},
     "tiny buckets": {"options": {"bucket_cap_mb": 1e-5}},
     "tiny buckets, unused": {
         "options": {"bucket_cap_mb": 1e-5, "find_unused_parameters": True},

@@ -260,10 +260,7 @@ def test_a_rank_that_skips_a_collective():
 
 
 DEADLOCKS = {
-    "both send": lambda r, g: (
-        dist.send(x(), 1 - r, g),
-        dist.recv(x(), 1 - r, g),
-    ),
+    "both send": lambda r, g: (dist.send(x(), 1 - r, g), dist.recv(x(), 1 - r, g)),
     "both receive": lambda r, g: (dist.recv(x(), 1 - r, g), dist.send(x(), 1 - r, g)),
     "none sends": lambda r, g: r or dist.recv(x(), 1, g),
     "none receives": lambda r, g: r or dist.send(x(), 1, g),

@@ -8,15 +8,7 @@ import torch
 import torch.distributed as dist
 
 import accelfn as af
-from accelfn.testing import (
-    Corrupt,
-    Crash,
-    Leave,
-    Raise,
-    Stall,
-    Terminate,
-    simulate,
-)
+from accelfn.testing import Corrupt, Crash, Leave, Raise, Stall, Terminate, simulate
 from tests.internals import collectives
 
 PeerFailed = af.errors.PeerFailedError

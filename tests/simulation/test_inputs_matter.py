@@ -63,7 +63,7 @@ def test_turns_are_taken_as_the_schedule_says(
     assert turns_by_hand(size, rounds, schedule) == turns_of(size, rounds, schedule)
 
 
-def test_schedules_give_other_orders() -> None:
+def test_schedules_give_other_orders():
     """Three choices of 3, 2 and 1 ranks, and the next of 3: each makes an order of its own."""
     drawn = [[i % 3, i // 3 % 3, i // 9 % 3, i // 27 % 3] for i in range(81)]
     assert len({tuple(turns_of(3, 2, each)) for each in drawn}) == 18
@@ -101,7 +101,7 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("field", [each.name for each in attrs.fields(Run)])
-def test_each_field_of_a_run_matters(field: str) -> None:
+def test_each_field_of_a_run_matters(field):
     """No two values of a field that runs are drawn with train the same."""
     found = [trained(attrs.evolve(BASE, **{field: each})) for each in FIELDS[field]]
     for i, one in enumerate(found):
@@ -110,7 +110,7 @@ def test_each_field_of_a_run_matters(field: str) -> None:
             assert not (same and all(torch.equal(one[name], two[name]) for name in one))
 
 
-def test_each_field_of_a_program_is_drawn_and_given_on() -> None:
+def test_each_field_of_a_program_is_drawn_and_given_on():
     """A run hands each of its fields on: a program has no other."""
     names = {each.name for each in attrs.fields(Program)}
     assert names == {*FIELDS, "dataset", "model"} - {"n", "kind", "dyadic"}
@@ -138,7 +138,7 @@ def test_a_fault_happens_where_it_is_planned(kind: type, rank: int, at: int) -> 
 
 @pytest.mark.parametrize("at", ["one", "two"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_fault_happens_at_its_label(rank: int, at: str) -> None:
+def test_a_fault_happens_at_its_label(rank, at):
     """A label chooses the call that has it."""
     made: list[list[str]] = [[], []]
 

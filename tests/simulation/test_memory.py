@@ -121,11 +121,7 @@ def test_layouts():
 
     first, second = simulate(2, fn)
     mine = [torch.arange(24.0).reshape(4, 6) * (r + 1) for r in range(2)]
-    for select in (
-        lambda w: w[:, ::2],
-        lambda w: w.T[1],
-        lambda w: w[1:3, 1:5:2].T,
-    ):
+    for select in (lambda w: w[:, ::2], lambda w: w.T[1], lambda w: w[1:3, 1:5:2].T):
         total = select(mine[0]) + select(mine[1])
         for whole in mine:
             select(whole).copy_(total)

@@ -12,15 +12,7 @@ from hypothesis import event, example, given
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.testing import (
-    Corrupt,
-    Crash,
-    Leave,
-    Raise,
-    Stall,
-    Terminate,
-    simulate,
-)
+from accelfn.testing import Corrupt, Crash, Leave, Raise, Stall, Terminate, simulate
 
 COLLECTIVES = (
     "all_reduce",

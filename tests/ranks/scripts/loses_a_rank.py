@@ -68,10 +68,7 @@ def main(setup: str, victim: int, folder: Path, then: str) -> None:
                 )
 
         trained, told = elastic(
-            *(world, training(setup)),
-            seen=seen,
-            averaged=averaged,
-            restore=restore,
+            *(world, training(setup)), seen=seen, averaged=averaged, restore=restore
         )
         plain = {path: tensor.tolist() for path, tensor in trained.items()}
         (folder / f"{os.getpid()}.json").write_text(json.dumps([plain, told]))

@@ -6,10 +6,7 @@ import time
 
 import accelfn as af
 
-with (
-    af.World.from_env(device="cpu", timeout=60) as world,
-    af.stopping(world) as stop,
-):
+with af.World.from_env(device="cpu", timeout=60) as world, af.stopping(world) as stop:
     world.connection.set_timeout(3)  # from here on, once all have met
     stop.requested()
     if world.rank == 1:
