@@ -32,6 +32,7 @@ import torch
 from blake3 import blake3
 
 from accelfn.base import arguments, devices
+from accelfn.base.hints import read_hints
 from accelfn.errors import CheckpointCorruptError
 
 # Disk operations: write, rename, remove, lock. Each is durable on return.
@@ -688,51 +689,17 @@ def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
 # Hints for wrong paths: the format of the files there, and the function that reads them.
 
 
-_SAFE = "It has weights of a model; af.import_model(model, {path}) reads them."
-_TORCH = (
-    "It has what torch.save wrote; af.import_torch_weights(model, {path}) reads it."
-)
-_OURS = (
-    "It is a checkpoint of accelfn; af.load(state, {path}) reads it, and of it the weights"
-    ' alone af.load_part(state, {path}, "params").'
-)
-_STATE = "It has a training that another library saved; af.import_state(state, {path}) reads it."
-_ZERO = (
-    "It is a checkpoint of DeepSpeed; af.import_state(state, {path}) reads what ZeRO saves of"
-    " plain models, with the folder of a tag in it."
-)
-_IN_FOLDERS = {
-    "manifest.json": _OURS,
-    ".metadata": _STATE,
-    "optimizer.bin": _STATE,
-    "zero_to_fp32.py": _ZERO,
-    "model.safetensors": _SAFE,
-    "model.safetensors.index.json": _SAFE,
-    "pytorch_model.bin": _TORCH,
-    "pytorch_model.bin.index.json": _TORCH,
-}
-_ENDINGS = {
-    ".safetensors": _SAFE,
-    ".safetensors.index.json": _SAFE,
-    ".bin": _TORCH,
-    ".bin.index.json": _TORCH,
-    ".pt": _TORCH,
-    ".pth": _TORCH,
-    ".ckpt": _TORCH,
-}
-
-
 def reader_of(path: Path) -> str:
     """Return sentences about functions that read a path, each after a space; or ""."""
-    found: list[str] = []
+    hints: list[str] = []
     if arguments.is_directory(path):
-        found = [
-            text for name, text in _IN_FOLDERS.items() if arguments.exists(path / name)
-        ]
+        table = read_hints()["folders with a file"]
+        hints = [hint for name, hint in table.items() if arguments.exists(path / name)]
     elif arguments.is_file(path):
-        found = [t for ending, t in _ENDINGS.items() if path.name.endswith(ending)]
-    said = dict.fromkeys(text.format(path=repr(str(path))) for text in found)
-    return "".join(f" {text}" for text in said)
+        table = read_hints()["files by their ending"]
+        hints = [hint for ending, hint in table.items() if path.name.endswith(ending)]
+    shown = repr(str(path))
+    return "".join(f" {hint.format(path=shown)}" for hint in dict.fromkeys(hints))
 
 
 def checkpoints_near(path: Path, name: str) -> str:
