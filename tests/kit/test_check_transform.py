@@ -1167,6 +1167,7 @@ class LooksAtRates:
         return grads.map(torch.tanh), slot
 
 
+@pytest.mark.slow
 def test_rates_and_layers_may_be_asked_anywhere():
     """In `hyper` `state.lrs` has the rates so far; a tanh of gradients is no module run again."""
     check_transform(LooksAtRates(), sizes=(2,), problems=(Problem(),))

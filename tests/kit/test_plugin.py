@@ -324,6 +324,7 @@ class TestLightness:
             passed=1
         )
 
+    @pytest.mark.slow
     def test_without_hypothesis(self, pytester):
         """Where hypothesis cannot be imported, marked tests run all the same."""
         pytester.makeconftest("import sys\nsys.modules['hypothesis'] = None\n")
