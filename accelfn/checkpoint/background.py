@@ -72,7 +72,7 @@ class Talk:
         save: the save that ranks work on.
         patience: seconds to wait for a rank's text.
         turn: the number of exchanges so far.
-        hurried_at: the time at which a rank was known to have failed; None if no rank has.
+        hurried_at: the time when a rank was known to have failed; None if no rank has.
     """
 
     save: Save
@@ -160,7 +160,7 @@ def _read_text(path: Path) -> str:
 
 
 def talk_directory(final: Path) -> Path:
-    """Return the directory in which ranks exchange texts about a checkpoint."""
+    """Return the directory where ranks exchange texts about a checkpoint."""
     return final.parent / f".tmp-{final.name}.talk"
 
 

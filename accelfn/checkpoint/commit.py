@@ -9,7 +9,7 @@ A step begins when all ranks have finished the step before it:
 4. Rank 0 writes the manifest with all digests, flushes the directory, renames it to its
    final name, and flushes the rename.
 
-Before the rename there is no checkpoint; after the rename the checkpoint is complete.
+Before the rename the checkpoint does not exist; after the rename it is complete.
 """
 
 import errno
@@ -478,7 +478,7 @@ _LONGEST = 10_000
 
 @attrs.frozen
 class Lock:
-    """A lock file and the text by which this process claims it.
+    """A lock file, and the text that claims it for this process.
 
     Attributes:
         path: the lock file.

@@ -258,7 +258,7 @@ class _Plan:
 def source_of(
     state: TrainState, manifest: Manifest, folder: Path | str, *, verify: bool = True
 ) -> Source:
-    """Return the source from which this rank reads a checkpoint.
+    """Return the source of a checkpoint for this rank.
 
     Raises:
         CheckpointError: the number of ranks changed, and values that differed have no mean.
@@ -565,7 +565,7 @@ def sendings(
 def receive(
     state: TrainState, manifest: Manifest, where: str, arrivals: Arrivals
 ) -> Source:
-    """Receive all tensors, and return the source from which this rank continues.
+    """Receive all tensors, and return the source that this rank continues from.
 
     Args:
         state: the state to load into, in its new world.
@@ -617,7 +617,7 @@ def _completed_tensors(
     """Yield a rank's tensors as soon as all slices of a tensor are there, and drop them.
 
     Args:
-        source: the source from which this rank continues.
+        source: the source that this rank continues from.
         rank: the rank that sends its tensors.
         held: slices that wait for the other slices of their tensor.
         arrived: the arrivals of one stage.

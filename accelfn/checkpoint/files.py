@@ -35,7 +35,7 @@ from accelfn.base import arguments, devices
 from accelfn.base.hints import read_hints
 from accelfn.errors import CheckpointCorruptError
 
-# Disk operations: write, rename, remove, lock. Each is durable on return.
+# Disk operations: write, rename, remove, lock. Changes are durable on return.
 #
 # Contents count as written after a flush of the file, and names after a flush of the directory.
 # After a crash, a file system may have kept any part of unflushed changes (Pillai et al. 2014,

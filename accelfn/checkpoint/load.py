@@ -122,7 +122,7 @@ def differences(
     Args:
         saved: the saved tensors, by name.
         current: the state's tensors, by name.
-        is_laid: whether the saved tensors are DTensors wherever the state's are.
+        is_laid: whether the saved tensors must be DTensors if the state's are.
     """
     both = [name for name in current if name in saved]
     return Differences(

@@ -83,12 +83,12 @@ def with_world(
     (PowerSGD's, DiLoCo's) are kept for every rank, because `merge` takes all of them.
 
     Raises:
-        StateError: nobody hands over a state, those that do have not all parts of a model
-            that is split, or a rank could not say or take it; on all ranks.
-        CheckpointError: ranks differed in what has no mean, or a newcomer's state is of
-            something else.
-        WorldError: ranks along an axis of the world would all do the same.
-        ArgumentError: `world` is none, or no part of `among`.
+        StateError: on all ranks: no rank has a state, parts of a split model are missing, or
+            a rank could not send or receive its part.
+        CheckpointError: ranks have different values without a mean, or a newcomer's state has
+            another definition.
+        WorldError: no transform uses an axis of the world.
+        ArgumentError: `world` is not a world, or is not a part of `among`.
     """
     check_state(_CALL, state)
     state.lease.check()
@@ -434,7 +434,7 @@ def _check(restore: object, state: TrainState) -> None:
 
 
 def _regrouping_of(world: World) -> Any:
-    """Return the object by which the ranks of a world meet again.
+    """Return the object that lets the ranks of a world meet again.
 
     Raises:
         WorldError: the world cannot regroup.

@@ -410,7 +410,7 @@ class CheckpointStore:
             ArgumentError: the store was made without `keep_best`.
         """
         if self.keep_best is None:
-            msg = "CheckpointStore.best: say by which metric, with keep_best=."
+            msg = "CheckpointStore.best: needs a metric. Pass keep_best= to the store."
             raise ArgumentError(msg)
         found = best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / manifest.name_of(found[0]) if found else None
@@ -427,7 +427,7 @@ class CheckpointStore:
         """
         state, _ = states_of("store.due(state)", state)
         if self.every is None:
-            msg = "CheckpointStore.due: say how often, with every=; or save without asking."
+            msg = "CheckpointStore.due: needs a period. Pass every= to the store."
             raise ArgumentError(msg)
         if state.step == 0:
             return False

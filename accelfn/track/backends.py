@@ -74,7 +74,7 @@ def tensorboard(
     tell TensorBoard to drop that step and later ones.
 
     Args:
-        directory: the run's directory, which is made. `backends["tensorboard"]` is the
+        directory: the run's directory, which the tracker makes. `backends["tensorboard"]` is the
             `SummaryWriter`.
         world: the run's world; rank 0 writes.
         step: for a run that was loaded: `state.step`. Records of later steps are dropped.
@@ -137,12 +137,12 @@ def wandb(
     as `WANDB_API_KEY`, from the environment.
 
     Args:
-        project: its name there.
-        world: that of the run; rank 0 tracks.
-        directory: for the run's files; else as W&B does, in `wandb/`.
-        name: of the run; W&B invents one.
-        run_id: of a run that is gone on with, or will be.
-        offline: write files alone, which `wandb sync` uploads later.
+        project: the project's name.
+        world: the run's world; rank 0 tracks.
+        directory: the folder of the run's files; W&B's default is `wandb/`.
+        name: the run's name; W&B invents one.
+        run_id: the id of a run to continue, now or later.
+        offline: only write files, which `wandb sync` uploads later.
 
     Raises:
         TrackingError: the package is missing, or the run could not be opened.
@@ -238,12 +238,12 @@ def comet(
     environment. If a run goes back, Comet keeps both branches.
 
     Args:
-        project: its name there.
-        world: that of the run; rank 0 tracks.
-        directory: for the archive of an offline experiment.
-        name: of the experiment; Comet invents one.
-        run_id: the key of an experiment that is gone on with: 32 to 50 letters and digits.
-        offline: write a zip archive alone, which `comet upload` uploads later.
+        project: the project's name.
+        world: the run's world; rank 0 tracks.
+        directory: the folder for the archive of an offline experiment.
+        name: the experiment's name; Comet invents one.
+        run_id: the key of an experiment to continue: 32 to 50 letters and digits.
+        offline: only write a zip archive, which `comet upload` uploads later.
 
     Raises:
         TrackingError: the package is missing, or the experiment could not be opened.
@@ -320,12 +320,13 @@ def mlflow(
     earlier step, MLflow keeps both branches.
 
     Args:
-        experiment: its name there; it is made if there is none. A `run_id` has its own.
-        world: that of the run; rank 0 tracks.
+        experiment: the experiment's name; MLflow creates it if it does not exist. A `run_id`
+            has its own.
+        world: the run's world; rank 0 tracks.
         store: the URI of a server, or of a database such as `sqlite:///runs.db`; else what
             MLflow's settings say.
-        name: of the run; MLflow invents one.
-        run_id: of a run that is gone on with. `backends["mlflow"]` is the client and this id.
+        name: the run's name; MLflow invents one.
+        run_id: the id of a run to continue. `backends["mlflow"]` is the client and this id.
 
     Raises:
         TrackingError: the package is missing, or the run could not be opened.

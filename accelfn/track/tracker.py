@@ -66,7 +66,7 @@ def check_names(what: str, values: object) -> None:
         raise ArgumentError(msg)
     for name in cast("Mapping[Any, Any]", values):
         if not isinstance(name, str) or not name or not _is_whole(name):
-            msg = f"{what}: the name {name!r} is no text; give {what} by name."
+            msg = f"{what}: the name {name!r} is not a text; give {what} by name."
             raise ArgumentError(msg)
         if name == "step":
             msg = f"{what}: 'step' is the tracker's second argument; take another name."
@@ -228,7 +228,7 @@ def _plain_mapping(given: Mapping[Any, Any]) -> dict[str, Plain]:
 
 def _twice(name: str) -> ArgumentError:
     return ArgumentError(
-        f"hyperparameters: two of them are named {name!r}, of which one would be lost;"
+        f"hyperparameters: two of them are named {name!r}, and one would be lost;"
         " rename one. Backends write nested names with dots, and numbers as text."
     )
 

@@ -248,7 +248,7 @@ def _weight_map(path: Path, ending: str) -> dict[str, str]:
         if not plain or not file.endswith(ending):
             msg = (
                 f"{path} says that {name!r} is in {file!r}, which is not the plain name of"
-                f" a {ending} file beside it."
+                f" a {ending} file next to it."
             )
             raise CheckpointCorruptError(msg)
     return named
@@ -264,7 +264,7 @@ def _table(path: Path) -> tuple[Path, files.File]:
     try:
         return path.resolve(), _file(header, 8 + len(data), path.stat().st_size)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        msg = f"{path} is no safetensors file: {error}."
+        msg = f"{path} is not a safetensors file: {error}."
         raise CheckpointCorruptError(msg) from error
     except CheckpointError as error:
         msg = f"{path}: {error}"
@@ -296,7 +296,7 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
 def _entry(entry: Mapping[str, Any], first: int) -> dict[str, Any]:
     begin, end = entry["data_offsets"]
     if type(begin) is not int or type(end) is not int:
-        msg = f"{begin!r} and {end!r} are no offsets"
+        msg = f"{begin!r} and {end!r} are not offsets"
         raise ValueError(msg)
     return {
         "dtype": entry["dtype"],

@@ -222,7 +222,7 @@ class Maps:
     shards: Shards
     _opened: dict[Path, mmap.mmap] = attrs.field(factory=dict, init=False)
 
-    def mapped(self, name: str) -> Mapped:
+    def map_tensor(self, name: str) -> Mapped:
         """Map a tensor without reading it."""
         path = self.shards.places[name]
         entry = self.shards.tables[path].tensors[name]
@@ -242,14 +242,14 @@ class Maps:
 
     def read(self, name: str) -> torch.Tensor:
         """Map a tensor, or read it if the file does not align it."""
-        values = self.mapped(name).tensor
+        values = self.map_tensor(name).tensor
         return values if files.is_aligned(values) else self.shards.read(name)
 
 
 def map_weights(source: Path) -> Mapping[str, Mapped]:
     """Map all tensors of a file, a folder or an index, by name, without reading them."""
     maps = Maps(open_weights(source))
-    return {name: maps.mapped(name) for name in maps.shards.places}
+    return {name: maps.map_tensor(name) for name in maps.shards.places}
 
 
 # Filling a model's tensors one at a time, on any device and in any dtype.
@@ -309,7 +309,7 @@ class Placement:
             return self.device_map[max(fitting, key=len)]
         return torch.device("cpu") if old.is_meta else old.device
 
-    def placed(self, value: torch.Tensor, name: str, old: torch.Tensor) -> torch.Tensor:
+    def move(self, value: torch.Tensor, name: str, old: torch.Tensor) -> torch.Tensor:
         """Return a tensor on its device and in its dtype."""
         return value.to(self.device(name, old), self._dtype(value, old))
 
@@ -322,7 +322,7 @@ class Placement:
             and not (old.is_conj() or old.is_neg() or old.is_inference())
         )
 
-    def converted(
+    def conversion_buffer(
         self, value: torch.Tensor, name: str, old: torch.Tensor
     ) -> torch.Tensor | None:
         """Return host memory to convert a tensor into; None if no conversion is needed."""
@@ -430,12 +430,12 @@ def _give(
         incoming.read_to(name, old)
         torch.autograd.graph.increment_version(old)  # as a copy does
         return
-    room = place.converted(incoming.tensors[name], own, old)
+    room = place.conversion_buffer(incoming.tensors[name], own, old)
     if incoming.read_to and room is not None:
         incoming.read_to(name, room)
         value = room
     else:
-        value = place.placed(incoming.read(name), own, old)
+        value = place.move(incoming.read(name), own, old)
     for each in target.tensors:
         _set(each, value, places.get(id(each), []))
 

@@ -351,7 +351,7 @@ def test_a_missing_package_is_named_with_its_command(
         ({"loss": "low"}, 1, "'low'; expected one real number"),
         ({"loss": 1j}, 1, "one real number"),
         ({"loss": None}, 1, "one real number"),
-        ({1: 1.0}, 1, "no text"),
+        ({1: 1.0}, 1, "not a text"),
         ({"step": 1.0}, 1, "second argument"),
         ([1.0], 1, "mapping by name"),
         ({"loss": 1.0}, -1, "step=-1"),
@@ -362,7 +362,7 @@ def test_a_missing_package_is_named_with_its_command(
         ({"loss": np.timedelta64(1, "s")}, 1, "one real number"),
         ({"loss": np.array(["low"])}, 1, r"an array of shape \(1,\), <U3; expected"),
         ({"loss": torch.zeros((), device="meta")}, 1, "float32 on meta; expected"),
-        ({"\ud800": 1.0}, 1, "no text"),
+        ({"\ud800": 1.0}, 1, "not a text"),
     ],
 )
 def test_what_is_no_metric_is_refused(metrics, step, said):
