@@ -83,7 +83,7 @@ _NAMES = {
     "accelfn.collectives.packed": ("average_", "is_same_text", "start_sum_"),
     "accelfn.collectives.replicas": ("check_replicas", "checksum"),
     "accelfn.data": ("Plan", "epoch", "loaders"),
-    "accelfn.data.order": ("drawn_once", "order_of_sampler", "shuffle_positions"),
+    "accelfn.data.order": ("read_sampler", "order_of_sampler", "shuffle_positions"),
     "accelfn.data.plan": ("EvenCut", "budget"),
     "accelfn.deepspeed": ("flats", "home"),
     "accelfn.deepspeed.engine": (

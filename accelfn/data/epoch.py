@@ -15,8 +15,8 @@ from accelfn.data.order import (
     AtPositions,
     Indices,
     check_indices,
-    drawn_once,
-    looked_up,
+    order_of_array,
+    read_sampler,
     shuffle_positions,
 )
 from accelfn.data.plan import (
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from accelfn.data.plan import budget
 
 _PROBES = 8
-"""How many samples are read: the first, the last, and between."""
+"""How many samples are read: the first, the last, and some between."""
 
 
 def form_of(data: "Data") -> dict[str, Any]:
@@ -53,32 +53,27 @@ def form_of(data: "Data") -> dict[str, Any]:
 
 
 def fingerprint_of(source: Source) -> str:
-    """Return a hash of a few samples, read twice; those that differ are left out.
+    """Return a hash of a few samples; leave out samples that differ when read twice.
 
     Cost: eight samples are read twice, once for each `Data` that is saved.
 
     Raises:
-        DataError: one cannot be read; without it, these would be other data.
+        DataError: a sample cannot be read; without it, the hash would be another.
     """
     digest = hashlib.sha256()
     for place in places_of(source):
         try:
             first, again = (_hash_of(sample_at(source, place)) for _ in range(2))
         except Exception as error:
-            raise _read_error(place, error) from error
+            msg = (
+                f"sample {place} of the dataset cannot be read, and a resumed run checks its"
+                f" data by a hash of some samples: {type(error).__name__}: {error}. Try again"
+                ' if it can be read now, or write af.Data(fingerprint="a name of the data").'
+            )
+            raise DataError(msg) from error
         if first == again:
             digest.update(first)
     return digest.hexdigest()[:16]
-
-
-def _read_error(place: int, error: Exception) -> DataError:
-    """Create the error for a sample that cannot be read."""
-    return DataError(
-        f"sample {place} of the dataset cannot be read, and a run that is resumed knows"
-        f" its data by a hash of some samples, of which this is one:"
-        f" {type(error).__name__}: {error}. Try again if it can be read now."
-        ' Or give af.Data(fingerprint="a name of the data"), and none is read.'
-    )
 
 
 def places_of(source: Source) -> list[int]:
@@ -88,7 +83,7 @@ def places_of(source: Source) -> list[int]:
 
 
 def sample_at(source: Source, place: int) -> Any:
-    """Return a sample; what it draws from default generators is the same each time."""
+    """Return a sample; random numbers from default generators are the same each time."""
     with draws.seeded() as drawing:
 
         def begin(_place: int) -> None:
@@ -106,10 +101,10 @@ def _hash_of(sample: Any) -> bytes:
 
 
 def bytes_of(leaf: Any) -> bytes:
-    """Return what tells a leaf from others; of an unknown object, its class."""
+    """Return bytes that identify a leaf; for an unknown object, those of its class."""
     if isinstance(leaf, torch.Tensor):
-        with suppress(RuntimeError):  # a sparse one, say, which has no such bytes
-            # a copy, of which no element waits to be conjugated, and no stride but 1 is left
+        with suppress(RuntimeError):  # a sparse tensor has no such bytes
+            # a contiguous copy without a pending conjugation
             array = leaf.detach().cpu().clone(memory_format=torch.contiguous_format)
             head = f"{array.dtype}{tuple(array.shape)}".encode()
             return head + array.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -123,27 +118,27 @@ def bytes_of(leaf: Any) -> bytes:
 
 
 def _bytes_of_objects(array: np.ndarray[Any, Any]) -> bytes:
-    """Return what tells the objects of an array from others; its own bytes are addresses."""
+    """Return bytes that identify an array of objects; its own bytes are addresses."""
     names = array.dtype.names
     parts = [array[n] for n in names] if names else array.ravel().tolist()
-    told = f"{array.dtype}{array.shape}".encode()
+    result = f"{array.dtype}{array.shape}".encode()
     for part in parts:
         leaves = (_digest(bytes_of(leaf)) for leaf in tree.tree_leaves(part))
-        told += _digest(b"".join(leaves))
-    return told
+        result += _digest(b"".join(leaves))
+    return result
 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.sha256(data).digest()
 
 
-# An epoch as a value: which dataset index stands at each position, and where batches end.
+# An epoch as a value: the dataset index of each position, and the ends of batches.
 
 
 _FIRST_BLOCK, _BLOCK, _UPDATES = 1_024, 65_536, 2_048
-"""This rank's positions, and updates, whose order is computed at once."""
-_OF_ALL = 1 << 22
-"""Positions of all ranks that this goes over at most in an order that sorts: it sorts them all."""
+"""This rank's positions of the first block and later blocks, and updates of a block."""
+_MOST_SORTED = 1 << 22
+"""Most positions of all ranks in a block of an order that sorts, because it sorts them all."""
 
 
 @attrs.frozen(eq=False)
@@ -151,12 +146,12 @@ class Epoch:
     """One pass over the data.
 
     Attributes:
-        number: from 0.
-        num_samples: positions of the order.
-        order: positions to dataset indices.
-        cut: where batches end.
-        key: of what reading draws.
-        sorts: whether the order goes over positions that it is not asked for.
+        number: the epoch's number, from 0.
+        num_samples: number of positions.
+        order: maps positions to dataset indices.
+        cut: the ends of batches.
+        key: the key of random numbers.
+        sorts: whether the order also computes positions that were not requested.
     """
 
     number: int
@@ -171,25 +166,21 @@ class Epoch:
         stops = np.fromiter((stop for _, stop in self.cut.spans(0)), np.int64)
         starts = np.concatenate([[0], stops[:-1]])
         indices = self.order(np.arange(self.num_samples))
-        whole = len(stops) - 1
+        count = len(stops) - 1
         turns = np.arange(len(stops))
-        if whole > 0:
-            turns[:whole] = shuffle_positions(turns[:whole], n=whole, key=key)
+        if count > 0:
+            turns[:count] = shuffle_positions(turns[:count], n=count, key=key)
         sizes = (stops - starts)[turns]
         ends = np.cumsum(sizes)
         places = np.arange(self.num_samples)
         batch = np.searchsorted(ends, places, side="right")
-        moved = starts[turns][batch] + places - (ends - sizes)[batch]
-        arranged = indices[moved]
-        return attrs.evolve(
-            self,
-            order=looked_up(arranged),
-            cut=type(self.cut)(ends),  # pyright: ignore[reportCallIssue]
-        )
+        sources = starts[turns][batch] + places - (ends - sizes)[batch]
+        order = order_of_array(indices[sources])
+        return attrs.evolve(self, order=order, cut=UnevenCut(ends))
 
 
 def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
-    """Return one pass over the data, for a state of a seed."""
+    """Return one pass over the data, for a state's seed."""
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:
         return _sampler_epoch(data.batch_sampler, n, seed=seed, number=number, key=key)
@@ -201,21 +192,21 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
         sorts = getattr(data.ordering, "sorts", False)
         return Epoch(number, num_samples, order, cut, key, sorts=sorts)
     cut = cast("budget", data.batch_size).cut(order(np.arange(num_samples)))
-    made = Epoch(number, num_samples, order, cut, key)
+    epoch = Epoch(number, num_samples, order, cut, key)
     if getattr(data.ordering, "shuffles_batches", False):
-        made = made.shuffled_batches(draws.key(seed, "batches", number))
-    return made
+        return epoch.shuffled_batches(draws.key(seed, "batches", number))
+    return epoch
 
 
 def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) -> Epoch:
-    """Return the epoch that a batch sampler over n samples draws.
+    """Return the epoch of a batch sampler over n samples.
 
     Raises:
-        DataError: it gives something else than lists of indices, or an empty one.
+        DataError: it does not give lists of indices, or gives an empty list.
     """
     name = f"batch_sampler ({type(sampler).__name__})"
-    batches = drawn_once(sampler, seed=seed, epoch=number)
-    wrong = [each for each in batches if not isinstance(each, list)]
+    batches = read_sampler(sampler, seed=seed, epoch=number)
+    wrong = [batch for batch in batches if not isinstance(batch, list)]
     if wrong:
         msg = f"{name} gave {wrong[0]!r} for an update; expected a list of indices."
         raise DataError(msg)
@@ -231,19 +222,19 @@ def _sampler_epoch(sampler: Any, n: int, *, seed: int, number: int, key: int) ->
 
 
 class Portion(NamedTuple):
-    """What one rank takes of one update, before it is read.
+    """A rank's part of one update, before it is read.
 
-    A named tuple, for one is made an update, in half the time of a frozen record.
+    A named tuple takes half the time of a frozen record, and each update makes a portion.
 
     Attributes:
-        start: where the data stand before it.
-        after: where they stand behind it.
-        num_samples: of the whole update.
+        start: the cursor before the update.
+        after: the cursor after the update.
+        num_samples: samples of the update, on all ranks.
         spans: positions of the rank's micro-batches.
-        indices: of the samples to read for each; an empty one reads one stand-in.
-        own: how many of the epoch's positions are samples; those beyond are repeats.
-        key: of what reading draws.
-        shares: how many samples each rank has, if ranks have told one another.
+        indices: dataset indices to read for each; an empty micro-batch reads a stand-in.
+        own: how many of the epoch's positions are samples; later positions are repeats.
+        key: the key of random numbers.
+        shares: how many samples each rank has, if ranks have exchanged the numbers.
     """
 
     start: Cursor
@@ -257,21 +248,21 @@ class Portion(NamedTuple):
 
 
 def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
-    """Yield what this rank takes of an epoch's updates from a cursor on.
+    """Yield this rank's part of an epoch's updates from a cursor on.
 
-    Cost: the order is asked for the positions that this rank reads, and for no other, so an
-    update costs as much on any number of ranks. An order that sorts asks for more itself.
+    Cost: the order computes only the positions of this rank, so an update costs the same on any
+    number of ranks. An order that sorts computes more positions.
     """
     num_samples, end, key = epoch.num_samples, epoch.cut.end(start.samples), epoch.key
     following = Cursor(epoch.number + 1)
-    most = _OF_ALL if epoch.sorts else num_samples
+    most = _MOST_SORTED if epoch.sorts else num_samples
     for updates in _blocks(epoch.cut.spans(start.samples), plan.num_shares, most):
-        taken = [tuple(plan.parts(update)) for update in updates]
-        places = _places(updates, taken)
+        parts = [tuple(plan.parts(update)) for update in updates]
+        places = _places(updates, parts)
         if updates[-1][1] > num_samples:  # padded: filled from the start of the order
             places %= num_samples
         block, first = epoch.order(places), 0
-        for (low, high), spans in zip(updates, taken, strict=True):
+        for (low, high), spans in zip(updates, parts, strict=True):
             indices: list[Indices] = []
             for begin, stop in spans:
                 last = first + (stop - begin or 1)
@@ -285,9 +276,9 @@ def portions(epoch: Epoch, plan: Plan, start: Cursor) -> Iterator[Portion]:
 
 
 def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[Span]]:
-    """Yield updates whose order is computed at once: few at first, for a quick start.
+    """Yield blocks of updates to order at once: the first is small, for a quick start.
 
-    They are over when they have as many positions of all ranks as there may be at most.
+    A block ends at its largest number of positions of all ranks.
     """
     block: list[Span] = []
     size = _FIRST_BLOCK
@@ -301,13 +292,13 @@ def _blocks(spans: Iterable[Span], num_shares: int, most: int) -> Iterator[list[
         yield block
 
 
-def _places(updates: list[Span], taken: list[tuple[Span, ...]]) -> Indices:
-    """Return the positions that parts of updates read; an empty one that beside it."""
-    read = [
+def _places(updates: list[Span], parts: list[tuple[Span, ...]]) -> Indices:
+    """Return the positions to read; an empty part reads the position next to it."""
+    runs = [
         (begin if begin < high else high - 1, stop - begin or 1)
-        for (_, high), parts in zip(updates, taken, strict=True)
-        for begin, stop in parts
+        for (_, high), spans in zip(updates, parts, strict=True)
+        for begin, stop in spans
     ]
-    firsts, counts = np.array(read, np.int64).T
+    firsts, counts = np.array(runs, np.int64).T
     ends = np.cumsum(counts)
     return np.arange(ends[-1]) + np.repeat(firsts - ends + counts, counts)

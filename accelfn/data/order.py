@@ -20,10 +20,10 @@ from accelfn.errors import ArgumentError, DataError
 
 
 def promised_length(value: Any) -> int | None:
-    """Return the length that a dataset, stream or sampler says it has, if it says one.
+    """Return the length of a dataset, stream or sampler, if it has one.
 
     Raises:
-        DataError: what it says is no length, such as one below 0.
+        DataError: the length is invalid, such as a negative number.
     """
     try:
         return len(value)
@@ -37,10 +37,10 @@ def promised_length(value: Any) -> int | None:
         raise DataError(msg) from error
 
 
-# A keyed permutation of the integers below n, and keyed draws: functions of a position.
+# A keyed permutation of the integers below n, and keyed random numbers, by position.
 #
-# Nothing here is as long as the dataset, so an epoch over 10**12 samples starts, and
-# resumes, at once.
+# Nothing here is as long as the dataset, so an epoch over 10**12 samples starts and resumes at
+# once.
 
 
 Indices: TypeAlias = npt.NDArray[np.int64]
@@ -49,7 +49,7 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 _ROUNDS = 6
 _MULTIPLIERS = (np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9))
 _LEAST = 3
-"""Bits of half a number, at least: fewer are permuted in too few ways."""
+"""Least number of bits of half a number: fewer bits have too few permutations."""
 
 
 def shuffle_positions(positions: Indices, *, n: int, key: int) -> Indices:
@@ -63,14 +63,14 @@ def shuffle_positions(positions: Indices, *, n: int, key: int) -> Indices:
     half = np.uint64(max(_LEAST, ((n - 1).bit_length() + 1) // 2))
     keys = [np.uint64(draws.fold(key, i)) for i in range(_ROUNDS)]
     permute: Callable[[Numbers], Numbers] = partial(_feistel, half=half, keys=keys)
-    if half == _LEAST:  # few numbers walk far, and look up where
+    if half == _LEAST:  # few numbers walk far: a table is faster
         permute = permute(np.arange(1 << 2 * _LEAST, dtype=np.uint64)).__getitem__
     result = permute(positions.astype(np.uint64))
     outside = np.flatnonzero(result >= n)
     while outside.size:
-        walked = permute(result[outside])
-        result[outside] = walked
-        outside = outside[walked >= n]
+        values = permute(result[outside])
+        result[outside] = values
+        outside = outside[values >= n]
     return result.astype(np.int64)
 
 
@@ -80,17 +80,17 @@ def _feistel(values: Numbers, half: np.uint64, keys: Sequence[np.uint64]) -> Num
     high = np.uint64(32)
     left, right = values >> half, values & mask
     for key in keys:
-        mixed = (right ^ key) * _MULTIPLIERS[0]
-        mixed ^= mixed >> high
-        mixed *= _MULTIPLIERS[1]
-        left, right = right, left ^ ((mixed >> high) & mask)
+        product = (right ^ key) * _MULTIPLIERS[0]
+        product ^= product >> high
+        product *= _MULTIPLIERS[1]
+        left, right = right, left ^ ((product >> high) & mask)
     return (left << half) | right
 
 
 def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each position, from (key, position) alone.
 
-    The finaliser of splitmix64, as in `streams.fold`, of which the upper 53 bits are taken.
+    These are the upper 53 bits of the finalizer of splitmix64, as in `draws.fold`.
     """
     z = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(key)
@@ -102,25 +102,25 @@ def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
 
 # `Order`, and the plain ones: the dataset's own, shuffled, and a user's function.
 #
-# An order gives, for an epoch, a function from positions to dataset indices. It is pure: it
-# depends on the seed and the epoch alone, so every rank computes the same one, and a
-# resumed run computes what the uninterrupted one did.
+# For an epoch, an order gives a function from positions to dataset indices. It depends only on
+# the seed and the epoch, so every rank computes the same order, and a resumed run computes the
+# order of the uninterrupted run.
 
 
 AtPositions: TypeAlias = Callable[[Indices], Indices]
 """One epoch's order: positions to dataset indices."""
 OrderFunction: TypeAlias = Callable[[int, int, int], Sequence[int]]
-"""A user's own order: `(seed, epoch, n) -> indices`, which may be lazy."""
-_LOOKED = 1000
-"""Positions at which two orders are compared: those that are drawn differ at most of them."""
+"""A user's order: `(seed, epoch, n) -> indices`, which may be lazy."""
+_COMPARED = 1000
+"""Positions at which two orders are compared: random orders differ at most positions."""
 
 
 class Order(Protocol):
-    """In which order the samples of a dataset come."""
+    """The order of a dataset's samples."""
 
     @property
     def name(self) -> str:
-        """What it is called in a repr and in a checkpoint."""
+        """The name in a repr and in a checkpoint."""
         ...
 
     def num_samples(self, n: int) -> int:
@@ -146,12 +146,12 @@ class Sequential:
 
     def of_epoch(self, n: int, **_: Any) -> AtPositions:
         """Return the positions themselves."""
-        return _themselves
+        return lambda positions: positions
 
 
 @attrs.frozen
 class Shuffled:
-    """A permutation of its own for each epoch, with random access."""
+    """A different permutation for each epoch, with random access."""
 
     name: str = attrs.field(default="shuffled", init=False)
 
@@ -160,20 +160,20 @@ class Shuffled:
         return n
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Return the permutation; an index costs some 30 ns, wherever it is."""
+        """Return the permutation; any index costs about 30 ns."""
         key = draws.key(seed, "order", epoch)
         return lambda positions: shuffle_positions(positions, n=n, key=key)
 
 
 @attrs.frozen
 class Own:
-    """A user's function, its indices checked as they are read."""
+    """A user's function; accelfn checks its indices as they are read."""
 
     function: OrderFunction
 
     @property
     def name(self) -> str:
-        """Its own."""
+        """The function's name."""
         return f"own order {getattr(self.function, '__qualname__', '')}".strip()
 
     def num_samples(self, n: int) -> int:
@@ -181,13 +181,13 @@ class Own:
         return n
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Call the function, twice: a run that goes on calls it again.
+        """Call the function twice, as a run and its resumed run do.
 
         Raises:
-            DataError: it gives no n indices, or others when it is asked again.
+            DataError: it does not give n indices, or gives different indices the second time.
         """
         where = f"order(seed={seed}, epoch={epoch}, n={n})"
-        indices, again = (self._called(n, seed, epoch) for _ in range(2))
+        indices, again = (self._call(n, seed, epoch) for _ in range(2))
         if not hasattr(indices, "__len__") or not hasattr(indices, "__getitem__"):
             kind = type(indices).__name__
             msg = f"{where} gave a {kind}; expected {n} indices, as a sequence."
@@ -195,61 +195,68 @@ class Own:
         if len(indices) != n:
             msg = f"{where} gave {len(indices)} indices; expected {n}."
             raise DataError(msg)
-        looked = np.linspace(0, n - 1, min(n, _LOOKED), dtype=np.int64).tolist()
-        # one that is lazy, and is given again, is asked for nothing that is not read
+        places = np.linspace(0, n - 1, min(n, _COMPARED), dtype=np.int64).tolist()
+        # the same lazy sequence computes only the indices that are read
         is_same = indices is again
-        if not is_same and any(indices[at] != again[at] for at in looked):
+        if not is_same and any(indices[at] != again[at] for at in places):
             msg = (
                 f"{where} gave two different orders when it was called twice, so a run could"
-                " not be resumed. Let it draw from numpy's, torch's or Python's default"
-                " generators, which are set from the seed and the epoch, or from a generator"
-                " that it makes of both, as np.random.default_rng([seed, epoch])."
+                " not be resumed. Draw from the default generators of numpy, torch or Python,"
+                " which accelfn seeds, or from np.random.default_rng([seed, epoch])."
             )
             raise DataError(msg)
 
         def order(positions: Indices) -> Indices:
-            found = np.array([indices[int(p)] for p in positions])
-            return check_indices(found, n=n, where=where)
+            values = np.array([indices[int(p)] for p in positions])
+            return check_indices(values, n=n, where=where)
 
         return order
 
-    def _called(self, n: int, seed: int, epoch: int) -> Any:
+    def _call(self, n: int, seed: int, epoch: int) -> Any:
         with draws.seeded() as seeds:
             seeds.begin(draws.key(seed, "own order", epoch))
             return self.function(seed, epoch, n)
 
 
-def check_indices(found: npt.NDArray[Any], *, n: int, where: str) -> Indices:
+def check_indices(values: npt.NDArray[Any], *, n: int, where: str) -> Indices:
     """Return indices as integers.
 
     Raises:
-        DataError: they are no integers from 0 to n - 1.
+        DataError: some indices are not integers from 0 to n - 1.
     """
-    whole = found.dtype.kind in "iu"
-    if not whole or (len(found) and (found.min() < 0 or found.max() >= n)):
-        wrong = [i for i in found.tolist() if not whole or not 0 <= i < n]
+    are_integers = values.dtype.kind in "iu"
+    if not are_integers or (len(values) and (values.min() < 0 or values.max() >= n)):
+        wrong = [i for i in values.tolist() if not are_integers or not 0 <= i < n]
         msg = f"{where} gave the indices {wrong[:5]}; expected integers from 0 to {n - 1}."
         raise DataError(msg)
-    return found.astype(np.int64)
+    return values.astype(np.int64)
 
 
-def _themselves(positions: Indices) -> Indices:
-    return positions
-
-
-def looked_up(indices: Indices) -> AtPositions:
-    """Return the order that an array says."""
+def order_of_array(indices: Indices) -> AtPositions:
+    """Return the order of an array of indices."""
     return lambda positions: indices[positions]
 
 
-# One number a sample, as users give them: weights, lengths, costs.
+def look_up_blocks(
+    positions: Indices, size: int, order_block: Callable[[int], Indices]
+) -> Indices:
+    """Return the indices at positions, from blocks that are computed one by one."""
+    result = np.empty_like(positions)
+    numbers = positions // size
+    for number in np.unique(numbers).tolist():
+        mask = numbers == number
+        result[mask] = order_block(number)[positions[mask] - number * size]
+    return result
+
+
+# One number for each sample, from users: weights, lengths, costs.
 
 
 def as_counts(values: Any, where: str) -> Indices:
-    """Return one integer a sample.
+    """Return one integer for each sample.
 
     Raises:
-        ArgumentError: something else was given.
+        ArgumentError: the values are not integers of 0 or more.
     """
     counts = as_array(values)
     if counts.ndim != 1 or counts.dtype.kind not in "iu" or (counts < 0).any():
@@ -259,30 +266,29 @@ def as_counts(values: Any, where: str) -> Indices:
 
 
 def as_array(values: Any) -> npt.NDArray[Any]:
-    """Return values as an array, of objects if nothing else can hold them."""
+    """Return values as an array, with objects if they have different lengths."""
     try:
         return np.asarray(values)
     except ValueError:  # lists of different lengths
         return np.array([*values, None], dtype=object)[:-1]
 
 
-def describe_values(found: npt.NDArray[Any]) -> str:
+def describe_values(values: npt.NDArray[Any]) -> str:
     """Describe invalid values for an error message."""
-    first = (
-        ", ".join(map(repr, found[:3].tolist())) if found.ndim else repr(found.item())
-    )
-    more = ", ..." if found.ndim and len(found) > 3 else ""
-    return f"[{first}{more}]" if found.ndim else first
+    if not values.ndim:
+        return repr(values.item())
+    first = ", ".join(map(repr, values[:3].tolist()))
+    return f"[{first}{', ...' if len(values) > 3 else ''}]"
 
 
 def check_one_each(order: str, what: str, values: Sized, n: int) -> None:
-    """Raise if there is not one for each sample."""
+    """Raise unless there is a value for each sample."""
     if len(values) != n:
         msg = f"af.orders.{order}: {len(values)} {what} for a dataset of {n} samples."
         raise DataError(msg)
 
 
-# `bucketed`: samples of similar lengths in a batch, so that little is padding.
+# `bucketed`: samples of similar lengths in a batch, for little padding.
 
 
 def _as_lengths(values: Any) -> Indices:
@@ -291,20 +297,20 @@ def _as_lengths(values: Any) -> Indices:
 
 @attrs.frozen(eq=False, repr=False)
 class bucketed:
-    """Samples of like length together, so that little of a padded batch is padding.
+    """Put samples of similar length together, for little padding in a batch.
 
     The shuffled samples are sorted by length within windows, and the batches of a window
     come in a random order.
 
     Args:
-        lengths: of each sample.
-        window: how many samples are sorted together; the larger, the less padding, and the
-            less random the order.
+        lengths: the length of each sample.
+        window: number of samples that are sorted together; a larger window gives less padding,
+            and a less random order.
 
-    Law: an epoch takes each sample once, and is a function of the seed and its number.
+    Law: an epoch takes each sample once, and depends only on the seed and the epoch's number.
 
-    Cost: 8 bytes a sample, and a sort of one window at a time, which is no smaller than an
-    update's batch: each rank sorts all of it, on however many it is shared out.
+    Cost: 8 bytes for each sample, and a sort of one window at a time. A window is at least as
+    large as an update's batch, and each rank sorts all of it.
 
     Example:
         >>> from accelfn import Data, orders
@@ -329,7 +335,7 @@ class bucketed:
         """Take each sample once.
 
         Raises:
-            DataError: the dataset has not as many samples as there are lengths.
+            DataError: there is not a length for each sample of the dataset.
         """
         check_one_each("bucketed", "lengths", self.lengths, n)
         return n
@@ -342,41 +348,33 @@ class bucketed:
         step = batch_size or 1
         window = -(-self.window // step) * step
 
-        def sorted_window(number: int) -> Indices:
+        def sort_window(number: int) -> Indices:
             places = np.arange(number * window, min((number + 1) * window, n))
             indices = shuffle_positions(places, n=n, key=key)
             indices = indices[np.argsort(self.lengths[indices], kind="stable")]
             if batch_size is None:
                 return indices
-            whole = len(indices) // step  # a short last batch stays the last
+            count = len(indices) // step  # a short last batch stays the last
             turns = shuffle_positions(
-                np.arange(whole), n=max(whole, 1), key=draws.fold(key, number)
+                np.arange(count), n=max(count, 1), key=draws.fold(key, number)
             )
-            batches = indices[: whole * step].reshape(whole, step)[turns]
-            return np.concatenate([batches.reshape(-1), indices[whole * step :]])
+            batches = indices[: count * step].reshape(count, step)[turns]
+            return np.concatenate([batches.reshape(-1), indices[count * step :]])
 
-        def order(positions: Indices) -> Indices:
-            result = np.empty_like(positions)
-            numbers = positions // window
-            for number in np.unique(numbers).tolist():
-                here = numbers == number
-                result[here] = sorted_window(number)[positions[here] - number * window]
-            return result
-
-        return order
+        return lambda positions: look_up_blocks(positions, window, sort_window)
 
 
-# A torch sampler as an order: drawn once an epoch, on every rank alike.
+# A torch sampler as an order: read once for each epoch, in the same way on every rank.
 
 
 @attrs.frozen(eq=False)
 class Sampled:
-    """A torch sampler, drawn once an epoch on every rank alike: whole, for it cannot be asked."""
+    """A torch sampler; every rank reads all of it for each epoch."""
 
     sampler: Any
 
     def __attrs_post_init__(self) -> None:
-        """Refuse one that gives each rank a part of its own."""
+        """Reject a sampler that gives each rank a part."""
         refuse_distributed(self.sampler)
 
     @property
@@ -389,15 +387,15 @@ class Sampled:
         return _length_of(self.sampler)
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Draw the epoch."""
-        drawn = drawn_once(self.sampler, seed=seed, epoch=epoch)
-        return looked_up(check_indices(np.array(drawn), n=n, where=self.name))
+        """Read the epoch."""
+        indices = np.array(read_sampler(self.sampler, seed=seed, epoch=epoch))
+        return order_of_array(check_indices(indices, n=n, where=self.name))
 
 
 def order_of_sampler(sampler: Any, n: int) -> Order:
-    """Return the order that a torch sampler over n samples stands for.
+    """Return the order of a torch sampler over n samples.
 
-    One that takes each of them once, in order or shuffled, is not drawn from.
+    accelfn does not read a sampler that takes each sample once, in order or shuffled.
     """
     if is_plain(sampler, SequentialSampler) and len(sampler) == n:
         return Sequential()
@@ -411,10 +409,10 @@ def order_of_sampler(sampler: Any, n: int) -> Order:
 
 
 def is_plain(sampler: Any, kind: type) -> bool:
-    """Whether it is torch's own of a kind, or torchdata's, which only adds a state."""
-    same = ("torchdata.stateful_dataloader.sampler", kind.__name__)
-    found = type(sampler)
-    return found is kind or (found.__module__, found.__name__) == same
+    """Return whether a sampler is torch's, or torchdata's, which only adds a state."""
+    of_torchdata = ("torchdata.stateful_dataloader.sampler", kind.__name__)
+    cls = type(sampler)
+    return cls is kind or (cls.__module__, cls.__name__) == of_torchdata
 
 
 def refuse_distributed(sampler: Any) -> None:
@@ -428,21 +426,21 @@ def refuse_distributed(sampler: Any) -> None:
         raise DataError(msg)
 
 
-def drawn_once(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
-    """Return what a sampler yields in an epoch, as a function of the seed and the epoch.
+def read_sampler(sampler: Iterable[Any], *, seed: int, epoch: int) -> list[Any]:
+    """Return a sampler's indices for an epoch, which depend only on the seed and the epoch.
 
-    torch's, numpy's and Python's generators are set from both, a `generator` of its own
-    too, and `set_epoch` is called where there is one.
+    accelfn seeds the generators of torch, numpy and Python and the sampler's `generator`, and
+    calls `set_epoch` if the sampler has it.
 
     Raises:
-        DataError: it yields another number than its length says, or something else when it
-            is asked again: then a run could not be resumed.
+        DataError: the number of indices differs from the sampler's length, or a second reading
+            gives different indices, so that a run could not be resumed.
     """
     kind, length = type(sampler).__name__, _length_of(sampler)
     first, again = (_draw_indices(sampler, seed, epoch, length + 1) for _ in range(2))
     if len(first) != length:
-        found = "more" if len(first) > length else len(first)
-        msg = f"{kind} says that it has {length}, and gave {found} in epoch {epoch}."
+        count = "more" if len(first) > length else len(first)
+        msg = f"{kind} says that it has {length}, and gave {count} in epoch {epoch}."
         raise DataError(msg)
     if first != again:
         msg = (
@@ -464,7 +462,7 @@ def _draw_indices(sampler: Any, seed: int, epoch: int, most: int) -> list[Any]:
     seed_generators(sampler, key)
     with draws.seeded() as seeds:
         seeds.begin(key)
-        return [_plain(each) for each in islice(sampler, most)]
+        return [_plain(index) for index in islice(sampler, most)]
 
 
 def seed_generators(owner: Any, key: int) -> None:
@@ -492,7 +490,7 @@ def _length_of(sampler: Any) -> int:
     return length
 
 
-# `weighted`: samples drawn in proportion to weights.
+# `weighted`: random samples in proportion to weights.
 
 
 Floats: TypeAlias = npt.NDArray[np.float64]
@@ -500,9 +498,9 @@ Floats: TypeAlias = npt.NDArray[np.float64]
 
 def _as_weights(values: Any) -> Floats:
     weights = as_array(values)
-    numbers = weights.ndim == 1 and weights.dtype.kind in "biuf"
-    fits = numbers and np.isfinite(weights).all() and (weights >= 0).all()
-    if not fits or not weights.any():
+    are_numbers = weights.ndim == 1 and weights.dtype.kind in "biuf"
+    is_valid = are_numbers and np.isfinite(weights).all() and (weights >= 0).all()
+    if not is_valid or not weights.any():
         msg = (
             f"af.orders.weighted(weights): got {describe_values(weights)}; expected one finite"
             " number of 0 or more for each sample, not all 0."
@@ -516,22 +514,22 @@ def _as_weights(values: Any) -> Floats:
 
 @attrs.frozen(eq=False, repr=False)
 class weighted:
-    """Samples in proportion to weights.
+    """Take samples in proportion to weights.
 
-    With replacement, each position draws on its own: a sample may come twice in an epoch,
-    or not at all. Without, the epoch is what drawing one sample after another would give
+    With replacement, positions are independent: a sample may come twice in an epoch, or not at
+    all. Without replacement, samples are drawn one after another
     (Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir").
 
     Args:
-        weights: one a sample, 0 or more; they need not sum to 1.
-        num_samples: in an epoch; default as many as there are weights, or without
-            replacement as many as can be drawn.
+        weights: a number of 0 or more for each sample; they need not sum to 1.
+        num_samples: number of samples in an epoch; default the number of weights, or without
+            replacement the number of weights above 0.
         replacement: whether a sample may come again.
 
-    Law: an epoch is a function of the seed and its number.
+    Law: an epoch depends only on the seed and its number.
 
-    Cost: 8 bytes a sample. With replacement an index costs a binary search; without, an
-    epoch begins with a sort of all.
+    Cost: 8 bytes for each sample. With replacement an index costs a binary search; without
+    replacement an epoch begins with a sort of all samples.
 
     Example:
         >>> from accelfn import Data, orders
@@ -548,7 +546,7 @@ class weighted:
     name: str = attrs.field(default="weighted", init=False)
 
     def __attrs_post_init__(self) -> None:
-        """Refuse to draw more than there are."""
+        """Reject more samples than there are without replacement."""
         possible = int(np.count_nonzero(self.weights))
         if self.drawn is None:
             return
@@ -564,7 +562,7 @@ class weighted:
         """Return how many positions an epoch has.
 
         Raises:
-            DataError: the dataset has not as many samples as there are weights.
+            DataError: there is not a weight for each sample of the dataset.
         """
         check_one_each("weighted", "weights", self.weights, n)
         if self.drawn is not None:
@@ -572,7 +570,7 @@ class weighted:
         return n if self.replacement else int(np.count_nonzero(self.weights))
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
-        """Return an epoch's draws."""
+        """Return an epoch's order."""
         key = draws.key(seed, "order", epoch)
         if self.replacement:
             below = np.cumsum(self.weights)
@@ -586,4 +584,4 @@ class weighted:
         with np.errstate(divide="ignore"):  # a weight of 0 is never reached
             arrival = -np.log1p(-uniform(np.arange(n), key=key)) / self.weights
         arrival[self.weights == 0] = np.inf
-        return looked_up(np.argsort(arrival, kind="stable"))
+        return order_of_array(np.argsort(arrival, kind="stable"))

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import attrs
 import numpy as np
@@ -16,37 +16,21 @@ from accelfn.base.hints import find_hint, hint_attributes
 from accelfn.data.order import Indices, as_counts
 from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 
-# Where an epoch's positions are cut into updates: arithmetic, before anything is read.
+# Cut an epoch's positions into updates, without reading data.
 
 
 Span: TypeAlias = tuple[int, int]
 """Positions `start` (included) to `stop` (excluded) of an epoch's order."""
 
 
-class Cut(Protocol):
-    """An epoch's updates, as spans of its positions."""
-
-    def end(self, start: int) -> int:
-        """Return where the epoch's own samples end that batches from `start` on have."""
-        ...
-
-    def num_batches(self, start: int) -> int:
-        """Return how many batches are left from position `start` on."""
-        ...
-
-    def spans(self, start: int) -> Iterator[Span]:
-        """Yield the batches from position `start` on."""
-        ...
-
-
 @attrs.frozen
 class EvenCut:
-    """Batches of one size; the last may be another.
+    """Batches of one size; the last batch may differ.
 
     Attributes:
-        num_samples: in an epoch.
+        num_samples: samples of an epoch.
         batch_size: samples per update, over all ranks and micro-batches.
-        remainder: what becomes of a short last batch: "short", "pad" or "drop".
+        remainder: how to treat a short last batch: "short", "pad" or "drop".
     """
 
     num_samples: int
@@ -56,19 +40,17 @@ class EvenCut:
     @property
     def updates_per_epoch(self) -> int:
         """How many batches an epoch has."""
-        if self.remainder == "drop":
-            return self.num_samples // self.batch_size
-        return -(-self.num_samples // self.batch_size)
+        return self.num_batches(0)
 
     def end(self, start: int) -> int:
-        """Return where the epoch's own samples end that batches from `start` on have.
+        """Return the end of the batches from `start` on, without repeats.
 
-        That is the end of all, but with "drop", where those of a short batch are left out.
+        "drop" leaves out the samples of a short last batch.
         """
         if self.remainder != "drop":
             return self.num_samples
-        left = max(0, self.num_samples - start)
-        return start + left - left % self.batch_size
+        rest = max(0, self.num_samples - start)
+        return start + rest - rest % self.batch_size
 
     def num_batches(self, start: int) -> int:
         """Return how many batches are left from position `start` on."""
@@ -85,7 +67,7 @@ class EvenCut:
 
 @attrs.frozen(eq=False)
 class UnevenCut:
-    """Batches that end where an array says, in rising order; the last ends the epoch."""
+    """Batches with an array of their ends, in rising order; the last end is the epoch's."""
 
     stops: npt.NDArray[np.int64]
 
@@ -98,11 +80,15 @@ class UnevenCut:
         return len(self.stops) - int(np.searchsorted(self.stops, start, side="right"))
 
     def spans(self, start: int) -> Iterator[Span]:
-        """Yield the batches from position `start` on; the first may be the rest of one."""
+        """Yield the batches from position `start` on; the first may be the rest of a batch."""
         first = len(self.stops) - self.num_batches(start)
         for stop in self.stops[first:].tolist():
             yield start, stop
             start = stop
+
+
+Cut: TypeAlias = EvenCut | UnevenCut
+"""An epoch's updates, as spans of its positions."""
 
 
 def even_part(span: Span, index: int, count: int) -> Span:
@@ -115,18 +101,18 @@ def even_part(span: Span, index: int, count: int) -> Span:
 
 @attrs.frozen(kw_only=True)
 class Plan:
-    """How every batch is cut, and which parts this rank takes.
+    """The parts of every batch, and the parts that this rank takes.
 
     A transform's `data` method maps one plan to another. Parts of one batch differ by at
-    most one sample and may be empty; together, in rank order, they are the batch.
+    most one sample and may be empty. In rank order they form the batch.
 
     Attributes:
-        world_rank: of the process.
-        world_size: of its world.
-        rank: which share this process takes.
-        num_shares: how many shares a batch is cut into; 1 until something shards it.
-        num_micro_batches: how many parts a share is cut into.
-        micro_batch_size: instead: at most so many samples in a part.
+        world_rank: rank of the process.
+        world_size: size of its world.
+        rank: number of the share that this process takes.
+        num_shares: number of shares of a batch; 1 until a transform shards it.
+        num_micro_batches: number of parts of a share.
+        micro_batch_size: instead, the most samples in a part.
 
     Example:
         >>> Plan(rank=1, num_shares=3).parts((0, 10))
@@ -143,7 +129,7 @@ class Plan:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a share that is none of those."""
+        """Reject a share that does not exist."""
         if self.rank >= self.num_shares:
             msg = (
                 f"af.Plan(rank={self.rank}, num_shares={self.num_shares}): the shares are 0"
@@ -152,7 +138,7 @@ class Plan:
             raise ArgumentError(msg)
 
     def sharded(self) -> "Plan":
-        """Return the plan with batches cut into one share a rank of the world."""
+        """Return the plan with a share of each batch for each rank of the world."""
         return attrs.evolve(self, rank=self.world_rank, num_shares=self.world_size)
 
     def parts(self, batch: Span) -> list[Span]:
@@ -168,14 +154,15 @@ class Plan:
         return [even_part(share, i, count) for i in range(count)]
 
     def counts(self, num_samples: int) -> list[tuple[int, ...]]:
-        """Return how many samples each share has of a batch, in each of its micro-batches."""
-        batch, places = (0, num_samples), range(len(self.parts((0, num_samples))))
+        """Return the number of samples in each micro-batch of each share of a batch."""
+        batch = (0, num_samples)
+        count = len(self.parts(batch))
         shares = [even_part(batch, i, self.num_shares) for i in range(self.num_shares)]
-        parts = [[even_part(share, i, len(places)) for i in places] for share in shares]
-        return [tuple(stop - start for start, stop in each) for each in parts]
+        parts = [[even_part(share, i, count) for i in range(count)] for share in shares]
+        return [tuple(stop - start for start, stop in spans) for spans in parts]
 
 
-# Where training stands in its data: an epoch and how many of its samples were seen.
+# The place of training in its data: an epoch, and the number of its samples seen.
 
 
 @hint_attributes("setattr")
@@ -183,14 +170,14 @@ class Plan:
 class Cursor:
     """A position in the sample order, counted in global samples.
 
-    It does not mention ranks, workers or micro-batches, so a run resumed on another
-    number of them goes on at the very same sample.
+    It does not mention ranks, workers or micro-batches, so a run that is resumed on another
+    number of them continues at exactly the same sample.
 
     Attributes:
-        epoch: which pass over the data, from 0.
+        epoch: the number of the pass over the data, from 0.
         samples: how many samples of that epoch all ranks together have seen.
-        memory: what a stream's own `state_dict()` said there, as a tree of plain data and
-            tensors; None for what is read by index. Two cursors at one place are equal.
+        memory: a stream's `state_dict()` there, as a tree of plain data and tensors; None for
+            data with an index. It does not count in comparisons of cursors.
     """
 
     epoch: int = attrs.field(default=0, validator=integer(0, within=""))
@@ -199,25 +186,25 @@ class Cursor:
 
     @classmethod
     def reached(cls, epoch: int, samples: int) -> "Cursor":
-        """Return one of numbers that were counted here: at each update, in half of the time."""
-        made = object.__new__(cls)
-        _set_epoch(made, epoch)
-        _set_samples(made, samples)
-        _set_memory(made, None)
-        return made
+        """Create a cursor of valid numbers, in half the time, because each update needs it."""
+        cursor = object.__new__(cls)
+        _set_epoch(cursor, epoch)
+        _set_samples(cursor, samples)
+        _set_memory(cursor, None)
+        return cursor
 
     def to_plain(self) -> list[Any]:
-        """Return its fields as plain data, to be saved or sent; `Cursor(*plain)` is it."""
+        """Return the fields as plain data, to save or send; `Cursor(*plain)` restores them."""
         return [self.epoch, self.samples, self.memory]
 
 
-# of a class with slots, what sets one is there without a name to be looked up
+# the slots' setters, without a look-up of names
 _set_epoch, _set_samples, _set_memory = (
-    vars(Cursor)[each.name].__set__ for each in attrs.fields(Cursor)
+    vars(Cursor)[field.name].__set__ for field in attrs.fields(Cursor)
 )
 
 
-# `Batch`: what one step consumes, with the place it has in the data.
+# `Batch`: the samples of one step, and their place in the data.
 
 
 Filler: TypeAlias = bool | npt.NDArray[np.bool_]
@@ -230,20 +217,20 @@ class Batch:
     """This rank's share of one update's samples.
 
     Attributes:
-        micro_batches: collated values on the world's device; one, unless the setup
+        micro_batches: collated values on the world's device; a single value, unless the setup
             accumulates.
-        weights: how many samples count in each; None: as many as it has. An empty share
-            holds one sample that does not count, so that its rank takes part in every
+        weights: the number of samples that count in each; None counts all samples. An empty
+            share has one sample that does not count, so that its rank takes part in every
             collective.
-        start: where the data stood before it; None for one that `af.lockstep` made.
-        cursor: where it stands after it.
-        num_samples: of the whole batch, over all ranks and micro-batches.
-        parts_indices: dataset indices of this rank's samples, one array a micro-batch.
-        parts_filler: which of them are filler: repeats that fill a padded batch, or the
+        start: the cursor before the batch; None for a batch of `af.lockstep`.
+        cursor: the cursor after the batch.
+        num_samples: samples of the batch, over all ranks and micro-batches.
+        parts_indices: dataset indices of this rank's samples, an array per micro-batch.
+        parts_filler: the samples that are filler: repeats that fill a padded batch, or the
             stand-in of an empty share.
-        shares: returns how many samples each rank has, in each of its micro-batches; None
+        shares: returns the number of samples of each rank, in each of its micro-batches; None
             for unknown numbers.
-        part: which micro-batch of the batch this is, if it is one of `parts()`.
+        part: the number of the micro-batch, if this is one of `parts()`.
     """
 
     micro_batches: tuple[Any, ...]
@@ -258,7 +245,7 @@ class Batch:
 
     @property
     def value(self) -> Any:
-        """The one collated value.
+        """The collated value of the only micro-batch.
 
         Raises:
             BatchError: the setup accumulates, so there are several.
@@ -273,12 +260,12 @@ class Batch:
 
     @property
     def epoch(self) -> int:
-        """Which pass over the data it belongs to, from 0."""
+        """The number of the pass over the data, from 0."""
         return 0 if self.start is None else self.start.epoch
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether it is the last of its epoch."""
+        """Whether this is the last batch of its epoch."""
         if self.start is None or self.cursor is None:
             return False
         return self.cursor.epoch > self.start.epoch
@@ -290,7 +277,7 @@ class Batch:
 
     @property
     def filler(self) -> torch.Tensor:
-        """Which of those samples are filler, as booleans."""
+        """Whether each of these samples is filler, as booleans."""
         masks = [
             np.broadcast_to(np.asarray(filler, bool), len(indices))
             for indices, filler in zip(
@@ -301,12 +288,12 @@ class Batch:
 
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
-        """Refuse to be a tensor, as in model(batch)."""
+        """Raise, because a batch is not a tensor, as in model(batch)."""
         msg = f"A Batch is no tensor: {find_hint('Batch', '__getitem__')}."
         raise CallError(msg)
 
     def parts(self) -> list["Batch"]:
-        """Return one batch a micro-batch."""
+        """Return a batch for each micro-batch."""
         return [
             attrs.evolve(
                 self,
@@ -320,23 +307,21 @@ class Batch:
         ]
 
     def zip(self, *extras: Any) -> "Batch":
-        """Return the batch with tensors that belong to its samples: (value, *extras).
-
-        They are cut with it into micro-batches.
+        """Add tensors that belong to the samples: each value becomes (value, *extras).
 
         Args:
             extras: trees of tensors with a row for each of this rank's samples, in the order
-                of `indices`, which has the stand-in of an empty share too.
+                of `indices`, which also has the stand-in of an empty share.
 
         Raises:
             BatchError: there are more rows, or fewer.
         """
-        sizes = [len(each) for each in self.parts_indices]
-        found, wanted = {tree.num_rows(each) for each in extras}, sum(sizes)
-        if found != {wanted}:
+        sizes = [len(indices) for indices in self.parts_indices]
+        counts = {tree.num_rows(extra) for extra in extras}
+        if counts != {sum(sizes)}:
             msg = (
-                f"batch.zip: the extras have {sorted(found)} rows; expected one for each of"
-                f" this rank's {wanted} samples, as in table[batch.indices]."
+                f"batch.zip: the extras have {sorted(counts)} rows; expected one for each of"
+                f" this rank's {sum(sizes)} samples, as in table[batch.indices]."
             )
             raise BatchError(msg)
         spans = pairwise([0, *accumulate(sizes)])
@@ -347,7 +332,7 @@ class Batch:
         return attrs.evolve(self, micro_batches=values)
 
     def __repr__(self) -> str:
-        """Show its place, not its tensors."""
+        """Show the place of the batch, not its tensors."""
         if self.start is None:
             return f"<Batch of a stream, {len(self.micro_batches)} micro-batches>"
         return (
@@ -368,22 +353,22 @@ def _as_costs(values: Any) -> Indices:
 class budget:
     """Let an update take as many samples, in their order, as fit a limit.
 
-    Give it as `af.Data(batch_size=af.budget(lengths, limit=4096))`; with
-    `order=af.orders.bucketed(lengths)` little is padding.
+    Write `af.Data(batch_size=af.budget(lengths, limit=4096))`. With
+    `order=af.orders.bucketed(lengths)` there is little padding.
 
     Args:
-        costs: of each sample: its tokens, say.
-        limit: of an update, over all ranks and micro-batches.
-        padded: whether a batch costs its longest sample times their number, as one that is
-            padded does, or the sum.
+        costs: the cost of each sample, for example its number of tokens.
+        limit: the largest cost of an update, over all ranks and micro-batches.
+        padded: whether a batch costs its longest sample times the number of samples, because
+            it is padded; else it costs the sum.
 
-    Law: every sample comes once an epoch, no batch costs more than the limit, and none could
-    take the next sample too.
+    Law: every sample comes once per epoch, no batch costs more than the limit, and no batch
+    could also take the next sample.
 
-    Cost: 8 bytes a sample; an epoch begins with a pass over the costs.
+    Cost: 8 bytes for each sample; an epoch begins with a pass over the costs.
 
     Raises:
-        ArgumentError: costs are no counts, or the limit is not positive.
+        ArgumentError: costs are not integers of 0 or more, or the limit is not positive.
         DataError: a sample alone costs more than the limit.
     """
 
@@ -414,27 +399,27 @@ class budget:
             raise DataError(msg)
 
     def cut(self, indices: Indices) -> UnevenCut:
-        """Return where batches end, of samples that come in this order."""
+        """Return the ends of batches of samples in this order."""
         costs = self.costs[indices]
         stops: list[int] = []
         start, guess = 0, 64
         while start < len(costs):
-            taken = self._fitting(costs[start : start + guess])
-            if taken == guess and start + taken < len(costs):
+            count = self._count_fitting(costs[start : start + guess])
+            if count == guess and start + count < len(costs):
                 guess *= 2  # perhaps more would fit
                 continue
-            start += taken
+            start += count
             stops.append(start)
-            guess = max(64, 2 * taken)
+            guess = max(64, 2 * count)
         return UnevenCut(np.array(stops, np.int64))
 
-    def _fitting(self, costs: Indices) -> int:
-        """Return how many of these, from the first on, fit together."""
+    def _count_fitting(self, costs: Indices) -> int:
+        """Return how many of these samples, from the first on, fit together."""
         limit = min(self.limit, np.iinfo(np.int64).max)
-        if self.padded:  # divided, for a product may be beyond 64 bits
+        if self.padded:  # a division, because a product may exceed 64 bits
             longest = np.maximum(np.maximum.accumulate(costs), 1)
             beyond = np.arange(1, len(costs) + 1) > limit // longest
-        else:  # the first sum that is beyond 64 bits has their sign
+        else:  # the first sum that exceeds 64 bits is negative
             spent = np.cumsum(costs)
             beyond = (spent > limit) | (spent < 0)
         return int(beyond.argmax()) if beyond.any() else len(costs)

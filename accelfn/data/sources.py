@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sources: what samples are read from, by their index.
+"""Sources of samples: read a dataset by index.
 
-A dataset made of tensors is gathered by one indexing call a tensor, which is some ten times
-the speed of fetching and stacking sample by sample; so is a table of Arrow. Any other
-map-style dataset is asked through `__getitems__` where it has one, else item by item.
+A dataset made of tensors, or an Arrow table, is gathered by one indexing call for each tensor,
+which is about ten times faster than to fetch and stack samples. Any other map-style dataset is
+read by `__getitems__` if it has this method, else item by item.
 """
 
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import contextmanager
-from functools import cached_property, partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any, Protocol, TypeAlias, cast
+from operator import itemgetter
+from typing import Any, TypeAlias, cast
 
 import attrs
 import numpy as np
@@ -34,6 +34,7 @@ from accelfn.data.order import (
     Order,
     Sequential,
     Shuffled,
+    look_up_blocks,
     promised_length,
     shuffle_positions,
 )
@@ -43,30 +44,9 @@ Begin: TypeAlias = Callable[[int], object]
 """Called before a sample is read, with its place in the micro-batch."""
 
 
-class Source(Protocol):
-    """Samples by index."""
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether reading runs no code of the user's, so that nothing is drawn."""
-        ...
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
-
-    def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return the samples at these indices, calling `begin` as each is read."""
-        ...
-
-    def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return those samples as one batch, as torch's collate makes it."""
-        ...
-
-
 @attrs.frozen
 class Rows:
-    """A dataset made of tensors: a tree of them, and which of their rows are samples."""
+    """A dataset made of a tree of tensors: some of their rows, or all."""
 
     tensors: Any
     picked: torch.Tensor | None = None
@@ -74,7 +54,7 @@ class Rows:
 
     @cached_property
     def columns(self) -> tuple[torch.Tensor, ...] | None:
-        """The tensors, where they are a plain tuple: no batch then walks a tree."""
+        """The tensors, if they are a plain tuple: then no batch walks a tree."""
         if type(self.tensors) is not tuple:
             return None
         leaves = cast("tuple[Any, ...]", self.tensors)
@@ -88,40 +68,40 @@ class Rows:
 
     def subset(self, indices: Sequence[int]) -> "Rows":
         """Return the rows at these indices as a dataset; nothing is copied."""
-        picked = torch.as_tensor(indices, dtype=torch.int64)
-        wrong = picked[(picked < -len(self)) | (picked >= len(self))]
-        if len(wrong):
-            msg = f"A Subset picks sample {int(wrong[0])} of a dataset that has {len(self)}."
+        picked, count = torch.as_tensor(indices, dtype=torch.int64), len(self)
+        outside = picked[(picked < -count) | (picked >= count)]
+        if len(outside):
+            msg = f"A Subset picks sample {int(outside[0])} of a dataset that has {count}."
             raise DataError(msg)
-        picked = torch.where(picked < 0, picked + len(self), picked)
+        picked = torch.where(picked < 0, picked + count, picked)
         return Rows(
             self.tensors, picked if self.picked is None else self.picked[picked]
         )
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows one by one; a collate of the user's may draw behind them."""
+        """Return rows one by one; the user's collate may draw random numbers after them."""
         begin(0)
         rows = self._rows(indices).tolist()
-        return [tree.tree_map(partial(_at, row), self.tensors) for row in rows]
+        return [tree.tree_map(itemgetter(row), self.tensors) for row in rows]
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return the rows at these indices, as tensors of their own."""
-        where, columns = self._rows(indices), self.columns
+        """Return copies of the rows at these indices."""
+        rows, columns = self._rows(indices), self.columns
         if columns is not None:
-            return tuple([column.index_select(0, where) for column in columns])
-        return tree.tree_map(lambda leaf: leaf.index_select(0, where), self.tensors)
+            return tuple([column.index_select(0, rows) for column in columns])
+        return tree.tree_map(lambda leaf: leaf.index_select(0, rows), self.tensors)
 
     def _rows(self, indices: Indices) -> torch.Tensor:
-        where = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
-        return where if self.picked is None else self.picked[where]
+        rows = torch.from_numpy(indices)  # pyright: ignore[reportUnknownMemberType]
+        return rows if self.picked is None else self.picked[rows]
 
 
 @attrs.frozen
 class Table:
-    """An Arrow table, known by its `take`, `column_names` and `num_rows`.
+    """An Arrow table, recognized by its `take`, `column_names` and `num_rows`.
 
-    A sample is a dict by column. A batch has tensors of the columns of numbers, and lists
-    of the others.
+    A sample is a dict by column. A batch has tensors of number columns, and lists of other
+    columns.
     """
 
     table: Any
@@ -132,17 +112,17 @@ class Table:
         return self.table.num_rows
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return rows as dicts of Python values, behind which a collate may draw."""
+        """Return rows as dicts of Python values; collate may draw random numbers after them."""
         begin(0)
         return self.table.take(indices).to_pylist()
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
         """Return columns."""
-        taken = self.table.take(indices)
-        return {name: self._column(taken, name) for name in taken.column_names}
+        rows = self.table.take(indices)
+        return {name: self._column(rows, name) for name in rows.column_names}
 
-    def _column(self, taken: Any, name: str) -> Any:
-        column = taken.column(name)
+    def _column(self, rows: Any, name: str) -> Any:
+        column = rows.column(name)
         if column.null_count:
             msg = (
                 f"Column {name!r} of the table has a null among these rows; fill it, or give"
@@ -177,8 +157,8 @@ class Items:
         kind = type(self.dataset).__name__
         if isinstance(self.dataset, Mapping) and not self.dataset:
             return 0
-        unordered = isinstance(self.dataset, (IterableDataset, Mapping))
-        if unordered or not hasattr(self.dataset, "__getitem__"):
+        has_no_index = isinstance(self.dataset, (IterableDataset, Mapping))
+        if has_no_index or not hasattr(self.dataset, "__getitem__"):
             msg = (
                 f"af.Data: {kind} cannot be read by index; expected a dataset with __len__"
                 " and __getitem__."
@@ -191,17 +171,17 @@ class Items:
         return length
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return items; one that cannot be read is named in the error."""
-        dataset, within = self.dataset, indices.tolist()
+        """Return items; the error for a failed item names it."""
+        dataset, inner = self.dataset, indices.tolist()
         while type(dataset) is Subset:  # its __getitems__ hides the samples, as Stack's
-            within = [int(dataset.indices[i]) for i in within]
+            inner = [int(dataset.indices[i]) for i in inner]
             dataset = cast("Any", dataset).dataset
-        fetch_all = _fetching_all(dataset)
+        fetch_all = _own_getitems(dataset)
         if fetch_all is not None:
             begin(0)
-            return _fetch_items(fetch_all, type(dataset).__name__, within)
+            return _fetch_items(fetch_all, type(dataset).__name__, inner)
         items: list[Any] = []
-        for place, index in enumerate(within):
+        for place, index in enumerate(inner):
             begin(place)
             try:
                 items.append(dataset[index])
@@ -219,23 +199,22 @@ class Items:
 
 
 def _fetch_items(
-    fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, wanted: list[int]
+    fetch_all: Callable[[list[int]], Iterable[Any]], kind: str, indices: list[int]
 ) -> list[Any]:
     """Fetch items by a dataset's `__getitems__`, and check their number."""
+    call = f"{kind}.__getitems__({format_indices(indices)})"
     try:
-        found = list(fetch_all(wanted))
+        items = list(fetch_all(indices))
     except Exception as error:
-        error.add_note(
-            f"This was raised by {kind}.__getitems__({format_indices(wanted)})."
-        )
+        error.add_note(f"This was raised by {call}.")
         raise
-    if len(found) != len(wanted):
+    if len(items) != len(indices):
         msg = (
-            f"{kind}.__getitems__({format_indices(wanted)}) gave {len(found)} samples; expected a"
-            f" list of {len(wanted)}, one for each index."
+            f"{call} gave {len(items)} samples; expected a list of {len(indices)}, one for"
+            " each index."
         )
         raise DataError(msg)
-    return found
+    return items
 
 
 def collate_samples(
@@ -252,36 +231,22 @@ def collate_samples(
         raise
 
 
-@contextmanager
-def within(which: str) -> Generator[None]:
-    """Let an error say of which of several datasets it is: they may be of one class."""
-    try:
-        yield
-    except Exception as error:
-        error.add_note(f"That is {which}.")
-        raise
-
-
 def format_indices(indices: Sequence[int] | Indices) -> str:
     """Format the first few indices as text."""
-    listed = [str(each) for each in indices[:8]]
-    return f"[{', '.join([*listed, *(['...'] if len(indices) > 8 else [])])}]"
+    first = ", ".join(str(index) for index in indices[:8])
+    return f"[{first}{', ...' if len(indices) > 8 else ''}]"
 
 
-def _at(row: int, leaf: torch.Tensor) -> torch.Tensor:
-    return leaf[row]
-
-
-def source_of(dataset: Any) -> Source:
-    """Return how a map-style dataset is read best.
+def source_of(dataset: Any) -> "Source":
+    """Return the fastest source for a map-style dataset.
 
     Raises:
-        DataError: it is read by the names of columns.
+        DataError: the dataset is read by the names of columns.
     """
     if hasattr(dataset, "iloc"):
         msg = (
-            f"af.Data({type(dataset).__name__}): a pandas table is read by names, and not by"
-            " numbers of rows. Give its columns as tensors, {name:"
+            f"af.Data({type(dataset).__name__}): a pandas table is read by names, not by row"
+            " numbers. Give its columns as tensors, {name:"
             " torch.tensor(table[name].to_numpy()) for name in table}, or a Dataset."
         )
         raise DataError(msg)
@@ -294,11 +259,11 @@ def source_of(dataset: Any) -> Source:
     return Items(dataset)
 
 
-def _fetching_all(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return what fetches many items at once, if it is the dataset's own.
+def _own_getitems(dataset: Any) -> Callable[[list[int]], Any] | None:
+    """Return a dataset's `__getitems__`, unless it belongs to another class.
 
-    A subclass with an `__getitem__` alone, or one that hands on attributes, has that of
-    another class, which knows nothing of it; torch's DataLoader reads past such a one.
+    A subclass with only a `__getitem__`, or a wrapper that forwards attributes, has the
+    `__getitems__` of another class, which would bypass it, as it does in torch's DataLoader.
     """
     fetch_all = getattr(dataset, "__getitems__", None)
     if not callable(fetch_all) or type(dataset) is StackDataset:
@@ -312,12 +277,12 @@ def _fetching_all(dataset: Any) -> Callable[[list[int]], Any] | None:
 
 
 def rows_of(dataset: Any) -> Rows | None:
-    """Return the dataset as rows of tensors; None where it is not made of tensors.
+    """Return the dataset as rows of tensors; None if it is not made of tensors.
 
-    A subclass of TensorDataset or Subset may change what an item is, and is asked for them.
+    A subclass of TensorDataset or Subset may change its items, so it is read item by item.
 
     Raises:
-        DataError: its tensors differ in how many rows they have.
+        DataError: its tensors have different numbers of rows.
     """
     if type(dataset) is Subset:
         inner = rows_of(dataset.dataset)
@@ -341,10 +306,10 @@ def rows_of(dataset: Any) -> Rows | None:
 
 
 def _as_tensor(leaf: Any) -> Any:
-    """Return an array of numbers as a tensor over the same memory, if it can be one.
+    """Return an array of numbers as a tensor over the same memory, if possible.
 
     Raises:
-        DataError: torch has no such numbers, or some are masked.
+        DataError: torch has no such dtype, or the array is masked.
     """
     if isinstance(leaf, torch.Tensor):
         return leaf.detach() if leaf.requires_grad else leaf
@@ -368,11 +333,11 @@ def _as_tensor(leaf: Any) -> Any:
             raise DataError(msg) from error
 
 
-# Several datasets as one, of which each has its share of an epoch's positions.
+# Several datasets as one, each with its share of an epoch's positions.
 
 
 _LARGEST_BLOCK = 1 << 24
-"""Positions that are shared out at once, in 128 MiB."""
+"""Positions in a block, which take 128 MiB."""
 
 
 def mix_datasets(
@@ -381,33 +346,30 @@ def mix_datasets(
     """Join several datasets, and return the order that mixes them by weight.
 
     Raises:
-        ArgumentError: these are no datasets, or no weights.
-        DataError: one is empty.
+        ArgumentError: the datasets or weights are invalid.
+        DataError: a dataset is empty.
     """
     if not isinstance(datasets, Sequence):
         msg = f"af.Data.mix({datasets!r}): expected a list of datasets."
         raise ArgumentError(msg)
-    sources = tuple(source_of(each) for each in datasets)
-    lengths = tuple(len(each) for each in sources)
+    sources = tuple(map(source_of, datasets))
+    lengths = tuple(map(len, sources))
     if not sources or not all(lengths):
         msg = f"af.Data.mix: expected datasets with samples, got lengths {lengths}."
         raise DataError(msg)
     shares = lengths if weights is None else _as_tuple(weights)
-    fits = len(shares) == len(sources) and all(
-        is_number(each) and 0 < each < float("inf") for each in shares
-    )
-    if not fits:
+    are_valid = all(is_number(w) and 0 < w < float("inf") for w in shares)
+    if len(shares) != len(sources) or not are_valid:
         msg = (
             f"af.Data.mix(weights={weights!r}): expected {len(sources)} finite numbers"
             " above 0."
         )
         raise ArgumentError(msg)
-    inner = Shuffled() if shuffle else Sequential()
-    order = Mixed(lengths, shares, inner)
+    order = Mixed(lengths, shares, Shuffled() if shuffle else Sequential())
     if order.block > _LARGEST_BLOCK:
-        of_whom = "the datasets' lengths" if weights is None else f"{weights!r}"
+        name = "the datasets' lengths" if weights is None else f"{weights!r}"
         msg = (
-            f"af.Data.mix(weights={of_whom}): the least would come less than once in"
+            f"af.Data.mix(weights={name}): the least would come less than once in"
             f" {_LARGEST_BLOCK // 4:,} samples. Give it a larger weight, or leave it out."
         )
         raise ArgumentError(msg)
@@ -423,9 +385,9 @@ def _as_tuple(weights: Any) -> tuple[Any, ...]:
 
 @attrs.frozen
 class Joined:
-    """Sources that lie one after the other, as one."""
+    """Several sources, one after the other, as one source."""
 
-    parts: tuple[Source, ...]
+    parts: "tuple[Source, ...]"
 
     @property
     def is_pure(self) -> bool:
@@ -437,67 +399,67 @@ class Joined:
         return sum(len(part) for part in self.parts)
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
-        """Return the samples, each of its own part."""
-        found: list[Any] = [None] * len(indices)
-        for number, here, own in self._by_part(indices):
-            part = self.parts[number]
-            with within(f"dataset {number} of the mix"):
-                samples = part.samples(own, lambda i, here=here: begin(int(here[i])))
-            for place, sample in zip(here.tolist(), samples, strict=True):
-                found[place] = sample
-        return found
+        """Return the samples, each from its own part."""
+        samples: list[Any] = [None] * len(indices)
+        for number, places, inner in self._by_part(indices):
+
+            def begin_part(i: int, places: Indices = places) -> None:
+                begin(int(places[i]))
+
+            try:
+                items = self.parts[number].samples(inner, begin_part)
+            except Exception as error:  # datasets may be of one class
+                error.add_note(f"That is dataset {number} of the mix.")
+                raise
+            for place, sample in zip(places.tolist(), items, strict=True):
+                samples[place] = sample
+        return samples
 
     def batch(self, indices: Indices, begin: Begin) -> Any:
-        """Return the samples as one batch; of parts made of tensors without a list."""
-        if not _are_alike(self.parts):
-            return collate_samples(
-                default_collate, self.samples(indices, begin), indices
-            )
+        """Return the samples as one batch, without a list if all parts are tensors."""
+        structures = {
+            str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
+            for part in self.parts
+        }
+        if len(structures) > 1 or None in structures:
+            samples = self.samples(indices, begin)
+            return collate_samples(default_collate, samples, indices)
         pieces = [
-            (torch.from_numpy(here), self.parts[number].batch(own, begin))
-            for number, here, own in self._by_part(indices)
+            (torch.from_numpy(places), self.parts[number].batch(inner, begin))
+            for number, places, inner in self._by_part(indices)
         ]
-        places = torch.cat([here for here, _ in pieces]).argsort()
+        turns = torch.cat([places for places, _ in pieces]).argsort()
         return tree.tree_map_all(
-            lambda *leaves: torch.cat(leaves).index_select(0, places),
+            lambda *leaves: torch.cat(leaves).index_select(0, turns),
             *[values for _, values in pieces],
         )
 
-    def _by_part(self, indices: Indices) -> list[tuple[int, Indices, Indices]]:
-        """Return parts' numbers with the places that each fills, and its own indices of them."""
+    def _by_part(self, indices: Indices) -> Iterator[tuple[int, Indices, Indices]]:
+        """Yield numbers of parts, their places in the batch, and their own indices."""
         ends = np.cumsum([len(part) for part in self.parts])
-        which = np.searchsorted(ends, indices, side="right")
-        return [
-            (
-                number,
-                (here := np.flatnonzero(which == number)),
-                indices[here] - (ends[number] - len(self.parts[number])),
-            )
-            for number in np.unique(which).tolist()
-        ]
+        numbers = np.searchsorted(ends, indices, side="right")
+        for number in np.unique(numbers).tolist():
+            places = np.flatnonzero(numbers == number)
+            start = ends[number] - len(self.parts[number])
+            yield number, places, indices[places] - start
 
 
-def _are_alike(parts: Sequence[Source]) -> bool:
-    """Whether all are made of tensors, in the same containers."""
-    shapes = {
-        str(tree_structure(part.tensors)) if isinstance(part, Rows) else None
-        for part in parts
-    }
-    return len(shapes) == 1 and None not in shapes
+Source: TypeAlias = Rows | Table | Items | Joined
+"""Samples by index, with `samples` for a list and `batch` for one batch."""
 
 
 @attrs.frozen
 class Mixed:
-    """Positions shared out among several datasets that lie one after the other.
+    """An order of several joined datasets, each with its share of positions.
 
     Positions are counted through all epochs. At the end of every block each dataset has
-    had its exact share, to within one sample; it goes through its samples epoch after epoch
-    of its own, so none comes again before all have come.
+    had its exact share, to within one sample. It goes through its samples epoch by epoch, so no
+    sample comes again before all its samples have come.
 
     Attributes:
-        lengths: of the datasets.
-        weights: in which proportion each has its share of the positions.
-        inner: the order of a dataset's own samples.
+        lengths: the lengths of the datasets.
+        weights: the weight of each dataset.
+        inner: the order of a dataset's samples.
     """
 
     lengths: tuple[int, ...]
@@ -506,31 +468,31 @@ class Mixed:
 
     @property
     def name(self) -> str:
-        """What is mixed, and in which proportion."""
+        """The weights, and the order of the samples."""
         weights = ":".join(f"{weight:g}" for weight in self.weights)
         return f"mixed {weights}, {self.inner.name}"
 
     @cached_property
     def shares(self) -> tuple[int, ...]:
-        """The weights as integers of the very same proportion."""
+        """The weights as integers in exactly the same proportion."""
         ratios = [float(weight).as_integer_ratio() for weight in self.weights]
-        whole = max(below for _, below in ratios)  # powers of two
-        return tuple(above * (whole // below) for above, below in ratios)
+        common = max(below for _, below in ratios)  # powers of two
+        return tuple(above * (common // below) for above, below in ratios)
 
     @cached_property
     def block(self) -> int:
-        """How many positions are shared out at once; at least four to the least share."""
+        """The number of positions in a block; at least four for the smallest share."""
         return max(64, -(-4 * sum(self.shares) // min(self.shares)))
 
     def num_samples(self, n: int) -> int:
-        """Take as many as there are in all."""
+        """Return the number of all samples."""
         return n
 
-    def used(self, blocks: int) -> list[int]:
+    def count_used(self, blocks: int) -> list[int]:
         """Return how many samples of each dataset came in the first blocks."""
-        whole, positions = sum(self.shares), self.block * blocks
+        total, positions = sum(self.shares), self.block * blocks
         sums = accumulate(self.shares, initial=0)
-        ends = [(2 * each * positions + whole) // (2 * whole) for each in sums]
+        ends = [(2 * share * positions + total) // (2 * total) for share in sums]
         return [stop - start for start, stop in pairwise(ends)]
 
     def of_epoch(self, n: int, *, seed: int, epoch: int, **_: Any) -> AtPositions:
@@ -538,41 +500,33 @@ class Mixed:
         offsets = np.cumsum([0, *self.lengths])
         inner: dict[tuple[int, int], AtPositions] = {}
 
-        def own_order(which: int, turn: int) -> AtPositions:
-            found = inner.get((which, turn))
-            if found is None:
-                key = draws.key(seed, "mix", which)
-                length = self.lengths[which]
-                found = inner[which, turn] = self.inner.of_epoch(
+        def own_order(dataset: int, turn: int) -> AtPositions:
+            if (dataset, turn) not in inner:
+                key, length = draws.key(seed, "mix", dataset), self.lengths[dataset]
+                inner[dataset, turn] = self.inner.of_epoch(
                     length, seed=key, epoch=turn, batch_size=None
                 )
-            return found
+            return inner[dataset, turn]
 
-        def of_block(number: int) -> Indices:
-            before, after = self.used(number), self.used(number + 1)
-            counts = [stop - start for start, stop in zip(before, after, strict=True)]
+        def order_block(number: int) -> Indices:
+            starts, stops = self.count_used(number), self.count_used(number + 1)
+            counts = [stop - start for start, stop in zip(starts, stops, strict=True)]
             key = draws.key(seed, "mix", number)
-            turns = shuffle_positions(np.arange(self.block), n=self.block, key=key)
-            whose = np.repeat(np.arange(len(counts)), counts)[turns]
+            places = shuffle_positions(np.arange(self.block), n=self.block, key=key)
+            datasets = np.repeat(np.arange(len(counts)), counts)[places]
             result = np.empty(self.block, np.int64)
-            for which, start in enumerate(before):
-                places = np.flatnonzero(whose == which)
-                turns, within = divmod(
-                    start + np.arange(len(places)), self.lengths[which]
+            for dataset, start in enumerate(starts):
+                length, places = (
+                    self.lengths[dataset],
+                    np.flatnonzero(datasets == dataset),
                 )
+                turns, rows = divmod(start + np.arange(len(places)), length)
                 for turn in np.unique(turns).tolist():
-                    here = turns == turn
-                    found = own_order(which, turn)(within[here])
-                    result[places[here]] = found + offsets[which]
+                    mask = turns == turn
+                    indices = own_order(dataset, turn)(rows[mask])
+                    result[places[mask]] = indices + offsets[dataset]
             return result
 
-        def order(positions: Indices) -> Indices:
-            through = positions + epoch * n
-            numbers = through // self.block
-            result = np.empty_like(positions)
-            for number in np.unique(numbers).tolist():
-                here = numbers == number
-                result[here] = of_block(number)[through[here] - number * self.block]
-            return result
-
-        return order
+        return lambda positions: look_up_blocks(
+            positions + epoch * n, self.block, order_block
+        )

@@ -24,7 +24,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import drawn_once, order_of_sampler
+from tests.internals import order_of_sampler, read_sampler
 from tests.states import linear_state
 
 torch.set_num_threads(1)
@@ -425,7 +425,7 @@ def test_a_random_sampler_draws_what_it_is_told_to(n, num, replacement, seed):
     if num == n and not replacement:
         assert sorted(found(np.arange(n))) == list(range(n))
         return
-    drawn = drawn_once(sampler, seed=seed, epoch=0)
+    drawn = read_sampler(sampler, seed=seed, epoch=0)
     assert found(np.arange(num)).tolist() == drawn
 
 

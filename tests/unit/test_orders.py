@@ -347,7 +347,7 @@ def test_an_order_costs_a_rank_as_much_on_any_number(share, updates):
 def test_an_order_that_sorts_is_asked_for_less_at_once(monkeypatch):
     """All positions in between are sorted, so that a rank would wait long for many."""
     ranks, share, updates = 1024, 4, 8
-    monkeypatch.setattr(epoch, "_OF_ALL", ranks * share)
+    monkeypatch.setattr(epoch, "_MOST_SORTED", ranks * share)
     order = af.orders.bucketed([1] * ranks * share * updates)
     assert asked_of_order(ranks, share, updates, order=order) == [share] * updates
     assert asked_of_order(ranks, share, updates) == [share * updates]
