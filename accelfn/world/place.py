@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 from zlib import crc32
 
@@ -21,14 +21,13 @@ class Place:
     """A process's rank and size in its run.
 
     Attributes:
-        launcher: who says so, for errors.
+        launcher: the launcher's name, for errors.
         rank: this process, of `size`.
         local_rank: this process among the `local_size` of its machine.
         node_rank: its machine.
-        address: where rank 0 listens; with `port` None where there is one rank, which
-            need not listen.
-        attempt: how often a launcher has started ranks that met at the same store.
-        has_store: whether a launcher listens there in rank 0's stead.
+        address: where rank 0 listens; None for a single rank, as is `port`.
+        attempt: how often a launcher has started ranks at the same store.
+        has_store: whether a launcher listens there instead of rank 0.
     """
 
     launcher: str
@@ -44,34 +43,47 @@ class Place:
 
     @property
     def is_alone(self) -> bool:
-        """Whether there are no others to meet, nor an address to meet at."""
+        """Whether there are no other ranks, and no address to meet at."""
         return self.size == 1 and self.address is None
 
 
 def check_place(place: Place, names: tuple[str, ...]) -> None:
-    """Raise unless rank, size, local rank and local size fit, which have these names.
+    """Raise unless rank, size, local rank and local size fit together.
+
+    Args:
+        place: the place.
+        names: the variables of these four values, for the error.
 
     Raises:
-        WorldError: they do not.
+        WorldError: they contradict each other.
     """
     ordered = 0 <= place.rank < place.size
     if not ordered or not 0 <= place.local_rank < place.local_size <= place.size:
         values = place.rank, place.size, place.local_rank, place.local_size
         shown = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        msg = f"{', '.join(shown)} contradict each other: each rank must be below its size."
+        raise WorldError(msg)
+
+
+def _check_complete(env: Environment, names: Iterable[str], advice: str) -> None:
+    """Raise unless the environment has all variables of a launcher."""
+    present = [name for name in names if name in env]
+    missing = [name for name in names if name not in env]
+    if missing:
         msg = (
-            f"{', '.join(shown)} contradict each other: a rank is less than the number of"
-            " ranks, of all and of its machine."
+            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}. Start"
+            f" the ranks with {advice}, or train in one process with af.World.single()."
         )
         raise WorldError(msg)
 
 
 def machine_of(env: Environment, place: Place) -> int:
-    """Return the number of this machine, where ranks fill one after the other, all alike.
+    """Return the number of this machine, if ranks fill equal machines one after the other.
 
-    `GROUP_RANK` (torchrun) or `NODE_RANK` (Ray Train, Lightning) says it of any others.
+    `GROUP_RANK` (torchrun) or `NODE_RANK` (Ray Train, Lightning) gives the number otherwise.
 
     Raises:
-        WorldError: the ranks do not fill their machines so, and neither is given.
+        WorldError: the ranks do not, and neither variable is set.
     """
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in env:
@@ -80,16 +92,15 @@ def machine_of(env: Environment, place: Place) -> int:
     if left or machine < 0 or place.size % place.local_size:
         msg = (
             f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
-            f" {place.local_size}: the ranks do not fill one machine after the other, as"
-            " many on each. Have mpirun map them by slot, or set GROUP_RANK to the number"
-            " of each machine."
+            f" {place.local_size}: the ranks do not fill equal machines one after the other."
+            " Have mpirun map them by slot, or set GROUP_RANK to the number of each machine."
         )
         raise WorldError(msg)
     return machine
 
 
 def given_port(env: Environment) -> int:
-    """Return the port that somebody has chosen."""
+    """Return the port in MASTER_PORT."""
     port = integer(env, "MASTER_PORT")
     if not 0 <= port < 2**16:
         msg = f"The environment variable MASTER_PORT is {port}; expected 0 to 65535."
@@ -98,7 +109,7 @@ def given_port(env: Environment) -> int:
 
 
 def derived_port(number: int) -> int:
-    """Return the port of a run; below 32768, where the system takes its own."""
+    """Return the port of a run; below 32768, because the system uses ports above."""
     return 10_000 + number % 20_000
 
 
@@ -106,7 +117,7 @@ def integer(env: Environment, name: str) -> int:
     """Return a variable's value.
 
     Raises:
-        WorldError: it is no integer.
+        WorldError: the value is not an integer.
     """
     try:
         return int(env[name])
@@ -119,7 +130,7 @@ def integer(env: Environment, name: str) -> int:
 
 
 @frozen
-class Words:
+class Variables:
     """The environment variables of an MPI implementation."""
 
     launcher: str
@@ -127,22 +138,22 @@ class Words:
     size: str
     local_rank: str
     local_size: str
-    export: str  # how its mpirun hands {} to all ranks
-    job: str | None = None  # what is the same for all ranks of a run, and for no other
+    export: str  # the option of its mpirun that passes {} to all ranks
+    job: str | None = None  # the variable with the name of the run
 
     @property
     def names(self) -> tuple[str, str, str, str]:
-        """All of them."""
+        """The variables of rank, size, local rank and local size."""
         return self.rank, self.size, self.local_rank, self.local_size
 
     def is_meant(self, env: Environment) -> bool:
-        """Whether an mpirun has started this process; SLURM speaks PMI too, but not all."""
+        """Whether an mpirun has started this process; SLURM sets some of PMI's variables."""
         if self.rank == "PMI_RANK" and "SLURM_PROCID" in env:
             return self.local_rank in env
         return self.rank in env or self.size in env
 
 
-_OPEN_MPI: Final = Words(
+_OPEN_MPI: Final = Variables(
     "Open MPI",
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
@@ -151,7 +162,7 @@ _OPEN_MPI: Final = Words(
     "mpirun -x {}={}",
     job="PMIX_NAMESPACE",
 )
-_MVAPICH: Final = Words(
+_MVAPICH: Final = Variables(
     "MVAPICH2",
     "MV2_COMM_WORLD_RANK",
     "MV2_COMM_WORLD_SIZE",
@@ -159,7 +170,7 @@ _MVAPICH: Final = Words(
     "MV2_COMM_WORLD_LOCAL_SIZE",
     "mpirun_rsh ... {}={}",
 )
-_PMI: Final = Words(
+_PMI: Final = Variables(
     "MPICH or Intel MPI",
     "PMI_RANK",
     "PMI_SIZE",
@@ -167,64 +178,57 @@ _PMI: Final = Words(
     "MPI_LOCALNRANKS",
     "mpiexec -genv {} {}",
 )
-WORDS = (_OPEN_MPI, _MVAPICH, _PMI)
+MPI_VARIABLES = (_OPEN_MPI, _MVAPICH, _PMI)
 
 
-def place_by_mpi(env: Environment, words: Words) -> Place:
+def place_by_mpi(env: Environment, variables: Variables) -> Place:
     """Return the place that an mpirun's variables give.
 
     Raises:
-        WorldError: one is missing, malformed or contradicts another.
+        WorldError: a variable is missing, malformed or contradicts another.
     """
-    missing = [name for name in words.names if name not in env]
-    if missing:
-        present = [name for name in words.names if name in env]
-        msg = (
-            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}:"
-            f" {words.launcher} sets them all. Start the ranks with its mpirun, or unset"
-            " them to train in one process."
-        )
-        raise WorldError(msg)
-    rank, size, local_rank, local_size = (integer(env, name) for name in words.names)
+    _check_complete(env, variables.names, f"the mpirun of {variables.launcher}")
+    rank, size, local_rank, local_size = (
+        integer(env, name) for name in variables.names
+    )
     place = Place(
-        launcher=words.launcher,
+        launcher=variables.launcher,
         rank=rank,
         size=size,
         local_rank=local_rank,
         local_size=local_size,
         node_rank=0,
     )
-    check_place(place, words.names)
+    check_place(place, variables.names)
     place = evolve(place, node_rank=machine_of(env, place))
     if size == 1:
         return place
-    address = _address(env, words, place)
-    return evolve(place, address=address, port=_port_of_run(env, words, place))
+    address = _address(env, variables, place)
+    return evolve(place, address=address, port=_port_of_run(env, variables, place))
 
 
-def _address(env: Environment, words: Words, place: Place) -> str:
+def _address(env: Environment, variables: Variables, place: Place) -> str:
     if "MASTER_ADDR" in env:
         return env["MASTER_ADDR"]
     if place.local_size == place.size:
         return THIS_MACHINE
     msg = (
-        f"{words.launcher} started {place.size} ranks on several machines, but does not"
-        " say where rank 0 listens; give MASTER_ADDR, the name of its machine:"
-        f" {words.export.format('MASTER_ADDR', 'HOST')}."
+        f"{variables.launcher} started {place.size} ranks on several machines. Give MASTER_ADDR,"
+        f" the name of rank 0's machine: {variables.export.format('MASTER_ADDR', 'HOST')}."
     )
     raise WorldError(msg)
 
 
-def _port_of_run(env: Environment, words: Words, place: Place) -> int:
+def _port_of_run(env: Environment, variables: Variables, place: Place) -> int:
     if "MASTER_PORT" in env:
         return given_port(env)
-    if words.job is not None and words.job in env:
-        return derived_port(crc32(env[words.job].encode()))
-    name = "" if words.job is None else f" ({words.job})"
+    if variables.job is not None and variables.job in env:
+        return derived_port(crc32(env[variables.job].encode()))
+    name = "" if variables.job is None else f" ({variables.job})"
     msg = (
-        f"{words.launcher} started {place.size} ranks, but gives the run no name{name} that"
-        " a port could follow from; give MASTER_PORT, one that is free where rank 0 runs:"
-        f" {words.export.format('MASTER_PORT', 29500)}."
+        f"{variables.launcher} started {place.size} ranks, but gives the run no name{name}. Give"
+        " MASTER_PORT, a free port of rank 0's machine:"
+        f" {variables.export.format('MASTER_PORT', 29500)}."
     )
     raise WorldError(msg)
 
@@ -236,24 +240,17 @@ def place_by_slurm(env: Environment) -> Place:
     """Return the place that srun's variables give.
 
     Raises:
-        WorldError: one is missing, malformed or contradicts another; or srun has started
-            none of the tasks that were asked for.
+        WorldError: a variable is missing, malformed or contradicts another; or srun did not
+            start this process, although the job has several tasks.
     """
     refuse_unstarted_by_slurm(env)
     started = _started_by_srun(env)
     if started == 0 or (started == 1 and "SLURM_NTASKS" not in env):
-        # the script of sbatch, or the shell that salloc makes a step of
+        # the script of sbatch, or the shell of salloc
         first = dict.fromkeys(("rank", "local_rank", "node_rank"), 0)
         return Place(launcher="SLURM", size=1, local_size=1, **first)
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
-    if missing := [name for name in names if name not in env]:
-        present = [name for name in names if name in env]
-        msg = (
-            f"The environment has {', '.join(present)} but lacks {', '.join(missing)}: srun"
-            " sets them all. Start the ranks with srun or `accelfn launch`, or train in"
-            " one process with af.World.single()."
-        )
-        raise WorldError(msg)
+    _check_complete(env, names, "srun or `accelfn launch`")
     size = integer(env, "SLURM_NTASKS")
     rank, node_rank = integer(env, "SLURM_PROCID"), integer(env, "SLURM_NODEID")
     if "PMI_RANK" in env and integer(env, "PMI_RANK") != rank:
@@ -265,9 +262,8 @@ def place_by_slurm(env: Environment) -> Place:
     agree = size == started == sum(per_node)
     if not agree or not 0 <= node_rank < len(per_node):
         msg = (
-            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={started} and"
-            f" SLURM_NODEID={node_rank} contradict each other or the tasks of each machine,"
-            f" {per_node}."
+            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={started}, SLURM_NODEID={node_rank}"
+            f" and the tasks of each machine, {per_node}, contradict each other."
         )
         raise WorldError(msg)
     place = Place(
@@ -292,22 +288,21 @@ def place_by_slurm(env: Environment) -> Place:
 
 
 def refuse_unstarted_by_slurm(env: Environment) -> None:
-    """Raise where several tasks were asked for, and this is not one of several."""
-    # srun starts one task a machine, unless told how many
+    """Raise if a job has several tasks, and srun did not start this process."""
+    # srun starts one task per machine by default
     name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
     asked = integer(env, name) if name in env else 1
     if asked > 1 and _started_by_srun(env) <= 1:
         msg = (
-            f"{name}={asked}, but this is no rank of srun's: it is the script of sbatch or"
-            " the shell of salloc, one process whatever was asked for. Start the ranks in"
-            " it with `srun` or `accelfn launch`, or train in one process with"
-            " af.World.single()."
+            f"{name}={asked}, but srun did not start this process: it is the script of sbatch"
+            " or the shell of salloc. Start the ranks in it with `srun` or `accelfn launch`, or"
+            " train in one process with af.World.single()."
         )
         raise WorldError(msg)
 
 
 def _started_by_srun(env: Environment) -> int:
-    """Return how many tasks the step has that this process is of; 0 where it is of none."""
+    """Return the number of tasks in this process's step; 0 outside of a step."""
     name = "SLURM_STEP_NUM_TASKS"
     return integer(env, name) if name in env else 0
 
@@ -328,7 +323,9 @@ def _tasks_per_node(env: Environment) -> list[int]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            msg = f"SLURM_TASKS_PER_NODE is {text!r}; expected such as '2(x3),1'."
+            msg = (
+                f"SLURM_TASKS_PER_NODE is {text!r}; expected a text such as '2(x3),1'."
+            )
             raise WorldError(msg)
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -340,7 +337,7 @@ def _first_machine(env: Environment) -> str:
     first = re.match(r"(?:[^,\[\]]|\[[^\]]*\])+", text)
     name = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0]) if first else ""
     if not re.fullmatch(r"[\w.-]+", name):
-        msg = f"SLURM_NODELIST is {text!r}, of which no first machine can be read."
+        msg = f"SLURM_NODELIST is {text!r}; expected a list such as gpu[07-09],cpu1."
         raise WorldError(msg)
     return name
 
@@ -356,45 +353,24 @@ def _port_of_job(env: Environment) -> int:
 
 # The place of a process that torchrun or `accelfn launch` has started.
 #
-# Ray Train and Kubeflow's PyTorchJob say it in the same words, or in some of them.
+# Ray Train and Kubeflow's PyTorchJob set the same variables, or some of them.
 
 
 def place_by_torchrun(env: Environment) -> Place:
     """Return the place that torchrun's variables give.
 
     Raises:
-        WorldError: one is missing, malformed or contradicts another.
+        WorldError: a variable is missing, malformed or contradicts another.
     """
-    present = [name for name in ("RANK", "WORLD_SIZE") if name in env]
     names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    missing = [name for name in names if name not in env]
-    if missing:
-        msg = (
-            f"The environment has {' and '.join(present)} but lacks"
-            f" {', '.join(missing)}. Start the ranks with torchrun or `accelfn launch`,"
-            " which set them all, or unset them to train in one process."
-        )
-        raise WorldError(msg)
+    _check_complete(env, names, "torchrun or `accelfn launch`")
     rank, size = integer(env, "RANK"), integer(env, "WORLD_SIZE")
-    if size < 1 or not 0 <= rank < size:
-        msg = (
-            f"RANK={rank} and WORLD_SIZE={size} contradict each other: expected 0 <="
-            " RANK < WORLD_SIZE."
-        )
-        raise WorldError(msg)
     if "LOCAL_RANK" not in env and "PET_NNODES" in env:
-        local_rank, local_size = _only_one_of_pod(env, size)
-    else:  # by hand a rank need not be told that all are on one machine
+        local_rank, local_size = _only_rank_of_pod(env, size)
+    else:  # without these variables all ranks are on one machine
         local_rank = integer(env, "LOCAL_RANK") if "LOCAL_RANK" in env else rank
         name = "LOCAL_WORLD_SIZE"
         local_size = integer(env, name) if name in env else size
-    if not 0 <= local_rank < local_size <= size:
-        msg = (
-            f"LOCAL_RANK={local_rank}, LOCAL_WORLD_SIZE={local_size}"
-            f" and WORLD_SIZE={size} contradict each other: expected 0 <= LOCAL_RANK <"
-            " LOCAL_WORLD_SIZE <= WORLD_SIZE."
-        )
-        raise WorldError(msg)
     place = Place(
         launcher="torchrun",
         rank=rank,
@@ -407,13 +383,14 @@ def place_by_torchrun(env: Environment) -> Place:
         attempt=_attempt(env),
         has_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
     )
+    check_place(place, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
     return evolve(place, node_rank=machine_of(env, place))
 
 
 def refuse_unstarted_by_torchrun(env: Environment) -> None:
-    """Raise where torchrun was told of several processes, and has not started this one.
+    """Raise if variables ask torchrun for several ranks, and it did not start this process.
 
-    Kubeflow tells it so: a pod of a TrainJob that runs Python by itself trains alone.
+    Kubeflow sets them in each pod of a TrainJob, also if the pod runs Python itself.
     """
     asked = {
         name: env[name]
@@ -423,59 +400,55 @@ def refuse_unstarted_by_torchrun(env: Environment) -> None:
     if asked:
         shown = ", ".join(f"{name}={value}" for name, value in asked.items())
         msg = (
-            f"{shown} tells torchrun to start several ranks, but this is none of them:"
-            " Python was started without it. Start the script with `torchrun train.py`,"
-            " which reads the variables, or train in one process with"
-            " af.World.single()."
+            f"{shown} asks torchrun for several ranks, but it did not start this process."
+            " Write `torchrun train.py`, which reads the variables, or train in one process"
+            " with af.World.single()."
         )
         raise WorldError(msg)
 
 
-def _only_one_of_pod(env: Environment, size: int) -> tuple[int, int]:
-    """Return local rank and size where Kubeflow numbers the pods, and Python runs in each."""
+def _only_rank_of_pod(env: Environment, size: int) -> tuple[int, int]:
+    """Return local rank and size if Kubeflow numbers the pods, and Python runs in each."""
     pods = integer(env, "PET_NNODES")
     if pods != size:
         msg = (
-            f"PET_NNODES={pods} and WORLD_SIZE={size}: the pods are to have several ranks"
-            " each, but this process has no LOCAL_RANK. Start the script with `torchrun"
-            " train.py`, which starts them all."
+            f"PET_NNODES={pods} and WORLD_SIZE={size}, so each pod has several ranks, but this"
+            " process has no LOCAL_RANK. Write `torchrun train.py`, which starts them all."
         )
         raise WorldError(msg)
     return 0, 1
 
 
 def _attempt(env: Environment) -> int:
-    """Return which attempt of a launcher this is, where several share a store.
+    """Return the number of this attempt of a launcher, if attempts share a store.
 
-    Launchers count those that failed on their machine: with a store for each attempt they
-    need not agree.
+    Launchers count the failures on their own machine. With one store per attempt the counts
+    may differ, and are not used.
     """
     name = "TORCHELASTIC_RESTART_COUNT"
     is_shared = env.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
     return integer(env, name) if is_shared and name in env else 0
 
 
-# Which rank of how many this process is, as its launcher says in the environment.
+# The place of this process in the variables of its launcher.
 #
-# torchrun and `accelfn launch`, MPI and SLURM each say it in their own words, and Ray Train
-# and Kubeflow in those of torchrun. The words of one launcher must be complete and agree
-# with each other; what is missing is not guessed.
+# torchrun and `accelfn launch`, MPI and SLURM have different variables; Ray Train and Kubeflow
+# use torchrun's. The variables of a launcher must be complete and agree; nothing is guessed.
 
 
 def read_place(env: Environment) -> Place | None:
-    """Return the place that the environment describes; None where no launcher has.
+    """Return the place that the environment describes; None without a launcher.
 
-    The innermost launcher is believed: torchrun may itself have been started by mpirun, and
-    mpirun by SLURM.
+    The innermost launcher counts: mpirun may have started torchrun, and SLURM mpirun.
 
     Raises:
         WorldError: a variable is missing, malformed or contradicts another.
     """
     if "RANK" in env or "WORLD_SIZE" in env:
         return place_by_torchrun(env)
-    for words in WORDS:
-        if words.is_meant(env):
-            return place_by_mpi(env, words)
+    for variables in MPI_VARIABLES:
+        if variables.is_meant(env):
+            return place_by_mpi(env, variables)
     if "SLURM_PROCID" in env:
         return place_by_slurm(env)
     if "SLURM_JOB_ID" in env:  # the shell of salloc
@@ -485,8 +458,8 @@ def read_place(env: Environment) -> Place | None:
 
 
 def asked_size(env: Environment) -> tuple[str, int]:
-    """Return how many processes a launcher has started, and the variable that says so."""
-    names = ["WORLD_SIZE", *(words.size for words in WORDS)]
+    """Return the variable with a launcher's number of processes, and its value."""
+    names = ["WORLD_SIZE", *(variables.size for variables in MPI_VARIABLES)]
     if "SLURM_PROCID" in env:
         names.append("SLURM_STEP_NUM_TASKS")
     for name in names:

@@ -34,7 +34,7 @@ from accelfn.world.place import Environment, Place, read_place
 
 
 def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
-    """Return what joins the ranks: that of another world, or a new one."""
+    """Return the connection of another world, or a new connection."""
     return group if isinstance(group, Connection) else Connection(group)
 
 
@@ -46,15 +46,15 @@ class World:
 
     Attributes:
         rank: this process, 0 to `size - 1`.
-        size: how many processes train together.
-        local_rank: this process among those of its machine.
-        local_size: how many processes its machine runs.
+        size: the number of processes that train together.
+        local_rank: this process among the processes of its machine.
+        local_size: the number of processes on its machine.
         node_rank: its machine.
-        device: where its tensors live.
-        checked: whether ranks compare each of accelfn's collectives before they make it.
-        axes: the sizes of its axes by name, outermost first; empty where it has none.
+        device: the device of its tensors.
+        checked: whether ranks compare each of accelfn's collectives before they call it.
+        axes: the sizes of its axes by name, outermost first; empty without axes.
         connection: holds the torch process group, `group`, until the world is closed, and
-            notes what this rank is doing, for errors.
+            notes this rank's activity, for errors.
 
     Use it as a context manager: leaving the block closes what `from_env` opened.
     """
@@ -75,36 +75,25 @@ class World:
     _whole: "World | None" = attrs.field(default=None, repr=False, alias="whole")
 
     def __attrs_post_init__(self) -> None:
-        """Refuse a rank outside its world and a world of many without a group."""
-        for name in ("rank", "size", "local_rank", "local_size", "node_rank"):
-            if not is_integer(getattr(self, name)):
-                msg = f"World({name}={getattr(self, name)!r}): expected an integer."
-                raise WorldError(msg)
-        least = {"size": 1, "local_rank": 0, "local_size": 1, "node_rank": 0}
+        """Raise for a rank outside its world, and for several ranks without a group."""
+        least = {"size": 1, "local_rank": 0, "local_size": 1, "node_rank": 0, "rank": 0}
         for name, first in least.items():
-            if getattr(self, name) < first:
-                msg = f"World({name}={getattr(self, name)}): expected at least {first}."
+            value = getattr(self, name)
+            if not is_integer(value, first):
+                msg = f"World({name}={value!r}): expected an integer, {first} or more."
                 raise WorldError(msg)
-        if not 0 <= self.rank < self.size:
-            msg = (
-                f"World(rank={self.rank}, size={self.size}): the rank must be 0 to"
-                f" {self.size - 1}."
-            )
+        call = f"World(rank={self.rank}, size={self.size})"
+        if self.rank >= self.size:
+            msg = f"{call}: the rank must be 0 to {self.size - 1}."
             raise WorldError(msg)
         if self.size > 1 and self.connection.group is None:
-            msg = (
-                f"World(size={self.size}) needs a process group: use World.from_env()."
-            )
+            msg = f"{call} needs a process group: use World.from_env()."
             raise WorldError(msg)
-
         if self.axes:
             sizes = arithmetic.resolve_axes("World", self.axes, self.size)
             object.__setattr__(self, "axes", sizes)
             if set(arithmetic.neighbor_runs(sizes)) - self.connection.parts.keys():
-                msg = (
-                    f"World(axes={sizes}) needs a process group for each axis: use"
-                    " World.from_env(axes=...)."
-                )
+                msg = f"World(axes={sizes}): use World.from_env(axes=...), which opens groups."
                 raise WorldError(msg)
 
     @classmethod
@@ -112,22 +101,21 @@ class World:
         """Return the world of one process, without a process group.
 
         Args:
-            device: "cpu", or any of torch.accelerator: "cuda", "xpu", "mps", "npu", ...; default
-                its first where torch sees one, else the CPU.
+            device: "cpu", or a device of torch.accelerator: "cuda", "xpu", "mps", "npu", ...;
+                default its first device, or the CPU if there is none.
 
         Raises:
-            WorldError: the environment asks for more than one process, this is a simulated
-                rank, or the device is not there.
+            WorldError: the environment asks for several processes, this is a simulated rank, or
+                the device does not exist.
         """
-        # here and below, not above: importing accelfn is to cost little
+        # imported here, so that `import accelfn` stays fast
         from accelfn.world.place import asked_size  # noqa: PLC0415
 
         name, size = asked_size(os.environ)
         if size > 1:
             msg = (
-                f"{name} is {size}, but a world of 1 was asked for; {size} ranks"
-                " would each train alone. Use af.World.from_env() and pass the"
-                " world on."
+                f"{name} is {size}, but each of the {size} ranks would train alone. Use"
+                " af.World.from_env(), and pass the world."
             )
             raise WorldError(msg)
         if dist.is_initialized():
@@ -149,38 +137,38 @@ class World:
     ) -> Self:
         """Join the world that the launcher describes in the environment.
 
-        That is torchrun or `accelfn launch` (`RANK`, `WORLD_SIZE`, …), else mpirun
-        (`OMPI_COMM_WORLD_RANK`, `PMI_RANK`, …), else srun (`SLURM_PROCID`, …). Without any
-        this is the world of a single process. With one, the process group is opened (and set
-        as torch's default, which SyncBatchNorm and others read) and closed when the `with`
-        block ends, or with the interpreter. A group that is open already is used and left
-        open. Under `accelfn launch --elastic` a process that was started in the place of one
-        that is gone has a world of its own, until `af.regroup` lets it into that of the others.
+        The launcher is torchrun or `accelfn launch` (`RANK`, `WORLD_SIZE`, …), else mpirun
+        (`OMPI_COMM_WORLD_RANK`, `PMI_RANK`, …), else srun (`SLURM_PROCID`, …). Without a
+        launcher this is the world of a single process. With a launcher, accelfn opens the
+        process group (torch's default group, which SyncBatchNorm and others read) and closes it
+        when the `with` block ends, or with the interpreter. A group that is already open is
+        used and left open. Under `accelfn launch --elastic` a process that replaces a failed
+        process has its own world, until `af.regroup` adds it to the others.
 
         Args:
-            timeout: seconds after which a collective that some rank does not join fails. All
-                ranks must have met within as many seconds of their start, so give the slowest
-                of them time to import torch. After 10 s a rank says for whom it waits.
-            backend: of torch.distributed; default "gloo" on CPU, elsewhere the one that torch
-                has for the device, beside gloo: "cpu:gloo,cuda:nccl".
-            device: "cpu", or any of torch.accelerator: "cuda", "xpu", "mps", "npu", ...; default
-                that of the local rank where torch sees some, else the CPU.
-            checked: whether ranks compare what they are about to do before each of accelfn's
-                collectives, so that a mismatch is a `CollectiveMismatchError` on all of them
-                and no hang, abort or wrong number. It costs a gather of 8 bytes a call. What
-                `wrap_ddp` and `wrap_fsdp` send is torch's own and not compared.
+            timeout: seconds after which a collective fails if a rank does not join it. All
+                ranks must meet within this time after their start, so give the slowest rank
+                time to import torch. After 10 s a rank names the ranks that it waits for.
+            backend: a backend of torch.distributed; default "gloo" on CPU, elsewhere torch's
+                backend for the device together with gloo: "cpu:gloo,cuda:nccl".
+            device: "cpu", or a device of torch.accelerator: "cuda", "xpu", "mps", "npu", ...;
+                default the device of the local rank, or the CPU if there is none.
+            checked: whether ranks compare their calls before each of accelfn's collectives, so
+                that a mismatch is a `CollectiveMismatchError` on all ranks, not a hang, an abort
+                or a wrong number. It costs a gather of 8 bytes per call. The collectives of
+                `wrap_ddp` and `wrap_fsdp` are torch's own and not compared.
             axes: how the ranks share the work, as sizes by name: "dp_replicate" copies of the
                 model, each split over "dp_shard" ranks; "cp" parts of one sequence; "tp" parts
-                of one layer. The last is the densest, whatever the order here; -1 is what is
-                left. Default: those of `accelfn launch --axes` (`ACCELFN_AXES`), else none, and
-                all ranks have copies, or parts of one with `wrap_fsdp`.
+                of one layer. The order is fixed, with the last innermost; -1 is the rest.
+                Default: the axes of `accelfn launch --axes` (`ACCELFN_AXES`), or none: all ranks
+                have copies, or shards of one copy with `wrap_fsdp`.
 
         Raises:
-            ArgumentError: the axes do not multiply to the world's size, or are not the
-                launcher's, or an argument is none.
-            WorldError: a variable is missing, malformed or contradicts another, or the
-                backend or the device cannot be had. Nothing falls back in silence.
-            PeerFailedError: another rank came, and ended before all were joined.
+            ArgumentError: the axes do not multiply to the world's size or differ from the
+                launcher's, or an argument is invalid.
+            WorldError: a variable is missing, malformed or contradicts another, or the backend
+                or the device does not exist. Nothing falls back silently.
+            PeerFailedError: another rank ended before all ranks were joined.
         """
         place, own_device, sizes, connection = open_world(
             os.environ, timeout=timeout, backend=backend, device=device, axes=axes
@@ -198,7 +186,7 @@ class World:
         )
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":
-        """Return the world in which ranks that met anew go on; it closes with this one."""
+        """Return the world of ranks that regrouped; it closes with this world."""
         met = attrs.evolve(
             self,
             rank=rank,
@@ -218,16 +206,16 @@ class World:
         return self.rank == 0
 
     def along(self, *names: str) -> "World":
-        """Return the ranks that differ from this one in these axes only, as a world.
+        """Return the ranks that differ from this rank in these axes only, as a world.
 
-        Every collective takes it, and `print_once`, `barrier` and the rest: its `rank` and
-        `size` are those along the axes. An axis that this world does not have is of one rank.
+        Every collective takes it, and so do `print_once` and `barrier`. Its `rank` and `size`
+        count along the axes. An axis that this world does not have has one rank.
 
         Args:
-            names: of axes, one or several that are neighbours.
+            names: names of one axis, or of several neighboring axes.
 
         Raises:
-            ArgumentError: a name is none of an axis, or the axes are no neighbours.
+            ArgumentError: a name is unknown, or the axes are not neighbors.
         """
         for name in names:
             arithmetic.check_name("World.along", name)
@@ -240,8 +228,8 @@ class World:
         part = self.connection.parts.get(chosen)
         if part is None and len(ranks) > 1:
             msg = (
-                f"World.along({', '.join(map(repr, names))}): between these axes stands"
-                f" another of several ranks; the axes are {dict(self.axes)}, outermost first."
+                f"World.along({', '.join(map(repr, names))}): expected neighboring axes; the"
+                f" axes are {dict(self.axes)}, outermost first."
             )
             raise ArgumentError(msg)
         if part is None:
@@ -250,31 +238,30 @@ class World:
         return self._part(ranks, part, axes=axes)
 
     def split(self, *, size: int | None = None, by: str | None = None) -> "World":
-        """Return the part of the world in which this rank is, as a world of its own.
+        """Return this rank's part of the world, as a world of its own.
 
-        Every collective takes it, and a state may be trained in it; its ranks meet one another
-        alone. It has no axes, and closes with the whole. Call it on all ranks: the first time
-        it opens process groups.
+        Every collective takes it, and you can train a state in it. It has no axes, and closes
+        with the whole world. Call `split` on all ranks: the first call opens process groups.
 
         Args:
-            size: parts of so many neighbouring ranks; it divides the number of all.
-            by: "node": the ranks of one machine.
+            size: the number of neighboring ranks in a part; it divides the world's size.
+            by: "node" for the ranks of one machine.
 
         Raises:
-            ArgumentError: neither or both are given, or the size divides the ranks unequally.
-            WorldError: this is a part of a world itself, and others would not know of its parts.
+            ArgumentError: neither or both are given, or the size does not divide the ranks.
+            WorldError: this world is a part itself.
 
-        Law: reduced within parts, then `across` them, is reduced over all.
+        Law: a reduction within parts, then `across` them, is the reduction over all ranks.
 
-        Cost: the first time a process group for each part; by="node" each time gathers 8 bytes.
+        Cost: at first a process group for each part; by="node" gathers 8 bytes at each call.
         """
         return self._parted("World.split", size, by)
 
     def across(self, *, size: int | None = None, by: str | None = None) -> "World":
-        """Return the ranks that stand where this one stands in each part of `split`, as a world.
+        """Return the ranks at this rank's place in each part of `split`, as a world.
 
-        By size its `rank` is the number of the part. Arguments, errors and cost are those of
-        `split`.
+        With `size` its `rank` is the number of the part. Arguments, errors and cost are the
+        same as for `split`.
 
         Raises:
             WorldError: machines run different numbers of ranks; and as `split`.
@@ -282,7 +269,6 @@ class World:
         return self._parted("World.across", size, by)
 
     def _parted(self, call: str, size: int | None, by: str | None) -> "World":
-
         written = check_given(call, size, by, self.size)
         if self._whole is not None:
             msg = f"{written}: this is a part of a world. Split the whole: world.whole."
@@ -313,17 +299,17 @@ class World:
 
     @cached_property
     def batch(self) -> "World":
-        """The ranks that share a batch out among them: those along the two axes of data."""
+        """The ranks that share a batch: along the two axes of data."""
         return self.along(*arithmetic.BATCH) if self.axes else self
 
     @cached_property
     def loss(self) -> "World":
-        """The ranks whose losses are parts of one: those of `batch`, and along "cp"."""
+        """The ranks that share a loss: the ranks of `batch`, and along "cp"."""
         return self.along(*arithmetic.LOSS) if self.axes else self
 
     @property
     def whole(self) -> "World":
-        """The world of all ranks, of which this one may be a part."""
+        """The world of all ranks; this world, unless it is a part."""
         return self if self._whole is None else self._whole
 
     @property
@@ -339,7 +325,6 @@ class World:
                 ' World.from_env(axes={"dp_shard": -1}).'
             )
             raise WorldError(msg)
-
         return mesh_of(self.axes, self.connection, self.device)
 
     @property
@@ -350,19 +335,16 @@ class World:
             WorldError: the world is closed.
         """
         if self.connection.is_closed:
-            way = (
-                "use it inside its `with` block."
-                if self.connection.successor is None
-                else "its ranks met anew, in af.regroup: use the world of the state that it"
-                " gave, state.world."
-            )
-            msg = f"The world of {self.size} ranks is closed; {way}"
+            way = "use it inside its `with` block"
+            if self.connection.successor is not None:
+                way = "af.regroup made another: use the world of the new state, state.world"
+            msg = f"The world of {self.size} ranks is closed; {way}."
             raise WorldError(msg)
         self.connection.check_not_lent()
         return self.connection.group
 
     def close(self) -> None:
-        """Close the process group, if `from_env` opened it; twice is once.
+        """Close the process group, if `from_env` opened it; you can call it again.
 
         A part closes with its whole.
         """
@@ -380,10 +362,10 @@ class World:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Close what was opened.
+        """Close the process group that `from_env` opened.
 
-        After an exception this waits for the interpreter's end: closing is what the
-        other ranks notice, and this rank's traceback must be printed before theirs.
+        After an exception the group closes with the interpreter: the other ranks notice the
+        closing, and this rank must print its traceback before theirs.
         """
         if error is None:
             self.close()
@@ -391,20 +373,19 @@ class World:
             self.connection.fail(error)
 
 
-# Parts of a world: neighbours, or the ranks of a machine, and those at one place in each
-# part.
+# Parts of a world: neighboring ranks or the ranks of a machine, and the ranks at one place of
+# each part.
 
 
 Rows: TypeAlias = list[tuple[int, ...]]
-"""All parts of a world, each the ranks that it has, in ascending order."""
+"""The ranks of each part of a world, in ascending order."""
 
 
 def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> str:
-    """Return a call as it was written, once it says in one way how to divide so many ranks.
+    """Return a call of `split` as text, after checking its arguments.
 
     Raises:
-        ArgumentError: it says so in two ways or in none, or the size is none or does not divide
-            them.
+        ArgumentError: both or neither argument is given, or the argument is invalid.
     """
     if (size is None) is (by is None):
         msg = f'{call}: expected either size=, a number of ranks, or by="node".'
@@ -413,44 +394,36 @@ def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> 
     if size is None and by != "node":
         msg = f'{written}: expected by="node", the ranks of one machine.'
         raise ArgumentError(msg)
-    if size is not None and not is_integer(size, 1):
-        msg = f"{written}: expected a number of ranks, 1 or more."
-        raise ArgumentError(msg)
-    if size is not None and num_ranks % size:
-        divisors = [n for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        msg = (
-            f"{written}: a world of {num_ranks} ranks has no equal parts of {size}. Take"
-            f" {', '.join(map(str, divisors[:-1]))} or {divisors[-1]}."
-        ).replace("Take  or", "Take")
+    if size is not None and (not is_integer(size, 1) or num_ranks % size):
+        divisors = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
+        msg = f"{written}: expected a number that divides {num_ranks}: {', '.join(divisors)}."
         raise ArgumentError(msg)
     return written
 
 
 def of_size(size: int, num_ranks: int) -> Rows:
-    """Return parts of so many neighbours."""
+    """Return parts of `size` neighboring ranks."""
     return [tuple(range(at, at + size)) for at in range(0, num_ranks, size)]
 
 
 def of_nodes(nodes: Sequence[int]) -> Rows:
-    """Return the ranks of each machine, of which each rank names its own."""
-    found: dict[int, list[int]] = {}
+    """Return the ranks of each machine, from the machine of each rank."""
+    by_node: dict[int, list[int]] = {}
     for rank, node in enumerate(nodes):
-        found.setdefault(node, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        by_node.setdefault(node, []).append(rank)
+    return [tuple(ranks) for ranks in by_node.values()]
 
 
 def across(written: str, rows: Rows) -> Rows:
-    """Return the ranks that stand at one place in each part.
+    """Return the ranks at each place of the parts.
 
     Raises:
-        WorldError: parts have not as many ranks.
+        WorldError: parts have different numbers of ranks.
     """
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
-        msg = (
-            f"{written}: machines have {', '.join(map(str, sizes[:-1]))} and {sizes[-1]} ranks,"
-            " so that not each rank has one at its place on every other. Start as many on each."
-        )
+        shown = ", ".join(map(str, sizes))
+        msg = f"{written}: machines have {shown} ranks. Start the same number on each."
         raise WorldError(msg)
     return [tuple(sorted(each)) for each in zip(*rows, strict=True)]
 
@@ -458,19 +431,19 @@ def across(written: str, rows: Rows) -> Rows:
 def nodes_of(
     node: int, connection: Connection, device: torch.device, *, size: int
 ) -> list[int]:
-    """Return the machine of each rank; a collective of 8 bytes a rank."""
+    """Return the machine of each rank, by a collective of 8 bytes per rank."""
     if size == 1:
         return [node]
     mine = torch.tensor([node], device=device)
-    found = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(found, mine, group=connection.group)
-    return [int(each) for each in found]
+    nodes = [torch.empty_like(mine) for _ in range(size)]
+    dist.all_gather(nodes, mine, group=connection.group)
+    return [int(each) for each in nodes]
 
 
 def open_part(
     written: str, rows: Rows, rank: int, connection: Connection, device: torch.device
 ) -> Connection:
-    """Return what joins the ranks of a rank's part; all ranks open all parts, once."""
+    """Return the connection of a rank's part; all ranks open all parts, once."""
     name = written.removeprefix("World.")
     (mine,) = (row for row in rows if rank in row)
     if len(rows) == 1:
@@ -506,16 +479,16 @@ def _open_groups(
     return opened.get(mine)
 
 
-# The ranks that a model is split over: gradients along "cp" are summed as along "dp_shard".
+# The ranks that share a model's shards: gradients along "cp" are summed as along "dp_shard".
 
 
 _FOLDED = ("dp_shard x cp",)
 
 
 def fold_axes(world: World) -> World:
-    """Return the ranks that a model may be split over, along the axes of splitting.
+    """Return the ranks that may share a model's shards, with "cp" folded into "dp_shard".
 
-    Without axes they all share one copy; those along "cp" count to "dp_shard".
+    Without axes all ranks share one copy.
     """
     if not world.axes:
         return attrs.evolve(world, axes={"dp_shard": world.loss.size})
@@ -524,18 +497,16 @@ def fold_axes(world: World) -> World:
         return world
     connection = world.connection
     if _FOLDED not in connection.parts:
-        connection.add_part(_FOLDED, _group(connection), connection.simulated)
+        group: Any = connection.group
+        connection.add_part(_FOLDED, group, connection.simulated)
         whole = connection.parts[_FOLDED]
         whole.parts = {}
         for names in arithmetic.neighbor_runs(axes):
             inner = (*names, "cp") if "dp_shard" in names else names
             part = connection.parts[arithmetic.long(world.axes, inner)]
-            whole.add_part(names, _group(part), part.simulated)
+            group = part.group
+            whole.add_part(names, group, part.simulated)
     return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
-
-
-def _group(connection: Connection) -> Any:
-    return connection.group
 
 
 # Process groups of a world's axes, and torch's record of them, a DeviceMesh.
@@ -545,18 +516,15 @@ Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
 
 
 def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
-    """Open the groups of all runs of neighbouring axes, and return those of this rank.
+    """Open the groups of all runs of neighboring axes, and return the groups of this rank.
 
     All ranks open all groups, in one order.
     """
     groups: Groups = {}
     for names in arithmetic.neighbor_runs(axes):
         for ranks in arithmetic.rows(axes, names):
-            group: Any = dist.new_group(
-                ranks,
-                timeout=timedelta(seconds=timeout),
-                group_desc=" x ".join(names),
-            )
+            seconds, name = timedelta(seconds=timeout), " x ".join(names)
+            group: Any = dist.new_group(ranks, timeout=seconds, group_desc=name)
             if rank in ranks:
                 groups[names] = group
     return groups
@@ -565,9 +533,9 @@ def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
 def mesh_of(
     axes: Mapping[str, int], connection: Connection, device: torch.device
 ) -> DeviceMesh:
-    """Return torch's record of the axes, with accelfn's own groups; made once.
+    """Return torch's DeviceMesh of the axes with accelfn's groups, created once.
 
-    Two meshes of the same ranks with other groups would let ranks wait for one another.
+    With other groups for the same ranks, ranks could wait for each other.
     """
     if connection.mesh is None:
         names = arithmetic.long(axes, tuple(axes))
@@ -583,8 +551,7 @@ def mesh_of(
     return connection.mesh
 
 
-# Opening the world that a launcher describes: a place, a device, axes, and what joins
-# ranks.
+# Opening the world that a launcher describes: a place, a device, axes, and a connection.
 
 
 _CALL = "World.from_env"
@@ -602,9 +569,9 @@ def open_world(
     """Join the ranks that the environment describes; the arguments are those of `from_env`.
 
     Returns:
-        This process's place, which is that of one process where no launcher has started it,
-        or where the others have yet to let it in; the device for its tensors; the sizes of
-        the world's axes by name; and what joins the ranks.
+        This process's place, the device for its tensors, the sizes of the world's axes by name,
+        and the connection of the ranks. The place is that of a single process without a
+        launcher, and until the other ranks let this process in.
 
     Raises:
         ArgumentError, WorldError, PeerFailedError: as `from_env`.
@@ -643,7 +610,7 @@ def open_world(
 
 
 def _begin(connection: Connection, timeout: float) -> None:
-    """Wait for the ranks that are still being joined; close the group if one never is."""
+    """Wait for the ranks that are still joining; close the group if a rank fails to join."""
     roll_call = connection.roll_call
     assert roll_call is not None  # noqa: S101 - what is opened here has met at a store
     try:

@@ -19,7 +19,7 @@ pytestmark = [
 LAUNCH = [sys.executable, "-m", "accelfn", "launch"]
 ONE_MACHINE = ["0 of 2, 0 of 2 on machine 0", "1 of 2, 1 of 2 on machine 0"]
 TWO_MACHINES = ["0 of 2, 0 of 1 on machine 0", "1 of 2, 0 of 1 on machine 1"]
-REFUSED = "WorldError: SLURM_NTASKS=2, but this is no rank of srun's"
+REFUSED = "WorldError: SLURM_NTASKS=2, but srun did not start"
 
 
 @pytest.fixture(scope="module")

@@ -95,7 +95,7 @@ def test_axes_between_which_another_stands_have_no_group():
     def between(world):
         world.along("dp_replicate", "tp")
 
-    with pytest.raises(af.ArgumentError, match="between these axes stands another"):
+    with pytest.raises(af.ArgumentError, match="expected neighboring axes"):
         simulate(8, between, axes=axes)
     with pytest.raises(af.ArgumentError, match="'dp' is no axis"):
         simulate(8, lambda world: world.along("dp"), axes=axes)

@@ -124,9 +124,9 @@ def test_open_group_of_another_size_is_refused(env):
         ({"RANK": 0}, "has RANK but lacks WORLD_SIZE, MASTER_ADDR.*torchrun"),
         ({"WORLD_SIZE": 2}, "has WORLD_SIZE but lacks RANK.*accelfn launch"),
         ({"RANK": 0, "WORLD_SIZE": 2}, "lacks MASTER_ADDR, MASTER_PORT"),
-        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2 and WORLD_SIZE=2 contradict"),
-        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1 and WORLD_SIZE=2 contradict"),
-        ({"RANK": 0, "WORLD_SIZE": 0}, "RANK=0 and WORLD_SIZE=0 contradict"),
+        ({"RANK": 2, "WORLD_SIZE": 2}, "RANK=2, WORLD_SIZE=2, .*contradict"),
+        ({"RANK": -1, "WORLD_SIZE": 2}, "RANK=-1, WORLD_SIZE=2, .*contradict"),
+        ({"RANK": 0, "WORLD_SIZE": 0}, "RANK=0, WORLD_SIZE=0, .*contradict"),
         ({"RANK": "one", "WORLD_SIZE": 2}, "RANK is 'one'.*integer"),
         ({"RANK": 0, "WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'.*integer"),
         ({"RANK": 0, "WORLD_SIZE": ""}, "WORLD_SIZE is ''.*integer"),
@@ -137,7 +137,7 @@ def test_open_group_of_another_size_is_refused(env):
         ),
         (
             {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 4},
-            "LOCAL_WORLD_SIZE=4 and WORLD_SIZE=2 contradict",
+            "LOCAL_WORLD_SIZE=4 contradict",
         ),
     ],
 )
@@ -307,7 +307,7 @@ def test_timeout_is_a_positive_number_of_seconds(env, timeout):
 
 
 @pytest.mark.parametrize(
-    ("rank", "size", "words"), [(1, 1, "0 to 0"), (-1, 1, "0 to 0"), (0, 0, "size=0")]
+    ("rank", "size", "words"), [(1, 1, "0 to 0"), (-1, 1, "rank=-1"), (0, 0, "size=0")]
 )
 def test_record_refuses_a_rank_outside(rank, size, words):
     """A rank outside its world is refused with both numbers."""
