@@ -1181,6 +1181,7 @@ def of_products(precision: str) -> None:
     torch.backends.cuda.matmul.fp32_precision = precision
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("put", "value"),
     [
@@ -1314,6 +1315,7 @@ def test_one_that_only_looks_says_so():
     check_transform(Looks(), sizes=(2,), problems=(Problem(),))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform",
     [
@@ -1408,6 +1410,7 @@ IDLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field", IDLE)
 def test_a_method_that_does_nothing_is_told(field):
     """Whatever field it is: what gives back what it was given has shown nothing of itself."""

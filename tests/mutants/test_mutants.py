@@ -62,6 +62,7 @@ def why_stale(mutant: Mutant) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_mutants_come_and_go() -> None:
     """The function has other code while the bug is in it, and its very own before and after."""
     for mutant in MUTANTS:
@@ -106,6 +107,7 @@ def test_every_law_has_a_mutant() -> None:
     assert not tried & UNTRIED.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "says",
     [
@@ -152,6 +154,7 @@ def test_a_row_names_one_function(place: str, said: str) -> None:
         attrs.evolve(HARMLESS, place=place).code()
 
 
+@pytest.mark.slow
 def test_a_bug_leaves_nothing_behind() -> None:
     """A mode that a test was broken off in is not that of the next hunt."""
     leaving = attrs.evolve(
@@ -164,6 +167,7 @@ def test_a_bug_leaves_nothing_behind() -> None:
     assert torch.is_grad_enabled() is was
 
 
+@pytest.mark.slow
 def test_a_crash_is_no_finding() -> None:
     """A bug that breaks the function itself is not found by the law."""
     crashing = attrs.evolve(

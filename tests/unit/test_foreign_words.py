@@ -108,6 +108,7 @@ def test_no_foreign_word_hides_a_name_of_the_record(name):
     assert {*fields, *dir(kind)} & foreign_names(name).keys() == set()
 
 
+@pytest.mark.slow
 def test_hints_are_read_after_a_failure():
     """A program that uses no foreign name does not read the tables."""
     code = (
