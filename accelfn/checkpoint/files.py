@@ -447,21 +447,28 @@ def write_tensors(
         hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
         values = (bytes_of(tensors[name]) for name in order)
         write(path, chain([header], chain.from_iterable(map(_blocks, values))))
-        first, *ends = hashed.result()
-    entries = {
-        name: Entry(*places[name], end) for name, end in zip(order, ends, strict=True)
-    }
-    size = max((entry.end for entry in entries.values()), default=len(header))
-    return File(size, ends[-1] if ends else first, first, entries)
+        return _describe(places, len(header), hashed.result())
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return the description of a file that is not written; its digests are zeros."""
     order = _file_order(tensors)
     header, places = _header({name: tensors[name] for name in order}, {})
-    entries = {name: Entry(*places[name], _NONE) for name in order}
-    size = max((entry.end for entry in entries.values()), default=len(header))
-    return File(size, _NONE, _NONE, entries)
+    return _describe(places, len(header), [_NONE] * (1 + len(order)))
+
+
+def _describe(
+    places: Mapping[str, tuple[str, tuple[int, ...], int, int]],
+    begin: int,
+    digests: Sequence[str],
+) -> File:
+    """Return a file's description from the digests up to its header and each tensor."""
+    entries = {
+        name: Entry(*place, digest)
+        for (name, place), digest in zip(places.items(), digests[1:], strict=True)
+    }
+    size = max((entry.end for entry in entries.values()), default=begin)
+    return File(size, digests[-1], digests[0], entries)
 
 
 def ignore_progress(_count: int) -> None:

@@ -65,21 +65,12 @@ def check_names(what: str, values: object) -> None:
         msg = f"{what}: expected a mapping by name, got {type(values).__name__}."
         raise ArgumentError(msg)
     for name in cast("Mapping[Any, Any]", values):
-        if not isinstance(name, str) or not name or not _is_whole(name):
+        if not arguments.is_word(name):
             msg = f"{what}: the name {name!r} is not a text; give {what} by name."
             raise ArgumentError(msg)
         if name == "step":
             msg = f"{what}: 'step' is the tracker's second argument; take another name."
             raise ArgumentError(msg)
-
-
-def _is_whole(text: str) -> bool:
-    """Return whether a text has no lone surrogate, which no text file can hold."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
@@ -148,11 +139,6 @@ def _float(value: Any) -> float:
     return float(value.item() if isinstance(value, np.ndarray) else value)
 
 
-def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is dense and not on meta."""
-    return tensor.layout == torch.strided and not tensor.is_meta
-
-
 def check_image(name: str, image: object) -> None:
     """Reject values that are not images.
 
@@ -165,7 +151,8 @@ def check_image(name: str, image: object) -> None:
         or image.ndim != 3
         or image.shape[0] not in (1, 3, 4)
         or not image.numel()
-        or not has_values(image)
+        or image.layout != torch.strided
+        or image.is_meta
         or not (image.dtype == torch.uint8 or image.is_floating_point())
     ):
         is_tensor = isinstance(image, torch.Tensor)
