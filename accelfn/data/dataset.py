@@ -23,7 +23,7 @@ from accelfn.base.hints import hint_attributes
 from accelfn.data.consistency import Looks
 from accelfn.data.epoch import Epoch, epoch_of, fingerprint_of, form_of
 from accelfn.data.loader import options_of
-from accelfn.data.loaders import Collate, on_device
+from accelfn.data.loaders import Collate
 from accelfn.data.order import (
     Order,
     OrderFunction,
@@ -34,7 +34,7 @@ from accelfn.data.order import (
     refuse_distributed,
 )
 from accelfn.data.plan import Batch, Cursor, Cut, EvenCut, budget
-from accelfn.data.reading import Reading, assemble_batches, pairs_of
+from accelfn.data.reading import Reading, read_batches
 from accelfn.data.sources import (
     Joined,
     Source,
@@ -495,8 +495,7 @@ class Data:
 
     def read(self, reading: Reading) -> Iterator[Batch]:
         """Yield a rank's batches, on its device."""
-        pairs = on_device(pairs_of(self, reading), reading.world.device)
-        return assemble_batches(pairs, reading.plan)
+        return read_batches(self, reading)
 
     def check_start(self, start: Cursor, *, seed: int) -> None:
         """Raise if reading cannot begin at a cursor.

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from accelfn.base.draws import is_plain, own_modes, span
 from accelfn.data.epoch import Portion, epoch_of, portions
 from accelfn.data.loaders import (
     Fetch,
@@ -18,6 +19,7 @@ from accelfn.data.loaders import (
     Task,
     advise_of_workers,
     mute_worker_warnings,
+    on_device,
     skip_seeding,
     start_method,
     watch_workers,
@@ -62,7 +64,24 @@ class Reading:
     update: int = 0
 
 
-def pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
+def read_batches(data: "Data", reading: Reading) -> Iterator[Batch]:
+    """Yield a rank's batches on its device; the caller's modes do not reach the dataset."""
+    device = reading.world.device
+    batches = _assemble_batches(
+        on_device(_pairs_of(data, reading), device), reading.plan
+    )
+    while True:
+        if is_plain():
+            batch = next(batches, None)
+        else:  # no step can take a tensor that is made in inference mode
+            with own_modes(device), span("accelfn data"):
+                batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
+
+
+def _pairs_of(data: "Data", reading: Reading) -> Iterator[Pair]:
     """Yield this rank's portion of each update, and its values, on the CPU."""
     if reading.world.is_main:
         advise_of_workers(data.num_workers)
@@ -212,7 +231,7 @@ def _place(reading: Reading) -> Place:
     return Place(reading.world.rank, reading.world.size, reading.update)
 
 
-def assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
+def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
     """Yield batches, and mark stand-ins and repeats as filler."""
     for portion, values in pairs:
         start, after, num_samples, spans, indices, own, _, shares = portion

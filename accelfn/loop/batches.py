@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import attrs
 
 from accelfn.base.arguments import advise, explain_call_errors, is_integer
-from accelfn.base.draws import is_plain, own_modes, span
 from accelfn.base.hints import hint_attributes
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
@@ -38,51 +37,40 @@ class Batches:
         Raises:
             ArgumentError: without `epochs` there is no end.
         """
-        start, epochs, seed = (
-            self.reading.start,
-            self.reading.epochs,
-            self.reading.seed,
-        )
+        start, seed = self.reading.start, self.reading.seed
+        epochs = self.reading.epochs
         if epochs is None:
             msg = "af.batches(state) without epochs= has no end, and so no length."
             raise ArgumentError(msg)
         if start.epoch >= epochs:
             return 0
-        left = self.data.num_updates_of(start.epoch, seed=seed, start=start.samples)
-        later = range(start.epoch + 1, epochs)
-        return left + sum(self.data.num_updates_of(each, seed=seed) for each in later)
+        count = self.data.num_updates_of(start.epoch, seed=seed, start=start.samples)
+        for epoch in range(start.epoch + 1, epochs):
+            count += self.data.num_updates_of(epoch, seed=seed)
+        return count
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, epoch after epoch; where none is left, an `af.Warning` says why.
+        """Yield batches, epoch after epoch; if no batch is left, an `af.Warning` says why.
 
         Raises:
-            ReplicaMismatchError: ranks meet as they read, and not all of them do.
+            ReplicaMismatchError: ranks communicate to read, but some ranks do not.
         """
-        self._say_none_is_left()
+        self._advise_if_empty()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         check_readers(self.data, self.reading.world)
-        reader, device = self.data.read(self.reading), self.reading.world.device
-        while True:
-            if is_plain():
-                batch = next(reader, None)
-            else:  # in inference mode it would make what no step can take
-                with own_modes(device), span("accelfn data"):
-                    batch = next(reader, None)
-            if batch is None:
-                return
-            yield batch
+        yield from self.data.read(self.reading)
 
-    def _say_none_is_left(self) -> None:
-        """Warn of a loop that does nothing, unless it is that of a job that was done.
+    def _advise_if_empty(self) -> None:
+        """Warn of a loop that does nothing, unless the run was complete when it was loaded.
 
-        A state that was never trained was sent where it stands, by `af.seek` say.
+        A state that was never trained has its place from the user, for example by `af.seek`.
         """
         reading, epochs = self.reading, self.reading.epochs
         start = reading.start
         if epochs is None or start.epoch < epochs or not reading.world.is_main:
             return
-        done = self.is_loaded and start == Cursor(epochs)
-        if done or not reading.update:
+        is_complete = self.is_loaded and start == Cursor(epochs)
+        if is_complete or not reading.update:
             return
         advise(
             f"af.batches(state, epochs={epochs}) gives no batch: the state has"
@@ -173,9 +161,9 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     if not is_integer(samples, 0):
         msg = f"af.seek(samples={samples!r}): expected a number of samples, 0 or more."
         raise ArgumentError(msg)
-    given = batches(state)
+    data = batches(state).data
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
-    if not given.data.is_stream:
-        given.data.check_start(cursor, seed=state.seed)
+    if not data.is_stream:
+        data.check_start(cursor, seed=state.seed)
     state.definition.cache.is_to_compare = True  # where each rank stands
     return attrs.evolve(state, cursor=cursor)

@@ -401,13 +401,13 @@ ROWS = [
         name="evaluate",
         draws=on_rank(in_evaluation(evaluated)),
         apart="seed name rank call",
-        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent._quietly",
+        at="loop.evaluate._Evaluation.__init__ loop.evaluate._Evaluation.run",
     ),
     Row(
         name="predict",
         draws=on_rank(in_evaluation(predicted)),
         apart="seed name rank call",
-        at="loop.evaluate._Lent.__init__ loop.evaluate._Lent._quietly",
+        at="loop.evaluate._Evaluation.__init__ loop.evaluate._Evaluation.run",
     ),
     Row(
         name="a user's, by rank",
@@ -455,13 +455,13 @@ ROWS = [
         name="samples of a stream",
         draws=on_rank(sample(lambda: af.Data(Stream(), batch_size=4), slice(3, 6))),
         apart="seed epoch index rank",
-        at="data.stream.Stream._key data.stream.Opened.read",
+        at="data.stream.Stream._open data.stream.Opened.read",
     ),
     Row(
         name="samples of a loader's stream",
         draws=on_rank(sample(as_a_loader(Stream()), slice(3, 6))),
         apart="seed epoch index rank",
-        at="data.stream.Stream._key data.stream.Opened.read",
+        at="data.stream.Stream._open data.stream.Opened.read",
     ),
     Row(
         name="a stream's beginning",
@@ -526,7 +526,7 @@ ROWS = [
         name="an order of one's own",
         draws=order(order=lambda _seed, _epoch, n: torch.randperm(n), batch_size=4),
         apart="seed epoch",
-        at="data.order.Own._called",
+        at="data.order.Own._call",
     ),
     Row(
         name="a sampler",
