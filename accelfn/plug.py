@@ -12,16 +12,19 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from accelfn import collectives as collectives
     from accelfn.base import arguments as arguments
+    from accelfn.base import codec as codec
     from accelfn.base import devices as devices
     from accelfn.base import tree as tree
     from accelfn.base.hints import hint_attributes as hint_attributes
     from accelfn.checkpoint import files as files
     from accelfn.checkpoint import slices as slices
+    from accelfn.checkpoint.commit import new_directory as new_directory
+    from accelfn.checkpoint.elastic import Source as Source
     from accelfn.checkpoint.foreign import Found as Found
     from accelfn.checkpoint.foreign import Piece as Piece
     from accelfn.checkpoint.foreign import load_found as load_found
+    from accelfn.checkpoint.manifest import checkpoints_in as checkpoints_in
     from accelfn.definition.layout import Layout as Layout
-    from accelfn.definition.transform import facts_of as facts_of
     from accelfn.engine.binding import ReplicaBinding as ReplicaBinding
     from accelfn.engine.engine import build_engine as build_engine
     from accelfn.engine.fsdp import sharded_lender as sharded_lender
@@ -42,6 +45,11 @@ if TYPE_CHECKING:
     from accelfn.weights.importing import Mapped as Mapped
     from accelfn.weights.importing import fill_model as fill_model
     from accelfn.weights.importing import map_weights as map_weights
+    from accelfn.world import axes as axes
+    from accelfn.world.connection import name_error as name_error
+    from accelfn.world.connection import open_store as open_store
+    from accelfn.world.meeting import Words as Words
+    from accelfn.world.place import asked_size as asked_size
 
 NAMES = {
     "accelfn": {
@@ -49,6 +57,7 @@ NAMES = {
     },
     "accelfn.base": {
         "arguments": "Checks of arguments, with errors that show the code to write.",
+        "codec": "Trees of tensors and plain data as bytes, without pickle.",
         "devices": "The kinds and the number of devices, and where memory is pinned.",
         "tree": "Trees of tensors: map, copy and move them, and take a rank's part.",
     },
@@ -59,16 +68,22 @@ NAMES = {
         "files": "Safetensors files, written with digests and read a tensor at a time.",
         "slices": "Boxes of a tensor, as ranks have and files hold them.",
     },
+    "accelfn.checkpoint.commit": {
+        "new_directory": "Writes a directory that appears when all of it is on the disk.",
+    },
+    "accelfn.checkpoint.elastic": {
+        "Source": "A checkpoint to read: its manifest, its fields and its tensors.",
+    },
     "accelfn.checkpoint.foreign": {
         "Found": "The tensors of a training that another library saved.",
         "Piece": "A tensor in files, which is read in boxes.",
         "load_found": "Makes a state of the tensors that a function finds in a folder.",
     },
+    "accelfn.checkpoint.manifest": {
+        "checkpoints_in": "The checkpoints in the directory of a store, by step.",
+    },
     "accelfn.definition.layout": {
         "Layout": "How each parameter is cut over the ranks.",
-    },
-    "accelfn.definition.transform": {
-        "facts_of": "The facts that a transform tells.",
     },
     "accelfn.engine.binding": {
         "ReplicaBinding": "Binds a state to a model that each rank has whole, and takes gradients.",
@@ -109,6 +124,19 @@ NAMES = {
         "Mapped": "A memory-mapped tensor of a file, whose pages can be released.",
         "fill_model": "Fills a model with tensors that are read one by one.",
         "map_weights": "Maps all tensors of safetensors files without reading them.",
+    },
+    "accelfn.world": {
+        "axes": "The names and sizes of a world's axes, and the ranks along them.",
+    },
+    "accelfn.world.connection": {
+        "name_error": "An error's kind and its first line, as other ranks read it.",
+        "open_store": "The store at which processes meet, on a free port.",
+    },
+    "accelfn.world.meeting": {
+        "Words": "What an elastic launcher and its processes tell each other at a store.",
+    },
+    "accelfn.world.place": {
+        "asked_size": "How many processes a launcher has started, and the variable for it.",
     },
 }
 """The sentence of each name, by the module that it comes from."""

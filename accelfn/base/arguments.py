@@ -572,6 +572,15 @@ def parse_bytes(shown: str, size: object) -> int:
     return found
 
 
+def list_names(names: Sequence[str]) -> str:
+    """Return the first names as text, with the number of further names.
+
+    A name that stands in a file can have any length.
+    """
+    more = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(name[:200] for name in names[:10]) + more
+
+
 def format_bytes(size: float) -> str:
     """Format a number of bytes with the unit that fits."""
     unit = 0

@@ -19,8 +19,8 @@ import shutil
 import socket
 import sys
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from pathlib import Path
@@ -247,6 +247,26 @@ def begin(save: Save) -> None:
         raise CheckpointError(msg)
     files.remove(save.partial)
     files.create(save.partial)
+
+
+@contextmanager
+def new_directory(final: Path) -> Generator[Path]:
+    """Yield a directory to write into; it gets its name when all of it is on the disk.
+
+    Raises:
+        CheckpointError: the name is taken.
+        CheckpointWriteError: the disk failed; no directory of this name is left.
+    """
+    job = Save(final=final.absolute(), step=0, rank=0, size=1)
+    try:
+        begin(job)
+        yield job.partial
+        files.flush(job.partial)
+        files.rename(job.partial, job.final)
+    except OSError as error:
+        files.remove(job.partial)
+        msg = f"{final} was not written: {error}."
+        raise CheckpointWriteError(msg) from error
 
 
 def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> None:

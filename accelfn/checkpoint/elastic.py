@@ -13,7 +13,7 @@ from collections.abc import (
 )
 from collections.abc import Set as AbstractSet
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import attrs
 import torch
@@ -23,7 +23,12 @@ from accelfn.base.codec import decode, tensors_in
 from accelfn.base.tree import local
 from accelfn.checkpoint import files
 from accelfn.checkpoint.files import Entry
-from accelfn.checkpoint.manifest import Manifest, rank_file
+from accelfn.checkpoint.manifest import (
+    Manifest,
+    rank_file,
+    read_manifest,
+    read_manifests,
+)
 from accelfn.checkpoint.save import decode_fields, encode_fields, fields_of
 from accelfn.checkpoint.slices import (
     Slice,
@@ -68,6 +73,17 @@ class Source:
     on_read: files.OnRead = files.ignore_progress
     held: Mapping[str, Mapping[str, torch.Tensor]] | None = None
     means: Mapping[str, torch.Tensor] | None = None
+
+    @classmethod
+    def at(cls, folder: Path) -> Self:
+        """Open the checkpoint of one state."""
+        return cls(folder=folder, manifest=read_manifest(folder))
+
+    @classmethod
+    def all_at(cls, folder: Path) -> dict[str, Self]:
+        """Open all states of a checkpoint, by name; "" for a lone state."""
+        found = read_manifests(folder)
+        return {n: cls(folder=folder / n, manifest=each) for n, each in found.items()}
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""

@@ -14,7 +14,12 @@ from weakref import ref
 import attrs
 import torch
 
-from accelfn.base.arguments import advise, as_path, explain_call_errors
+from accelfn.base.arguments import (
+    advise,
+    as_path,
+    explain_call_errors,
+    list_names,
+)
 from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint.commit import format_error
@@ -144,12 +149,6 @@ def differences(
             n for n in both if not torch.can_cast(saved[n].dtype, current[n].dtype)
         ),
     )
-
-
-def list_names(names: Sequence[str]) -> str:
-    """Return the first names as text, with the number of further names."""
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(name[:_LONG] for name in names[:_SHOWN]) + more
 
 
 def _nearest_hint(name: str, others: Iterable[str]) -> str:

@@ -839,6 +839,13 @@ def steps_in(directory: Path) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
+def checkpoints_in(directory: Path) -> dict[int, Path]:
+    """Return the checkpoints of a store by step, in rising order; {} for a checkpoint."""
+    if arguments.exists(directory / NAME):
+        return {}
+    return {step: directory / name_of(step) for step in steps_in(directory)}
+
+
 @contextmanager
 def explain_removal(folder: Path) -> Generator[None]:
     """Explain errors of a checkpoint that was removed while being read.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelfn import TrainState, World, transform
+from accelfn import TrainState, World, chain, transform
 from accelfn.deepspeed.settings import (
     check_installed,
     check_settings,
@@ -27,7 +27,6 @@ from accelfn.plug import (
     build_engine,
     check_elements,
     counts_by_group,
-    facts_of,
     sharded_lender,
 )
 
@@ -241,7 +240,7 @@ class wrap_deepspeed:
     def _check_grads(self, state: TrainState) -> None:
         """Reject transforms that read gradients, which DeepSpeed holds."""
         for each in state.setup.owners["grads"]:
-            if not {"clips", "skips_alone"} & facts_of(each).keys():
+            if not {"clips", "skips_alone"} & chain(each).facts.keys():
                 hint = (
                     " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
                     if type(each).__name__ == "clip_grad_norm"

@@ -38,7 +38,7 @@ from accelfn.launching.script import (
     by_cause,
     report,
 )
-from accelfn.world.meeting import VARIABLE, Words
+from accelfn.plug import Words
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,7 +137,11 @@ class Crew:
         Path(context.error_files[place]).unlink(missing_ok=True)
         handler = _Follower(
             (context.entrypoint, *map(str, context.args[place])),
-            {**os.environ, **context.envs[place], VARIABLE: f"{self._lives[place]}"},
+            {
+                **os.environ,
+                **context.envs[place],
+                Words.VARIABLE: f"{self._lives[place]}",
+            },
             (context.stdouts[place], context.stderrs[place]),
             place,
         )

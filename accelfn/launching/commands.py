@@ -12,28 +12,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import attrs
 from torch.utils.collect_env import get_env_info, pretty_str
 
-from accelfn.base import arguments
-from accelfn.checkpoint import commit, files
-from accelfn.checkpoint.elastic import Source
-from accelfn.checkpoint.load import list_names
-from accelfn.checkpoint.manifest import (
-    NAME,
-    Manifest,
-    name_of,
-    read_manifest,
-    read_manifests,
-    steps_in,
-)
-from accelfn.errors import (
-    CheckpointCorruptError,
-    CheckpointError,
-    CheckpointWriteError,
-    LaunchError,
-)
+from accelfn.errors import CheckpointCorruptError, CheckpointError, LaunchError
 from accelfn.interop.torch_files import write_distributed
 from accelfn.launching.settings import Settings, read
+from accelfn.plug import Source, arguments, checkpoints_in, files, new_directory
 
 _PACKAGES = (
     *("accelfn", "torch", "torchdata", "numpy", "safetensors", "cloudpickle"),
@@ -115,6 +100,7 @@ def _variables() -> dict[str, str]:
 
 
 _MODEL = "model.safetensors"
+_MANIFEST = "manifest.json"
 Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
 """Shows progress in bytes; the block calls the function it gets with each number read."""
 
@@ -122,15 +108,15 @@ Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
 def ls(directory: str) -> tuple[list[str], int]:
     """Return a row for each checkpoint of a store, and for leftovers of interrupted saves."""
     store = Path(directory)
-    steps = steps_in(store)
-    if not steps:
-        msg = f"{store} has no checkpoints, which are called {name_of(0)} and so on."
+    checkpoints = checkpoints_in(store)
+    if not checkpoints:
+        msg = f"{store} has no checkpoints, which are called step-00000000 and so on."
         raise CheckpointError(msg)
     table = [("step", "size", "age", "whole", "metrics")]
-    for step in steps:
+    for step, folder in checkpoints.items():
         with suppress(FileNotFoundError):
-            row = _row(store, step)
-            if files.is_there(store / name_of(step)):  # its run may remove it meanwhile
+            row = _row(folder, step)
+            if files.is_there(folder):  # its run may remove it meanwhile
                 table.append(row)
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     rows = [
@@ -146,37 +132,35 @@ def ls(directory: str) -> tuple[list[str], int]:
     return [row.rstrip() for row in rows], 0
 
 
-def _row(store: Path, step: int) -> tuple[str, str, str, str, str]:
-    folder = store / name_of(step)
-    age = _age(time.time() - (folder / NAME).stat().st_mtime)
+def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
+    age = _age(time.time() - (folder / _MANIFEST).stat().st_mtime)
     files_in = filter(arguments.is_file, folder.rglob("*"))
     size = _bytes(sum(each.stat().st_size for each in files_in))
     try:
-        manifests = read_manifests(folder)
+        sources = Source.all_at(folder)
     except CheckpointError as error:
         return str(step), size, age, "no", str(error)
-    for state, manifest in manifests.items():
-        for name, file in manifest.files.items():
+    for state, source in sources.items():
+        for name, file in source.manifest.files.items():
             found = (folder / state / name).stat().st_size
             if found != file.size:
                 where = f"{Path(state, name)} has {found} bytes"
                 why = f"{where}, the manifest says {file.size}"
                 return str(step), size, age, "no", why
-    metrics = next(iter(manifests.values())).metrics
+    metrics = next(iter(sources.values())).manifest.metrics
     short = (f"{name} {value:.6g}" for name, value in metrics.items())
-    what = (", ".join(short), ", ".join(manifests))
+    what = (", ".join(short), ", ".join(sources))
     return str(step), size, age, "yes", "  ".join(filter(None, what))
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     """Verify every byte of a checkpoint, or of all checkpoints of a store."""
     store = Path(directory)
-    steps = () if arguments.exists(store / NAME) else steps_in(store)
-    folders = [store / name_of(step) for step in steps] or [store]
+    folders = list(checkpoints_in(store).values()) or [store]
     rows, code = list[str](), 0
     for folder in folders:
         found = [*_verify_files(folder, bar)]
-        if steps and not files.is_there(folder):
+        if folder != store and not files.is_there(folder):
             found = [(f"{folder} was removed by its run while it was read", True)]
         rows += [row for row, _ in found]
         code = code if all(is_whole for _, is_whole in found) else 1
@@ -185,14 +169,14 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
 
 def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     try:
-        manifests = read_manifests(folder)
+        sources = Source.all_at(folder)
     except CheckpointCorruptError as error:
         yield str(error), False
         return
-    yield f"{folder / NAME}: whole", True  # and what it has the digests of
-    with bar(folder.name, sum(map(_size, manifests.values()))) as told:
-        for state, manifest in manifests.items():
-            for name, file in manifest.files.items():
+    yield f"{folder / _MANIFEST}: whole", True  # and what it has the digests of
+    with bar(folder.name, sum(map(_size, sources.values()))) as told:
+        for state, source in sources.items():
+            for name, file in source.manifest.files.items():
                 path = folder / state / name
                 try:
                     files.read_tensors(path, file, frozenset(), on_read=told)
@@ -202,8 +186,8 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
                     yield f"{path}: whole", True
 
 
-def _size(manifest: Manifest) -> int:
-    return sum(file.size for file in manifest.files.values())
+def _size(source: Source) -> int:
+    return sum(file.size for file in source.manifest.files.values())
 
 
 def export(
@@ -219,73 +203,58 @@ def export(
     With `kind="dcp"`, write model and optimizer as a distributed checkpoint of torch.
     """
     folder = _folder(directory)
-    manifest = read_manifest(folder)
-    names = _model_tensors(folder, manifest, slot)
+    source = Source.at(folder)
+    manifest, names = source.manifest, _model_tensors(source, slot)
     read_from = {manifest.file_of(name, 0) for name in names.values()}
     size = sum(manifest.files[file].size for file in read_from)
     with bar(folder.name, size) as told:
-        source = Source(folder=folder, manifest=manifest, on_read=told)
+        source = attrs.evolve(source, on_read=told)
         tensors = source.tensors(set(names.values()))
-    job = commit.Save(final=Path(out).absolute(), step=manifest.step, rank=0, size=1)
-    try:
-        commit.begin(job)
-        held = {name: tensors[tensor] for name, tensor in names.items()}
+    held = {name: tensors[tensor] for name, tensor in names.items()}
+    with new_directory(Path(out)) as partial:
         if kind == "dcp":
-            written, size = (
-                "",
-                write_distributed(
-                    job.partial, held, source.fields()["opt_state"], manifest.step
-                ),
-            )
+            opt_state, written = source.fields()["opt_state"], ""
+            size = write_distributed(partial, held, opt_state, manifest.step)
         else:
             written = _MODEL
-            size = files.write_tensors(
-                job.partial / _MODEL, held, {"format": "pt"}
-            ).size
-        files.flush(job.partial)
-        files.rename(job.partial, job.final)
-    except OSError as error:
-        files.remove(job.partial)
-        msg = f"{out} was not written: {error}."
-        raise CheckpointWriteError(msg) from error
+            size = files.write_tensors(partial / _MODEL, held, {"format": "pt"}).size
     return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
 
 
-def _model_tensors(
-    folder: Path, manifest: Manifest, slot: str | None
-) -> dict[str, str]:
+def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
     """Return the tensors of the model to export, by their exported names.
 
     Raises:
         CheckpointError: the checkpoint does not have exactly one model.
     """
-    fields = {field: _tensors_of(manifest, field) for field in ("params", "buffers")}
+    folder, manifest = source.folder, source.manifest
+    fields = {field: _tensors_of(source, field) for field in ("params", "buffers")}
     params, unit = fields["params"], "params"
     if slot is not None:
         unit = f"slots.{slot.removeprefix('slots.')}"
-        found = _tensors_of(manifest, unit)
+        found = _tensors_of(source, unit)
         if not found or found.keys() - params.keys():
             slots = [each for each in manifest.trees if each.startswith("slots.")]
             msg = (
                 f"{folder}: {unit} does not hold parameters by name; there are"
-                f" {list_names(slots) or 'no slots'}."
+                f" {arguments.list_names(slots) or 'no slots'}."
             )
             raise CheckpointError(msg)
         params |= found
     own = sorted(set(params.values()) & manifest.differing)
     if own or manifest.kept.keys() - params.keys():
-        what = f"ranks differ in {list_names(own)}"
+        what = f"ranks differ in {arguments.list_names(own)}"
         if not own:
-            what = f"{list_names(sorted(manifest.kept))} were not written"
+            what = f"{arguments.list_names(sorted(manifest.kept))} were not written"
         msg = f"{folder}: {what}. Load it with af.load, and use af.export_model."
         raise CheckpointError(msg)
     buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}
     return {**params, **buffers}
 
 
-def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
+def _tensors_of(source: Source, unit: str) -> dict[str, str]:
     """Return the tensors of a unit, by name; {} if the unit is not a table of tensors."""
-    tree = manifest.trees.get(unit)
+    tree = source.manifest.trees.get(unit)
     table: Any = tree.get("dict") if isinstance(tree, dict) else None
     found = {
         name: coded["tensor"]
@@ -298,8 +267,7 @@ def _tensors_of(manifest: Manifest, unit: str) -> dict[str, str]:
 def _folder(directory: str) -> Path:
     """Return a checkpoint's directory; for a store, that of its newest checkpoint."""
     folder = Path(directory)
-    steps = () if arguments.exists(folder / NAME) else steps_in(folder)
-    return folder / name_of(steps[-1]) if steps else folder
+    return [folder, *checkpoints_in(folder).values()][-1]
 
 
 def _bytes(count: float) -> str:

@@ -22,26 +22,23 @@ from typing import TYPE_CHECKING, Any, Concatenate
 import cloudpickle
 import torch
 
-from accelfn.base import arguments, codec, devices
-from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
-from accelfn.base.devices import check_kind, parse_device
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
 from accelfn.launching.script import run_here
 from accelfn.launching.settings import MOST_PROCESSES
-from accelfn.world.axes import resolve_axes
-from accelfn.world.place import asked_size
+from accelfn.plug import arguments, asked_size, codec, devices
+from accelfn.plug import axes as arithmetic
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from accelfn import World
     from accelfn.launching.agent import Ended
-    from accelfn.world import World
 
 _RANK = str(Path(__file__).with_name("rank.py"))
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def launch(
     size: int,
     fn: Callable[Concatenate[World, ...], Any],
@@ -87,7 +84,7 @@ def launch(
         [10, 11]
     """
     _check(size, fn, device=device, timeout=timeout)
-    sizes = None if axes is None else resolve_axes("af.launch", axes, size)
+    sizes = None if axes is None else arithmetic.resolve_axes("af.launch", axes, size)
     name, others = asked_size(os.environ)
     if others > 1:
         msg = (
@@ -115,22 +112,22 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
             " af.launch(2, fn, *args)."
         )
         raise ArgumentError(msg)
-    if not is_integer(size, 1) or size > MOST_PROCESSES:
+    if not arguments.is_integer(size, 1) or size > MOST_PROCESSES:
         most = f"{MOST_PROCESSES} at most"
         msg = f"af.launch({size!r}, fn): expected a number of ranks, 1 or more, {most}."
         raise ArgumentError(msg)
     if not callable(fn):
         msg = f"af.launch({size}, {fn!r}): expected a function, fn(world, *args)."
         raise ArgumentError(msg)
-    check_seconds("af.launch", "timeout", timeout)
+    arguments.check_seconds("af.launch", "timeout", timeout)
     _check_device(device, size)
 
 
 def _check_device(device: Any, size: int) -> None:
     kind = devices.kind()
     try:
-        asked = parse_device(kind if device is None else device)
-        check_kind(asked)
+        asked = devices.parse_device(kind if device is None else device)
+        devices.check_kind(asked)
     except WorldError as error:
         msg = f"af.launch(device={device!r}): {error}"
         raise ArgumentError(msg) from error

@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from accelfn.errors import LaunchError
-from accelfn.world.connection import open_store
+from accelfn.plug import open_store
 
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0

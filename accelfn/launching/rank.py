@@ -20,8 +20,8 @@ def main(folder: Path) -> None:
         linecache.cache[name] = len(text), None, text.splitlines(keepends=True), name
 
     # here, not above: the import path is the caller's now
-    from accelfn.base import codec  # noqa: PLC0415
-    from accelfn.world import World  # noqa: PLC0415
+    from accelfn import World  # noqa: PLC0415
+    from accelfn.plug import codec  # noqa: PLC0415
 
     with World.from_env(**call["options"]) as world:
         fn, args = pickle.loads((folder / "call.pickle").read_bytes())  # noqa: S301 - the caller's

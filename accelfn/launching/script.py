@@ -25,13 +25,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from attrs import evolve, frozen
 
-from accelfn.base import arguments
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, Plan, interface_of
 from accelfn.launching.worker import ASKS_WHERE, LEADS, where_file
-from accelfn.world.axes import VARIABLE
-from accelfn.world.connection import name_error
-from accelfn.world.meeting import VARIABLE as ELASTIC
+from accelfn.plug import Words, arguments, axes, name_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
@@ -144,8 +141,8 @@ def _check(script: str, *, module: bool) -> None:
 def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
     """Return the ranks' variables in addition to torchrun's, with values and reasons."""
     return {
-        **({} if plan.axes is None else {VARIABLE: (plan.axes, _ASKED)}),
-        **({} if plan.least is None else {ELASTIC: ("0", _MAY_GO)}),
+        **({} if plan.axes is None else {axes.VARIABLE: (plan.axes, _ASKED)}),
+        **({} if plan.least is None else {Words.VARIABLE: ("0", _MAY_GO)}),
         **_shared_threads(plan.nproc),
         **_gloo_interface(plan.machines),
         **_own_stores(plan.machines),

@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 import tomlkit
 from attrs import field, frozen
 
-from accelfn.base import arguments
 from accelfn.errors import ArgumentError, LaunchError
 from accelfn.launching.machines import JOIN_SECONDS, MAIN_PORT, Machines
-from accelfn.world.axes import parse_axes
+from accelfn.plug import arguments, axes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +190,7 @@ def check_setting(name: str, value: Any, source: str) -> Any:
 def check_axes(text: str, source: str, size: int | None) -> None:
     """Reject axes that a world of this size would reject."""
     try:
-        parse_axes(f"{_where('axes', source)} {text}", text, size)
+        axes.parse_axes(f"{_where('axes', source)} {text}", text, size)
     except ArgumentError as error:
         raise LaunchError(str(error)) from error
 

@@ -24,11 +24,12 @@ from accelfn.base.arguments import (
     as_path,
     call_mismatch,
     explain_call_errors,
+    list_names,
 )
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import tensor_leaves
 from accelfn.checkpoint import files
-from accelfn.checkpoint.load import differences, list_names
+from accelfn.checkpoint.load import differences
 from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta

@@ -12,7 +12,7 @@ import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -305,8 +305,6 @@ def _await(address: str, port: int, timeout: float) -> None:
 # `Words`. A program opens one world, and `af.regroup` makes the others.
 
 
-VARIABLE = "ACCELFN_ELASTIC"
-"""Set by an elastic launcher: how often it has started a process in this one's place."""
 _ASKS_EVERY = 0.02
 _NOTICES_WITHIN = 5.0
 """Seconds: a launcher looks after its processes many times a second."""
@@ -317,8 +315,10 @@ class Words:
     """The keys at the store by which processes and their launcher understand each other.
 
     A process is called by its place on the machine and how often one was started there: "1.0".
+    An elastic launcher sets `VARIABLE` to how often it has started one in this one's place.
     """
 
+    VARIABLE: ClassVar = "ACCELFN_ELASTIC"
     store: dist.Store
 
     @classmethod
@@ -386,7 +386,7 @@ class Words:
 
 def is_newcomer(env: Environment) -> bool:
     """Return whether this process was started in the place of one that is gone."""
-    return VARIABLE in env and integer(env, VARIABLE) > 0
+    return Words.VARIABLE in env and integer(env, Words.VARIABLE) > 0
 
 
 def regrouping_of(
@@ -398,11 +398,11 @@ def regrouping_of(
     timeout: float,
 ) -> Launched | None:
     """Return how a process makes another world with others; None where it cannot."""
-    if VARIABLE not in env:
+    if Words.VARIABLE not in env:
         return None
     return Launched(
         store_of(place, timeout),
-        f"{place.local_rank}.{integer(env, VARIABLE)}",
+        f"{place.local_rank}.{integer(env, Words.VARIABLE)}",
         [f"{rank}.0" for rank in range(place.size)],
         backend=backend,
         device=device,
