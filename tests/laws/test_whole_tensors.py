@@ -166,6 +166,7 @@ def test_parts_are_gathered_to_what_was_cut(
     dtype=st.sampled_from(DTYPES),
     axes=st.sampled_from([each for each in AXES if len(each) > 1 and "tp" in each]),
 )
+@example(shape=(5,), dim=0, dtype=torch.float32, axes={"dp_shard": 3, "tp": 2})
 def test_parts_of_unlike_parts_are_gathered_too(
     shape: tuple[int, ...], dim: int, dtype: torch.dtype, axes: dict[str, int]
 ) -> None:
