@@ -78,7 +78,7 @@ def test_machines_that_meet_on_the_loopback_listen_there_alone(how, monkeypatch)
 def test_the_fewest_machines_begin_before_they_give_up():
     """They wait for more no longer than they wait at all, and not torch's half minute."""
     machines = Machines.meeting_at(
-        "127.0.0.1", free_port(), counts=(1, 2), join_seconds=4
+        "127.0.0.1", free_port(), counts=(1, 2), join_seconds=10
     )
     handler = handler_of(machines)
     try:
