@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -151,6 +151,13 @@ def test_a_period_begins_where_it_was_put_on(plan: Plan) -> None:
     momentum=st.sampled_from([0.0, 0.5]),
     beside=st.sampled_from([af.identity(), af.ema(0.5)]),
     ended=st.booleans(),
+)
+@example(  # only the optimizers differ
+    updates=(0, 2),
+    local=af.local_sgd(sync_every=2),
+    momentum=0.5,
+    beside=af.identity(),
+    ended=False,
 )
 def test_ranks_go_together_again_when_they_agree(
     updates: tuple[int, int],

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -216,6 +216,9 @@ def test_a_failed_call_costs_itself(play: Play, size: int) -> None:
 
 
 @given(play=plays, size=SIZES)
+@example(
+    play=Play("grads", 2, first=False, optimizer="adamw", parts=1, scaled=True), size=1
+)
 def test_gradients_of_a_failed_update(play: Play, size: int) -> None:
     """Given again after an update that raised, they are refused, or give that very update."""
 

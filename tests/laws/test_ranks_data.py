@@ -6,7 +6,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import accelfn as af
@@ -206,6 +206,10 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(
 
 
 @given(data=drawing(), cuts=st.tuples(st.integers(0, 15), st.integers(0, 15)))
+@example(
+    data=af.Data(Drawing(44), batch_size=4, shuffle=True, remainder="drop"),
+    cuts=(10, 4),
+)
 def test_elastic_runs_see_each_sample_once(
     data: af.Data, cuts: tuple[int, int]
 ) -> None:

@@ -147,6 +147,12 @@ CALLS = st.one_of(
     size=1,
     joint=False,
 )
+@example(  # two stay
+    options=Options(2, None, "min", None, "write", async_=False),
+    calls=[(Save(0, None), False), (Save(1, None), False)],
+    size=1,
+    joint=False,
+)
 def test_a_store_is_what_was_saved_and_kept(
     options: Options, calls: list[tuple[Any, bool]], size: int, joint: bool
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -56,6 +56,7 @@ def state_of(
     frozen=st.integers(0, 3),
     listed=st.booleans(),
 )
+@example(layers=[(0, 0)] * 4, couples=[1, 0], frozen=2, listed=True)
 def test_whatever_group_couples_elements_is_found(
     layers: Layers, couples: Sequence[int], frozen: int, *, listed: bool
 ) -> None:
