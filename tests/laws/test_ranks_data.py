@@ -207,7 +207,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks(
 
 @given(data=drawing(), cuts=st.tuples(st.integers(0, 15), st.integers(0, 15)))
 @example(
-    data=af.Data(Drawing(44), batch_size=4, shuffle=True, remainder="drop"),
+    data=af.Data(Drawing(222), batch_size=22, shuffle=True, remainder="drop"),
     cuts=(10, 4),
 )
 def test_elastic_runs_see_each_sample_once(
