@@ -115,28 +115,20 @@ def _mode_near(directory: Path) -> str:
     return ""
 
 
-def _text(name: object) -> str:
-    if not isinstance(name, str):  # 1 and "1" would be one
-        raise TypeError
-    return name
-
-
-def _float(value: Any) -> float:
-    if isinstance(value, (str, bool)):  # float() accepts these also
-        raise TypeError
-    return float(value)
-
-
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as floats."""
-    try:
-        return {_text(name): _float(value) for name, value in (metrics or {}).items()}
-    except (TypeError, ValueError, AttributeError) as error:
-        msg = (
-            f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
-            " af.mean(metrics, world) gives."
-        )
-        raise ArgumentError(msg) from error
+    """Return metrics as floats; `float` would also accept texts and truth values."""
+    table: Any = metrics or {}
+    if isinstance(table, Mapping) and all(
+        isinstance(name, str) and not isinstance(value, (str, bool))
+        for name, value in table.items()
+    ):
+        with suppress(TypeError, ValueError):
+            return {name: float(value) for name, value in table.items()}
+    msg = (
+        f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
+        " af.mean(metrics, world) gives."
+    )
+    raise ArgumentError(msg)
 
 
 def check_numbers(said: Sequence[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeVar
 
@@ -394,7 +395,10 @@ def export_model(
     for file, names in plan.items():
         held = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
         job.run_on_all(
-            exchange, Phase.WRITE, _writing(job, file, held), task=f"write {file}"
+            exchange,
+            Phase.WRITE,
+            partial(_write_file, job, file, held),
+            task=f"write {file}",
         )
 
     def name_it() -> None:
@@ -546,18 +550,13 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
-def _writing(
-    job: Save, file: str, held: Mapping[str, torch.Tensor]
-) -> Callable[[], None]:
-    def write() -> None:
-        if job.rank == 0:
-            path = job.partial / file
-            try:
-                files.write_tensors(path, held, {"format": "pt"})
-            except OSError as error:
-                commit.explain(error, path, held)
-
-    return write
+def _write_file(job: Save, file: str, held: Mapping[str, torch.Tensor]) -> None:
+    if job.rank == 0:
+        path = job.partial / file
+        try:
+            files.write_tensors(path, held, {"format": "pt"})
+        except OSError as error:
+            commit.explain(error, path, held)
 
 
 def _by_its_own_method(
