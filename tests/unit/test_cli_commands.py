@@ -92,18 +92,20 @@ def test_a_store_is_its_newest_checkpoint(tmp_path):
 
 
 def test_ls_tells_what_is_cut_off(tmp_path):
-    """A file of another size than was written is named, and the row says no."""
-    store = store_of(tmp_path / "runs", 2)
+    """A file that is cut off or gone is named, and the row says no; so is what was left."""
+    store = store_of(tmp_path / "runs", 3)
     with (store / "step-00000001" / "rank-00000.safetensors").open("ab") as file:
         file.truncate(100)
+    (store / "step-00000002" / "rank-00000.safetensors").unlink()
     (store / ".tmp-step-00000009").mkdir()
-    _, (_, *rows), _ = answer("checkpoint", "ls", store)
-    assert len(rows) == 3
-    first, second, left = rows
-    assert first.split()[5] == "no"
-    assert "rank-00000.safetensors has 100 bytes" in first
-    assert second.split()[5] == "yes"
-    assert left.startswith(".tmp-step-00000009 ")
+    code, (_, *rows), _ = answer("checkpoint", "ls", store)
+    assert (code, len(rows)) == (0, 4)
+    first, second, third, left = rows
+    assert [row.split()[5] for row in rows[:3]] == ["no", "no", "yes"]
+    assert "rank-00000.safetensors has 100 bytes, the manifest says" in first
+    assert "missing: ['rank-00000.safetensors']" in second
+    assert third.startswith("   3 ")
+    assert left.startswith(".tmp-step-00000009 is being written, or was left")
 
 
 def test_an_export_is_what_a_model_would_save(tmp_path):
@@ -200,26 +202,33 @@ def test_config_asks_until_the_answer_can_be(tmp_path):
 
 
 def test_env_tells_no_secret(tmp_path, monkeypatch):
-    """Of variables those that change a run, hidden where their name says what they are."""
+    """Of variables those that change a run or place a rank, hidden where they are secret."""
     monkeypatch.chdir(tmp_path)
     Path("accelfn.toml").write_text("[launch]\nnproc = 3\n")
     hidden = ["TORCH_API_TOKEN", "NCCL_SECRET_ID", "TORCH_KEY_OF_MINE"]
+    places = ["PMIX_NAMESPACE", "SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "MASTER_PORT"]
+    others = ["MY_OWN", "HF_TOKEN", "SLURM_JOB_NAME"]
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
-    for name in hidden:
+    for name in places:
+        monkeypatch.setenv(name, "7")
+    for name in [*hidden, *others]:
         monkeypatch.setenv(name, "hush")
-    monkeypatch.setenv("MY_OWN", "hush")
     code, rows, _ = answer("env", "--json")
     found = json.loads("\n".join(rows))
     assert code == 0
     shown = found["variables"]
     assert shown["NCCL_DEBUG"] == "INFO"
     assert [shown[name] for name in hidden] == ["(hidden)"] * 3
-    assert "MY_OWN" not in shown
+    assert [shown[name] for name in places] == ["7"] * 4
+    assert not any("hush" in row for row in rows)
+    assert found["machine"]["torch_version"]
+    assert {"accelfn", "torch", "numpy"} <= set(found["packages"])
     assert found["settings"]["nproc"] == "3 (accelfn.toml)"
     Path("accelfn.toml").write_text("[launch]\nnproc = 0\n")
     code, rows, _ = answer("env")
     assert code == 0
     assert any("nproc is 0; give a whole number" in row for row in rows)
+    assert any("NCCL_DEBUG" in row for row in rows)
 
 
 def test_a_file_that_is_named_must_be_there(tmp_path, monkeypatch):
