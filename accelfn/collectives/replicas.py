@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Replicas: ranks that should hold the same tell one another checksums of it."""
+"""Replicas: ranks compare checksums of tensors that should be equal on all of them."""
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -17,8 +17,8 @@ from accelfn.world import World
 from accelfn.world.world import fold_axes
 
 _CREATED = (
-    "Give TrainState.create a factory, which is drawn from the seed on every rank alike, or"
-    " load the same weights on every rank."
+    "Give TrainState.create a factory, which draws equal values on all ranks, or load the same"
+    " weights on every rank."
 )
 
 
@@ -33,13 +33,18 @@ def check_replicas(
 ) -> None:
     """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
 
-    Where `trained` names some of them, they must be the same on all ranks too. `sums` are
-    checksums of values that are not whole any more.
+    Args:
+        tensors: the tensors by name.
+        world: the ranks that compare.
+        label: the operation, for errors.
+        values: whether to compare values, too.
+        trained: names of trained parameters, which must be equal on all ranks.
+        sums: checksums of values that were whole before.
 
     Cost: a sum over every tensor, and two small all-reduces.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: the ranks differ; the error shows the first difference.
     """
     if world.size == 1:
         return
@@ -62,10 +67,10 @@ def check_values(
     advice: str,
     sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Raise unless all ranks hold the same values; names, shapes and dtypes are known to be.
+    """Raise unless all ranks hold the same values; names, shapes and dtypes must be equal.
 
     Raises:
-        ReplicaMismatchError: they do not; the first tensor that differs is named.
+        ReplicaMismatchError: the values differ; the error names the first tensor.
     """
     if world.size == 1 or not tensors:
         return
@@ -86,37 +91,34 @@ def check_values(
 def check_rows(
     rows: Mapping[str, str], world: World, *, label: str, advice: str
 ) -> None:
-    """Raise unless all ranks say the same of the same things, in the same order.
+    """Raise unless all ranks have the same names and texts, in the same order.
 
-    Cost: one sum of six numbers; where ranks differ, two all-gathers, of all that they say.
+    Cost: one sum of six numbers; two all-gathers of the texts if they differ.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: the ranks differ; the error shows the first difference.
     """
     if world.size == 1:
         return
-    said = [f"{name}: {row}" for name, row in rows.items()]
-    differing = first_difference(_tables_apart(said, world, label=label))
-    if differing is not None:
-        msg = (
-            "The ranks hold states that differ; this is the first of what"
-            f" differs:\n{differing}\n{advice}"
-        )
+    lines = [f"{name}: {row}" for name, row in rows.items()]
+    difference = first_difference(_tables_apart(lines, world, label=label))
+    if difference is not None:
+        msg = f"The ranks hold states that differ, first in:\n{difference}\n{advice}"
         raise ReplicaMismatchError(msg)
 
 
 def _tables_apart(lines: list[str], world: World, *, label: str) -> list[list[str]]:
-    """Return the lines of all ranks, where they differ; else none of anybody's."""
-    said = "\n".join(lines)
-    if is_same_text(said, world, label=label):
+    """Return the lines of all ranks if they differ; else an empty list."""
+    text = "\n".join(lines)
+    if is_same_text(text, world, label=label):
         return []
-    return [text.split("\n") for text in gather_text(said, world, label=label)]
+    return [each.split("\n") for each in gather_text(text, world, label=label)]
 
 
 def first_difference(tables: Sequence[Sequence[str]]) -> str | None:
-    """Return the first row that is not the same in all ranks' tables, a line a rank."""
-    found = _first_difference(tables)
-    return None if found is None else _format_ranks(found[1])
+    """Return the first row that differs in the ranks' tables, one line per rank."""
+    difference = _first_difference(tables)
+    return None if difference is None else _format_ranks(difference[1])
 
 
 def check_sums(
@@ -127,13 +129,13 @@ def check_sums(
     label: str,
     is_first: bool,
 ) -> None:
-    """Raise unless all ranks hold the same sums, of the same weight, bit by bit.
+    """Raise unless all ranks hold bitwise equal sums and weights.
 
-    Cost: a sum over every tensor and a small all-reduce, where it is the first time or the
-    world is checked; else none. Simulated ranks always compare, without a collective.
+    Cost: a sum over every tensor and a small all-reduce, at the first call and in a checked
+    world. Simulated ranks always compare, without a collective.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: the ranks differ; the error shows the first difference.
     """
     simulated = world.connection.simulated
     if simulated is None and not (is_first or world.checked):
@@ -146,28 +148,28 @@ def check_sums(
     if simulated is None:
         check_rows(rows, world, label=label, advice=_SUMS)
         return
-    said = [f"{name}: {row}" for name, row in rows.items()]
-    other = simulated.compare(label, said)
+    lines = [f"{name}: {row}" for name, row in rows.items()]
+    other = simulated.compare(label, lines)
     if other is not None:
-        ranks, tables = zip(*sorted([other, (world.rank, said)]), strict=True)
-        found = _first_difference(list(tables))
-        assert found is not None  # noqa: S101 - they are not equal
-        lines = zip(ranks, found[1], strict=True)
-        listed = "\n".join(f"  rank {rank}: {row}" for rank, row in lines)
+        ranks, tables = zip(*sorted([other, (world.rank, lines)]), strict=True)
+        difference = _first_difference(list(tables))
+        assert difference is not None  # noqa: S101 - the tables are not equal
+        pairs = zip(ranks, difference[1], strict=True)
+        listed = "\n".join(f"  rank {rank}: {row}" for rank, row in pairs)
         msg = f"Ranks {ranks[0]} and {ranks[1]} differ in {label}:\n{listed}\n{_SUMS}"
         raise ReplicaMismatchError(msg)
 
 
 _SUMS = (
-    "Return grads.with_sums(sums, weight) of what is the same on all ranks, bit by bit, as"
-    " what af.reduce and af.gather give is."
+    "Return grads.with_sums(sums, weight) of values that are bitwise equal on all ranks, such"
+    " as the results of af.reduce and af.gather."
 )
 
 
 def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
-    found = _first_difference(tables)
-    if found is not None:
-        place, rows = found
+    difference = _first_difference(tables)
+    if difference is not None:
+        place, rows = difference
         msg = (
             f"The ranks hold models that differ in {what}; tensor {place} is the first"
             f" that differs:\n{_format_ranks(rows)}\n{advice}"
@@ -192,9 +194,9 @@ def _format_ranks(rows: Sequence[str]) -> str:
 def sums_of(
     tensors: Iterable[torch.Tensor], world: World, *, label: str
 ) -> torch.Tensor:
-    """Return checksums: of a tensor that is split, that of all parts of this rank's copy.
+    """Return checksums; for a sharded tensor, of all shards of this rank's copy.
 
-    Where a rank has a part it is a collective.
+    With sharded tensors it is a collective.
     """
     listed = list(tensors)
     here = (checksum(tree.local(tensor)) for tensor in listed)
@@ -211,28 +213,28 @@ def sums_of(
 
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
-"""As what an element's bits are read, by its size; 8 bytes are two words."""
+"""The integer dtype for the bits of an element, by its size; 8 bytes are two words."""
 _CHUNK = 1 << 15
-"""Words at a time: what is made of them stays in a processor's cache, and with one thread."""
+"""Words at a time on the CPU: the results stay in a processor's cache and in one thread."""
 _LARGE_CHUNK = 1 << 22
-"""On another device, where each call costs more."""
+"""Words at a time on other devices, because each call costs more."""
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a number that depends on every bit of a tensor, and on where it stands.
+    """Return a number that depends on every bit of a tensor, and on its place.
 
-    Each word of bits is multiplied by an odd number of its place, modulo 2**64, and its upper
-    half mixed into the lower before all are added: neither what two elements exchange nor
-    what one has more and another less cancels out.
+    Each word of bits is multiplied by an odd number for its place, modulo 2**64. The upper
+    half is mixed into the lower half before the sum. So exchanged elements, and opposite
+    differences of two elements, do not cancel out.
 
-    Cost: a few passes over the tensor, of which no copy is made.
+    Cost: a few passes over the tensor, without a copy.
     """
     if tensor.is_meta:
         return torch.zeros((), dtype=torch.int64)
     plain = tensor.detach().resolve_conj().resolve_neg()
     plain = torch.view_as_real(plain) if plain.is_complex() else plain
     flat = plain.contiguous().reshape(-1)
-    # a lone element may keep a stride of 2, with which it is no two words
+    # a single element may keep a stride of 2, which prevents the view as two words
     words = flat.as_strided(flat.shape, (1,)).view(_WORDS[flat.element_size()])
     length = _CHUNK if words.is_cpu else _LARGE_CHUNK
     factors = _odd(torch.arange(min(len(words), length), device=words.device))
@@ -245,55 +247,49 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
-    """Return an odd number for each place; they look as if drawn."""
-    drawn = (places + 1) * 0x1E3779B97F4A7C15
-    drawn = _mix_bits(drawn) * 0x3F58476D1CE4E5B9
-    return _mix_bits(drawn) | 1
+    """Return a pseudo-random odd number for each place."""
+    numbers = (places + 1) * 0x1E3779B97F4A7C15
+    numbers = _mix_bits(numbers) * 0x3F58476D1CE4E5B9
+    return _mix_bits(numbers) | 1
 
 
 def _mix_bits(numbers: torch.Tensor) -> torch.Tensor:
     return numbers ^ (numbers >> 32)
 
 
-# Whole tensors of those of which each rank has a part; many of them in one call.
+# Full tensors of sharded tensors; one call gathers many of them.
 
 
 _MOST = 32 << 20
-"""Bytes of whole tensors that one call gathers, or those of one that is larger."""
+"""Bytes of full tensors that one call gathers; a larger tensor has a call of its own."""
 
 
 def gather_full(
     tensors: Mapping[str, torch.Tensor], world: World, *, label: str
 ) -> dict[str, torch.Tensor]:
-    """Return tensors of which each rank has all; those that are parts are gathered.
-
-    What `by_calls` yields, and plain tensors as they are.
-    """
-    found = dict(tensors)
-    for some in by_calls(tensors, world, label=label):
-        found |= some
-    return found
+    """Return full tensors: plain tensors unchanged, and sharded tensors by `by_calls`."""
+    full = dict(tensors)
+    for gathered in by_calls(tensors, world, label=label):
+        full |= gathered
+    return full
 
 
 def by_calls(
     tensors: Mapping[str, torch.Tensor], world: World, *, label: str
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield the wholes of those tensors that are parts, as many at once as one call gathers.
+    """Yield the full tensors of sharded tensors, as many at once as one call gathers.
 
-    A collective of all ranks, all of which go through it to its end.
+    A collective: all ranks must iterate to the end. The full tensors are on the world's device.
 
     Args:
-        tensors: by name, the same on all ranks.
-        world: whose ranks have the parts.
-        label: what the ranks are doing.
+        tensors: the tensors by name, the same on all ranks.
+        world: the ranks with the shards.
+        label: the operation, for errors.
 
-    The wholes lie on the world's device, where parts may not be.
+    Law: bitwise equal to the tensors before sharding.
 
-    Law: bitwise what was cut.
-
-    Cost: of each axis along which they are cut, a gather for every 32 MiB of whole tensors of
-        one dtype, twice as many at most; of a tensor that a user has cut in another way than a
-        layout does, those of torch.
+    Cost: for each axis a gather for every 32 MiB of full tensors of one dtype, at most twice as
+        many; for a tensor with shards of another kind, torch's own collectives.
     """
     parts: dict[str, Any] = {n: t for n, t in tensors.items() if tree.is_shard(t)}
     if not parts:
@@ -304,23 +300,23 @@ def by_calls(
     for names in _gather_groups(ours):
         yield _gather_shards({n: ours[n] for n in names}, axes, label)
     for name, tensor in parts.items():
-        if name not in ours:  # a user's own
+        if name not in ours:  # sharded by the user
             with naming(label, world):
                 whole = tensor.full_tensor()
             yield {name: whole}
 
 
 def _in_turn(tensor: Any) -> bool:
-    """Whether a tensor is cut as layouts cut: along the last axis first, the parts further.
+    """Return whether a tensor is sharded as layouts shard: along the last axis first.
 
-    Of a dim that is cut along two axes, the parts that are cut further are of one length.
+    If a dim is sharded along two axes, the shards along the last axis have equal lengths.
     """
     placed = list(enumerate(tensor.placements))
     for place, placement in placed:
         if placement.is_replicate():
             continue
         if type(placement).__name__ not in ("Shard", "_StridedShard"):
-            return False  # summands
+            return False  # partial sums
         dim = placement.dim
         later = [i for i, each in placed[place + 1 :] if each.is_shard(dim)]
         count = math.prod(tensor.device_mesh.size(i) for i in later)
@@ -331,7 +327,7 @@ def _in_turn(tensor: Any) -> bool:
 
 
 def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the names of parts that are gathered in the same calls."""
+    """Yield the names of the tensors that one call gathers."""
     alike: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
         alike.setdefault((tensor.dtype, tree.cut_axes(tensor)), []).append(name)
@@ -350,11 +346,11 @@ def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
 def _gather_shards(
     tensors: Mapping[str, Any], world: World, label: str
 ) -> dict[str, torch.Tensor]:
-    """Gather tensors of one dtype that are cut along the same axes, axis by axis."""
+    """Gather tensors of one dtype that are sharded along the same axes, axis by axis."""
     parts = {name: tree.local(tensor).detach() for name, tensor in tensors.items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     axes = tree.cut_axes(next(iter(tensors.values())))
-    for axis in axes:  # a part along "dp_shard" is one of a part along "tp"
+    for axis in axes:  # a shard along "tp" is sharded along "dp_shard"
         ranks = world.along(axis)
         cuts = {n: _dim(tensor, axis) for n, tensor in tensors.items()}
         inner = {
@@ -367,17 +363,15 @@ def _gather_shards(
 
 
 def _dim(tensor: Any, axis: str) -> int:
-    """Return the dim at which a tensor is cut along an axis."""
+    """Return the dim that is sharded along an axis."""
     place = tensor.device_mesh.mesh_dim_names.index(axis)
     return tensor.placements[place].dim
 
 
 def _inner(tensor: Any, axes: tuple[str, ...], dim: int, world: World) -> int:
-    """Return into how many parts a dim is cut along further axes, which is evenly."""
-    count = 1
-    for axis in axes:
-        count *= world.along(axis).size if _dim(tensor, axis) == dim else 1
-    return count
+    """Return the number of equal parts of a dim along the given axes."""
+    same = [axis for axis in axes if _dim(tensor, axis) == dim]
+    return math.prod(world.along(axis).size for axis in same)
 
 
 def _along(
@@ -387,36 +381,36 @@ def _along(
     ranks: World,
     label: str,
 ) -> dict[str, torch.Tensor]:
-    """Return what ranks have together of tensors that are cut as `torch.chunk` does.
+    """Return the joined parts of all ranks, of tensors that are cut as by `torch.chunk`.
 
     Args:
-        parts: of this rank.
-        dims: at which each is cut.
-        lengths: of all parts together, at that dim.
-        ranks: those that have the parts, in order.
-        label: what they are doing.
+        parts: this rank's parts.
+        dims: the dim at which each tensor is cut.
+        lengths: the length of all parts together, at that dim.
+        ranks: the ranks with the parts, in order.
+        label: the operation, for errors.
     """
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
     sent = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
     flat = torch.cat([each.reshape(-1) for each in sent]).to(ranks.device)
     rows = all_gather(flat, ranks, label=label)
     of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
-    found: dict[str, torch.Tensor] = {}
-    for name, like, got in zip(parts, sent, of_each, strict=True):
+    joined: dict[str, torch.Tensor] = {}
+    for name, like, received in zip(parts, sent, of_each, strict=True):
         dim, room, left = dims[name], rooms[name], lengths[name]
         ends = [min(max(left - i * room, 0), room) for i in range(ranks.size)]
-        each = zip(got, ends, strict=True)
-        trimmed = [part.view(like.shape).narrow(dim, 0, end) for part, end in each]
-        found[name] = torch.cat(trimmed, dim).contiguous()
-    return found
+        pairs = zip(received, ends, strict=True)
+        trimmed = [part.view(like.shape).narrow(dim, 0, end) for part, end in pairs]
+        joined[name] = torch.cat(trimmed, dim).contiguous()
+    return joined
 
 
 def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-    """Return a part that is as long as the longest one."""
+    """Pad a part to the length of the longest."""
     if part.shape[dim] == length:
         return part.contiguous()
     shape = [*part.shape]
     shape[dim] = length
-    made = part.new_zeros(shape)
-    made.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return made
+    padded = part.new_zeros(shape)
+    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return padded

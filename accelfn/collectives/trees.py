@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collectives on trees of tensors: dicts, lists, tuples, dataclasses and attrs records of them.
 
-Nothing given is changed, and no result shares memory with it. A world of 1 gives the shapes that
-a world of N does.
+Arguments are unchanged, and no result shares memory with them. A world of 1 gives the same
+shapes as a world of N.
 """
 
 import math
 import pickle as _pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate, islice, pairwise
+from itertools import islice
 from numbers import Number as AnyNumber
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -53,23 +53,23 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
     """Return every rank's tensors, joined along dim 0 in rank order, on all ranks.
 
     Args:
-        values: a tree of tensors, of the same shapes and dtypes on all ranks. A scalar is a
-            row: it becomes a vector with one element a rank.
-        world: whose ranks take part.
-        grad: whether the result is differentiated, any number of times: a rank's tensor then
-            gets the sum of the gradients that all ranks have for its part, as a contrastive
-            loss needs. All ranks give tensors that require gradients, or none does, and the
-            loss of every rank uses each of the results: the backward pass is a collective.
-        label: what the ranks are doing, for errors and logs.
+        values: a tree of tensors, of the same shapes and dtypes on all ranks. Scalars are
+            joined to a vector with one element per rank.
+        world: the ranks that take part.
+        grad: whether the result is differentiable, any number of times. A rank's tensor then
+            gets the sum of all ranks' gradients for its part, as a contrastive loss needs.
+            Either all ranks or none pass tensors that require gradients, and every rank's
+            loss must use each result, because the backward pass is a collective.
+        label: the operation, for errors and logs.
 
-    Law: with equal parts, splitting the result gives them back. Gradients, of any order, are
-    those that one process has of the sum of all ranks' losses.
+    Law: splitting the result into equal parts gives the values back. Gradients, of any order,
+    equal those of one process for the sum of all ranks' losses.
 
-    Cost: one all-gather a dtype; with `grad`, one a tensor, and an all-reduce in the backward
-    pass.
+    Cost: one all-gather per dtype; with `grad`, one per tensor, and an all-reduce in the
+    backward pass.
 
     Raises:
-        ArgumentError: a leaf is no dense tensor; see `gather_objects`.
+        ArgumentError: a leaf is not a dense tensor; see `gather_objects`.
     """
     return _gather_leaves(values, world, label, grad=grad, is_ragged=False)
 
@@ -77,17 +77,17 @@ def gather(values: T, world: World, *, grad: bool = False, label: str = "gather"
 def gather_ragged(
     values: T, world: World, *, grad: bool = False, label: str = "gather_ragged"
 ) -> T:
-    """Return every rank's rows, joined along dim 0; ranks may have any numbers of them.
+    """Return every rank's rows, joined along dim 0; ranks may have any number of rows.
 
     Args:
-        values: a tree of tensors; all but dim 0 is the same on all ranks.
-        world: whose ranks take part.
-        grad: whether the result is differentiated, as in `gather`.
-        label: what the ranks are doing.
+        values: a tree of tensors; all dims but dim 0 are equal on all ranks.
+        world: the ranks that take part.
+        grad: whether the result is differentiable, as in `gather`.
+        label: the operation, for errors and logs.
 
-    Law: it is `gather` of what was padded, without the padding.
+    Law: it equals `gather` of padded tensors, without the padding.
 
-    Cost: one gather of the lengths, and one a dtype, of as many rows as the longest has.
+    Cost: one gather of the lengths, and one per dtype, each padded to the longest rank.
     """
     return _gather_leaves(values, world, label, grad=grad, is_ragged=True)
 
@@ -95,8 +95,9 @@ def gather_ragged(
 def _gather_leaves(
     values: Any, world: World, label: str, *, grad: bool, is_ragged: bool
 ) -> Any:
-    """Join rows; in a loss with uneven shares any number, and none of a stand-in."""
-    rows = [_row(leaf) for leaf in tensors_of(values, label, world)]
+    """Join rows; with uneven shares in a loss any number, without the rows of stand-ins."""
+    leaves = tensors_of(values, label, world)
+    rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
     held = uneven_counts(world, label)
     is_ragged = is_ragged or held is not None
     kind = f"gather{'_ragged' * is_ragged}{'(grad=True)' * grad}"
@@ -113,20 +114,20 @@ def _gather_leaves(
         joined = all_gather_rows(rows, counts, ready, label=label)
         return tree.with_leaves(values, joined)
     warn_of_parts(world)
-    each = zip(rows, counts, strict=True)
-    found = [gather_with_grad(row, n, (ready, world), label) for row, n in each]
-    return tree.with_leaves(values, found)
+    pairs = zip(rows, counts, strict=True)
+    gathered = [gather_with_grad(row, n, (ready, world), label) for row, n in pairs]
+    return tree.with_leaves(values, gathered)
 
 
 def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> T:
-    """Return every rank's rows, joined; `counts` says how many each has of every tensor.
+    """Return every rank's rows, joined; each rank has `counts[rank]` rows of every tensor.
 
-    Cost: one gather a dtype, of as many rows as the longest has.
+    Cost: one gather per dtype, padded to the longest rank.
     """
     rows = tensors_of(values, label, world)
     world = check_same_call(world, label, label, values, free=0)
-    each = [counts] * len(rows)
-    return tree.with_leaves(values, all_gather_rows(rows, each, world, label=label))
+    joined = all_gather_rows(rows, [counts] * len(rows), world, label=label)
+    return tree.with_leaves(values, joined)
 
 
 @explain_call_errors
@@ -143,25 +144,25 @@ def reduce(
 
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
-        world: whose ranks take part.
-        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, added up
-            in float64, and one of 16-bit floats is added up in float32; booleans are counted
-            by a sum. Where a rank has NaN, the least and the greatest are NaN.
-        weight: of this rank in a mean, 0 or more: how many samples or tokens its values are
-            of. All ranks give one, or none does. Where all are 0, all count alike.
-        bucket_cap_mb: of a mean by weight, the size of the buffer in which values cross, in
-            MiB; None is one buffer for all of a dtype.
-        label: what the ranks are doing.
+        world: the ranks that take part.
+        op: "sum", "mean", "min", "max" or "product". A mean of integers is a float, summed in
+            float64, and a mean of 16-bit floats is summed in float32; a sum counts booleans.
+            The minimum and the maximum are NaN if a rank has NaN.
+        weight: this rank's weight in a mean, 0 or more, such as its number of samples or
+            tokens. Either all ranks or none give a weight. If all weights are 0, all ranks
+            count equally.
+        bucket_cap_mb: the size in MiB of the buffers of a mean by weight; None uses one buffer
+            per dtype.
+        label: the operation, for errors and logs.
 
-    Law: a mean is that of the numbers, however large, and one by weight that of the samples;
-    the others are as torch's own would be of one tensor.
+    Law: a mean is exact also for large numbers, and a mean by weight is the mean of the
+    samples; other results equal torch's for one tensor.
 
-    Cost: one all-reduce a dtype, of as many elements; by weight one for each buffer, and
-    memory for one buffer beside the result.
+    Cost: one all-reduce per dtype; by weight one per buffer, and memory for one buffer.
 
     Raises:
-        ArgumentError: another word, a leaf that is no tensor, complex numbers that are to
-            be ordered or multiplied, or a weight of what is no mean.
+        ArgumentError: `op` is unknown, a leaf is not a tensor, `op` does not apply to complex
+            numbers, or a weight is given for another `op` than "mean".
     """
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
@@ -185,23 +186,23 @@ def reduce(
 def start_reduce(
     values: Any, world: World, op: str = "sum", *, label: str = "reduce"
 ) -> Pending:
-    """Begin what `reduce` does, and return at once; `wait()` of it gives the result.
+    """Start a `reduce` and return a pending result; its `wait()` returns the result.
 
-    The values are taken as they are now, and may change from then on. What is pending may
-    stand in a slot: `state.copy()`, `af.save` and whoever else reads the state waits for it,
-    and so does a loop that ends, if its transform's `finalize` asks. All ranks begin their
-    collectives in the same order; they may wait whenever they like.
+    The values may change after the call. You can keep the pending result in a slot:
+    `state.copy()`, `af.save` and every reader of the state wait for it, and a transform's
+    `finalize` can wait at the end of a loop. All ranks must start their collectives in the same
+    order, and may wait at any time.
 
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
-        world: whose ranks take part.
+        world: the ranks that take part.
         op: as `reduce`.
-        label: what the ranks are doing.
+        label: the operation, for errors and logs.
 
-    Law: the result is that of `reduce`, bitwise, whenever it is waited for.
+    Law: the result is bitwise equal to that of `reduce`.
 
-    Cost: that of `reduce`, of which what the network takes goes on beside what the program
-    does; memory of one more copy of the values until they have arrived.
+    Cost: that of `reduce`, in parallel with the program; memory for one copy of the values
+    until they arrive.
 
     Raises:
         ArgumentError: as `reduce`.
@@ -223,33 +224,33 @@ def start_reduce(
         dtype: [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
         for dtype in dtypes
     }
-    begun = {
+    waits = {
         dtype: start_reduce_same([leaves[i] for i in at], ready, op, label)
         for dtype, at in places.items()
     }
     outline = tree.with_leaves(values, [None] * len(leaves))
 
     def finish() -> Any:
-        found: dict[int, torch.Tensor] = {}
+        results: dict[int, torch.Tensor] = {}
         for dtype, at in places.items():
-            found.update(zip(at, begun[dtype](), strict=True))
-        return tree.with_leaves(outline, [found[i] for i in range(len(found))])
+            results.update(zip(at, waits[dtype](), strict=True))
+        return tree.with_leaves(outline, [results[i] for i in range(len(results))])
 
     return Pending(finish)
 
 
 def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast") -> T:
-    """Return the tensors that rank `root` has, on all ranks.
+    """Return the tensors of rank `root`, on all ranks.
 
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
-        world: whose ranks take part.
+        world: the ranks that take part.
         root: the rank whose values count.
-        label: what the ranks are doing.
+        label: the operation, for errors and logs.
 
-    Law: once more changes nothing.
+    Law: a second broadcast changes nothing.
 
-    Cost: one broadcast a dtype.
+    Cost: one broadcast per dtype.
     """
     check_root("broadcast", root, world)
     leaves = tensors_of(values, label, world)
@@ -272,15 +273,15 @@ def pad_across(
     first: bool = False,
     label: str = "pad_across",
 ) -> T:
-    """Return tensors as long in one dimension as the longest that any rank has.
+    """Pad tensors in one dimension to the longest of all ranks.
 
     Args:
-        values: a tree of tensors; all but one dimension is the same on all ranks.
-        world: whose ranks take part.
-        dim: which dimension; a negative one counts from the last.
-        value: what fills it up.
-        first: whether filling comes before the values.
-        label: what the ranks are doing.
+        values: a tree of tensors; all dimensions but `dim` are equal on all ranks.
+        world: the ranks that take part.
+        dim: the dimension; a negative number counts from the last.
+        value: the value of the padding.
+        first: whether the padding comes before the values.
+        label: the operation, for errors and logs.
 
     Cost: one gather of the lengths.
 
@@ -314,11 +315,10 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
     """Raise unless a dtype has the value; a float may be rounded, but not to infinity."""
     holds = False
     if isinstance(value, AnyNumber):
-        with suppress(RuntimeError, ValueError, OverflowError):  # those of torch
+        with suppress(RuntimeError, ValueError, OverflowError):  # errors of torch
             held = torch.full((), cast("Any", value), dtype=dtype).item()
-            holds = held == value or str(held) == str(
-                value
-            )  # NaN is not equal to itself
+            # as text, because NaN is not equal to itself
+            holds = held == value or str(held) == str(value)
             if dtype.is_floating_point or dtype.is_complex:
                 holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
     if not holds:
@@ -330,7 +330,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """Return whether the flag is true on any rank, the same on all.
 
     Raises:
-        ArgumentError: it is neither true nor false, as a tensor of several elements is not.
+        ArgumentError: the flag has no truth value, such as a tensor of several elements.
     """
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
@@ -356,10 +356,10 @@ def _truth(flag: object, label: str) -> bool:
 
 
 def check_root(name: str, root: int, world: World) -> None:
-    """Raise unless there is such a rank.
+    """Raise unless `root` is a rank of the world.
 
     Raises:
-        ArgumentError: there is none, or no world.
+        ArgumentError: it is not, or the world is not a World.
     """
     check_world(f"af.{name}", world)
     if not is_integer(root, 0) or root >= world.size:
@@ -368,18 +368,17 @@ def check_root(name: str, root: int, world: World) -> None:
 
 
 def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
-    """Return the leaves of a tree, in an order that all ranks have.
+    """Return the leaves of a tree, in the same order on all ranks.
 
     Raises:
-        ArgumentError: one is no tensor, or none whose elements lie in memory one by one.
+        ArgumentError: a leaf is not a dense tensor.
     """
     leaves = tree.leaves_by_key(values)
     for leaf in leaves:
         if not isinstance(leaf, torch.Tensor):
             msg = (
-                f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Objects"
-                " travel by af.gather_objects and af.broadcast_object; those that are neither"
-                " plain data nor tensors with pickle=True."
+                f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Use"
+                " af.gather_objects or af.broadcast_object for objects."
             )
             raise ArgumentError(msg)
         _check_dense(leaf, label, world)
@@ -396,8 +395,8 @@ def _check_dense(leaf: torch.Tensor, label: str, world: World) -> None:
     for name in ("meta", "quantized", "nested"):
         kind = name if getattr(leaf, f"is_{name}") else kind
     msg = (
-        f"{label}: a leaf is a {kind} tensor, and only dense ones with values travel. Give its"
-        " parts, or to_dense() or dequantize() of it."
+        f"{label}: a leaf is a {kind} tensor; expected dense tensors with values. Pass its"
+        " parts, or call to_dense() or dequantize()."
     )
     raise ArgumentError(msg)
 
@@ -407,26 +406,21 @@ def _by_dtype(
     leaves: Sequence[torch.Tensor],
     how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> Any:
-    """Return the tree with what `how` gives for its leaves, those of a dtype at a time."""
+    """Map the leaves of a tree by `how`, all leaves of a dtype at once."""
     dtypes = dict.fromkeys([leaf.dtype for leaf in leaves])
     if len(dtypes) == 1:
         return tree.with_leaves(values, how(leaves))
-    found: dict[int, torch.Tensor] = {}
+    mapped: dict[int, torch.Tensor] = {}
     for dtype in dtypes:
         places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        found.update(zip(places, how([leaves[i] for i in places]), strict=True))
-    return tree.with_leaves(values, [found[i] for i in range(len(leaves))])
-
-
-def _row(leaf: torch.Tensor) -> torch.Tensor:
-    """Return a tensor with a dim 0."""
-    return leaf if leaf.ndim else leaf.reshape(1)
+        mapped.update(zip(places, how([leaves[i] for i in places]), strict=True))
+    return tree.with_leaves(values, [mapped[i] for i in range(len(leaves))])
 
 
 # Collectives on objects: plain data and tensors, as bytes.
 #
-# They travel as safetensors and JSON. Pickle, which runs code of whoever wrote it, is used
-# where it is asked for by name.
+# They are sent as safetensors and JSON. Pickle, which can run the sender's code, is used only
+# with `pickle=True`.
 
 
 def gather_objects(
@@ -436,16 +430,16 @@ def gather_objects(
 
     Args:
         value: tensors, strings, numbers, booleans, None, and dicts, lists and tuples of them;
-            it may differ between ranks in everything.
-        world: whose ranks take part.
-        pickle: whether it is something else, and all ranks are to be trusted.
-        label: what the ranks are doing.
+            ranks may pass different values.
+        world: the ranks that take part.
+        pickle: whether to pickle other objects; use it only if you trust all ranks.
+        label: the operation, for errors and logs.
 
-    Cost: two gathers: of the lengths, and of as many bytes as the longest has.
+    Cost: a gather of the lengths, and a gather of the bytes, padded to the longest.
 
     Raises:
-        PlainDataError: it is something else, and `pickle` is False; or pickle refuses it.
-        CollectiveMismatchError: not all ranks say `pickle=True`.
+        PlainDataError: the value is another object and `pickle` is False, or pickle fails.
+        CollectiveMismatchError: not all ranks pass the same `pickle`.
     """
     check_stand_ins("af.gather_objects", world)
     data = _serialize(value, pickle=pickle)
@@ -462,11 +456,11 @@ def broadcast_object(
     pickle: bool = False,
     label: str = "broadcast_object",
 ) -> Any:
-    """Return the object that rank `root` has, on all ranks; what others give is not looked at.
+    """Return the object of rank `root`, on all ranks; the values of other ranks are ignored.
 
     Args, Raises: as `gather_objects`.
 
-    Cost: two broadcasts: of the length, and of the bytes.
+    Cost: a broadcast of the length, and a broadcast of the bytes.
     """
     check_root("broadcast_object", root, world)
     data = _serialize(value, pickle=pickle) if world.rank == root else None
@@ -480,38 +474,44 @@ def broadcast_object(
 def scatter(
     values: Sequence[Any] | None, world: World, *, root: int = 0, label: str = "scatter"
 ) -> Any:
-    """Return this rank's one of the values that rank `root` has, one for each rank.
+    """Give each rank its value from rank `root`.
 
     Args:
-        values: on `root`, a tree of tensors and plain data for each rank, of any shapes; it
-            is not looked at elsewhere.
-        world: whose ranks take part.
-        root: the rank that has them.
-        label: what the ranks are doing.
+        values: on `root`, a list with a tree of tensors and plain data for each rank, of any
+            shapes; ignored on other ranks.
+        world: the ranks that take part.
+        root: the rank with the values.
+        label: the operation, for errors and logs.
 
-    Law: gathering what was scattered gives it back.
+    Law: gathering the scattered values gives them back.
 
-    Cost: a broadcast of the lengths, and a scatter of as many bytes as the longest has.
+    Cost: a broadcast of the lengths, and a scatter of the bytes, padded to the longest.
 
     Raises:
-        ArgumentError: it is no list or tuple with one value for each rank.
+        ArgumentError: the values are not a list or tuple with one value for each rank.
         PlainDataError: a value is neither a tensor nor plain data.
     """
     check_root("scatter", root, world)
     parts = None
     if world.rank == root:
-        if not isinstance(values, (list, tuple)) or len(values) != world.size:
-            count = len(values) if isinstance(values, (list, tuple)) else None
-            given = type(values).__name__ if count is None else f"{count} values"
-            msg = (
-                f"af.scatter: rank {root} gave {given} for {world.size} ranks; expected a"
-                " list or a tuple with one value for each."
-            )
-            raise ArgumentError(msg)
-        parts = [_PLAIN + codec.to_bytes(each) for each in values]
+        _check_one_each("scatter", values, world)
+        parts = [_PLAIN + codec.to_bytes(each) for each in values or ()]
     world = check_same_call(world, "scatter", label, root=root)
     data = scatter_bytes(parts, world, root=root, label=label)
     return _deserialize(data, world, pickle=False)
+
+
+def _check_one_each(name: str, values: object, world: World) -> None:
+    """Raise unless there is a list or tuple with one value for each rank."""
+    is_list = isinstance(values, (list, tuple))
+    count = len(cast("Sequence[object]", values)) if is_list else None
+    if count != world.size:
+        given = type(values).__name__ if count is None else f"{count} values"
+        msg = (
+            f"af.{name}: rank {world.rank} gave {given} for {world.size} ranks; expected a"
+            " list or a tuple with one value for each."
+        )
+        raise ArgumentError(msg)
 
 
 def _call_name(kind: str, *, pickle: bool) -> str:
@@ -520,7 +520,7 @@ def _call_name(kind: str, *, pickle: bool) -> str:
 
 _PICKLED = b"pickle"
 _PLAIN = b"plain "
-"""What bytes begin with: ranks that say different things of them must not read them."""
+"""The first bytes of a message: ranks with different `pickle=` must not read it."""
 
 
 def _serialize(value: Any, *, pickle: bool) -> bytes:
@@ -528,14 +528,14 @@ def _serialize(value: Any, *, pickle: bool) -> bytes:
         try:
             return _PLAIN + codec.to_bytes(value)
         except PlainDataError as error:
-            msg = f"{error} Or give pickle=True on all ranks, if all are to be trusted."
+            msg = f"{error} Or pass pickle=True on all ranks, if you trust them."
             raise PlainDataError(msg) from error
     try:
         return _PICKLED + _pickle.dumps(value)
-    except Exception as error:  # whatever an object's own way of being pickled raises
+    except Exception as error:  # an object's own method may raise anything
         msg = (
-            f"pickle=True: {type(value).__name__} cannot be pickled: {error}. Give what it is"
-            " made of, and functions that a module has by name."
+            f"pickle=True: {type(value).__name__} cannot be pickled: {error}. Pass its parts,"
+            " and functions of a module."
         )
         raise PlainDataError(msg) from error
 
@@ -544,9 +544,8 @@ def _deserialize(data: bytes, world: World, *, pickle: bool) -> Any:
     kind, inside = data[: len(_PLAIN)], data[len(_PLAIN) :]
     if kind != (_PICKLED if pickle else _PLAIN):
         msg = (
-            f"Rank {world.rank} of {world.size} was given an object that was sent with"
-            f" pickle={not pickle}, and reads with pickle={pickle}. Give the same on all"
-            " ranks."
+            f"Rank {world.rank} of {world.size} reads with pickle={pickle} an object that was"
+            f" sent with pickle={not pickle}. Pass the same on all ranks."
         )
         raise CollectiveMismatchError(msg)
     if pickle:
@@ -554,7 +553,7 @@ def _deserialize(data: bytes, world: World, *, pickle: bool) -> Any:
     return codec.from_bytes(inside, str(world.device))
 
 
-# `all_to_all`: each rank has something for each, and gets what each has for it.
+# `all_to_all`: each rank sends a value to each rank.
 
 
 Shapes: TypeAlias = list[list[int]]
@@ -567,115 +566,91 @@ def all_to_all(
     equal: bool = False,
     label: str = "all_to_all",
 ) -> list[T]:
-    """Give each rank its own of the values; return what each rank gave this one.
+    """Send a value to each rank; return the values that the ranks sent to this rank.
 
     Args:
-        values: a tree of tensors for each rank, in rank order. They have one structure, one
-            dtype and one number of dimensions at each of its places, on all ranks; sizes may
-            be any.
-        world: whose ranks take part.
-        equal: whether all ranks give all ranks tensors of the same shapes, which are then not
-            exchanged first.
-        label: what the ranks are doing.
+        values: a tree of tensors for each rank, in rank order. All trees on all ranks have one
+            structure, with equal dtypes and numbers of dimensions; sizes may differ.
+        world: the ranks that take part.
+        equal: whether all shapes are equal on all ranks, so that ranks do not exchange them.
+        label: the operation, for errors and logs.
 
     Returns: a list of trees, in rank order.
 
-    Law: twice gives everything back; the same for all is `gather_objects`.
+    Law: a second call gives all values back.
 
-    Cost: one all-to-all of the sizes, unless they are equal, and one of the bytes, whatever
-    the dtypes.
+    Cost: one all-to-all of the sizes, unless they are equal, and one of the bytes.
 
     Raises:
-        ArgumentError: there is not one value for each rank, they are of several structures, a
-            leaf is no tensor, or shapes that are said to be equal are not.
+        ArgumentError: there is not one value for each rank, structures differ, a leaf is not a
+            tensor, or `equal` is True and shapes differ.
     """
     check_stand_ins("af.all_to_all", world)
-    if not isinstance(values, (list, tuple)) or len(values) != world.size:
-        count = len(values) if isinstance(values, Sequence) else type(values).__name__
-        msg = (
-            f"af.all_to_all: rank {world.rank} gave {count} values for {world.size} ranks;"
-            " expected a list with one for each."
-        )
-        raise ArgumentError(msg)
+    _check_one_each("all_to_all", values, world)
     given = [tensors_of(each, label, world) for each in values]
     _check_alike(values)
     free = None if equal else ...
     world = check_same_call(world, "all_to_all", label, values[0], free=free)
     if world.size == 1 or not given[0]:
         return [tree.clone(each) for each in values]
-    if equal:
-        shapes = _equal(given)
-        return _got(values[0], given, shapes, world, label)
-    sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
-    told = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
-    got = torch.empty_like(told)
-    with naming(label, world):
-        dist.all_to_all_single(got, told, group=world.group)
-    shapes = [
-        _split_sizes(row, [leaf.ndim for leaf in given[0]]) for row in got.tolist()
+    shapes = _check_equal(given) if equal else _exchange_shapes(given, world, label)
+    parts = _exchange_bytes(given, shapes, world, label)
+    return [
+        _tree_from_bytes(values[0], given[0], row, part)
+        for row, part in zip(shapes, parts, strict=True)
     ]
-    return _got(values[0], given, shapes, world, label)
 
 
-def _equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
-    """Return the shapes that all ranks are said to give this one: those that it gives."""
+def _check_equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
+    """Return the shapes from each rank, if this rank sends equal shapes to all ranks."""
     shapes = [[list(leaf.shape) for leaf in leaves] for leaves in given]
     for rank, each in enumerate(shapes):
         if each != shapes[0]:
             msg = (
-                f"af.all_to_all(equal=True): what is for rank 0 has the shapes {shapes[0]},"
-                f" what is for rank {rank} {each}. Give tensors of the same shapes, or leave"
-                " out equal."
+                f"af.all_to_all(equal=True): the value for rank 0 has the shapes {shapes[0]},"
+                f" the value for rank {rank} {each}. Leave out equal."
             )
             raise ArgumentError(msg)
     return shapes
 
 
-def _got(
-    value: T,
-    given: list[list[torch.Tensor]],
-    shapes: list[Shapes],
-    world: World,
-    label: str,
-) -> list[T]:
-    """Return the trees that each rank gave this one, of these shapes."""
-    parts = _exchange_bytes(given, shapes, world, label)
-    return [
-        _tree_from_bytes(value, given[0], row, part)
-        for row, part in zip(shapes, parts, strict=True)
-    ]
+def _exchange_shapes(
+    given: list[list[torch.Tensor]], world: World, label: str
+) -> list[Shapes]:
+    """Return the shapes of the tensors that each rank sends to this rank."""
+    sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
+    sent = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
+    received = torch.empty_like(sent)
+    with naming(label, world):
+        dist.all_to_all_single(received, sent, group=world.group)
+    rows = map(iter, received.tolist())
+    return [[list(islice(row, leaf.ndim)) for leaf in given[0]] for row in rows]
 
 
 def _exchange_bytes(
     given: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
 ) -> Sequence[torch.Tensor]:
-    """Return the bytes that each rank gave this one: tensors of these shapes."""
+    """Return the bytes that each rank sends to this rank, of tensors with these shapes."""
     sent = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in given]
-    coming = [sum(map(_num_bytes, given[0], row)) for row in shapes]
-    got = sent[0].new_empty(sum(coming))
-    leaving = [len(each) for each in sent]
+    counts = [sum(map(_num_bytes, given[0], row)) for row in shapes]
+    received = sent[0].new_empty(sum(counts))
+    sizes = [len(each) for each in sent]
     with naming(label, world):
-        dist.all_to_all_single(got, torch.cat(sent), coming, leaving, group=world.group)
-    return got.split(coming)
+        flat = torch.cat(sent)
+        dist.all_to_all_single(received, flat, counts, sizes, group=world.group)
+    return received.split(counts)
 
 
 def _tree_from_bytes(
     value: T, leaves: list[torch.Tensor], shapes: Shapes, data: torch.Tensor
 ) -> T:
-    """Return a tree like another, whose tensors have these shapes and bytes."""
-    ends = accumulate(map(_num_bytes, leaves, shapes), initial=0)
-    found = [
-        data[begin:end].clone().view(leaf.dtype).view(shape)
-        for leaf, shape, (begin, end) in zip(
-            leaves, shapes, pairwise(ends), strict=True
-        )
+    """Return a tree with the structure of `value`, from shapes and bytes."""
+    parts = data.split([*map(_num_bytes, leaves, shapes)])
+    tensors = [
+        part.clone().view(leaf.dtype).view(shape)
+        for leaf, shape, part in zip(leaves, shapes, parts, strict=True)
     ]
-    return tree.with_leaves(value, found)
-
-
-def _split_sizes(sizes: list[int], dims: list[int]) -> Shapes:
-    rest = iter(sizes)
-    return [list(islice(rest, ndim)) for ndim in dims]
+    return tree.with_leaves(value, tensors)
 
 
 def _bytes(leaf: torch.Tensor) -> torch.Tensor:
@@ -690,12 +665,11 @@ def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:
 def _check_alike(values: Sequence[object]) -> None:
     first = tree.outline(values[0], _kind)
     for rank, each in enumerate(values):
-        found = tree.outline(each, _kind)
-        if found != first:
+        other = tree.outline(each, _kind)
+        if other != first:
             msg = (
-                "af.all_to_all: the values have one structure, and tensors of one dtype and"
-                f" number of dimensions in each of its places; that for rank 0 is {first},"
-                f" that for rank {rank} {found}."
+                "af.all_to_all: expected values of one structure, with equal dtypes and numbers"
+                f" of dimensions; for rank 0 it is {first}, for rank {rank} {other}."
             )
             raise ArgumentError(msg)
 
