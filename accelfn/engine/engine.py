@@ -232,7 +232,8 @@ class Engine:
         self._is_alone = self._num_losses == 1 and not definition.setup.reduces
         self._activity = definition.world.connection.activity
         self._bound: tuple[object, object, object] = (None, None, None)
-        self._key_of: tuple[int | None, int] = (None, 0)
+        self._seed: int | None = None
+        self._key = 0
         self._buffers = Buffers(module)
         self._of_all_ranks = norm_buffers(module, synced=True)
         self._of_this_rank = norm_buffers(module, synced=False)
@@ -300,7 +301,11 @@ class Engine:
             if compression is not None:
                 slot = state.slots.get(compression.name)
                 compression.begin(slot, state.seed, loss_scale)
-            with draws.seeded(self._key(state), self._device, tried, num_before):
+            if self._seed != state.seed:  # the key of this rank's losses
+                loss, name = state.definition.world.loss, state.definition.name
+                self._key = draws.key(state.seed, name, "loss", loss.rank)
+                self._seed = state.seed
+            with draws.seeded(self._key, self._device, tried, num_before):
                 read, averaged = self._run(
                     state, loss_fn, samples, into, sync=sync, loss_scale=loss_scale
                 )
@@ -519,13 +524,6 @@ class Engine:
         if live is not None:  # already stepped and freed
             return {}
         return found if holder is None else holder.hidden()
-
-    def _key(self, state: TrainState) -> int:
-        """Return the RNG key of this rank's losses."""
-        if self._key_of[0] != state.seed:
-            loss, name = state.definition.world.loss, state.definition.name
-            self._key_of = (state.seed, draws.key(state.seed, name, "loss", loss.rank))
-        return self._key_of[1]
 
     def _load_partial_grads(
         self, into: Grads | None, loss_scale: torch.Tensor | None

@@ -112,14 +112,12 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
         that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
-        seen = _check_scalar(returned, loss_fn)
-        finite = _finite(seen, loss_fn, samples)
+        seen, finite = _check_scalar(returned, loss_fn, samples)
         weight = samples.count() if samples.known is None else samples.known
         sums = {"loss": WeightedSum(seen, weight, weight)}
         return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
     if isinstance(returned, Loss):
-        seen = _check_scalar(returned.total, loss_fn)
-        finite = _finite(seen, loss_fn, samples)
+        seen, finite = _check_scalar(returned.total, loss_fn, samples)
         totals = {"loss": (seen, returned.weight), **returned.aux}
         if samples.known == 0:
             nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
@@ -159,8 +157,13 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
         raise LossError(msg)
 
 
-def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Tensor:
-    """Check a scalar; return its detached value, which no update changes."""
+def _check_scalar(
+    scalar: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples
+) -> tuple[torch.Tensor, bool]:
+    """Check a scalar; return its detached value, which no update changes.
+
+    Returns also whether it is finite, as far as known without waiting for a device.
+    """
     if type(scalar) is not torch.Tensor:
         check_whole(scalar, qualname(loss_fn))
     if scalar.ndim != 0:
@@ -182,17 +185,13 @@ def _check_scalar(scalar: torch.Tensor, loss_fn: Callable[..., Any]) -> torch.Te
         )
         raise LossError(msg)
     value = scalar.detach()
-    # a computed scalar has its own memory; a parameter, or a view of it, does not
-    return value.clone() if scalar.is_leaf or scalar._is_view() else value
-
-
-def _finite(value: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples) -> bool:
-    """Return whether a loss is finite, as far as known; raise if it must be."""
+    if scalar.is_leaf or scalar._is_view():  # a computed scalar has its own memory
+        value = value.clone()
     # not `item`, an operator that waits for devices, so that a step has none
     if not value.is_cpu or math.isfinite(cast("Any", value.tolist())):
-        return True
+        return value, True
     if samples.judged:
-        return False
+        return value, False
     empty = _has_no_rows(samples.value)
     of = " for a batch without samples" if empty else ""
     msg = (

@@ -122,14 +122,13 @@ class clip_grad_norm:
 
 
 def _refuse_sparse(grads: Grads, owner: object) -> None:
-    sparse = [name for name, grad in grads.as_taken.items() if grad.is_sparse]
-    if sparse:
-        msg = (
-            f"{owner!r}: the gradients of {', '.join(sparse[:5])} are sparse, which torch"
-            " clips no more than it takes their norm. Make those layers with sparse=False,"
-            " or leave this transform out."
-        )
-        raise GradsError(msg)
+    for name, grad in grads.as_taken.items():
+        if grad.is_sparse:
+            msg = (
+                f"{owner!r}: the gradient of {name!r} is sparse, and torch cannot clip it. Make"
+                " that layer with sparse=False, or leave this transform out."
+            )
+            raise GradsError(msg)
 
 
 def _refuse_complex(grads: Grads, owner: object) -> None:
@@ -173,14 +172,19 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements of this rank's tensors."""
-    first, tensors = tensors[0], [each for each in tensors if each.numel()]
-    if not tensors:  # torch has no maximum of nothing
+    first = tensors[0]
+    wide, narrow = list[torch.Tensor](), list[torch.Tensor]()
+    for tensor in tensors:
+        if tensor.numel():
+            (wide if tensor.dtype.itemsize >= 4 else narrow).append(tensor)
+    if narrow:  # 16 bits could not hold the total
+        wide += tree.norms(narrow, norm_type, dtype=torch.float32)
+    if not wide:  # torch has no maximum of nothing
         nothing = first.abs().sum()  # in the dtype of other ranks' norms
         return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
-    tensors = _norms_of_16_bits(tensors, norm_type)
-    if len(tensors) <= _FEW or len({(t.device, t.dtype) for t in tensors}) > 1:
-        return torch.nn.utils.get_total_norm(tensors, norm_type=norm_type)
-    return _norm_of_many(tensors, norm_type)
+    if len(wide) <= _FEW or len({(t.device, t.dtype) for t in wide}) > 1:
+        return torch.nn.utils.get_total_norm(wide, norm_type=norm_type)
+    return _norm_of_many(wide, norm_type)
 
 
 def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
@@ -195,17 +199,6 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
             for i in range(0, len(tensors), _FEW)
         ]
         return torch.linalg.vector_norm(torch.cat(norms), norm_type)
-
-
-def _norms_of_16_bits(
-    tensors: list[torch.Tensor], norm_type: float
-) -> list[torch.Tensor]:
-    """Replace 16-bit tensors by their float32 norms; 16 bits could not hold the total."""
-    narrow = [each for each in tensors if each.dtype.itemsize < 4]
-    if not narrow:
-        return tensors
-    wide = [each for each in tensors if each.dtype.itemsize >= 4]
-    return wide + tree.norms(narrow, norm_type, dtype=torch.float32)
 
 
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
