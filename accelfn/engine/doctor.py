@@ -193,9 +193,10 @@ def examine_call(state: TrainState, batch: Any) -> None:
         return
     cache.saw_a_batch = True
     is_sharded = definition.plan.num_shares > 1
+    is_own = state.data is not None and state.data.sharded  # each rank's own stream
     if not isinstance(batch, Batch):
         advice = _value_advice(state, batch) if is_sharded else None
-    elif batch.start is None or not _is_whole(batch) or _has_own_stream(state):
+    elif batch.start is None or not _is_whole(batch) or is_own:
         advice = None
     else:
         advice = _uncut_advice(state, batch) if is_sharded else _unsharded_advice(state)
@@ -207,11 +208,6 @@ def _is_whole(batch: Batch) -> bool:
     """Whether this rank has all samples of an update that ranks could share."""
     counted = sum(weight or 0 for weight in batch.weights)
     return counted == batch.num_samples > 1
-
-
-def _has_own_stream(state: TrainState) -> bool:
-    """Whether each rank reads a data stream of its own."""
-    return state.data is not None and state.data.sharded
 
 
 def _value_advice(state: TrainState, value: Any) -> str | None:

@@ -22,7 +22,6 @@ from accelfn.base.devices import is_set_to
 from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import is_shard, local, with_local
 from accelfn.data.plan import Cursor
-from accelfn.definition.definition import Definition
 from accelfn.definition.transform import check_returned
 from accelfn.engine import doctor
 from accelfn.engine.binding import ParamBinding, binding_of
@@ -221,7 +220,7 @@ class Engine:
 
         `module` is the module that the runner runs.
         """
-        self._binding, self._runner, self._optimizer = binding, runner, optimizer
+        self.binding, self._runner, self._optimizer = binding, runner, optimizer
         self._holder, self._compression = binding.holder, compression
         self.live_update = live_update
         # parameters after an update, if they are not those of the state before
@@ -262,7 +261,7 @@ class Engine:
         if bound[0] is params and bound[1] is buffers and bound[2] is opt_state:
             return
         self._detach_exported_grads()
-        self._binding.bind(params)
+        self.binding.bind(params)
         self._buffers.bind(buffers)
         self._optimizer.load(opt_state)
         self._bound = (params, buffers, opt_state)
@@ -361,7 +360,7 @@ class Engine:
         try:
             with span("accelfn forward") if profiled else NOTHING:
                 read = self._forward(loss_fn, samples, sync=sync)
-            if into is None and self._binding.has_gradients():
+            if into is None and self.binding.has_gradients():
                 doctor.reject_own_backward()
             if self._doctor is not None:
                 self._doctor.examine_loss(state, samples, read)
@@ -386,7 +385,7 @@ class Engine:
         own.
         """
         live = self._live if isinstance(self._live, dict) else {}
-        buckets = {name: grad for name, grad in live.items() if _is_in_bucket(grad)}
+        buckets = {n: g for n, g in live.items() if local(g)._base is not None}
         self._handed_out |= buckets.keys()
         for name, grad in buckets.items():
             part = local(grad).detach()
@@ -403,7 +402,7 @@ class Engine:
         self._optimizer.expect(planned)
         self._divisor = grads.divide(self._optimizer.divides)
         if grads.as_taken is not self._live:
-            self._binding.put_gradients(grads)
+            self.binding.put_gradients(grads)
 
     def finish(self, grads: Grads) -> OptState:
         """End an update taken by the backward pass; return the optimizer's state by name."""
@@ -431,17 +430,11 @@ class Engine:
         """Return the gradient holder's metrics of the last update."""
         return {} if self._holder is None else self._holder.reports()
 
-    def lend(
-        self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any]:
-        """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
-        return self._binding.lend(params, buffers)
-
     def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
         """Clear gradients, commit buffers and bind the state after the update."""
-        self._binding.clear_gradients()
+        self.binding.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
         self._live, self._handed_out = None, frozenset()
@@ -455,7 +448,7 @@ class Engine:
 
     def discard(self) -> None:
         """Drop gradients that no update will apply."""
-        self._binding.clear_gradients()
+        self.binding.clear_gradients()
         self._live, self._handed_out = None, frozenset()
 
     def is_undone(self) -> bool:
@@ -492,7 +485,7 @@ class Engine:
             self.live_update.hold()
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         if code not in self._untracked:
-            known = {id(p) for p in self._binding.params.values()}
+            known = {id(p) for p in self.binding.params.values()}
             leaves = untracked_leaves(read.scalar, known) if self._is_whole else []
             self._untracked[code] = leaves
         kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
@@ -510,8 +503,8 @@ class Engine:
         """Return the gradients of the backward pass; hidden ones are not in the result."""
         live, holder = self.live_update, self._holder
         stepped = {} if live is None else live.stepped_params()
-        found = stepped or self._binding.take_gradients()
-        trained = self._binding.trained
+        found = stepped or self.binding.take_gradients()
+        trained = self.binding.trained
         if len(found) < len(trained):
             doctor.reject_frozen(trained, found)
         if reduced and len(found) < len(trained) and not self._runner.expects_unused:
@@ -540,12 +533,12 @@ class Engine:
             )
             raise GradsError(msg)
         try:
-            self._binding.put_gradients(into)
+            self.binding.put_gradients(into)
             into.give_away()
             into.multiply_back()
         except BaseException:
             self._detach_exported_grads()
-            self._binding.clear_gradients()
+            self.binding.clear_gradients()
             raise
 
     def _detach_exported_grads(self) -> None:
@@ -574,10 +567,6 @@ def _reset_autograd(state: TrainState) -> None:
     params, buffers = state._params, state._buffers  # pyright: ignore[reportPrivateUsage]
     for each in (*params.values(), *buffers.values()):
         each.requires_grad, each.grad = False, None
-
-
-def _is_in_bucket(grad: torch.Tensor) -> bool:
-    return (grad if type(grad) is torch.Tensor else local(grad))._base is not None
 
 
 # The engine of a state, built at first use after ranks have compared their definitions.
@@ -617,7 +606,9 @@ def build_engine(
     """
     definition, live = state.definition, None
     if optimizer is None:
-        optimizer = _over_params(definition, home)
+        names = {param: name for name, param in home.params.items()}
+        torchs = definition.optimizer_over(home.params)
+        optimizer = LiveOptimizer(torchs, names, home.opt_state_view)
         if "steps_in_backward" in definition.setup.facts:
             live = LiveUpdate(optimizer, home.trained)
     module = apply_module_transforms(home.module, state)
@@ -656,10 +647,3 @@ def _build_engine(state: TrainState) -> Engine:
         chosen[0], "engine", ok=is_one, returned=engine, expected="an Engine"
     )
     return engine
-
-
-def _over_params(definition: Definition, home: ParamBinding) -> LiveOptimizer:
-    """Return a state's optimizer over the parameters of a binding."""
-    names = {param: name for name, param in home.params.items()}
-    optimizer = definition.optimizer_over(home.params)
-    return LiveOptimizer(optimizer, names, home.opt_state_view)

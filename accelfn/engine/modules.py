@@ -56,13 +56,14 @@ def select_modules(
         ModelError: no module matches (the error names the existing classes), or a chosen module
         has no forward, so it is never called.
     """
-    is_meant: Predicate
-    if isinstance(regions, (type, tuple)):
-        is_meant = partial(_is_of, cast("Any", regions))
-    elif regions is None:
-        is_meant = _is_child
-    else:
-        is_meant = regions
+
+    def is_meant(name: str, module: nn.Module) -> bool:
+        if isinstance(regions, (type, tuple)):
+            return isinstance(module, regions)
+        if regions is None:
+            return bool(name) and has_forward(module)
+        return regions(name, module)
+
     found = _outermost(module, "", is_meant)
     if not found:
         names = sorted({type(each).__qualname__ for each in module.modules()})
@@ -94,14 +95,6 @@ def _check_forward(region: nn.Module, module: nn.Module, whose: str) -> None:
         f" {way if kinds else 'the module that uses it'}."
     )
     raise ModelError(msg)
-
-
-def _is_of(classes: Any, _: str, module: nn.Module) -> bool:
-    return isinstance(module, classes)
-
-
-def _is_child(name: str, module: nn.Module) -> bool:
-    return bool(name) and has_forward(module)
 
 
 def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Module]:

@@ -167,7 +167,9 @@ class Versions:
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]]
         self._entries = [(entry, dict(entry)) for entry in states]
         self._counting = [
-            i for i, (entry, _) in enumerate(self._entries) if _has_numbers(entry)
+            i
+            for i, (entry, _) in enumerate(self._entries)
+            if not all(isinstance(value, torch.Tensor) for value in entry.values())
         ]
         self._count = -1
 
@@ -213,10 +215,6 @@ def _goes_by_lists(group: dict[str, Any]) -> bool:
         return True
     is_open = group.get("foreach", False) is None
     return is_open and any(param.device.type != "cpu" for param in group["params"])
-
-
-def _has_numbers(entry: dict[str, Any]) -> bool:
-    return not all(isinstance(each, torch.Tensor) for each in entry.values())
 
 
 def _is_same(entry: dict[str, Any], kept: dict[str, Any]) -> bool:

@@ -173,7 +173,7 @@ class _Evaluation:
             if definition.layout is None:
                 self._call = lend_module(definition, params, buffers)
             else:
-                self._call = engine_of(state).lend(params, buffers)
+                self._call = engine_of(state).binding.lend(params, buffers)
         self._params = {name: local(param) for name, param in params.items()}
 
     def run(self, batch: Batch) -> Any:

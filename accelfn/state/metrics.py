@@ -77,7 +77,11 @@ class Loss:
             msg = "af.Loss(loss=...): this name reports the total itself; use another."
             raise LossError(msg)
         for name, entry in aux.items():
-            _check_pair(name, entry)
+            if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) != 2:
+                msg = (
+                    f"af.Loss({name}={entry!r}): expected a total, or (total, weight)."
+                )
+                raise LossError(msg)
             amount, over = entry if isinstance(entry, tuple) else (entry, weight)
             _check_number(name, amount)
             _check_weight(f"{name}=(total, weight)", over)
@@ -127,12 +131,6 @@ def is_scalar(value: object) -> bool:
         is_real = value.dtype is not torch.bool and not value.is_complex()
         return value.numel() == 1 and is_real
     return is_number(value)
-
-
-def _check_pair(name: str, entry: object) -> None:
-    if isinstance(entry, tuple) and len(cast("tuple[Any, ...]", entry)) != 2:
-        msg = f"af.Loss({name}={entry!r}): expected a total, or (total, weight)."
-        raise LossError(msg)
 
 
 def _check_number(name: str, value: object) -> None:

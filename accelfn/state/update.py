@@ -225,8 +225,9 @@ def plan_hyper(update: Update) -> tuple[Assignments, Update]:
     if definition.rates is None and not definition.setup.owners["hyper"]:
         return {}, update
     planned, is_over, update = _plan(update)
-    if is_over:
-        _notice_end(update.state)
+    if is_over and definition.rates is not None and definition.world.is_main:
+        cache, step = definition.cache, update.state.step
+        cache.looks_at = advise_of_end(definition.rates, step, cache.looks_at)
     return planned, update
 
 
@@ -263,14 +264,6 @@ def _is_over(planned: Assignments) -> bool:
     rate = planned.get((0, "lr"))
     # a tensor may be on a device, and reading it would wait
     return type(rate) is float and rate == 0.0
-
-
-def _notice_end(state: "TrainState") -> None:
-    """Warn that the schedule is over, and no transform sets a rate."""
-    definition = state.definition
-    if definition.rates is not None and definition.world.is_main:
-        cache = definition.cache
-        cache.looks_at = advise_of_end(definition.rates, state.step, cache.looks_at)
 
 
 def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:

@@ -6,7 +6,6 @@ So you can write SAM, a GAN or distillation in a few lines from these two functi
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
-import functools
 import signal
 import threading
 import time
@@ -14,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from types import FrameType, MappingProxyType
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import ref
 
 import attrs
@@ -65,8 +64,6 @@ from accelfn.world import World
 # and notebooks raise in a thread, are not deferred: use `af.salvage`.
 
 
-P = ParamSpec("P")
-R = TypeVar("R")
 _POLL, _LONGEST_POLL = 1e-4, 0.05
 """First and longest pause, in seconds; a step usually ends within the first."""
 
@@ -175,18 +172,6 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         return at is not None and (at != frame.f_lasti or inner is not None)
 
 
-def without_sigint(function: Callable[P, R]) -> Callable[P, R]:
-    """Defer Ctrl-C while a function runs; use as the outermost decorator."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        with defer_sigint() as hold:
-            hold.begin()
-            return function(*args, **kwargs)
-
-    return call
-
-
 # Skipped updates: all ranks decide alike, on the host or on the device.
 
 
@@ -282,10 +267,11 @@ def take_update(
                 opt_state = _step_optimizer(
                     state, update, assignments, engine, flag=flag, hold=hold
                 )
-                if update.grads.taken.owned_by_engine:
-                    update = _add_engine_reports(
-                        update, engine, is_taken=opt_state is not None
-                    )
+                if update.grads.taken.owned_by_engine:  # it may skip by itself
+                    skipped = opt_state is None
+                    metrics = {**engine.reports(), "skipped": float(skipped)}
+                    new_grads = update.grads.with_metrics(**metrics)
+                    update = attrs.evolve(update, grads=new_grads, skipped=skipped)
             if opt_state is None:
                 hold()
                 after = _skip_update(state, update, reduced_grads, engine)
@@ -488,13 +474,6 @@ def _state_after(
     return end_donation(state, after, update.grads.taken.update, *grads)
 
 
-def _add_engine_reports(update: Update, engine: Engine, *, is_taken: bool) -> Update:
-    """Return an update of engine-owned gradients with the engine's metrics."""
-    metrics = {**engine.reports(), "skipped": float(not is_taken)}
-    update = update.with_grads(update.grads.with_metrics(**metrics))
-    return attrs.evolve(update, skipped=not is_taken)
-
-
 def _undo(state: TrainState, engine: Engine) -> None:
     """Restore a state's lease after an update that raised before changing any tensor."""
     if engine.is_undone():
@@ -629,7 +608,6 @@ def release(state: TrainState) -> None:
     state.definition.cache.clear()
 
 
-@without_sigint
 @explain_call_errors
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     """Take one optimizer update: `(state, grads) -> state`.
@@ -646,14 +624,10 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
     check_state("af.apply_grads(state, grads)", state)
     state.lease.check()
     check_update(state, grads)
-    with own_modes(state.definition.world.device):
-        return take_update(state, grads, _already_deferred)[0]
+    with defer_sigint() as hold, own_modes(state.definition.world.device):
+        return take_update(state, grads, hold.begin)[0]
 
 
-def _already_deferred() -> None: ...
-
-
-@without_sigint
 def finalize(state: TrainState) -> TrainState:
     """Return the state after the last work of its transforms, such as a final average.
 
@@ -663,7 +637,8 @@ def finalize(state: TrainState) -> TrainState:
     state.lease.check()
     if not state.definition.setup.owners["finalize"]:
         return state
-    with own_modes(state.definition.world.device):
+    with defer_sigint() as hold, own_modes(state.definition.world.device):
+        hold.begin()
         after = attrs.evolve(state, lease=Lease())
         update = Update(state=state, slots=after.slots)
         number = state.num_tried

@@ -95,7 +95,7 @@ def trained_by_zero(
     if place == "engine":  # in which the other rank waits
         raise SIGNS[0]
     state = stepped(state, LOSSES["mean"], 2)
-    flats = engine_of(state)._binding.zero.flats
+    flats = engine_of(state).binding.zero.flats
     memory += [StorageWeakRef(each.untyped_storage()) for each in flats]
 
     def loss_fn(model: Any, batch: Any) -> torch.Tensor:

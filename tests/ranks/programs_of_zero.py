@@ -600,7 +600,7 @@ def released(world: af.World, each: Trained) -> None:
     """Check that an engine that is let go of keeps nothing but what states have."""
     torch.set_num_threads(1)
     state = stepped(each, each.state(world), 1)
-    zero = engine_of(state)._binding.zero
+    zero = engine_of(state).binding.zero
     after = tensors(stepped(each, state, 1, donate=False))
     assert _holds_parts(zero._optimizer) is (zero.stage == 3)
     af.release(state)
