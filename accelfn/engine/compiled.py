@@ -344,10 +344,10 @@ class TwoGraphsRunner(Delegating):
     def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
         """Return the loss, compiled."""
         self._compiler.num_passes += 1
-        made = self._made.get(loss_fn)
-        if made is None:
-            made = self._made[loss_fn] = self._compile_loss(loss_fn)
-        return made
+        compiled_fn = self._made.get(loss_fn)
+        if compiled_fn is None:
+            compiled_fn = self._made[loss_fn] = self._compile_loss(loss_fn)
+        return compiled_fn
 
     def _compile_loss(self, loss_fn: LossFunction) -> LossFunction:
         compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
@@ -359,8 +359,8 @@ class TwoGraphsRunner(Delegating):
                 if not (self._whole and DOUBLE_BACKWARD in str(error)):
                     loss_fn(model, value, *extras)
                     raise
-            made = self._made[loss_fn] = self._in_one_graph(loss_fn, model)
-            return made(model, value, *extras)
+            compiled_fn = self._made[loss_fn] = self._in_one_graph(loss_fn, model)
+            return compiled_fn(model, value, *extras)
 
         compiled_loss.__qualname__ = qualname(loss_fn)
         return compiled_loss

@@ -170,29 +170,29 @@ class Heads:
         self._ranks = ranks
         self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
 
-    def attend(self, given: Attention) -> torch.Tensor:
+    def attend(self, attention: Attention) -> torch.Tensor:
         """Return the result of attention for this rank's positions.
 
         Raises:
             LossError: the ranks cannot share the heads, or a mask does not have all positions.
         """
         ranks = self._ranks
-        _check_heads(given, ranks)
+        _check_heads(attention, ranks)
         query, key, value = exchange_heads(
-            (given.query, given.key, given.value), ranks, (HEADS, POSITIONS)
+            (attention.query, attention.key, attention.value), ranks, (HEADS, POSITIONS)
         )
-        given.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
-        mask = _of_heads(given.attn_mask, ranks)
-        options = attrs.asdict(given, recurse=False)
+        attention.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
+        mask = _of_heads(attention.attn_mask, ranks)
+        options = attrs.asdict(attention, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         attended = F.scaled_dot_product_attention(**options)
         return exchange_heads((attended,), ranks, (POSITIONS, HEADS))[0]
 
 
-def _check_heads(given: Attention, ranks: World) -> None:
+def _check_heads(attention: Attention, ranks: World) -> None:
     """Reject a number of heads that is not a multiple of the number of ranks."""
-    given.check_dims()
-    for name, tensor in given.three.items():
+    attention.check_dims()
+    for name, tensor in attention.three.items():
         if tensor.shape[HEADS] % ranks.size:
             msg = (
                 f"af.context_parallel: {tensor.shape[HEADS]} heads of the {name}, of shape"
@@ -497,26 +497,32 @@ class Ring:
         self._ranks = ranks
         self.num_pieces, self.pieces = 2 * ranks.size, _pieces(ranks.rank, ranks.size)
 
-    def attend(self, given: Attention) -> torch.Tensor:
+    def attend(self, attention: Attention) -> torch.Tensor:
         """Return the result of attention for this rank's positions.
 
         Raises:
             LossError: heads or samples differ, a mask does not have all positions, or there is
             attention dropout.
         """
-        _check_ring(given)
-        three = [_as_autocast(each) for each in given.three.values()]
-        scale = three[0].shape[-1] ** -0.5 if given.scale is None else given.scale
-        meetings = _Meetings(self._ranks, is_causal=given.is_causal, scale=scale)
-        masks = self._masks(given, three[0].dtype)
+        _check_ring(attention)
+        three = [_as_autocast(each) for each in attention.three.values()]
+        scale = (
+            three[0].shape[-1] ** -0.5 if attention.scale is None else attention.scale
+        )
+        meetings = _Meetings(self._ranks, is_causal=attention.is_causal, scale=scale)
+        masks = self._masks(attention, three[0].dtype)
         return cast("Any", _Attention).apply(meetings, *three, *masks)
 
-    def _masks(self, given: Attention, dtype: torch.dtype) -> list[torch.Tensor | None]:
+    def _masks(
+        self, attention: Attention, dtype: torch.dtype
+    ) -> list[torch.Tensor | None]:
         """Return the mask of this rank's queries and each rank's keys."""
         size = self._ranks.size
-        lengths = [each.shape[POSITIONS] * size for each in (given.query, given.key)]
-        given.check_mask(*lengths)
-        mask = given.attn_mask
+        lengths = [
+            each.shape[POSITIONS] * size for each in (attention.query, attention.key)
+        ]
+        attention.check_mask(*lengths)
+        mask = attention.attn_mask
         if mask is None:
             return [None] * size
         if mask.dtype is torch.bool:
@@ -556,24 +562,24 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
 
 
-def _check_ring(given: Attention) -> None:
-    given.check_dims()
-    query, key, value = given.three.values()
-    if given.dropout_p:
+def _check_ring(attention: Attention) -> None:
+    attention.check_dims()
+    query, key, value = attention.three.values()
+    if attention.dropout_p:
         msg = (
             f"af.context_parallel(ring=True): attention is to drop a share of"
-            f" {given.dropout_p:g} of what it sees, and each meeting of the ring would draw"
+            f" {attention.dropout_p:g} of what it sees, and each meeting of the ring would draw"
             " anew. Set dropout_p=0, or leave out ring."
         )
         raise LossError(msg)
-    if given.is_causal and given.attn_mask is not None:
+    if attention.is_causal and attention.attn_mask is not None:
         msg = (
             "af.context_parallel(ring=True): attention is called with an attn_mask and with"
             " is_causal=True. Give one of the two: let the mask hide what is to come."
         )
         raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
-    is_fit = rest == 0 and (shared_by == 1 or given.enable_gqa)
+    is_fit = rest == 0 and (shared_by == 1 or attention.enable_gqa)
     is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1]
     if not is_fit or query.shape[0] != key.shape[0]:
         msg = (
@@ -584,9 +590,9 @@ def _check_ring(given: Attention) -> None:
         )
         raise LossError(msg)
     num_queries, num_keys = query.shape[POSITIONS], key.shape[POSITIONS]
-    has_places = given.is_causal or given.attn_mask is not None
+    has_places = attention.is_causal or attention.attn_mask is not None
     is_odd = has_places and (num_queries % 2 or num_keys % 2)
-    if is_odd or (given.is_causal and num_queries != num_keys):
+    if is_odd or (attention.is_causal and num_queries != num_keys):
         msg = (
             f"af.context_parallel(ring=True): this rank's part has {num_queries} queries and"
             f" {num_keys} keys. Under a mask a part is two pieces of one length, and"

@@ -180,18 +180,20 @@ class LowRank:
 
     def _approximate_(self, matrices: list[_Matrix]) -> None:
         """Set gradients to their approximate mean, and keep the errors."""
-        left = [each.rows @ each.factor for each in matrices]
+        left = [matrix.rows @ matrix.factor for matrix in matrices]
         self._mean_(left)
-        left = [torch.linalg.qr(each).Q for each in left]
+        left = [torch.linalg.qr(matrix).Q for matrix in left]
         right = [
-            each.rows.mH @ basis for each, basis in zip(matrices, left, strict=True)
+            matrix.rows.mH @ basis for matrix, basis in zip(matrices, left, strict=True)
         ]
         self._mean_(right)
-        for each, basis, factor in zip(matrices, left, right, strict=True):
-            found = basis @ factor.mH
-            self._errors[each.name] = each.rows - found
-            self._factors[each.name] = factor
-            each.gradient.copy_((found * self._unit.to(found)).view_as(each.gradient))
+        for matrix, basis, factor in zip(matrices, left, right, strict=True):
+            product = basis @ factor.mH
+            self._errors[matrix.name] = matrix.rows - product
+            self._factors[matrix.name] = factor
+            matrix.gradient.copy_(
+                (product * self._unit.to(product)).view_as(matrix.gradient)
+            )
 
     def _mean_(self, tensors: list[torch.Tensor]) -> None:
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
@@ -267,8 +269,8 @@ class LeanDDP(DistributedDataParallel):
 
     def sparse_params(self) -> list[nn.Parameter]:
         """Return the parameters whose gradients are sparse."""
-        found = zip(*self._build_params_for_reducer(), strict=True)
-        return [param for param, is_sparse in found if is_sparse]
+        pairs = zip(*self._build_params_for_reducer(), strict=True)
+        return [param for param, is_sparse in pairs if is_sparse]
 
     def params_missing(self) -> list[nn.Parameter]:
         """Return the parameters without a gradient in the last pass.
@@ -278,9 +280,9 @@ class LeanDDP(DistributedDataParallel):
         try:
             self._check_reducer_finalized()
         except RuntimeError as error:
-            found = _INDICES.search(str(error))
+            match = _INDICES.search(str(error))
             params = self._in_reducer
-            missing = [params[int(i)] for i in found[1].split()] if found else params
+            missing = [params[int(i)] for i in match[1].split()] if match else params
             return [param for param in missing if param.requires_grad]
         return []
 
@@ -357,9 +359,9 @@ def _hook(
     bucket: dist.GradBucket,
 ) -> Reduced:
     """Call the reduction of a bucket; torch checks these annotations."""
-    found = reduce()
-    assert found is not None  # noqa: S101 - the runner is alive during its backward pass
-    return found(bucket)
+    reduce_bucket = reduce()
+    assert reduce_bucket is not None  # noqa: S101 - the runner is alive during its backward pass
+    return reduce_bucket(bucket)
 
 
 class DDPRunner:

@@ -337,20 +337,20 @@ def check_gradients(
     Raises:
         LossError: a gradient was computed from a rank's own features only.
     """
-    alike = {
+    unsplit = {
         name: local(gradients[name]).detach().double()
         for name in trained
         if name in gradients and "tp" not in cut_axes(gradients[name])
     }
-    totals = {name: each.clone() for name, each in alike.items()}
-    lengths = torch.zeros(len(alike), dtype=torch.float64, device=ranks.device)
-    for i, each in enumerate(alike.values()):
+    totals = {name: each.clone() for name, each in unsplit.items()}
+    lengths = torch.zeros(len(unsplit), dtype=torch.float64, device=ranks.device)
+    for i, each in enumerate(unsplit.values()):
         lengths[i] = each.norm()
     all_reduce_([*totals.values(), lengths], ranks, label="compare gradients")
-    for (name, mine), length in zip(
-        alike.items(), on_host(lengths).tolist(), strict=True
+    for (name, own_grad), length in zip(
+        unsplit.items(), on_host(lengths).tolist(), strict=True
     ):
-        far = (totals[name] - ranks.size * mine).norm()
+        far = (totals[name] - ranks.size * own_grad).norm()
         if float(on_host(far)) > _FAR * length:
             module = name.rpartition(".")[0]
             msg = (
@@ -399,18 +399,18 @@ def _plain(value: object) -> object:
 
 
 def _sample_schedule(rates: Rates, schedule: object) -> str:
-    found: list[object] = []
+    samples: list[object] = []
     try:
         for update in _ASKED:
-            found += [_plain(value) for value in rates(update).values()]
+            samples += [_plain(value) for value in rates(update).values()]
     except (
         ArithmeticError,
         LookupError,
         ValueError,
         Error,
     ):  # the schedule ends earlier
-        found.append(getattr(schedule, "__qualname__", type(schedule).__name__))
-    return str(found)
+        samples.append(getattr(schedule, "__qualname__", type(schedule).__name__))
+    return str(samples)
 
 
 # Counters in modules and optimizers outside the state.
@@ -476,10 +476,10 @@ def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
         elif type(value) is list:
             yield f"{name}'s length", len(value)
         elif type(value) is dict and not name.startswith("_"):
-            found = cast("dict[Any, Any]", value).items()
+            gradients = cast("dict[Any, Any]", value).items()
             yield from (
                 (f"{name}[{key!r}]", each)
-                for key, each in found
+                for key, each in gradients
                 if type(each) in (int, float)
             )
 
@@ -569,17 +569,17 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
 
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaf tensors of a graph."""
-    found: list[torch.Tensor] = []
-    seen, left = set[Any](), [loss.grad_fn]
-    while left:
-        node: Any = left.pop()
-        if node is None or node in seen:
+    leaves: list[torch.Tensor] = []
+    visited, waiting = set[Any](), [loss.grad_fn]
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if (end := getattr(node, "variable", None)) is not None:
-            found.append(end)
-        left += [after for after, _ in node.next_functions]
-    return found
+            leaves.append(end)
+        waiting += [after for after, _ in node.next_functions]
+    return leaves
 
 
 # Missing and unexpected gradients.
@@ -598,17 +598,21 @@ def reject_own_backward() -> NoReturn:
     raise LossError(msg)
 
 
-def reject_frozen(trained: Mapping[str, torch.Tensor], found: Container[str]) -> None:
+def reject_frozen(
+    trained: Mapping[str, torch.Tensor], gradients: Container[str]
+) -> None:
     """Reject a loss function that froze parameters, and unfreeze them.
 
     Args:
         trained: the trained parameters, by name.
-        found: the names of parameters with a gradient.
+        gradients: the names of parameters with a gradient.
 
     Raises:
         LossError: names the frozen parameters.
     """
-    frozen = [n for n, p in trained.items() if n not in found and not p.requires_grad]
+    frozen = [
+        n for n, p in trained.items() if n not in gradients and not p.requires_grad
+    ]
     for name in frozen:
         trained[name].requires_grad_()
     if frozen:
@@ -676,13 +680,15 @@ def reject_device_mismatch(
     Raises:
         BatchError: some tensors are.
     """
-    given = tree.tensor_leaves((samples.value, samples.extras))
-    strange = {str(each.device) for each in given if each.device.type != device.type}
-    if not strange:
+    tensors = tree.tensor_leaves((samples.value, samples.extras))
+    other_devices = {
+        str(each.device) for each in tensors if each.device.type != device.type
+    }
+    if not other_devices:
         return
     msg = (
         f"The loss function failed ({str(error).partition(chr(10))[0]}). It was given tensors"
-        f" on {', '.join(sorted(strange))}, and the state is on {device}. Batches of"
+        f" on {', '.join(sorted(other_devices))}, and the state is on {device}. Batches of"
         " af.batches(state) are there already; move another one: batch ="
         " batch.to(state.world.device)."
     )
@@ -705,12 +711,12 @@ class Coarsest(TorchFunctionMode):
     ) -> Any:
         """Call a function, and record the precision of its result."""
         del types
-        found = func(*args, **(kwargs or {}))
-        if isinstance(found, torch.Tensor) and found.is_floating_point():
-            is_float32 = found.dtype is torch.float32
-            eps = devices.eps() if is_float32 else torch.finfo(found.dtype).eps
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.is_floating_point():
+            is_float32 = result.dtype is torch.float32
+            eps = devices.eps() if is_float32 else torch.finfo(result.dtype).eps
             self.eps = max(self.eps, eps)
-        return found
+        return result
 
 
 @contextmanager

@@ -81,18 +81,18 @@ class Buffers:
     def __init__(self, module: nn.Module) -> None:
         """Find the buffers; a shared buffer counts once."""
         self._tables: list[tuple[str, Table, Table]] = []
-        found: dict[int, _Buffer] = {}
+        by_id: dict[int, _Buffer] = {}
         self._fixed: list[tuple[str, Table, str, torch.Tensor | None]] = []
         for path, owner in module.named_modules():
             table = owner._buffers  # pyright: ignore[reportPrivateUsage]
             self._tables.append((path, table, dict(table)))
             for key, tensor in table.items():
                 name = _join_path(path, key)
-                if tensor is None or id(tensor) in found:
+                if tensor is None or id(tensor) in by_id:
                     self._fixed.append((name, table, key, tensor))
                 else:
-                    found[id(tensor)] = _Buffer(name, table, key, tensor)
-        self._found = list(found.values())
+                    by_id[id(tensor)] = _Buffer(name, table, key, tensor)
+        self._found = list(by_id.values())
         self._assigned: dict[str, _Buffer] = {}
         self._home: dict[str, torch.Tensor] = {}
         self._scratch: dict[str, torch.Tensor] = {}
@@ -100,17 +100,17 @@ class Buffers:
     def bind(self, home: Mapping[str, torch.Tensor]) -> None:
         """Take over a state's buffers."""
         self._home = dict(home)
-        for each in self._found:
-            self._place(each, home[each.name].clone())
+        for buffer in self._found:
+            self._place(buffer, home[buffer.name].clone())
 
-    def begin(self, written: Mapping[str, torch.Tensor]) -> None:
-        """Set values for a forward pass: the state's, or the `written` ones of earlier passes."""
+    def begin(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Set values for a forward pass: the state's, or `values` of earlier passes."""
         if not self._home:
             return
-        sources = {name: written.get(name, own) for name, own in self._home.items()}
-        for name, each in self._assigned.items():
+        sources = {name: values.get(name, own) for name, own in self._home.items()}
+        for name, buffer in self._assigned.items():
             if self._scratch[name].shape != sources[name].shape:
-                self._place(each, sources[name].clone())
+                self._place(buffer, sources[name].clone())
         stale = [n for n, source in sources.items() if source is not self._scratch[n]]
         if stale:
             tree.copy_([self._scratch[n] for n in stale], [sources[n] for n in stale])
@@ -133,61 +133,61 @@ class Buffers:
                 shared = "is shared, and was assigned under one of its names"
                 what = "was None, and was set" if tensor is None else shared
                 raise ModelError(_buffer_error(name, what))
-        for each in self._found:
-            current, own = each.table.get(each.key), each.tensor
-            if current is not own or not is_set_to(own, self._scratch[each.name]):
-                self._take(each, current)
+        for buffer in self._found:
+            current, own = buffer.table.get(buffer.key), buffer.tensor
+            if current is not own or not is_set_to(own, self._scratch[buffer.name]):
+                self._take(buffer, current)
         return dict(self._scratch)
 
     def leave(self) -> None:
         """Give the last pass's buffers to their owner; the next pass writes to new memory."""
-        for each in self._found:
-            self._place(each, torch.empty_like(self._scratch[each.name]))
+        for buffer in self._found:
+            self._place(buffer, torch.empty_like(self._scratch[buffer.name]))
 
     def abandon(self) -> None:
         """Forget a forward pass that raised."""
         for _, table, before in self._tables:
             table.clear()
             table.update(before)
-        for each in self._found:
-            self._place(each, self._scratch[each.name])
+        for buffer in self._found:
+            self._place(buffer, self._scratch[buffer.name])
 
     def commit(
-        self, written: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
+        self, values: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
     ) -> None:
         """Write the values into the state's buffers, unless `skip` is 1."""
-        for name, value in written.items():
+        for name, value in values.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
-        own = [self._home[name] for name in written]
-        new = [*written.values()]
+        own = [self._home[name] for name in values]
+        new = [*values.values()]
         if skip is not None:
             pairs = zip(own, new, strict=True)
             new = [torch.where(skip != 0, old, value) for old, value in pairs]
         tree.copy_(own, new)
 
-    def keep_shapes(self, written: Mapping[str, torch.Tensor]) -> bool:
+    def keep_shapes(self, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether no shape changed, so that a flag on the device can skip the write."""
-        return all(self._home[n].shape == value.shape for n, value in written.items())
+        return all(self._home[n].shape == value.shape for n, value in values.items())
 
-    def _place(self, each: _Buffer, values: torch.Tensor) -> None:
+    def _place(self, buffer: _Buffer, values: torch.Tensor) -> None:
         """Point the module's buffer at these values."""
-        self._scratch[each.name] = values
-        each.tensor.data = values
+        self._scratch[buffer.name] = values
+        buffer.tensor.data = values
 
-    def _take(self, each: _Buffer, current: torch.Tensor | None) -> None:
+    def _take(self, buffer: _Buffer, current: torch.Tensor | None) -> None:
         """Copy the values of a buffer that the pass assigned instead of writing in place."""
         if current is None:
-            raise ModelError(_buffer_error(each.name, "was set to None"))
-        home = self._home[each.name]
+            raise ModelError(_buffer_error(buffer.name, "was set to None"))
+        home = self._home[buffer.name]
         for what in ("dtype", "device"):
             old, new = getattr(home, what), getattr(current, what)
             if old != new:
                 changed = f"had the {what} {old}, and was given {new}"
-                raise ModelError(_buffer_error(each.name, changed))
-        each.table[each.key] = each.tensor
-        self._assigned[each.name] = each
-        self._place(each, current.detach().clone())
+                raise ModelError(_buffer_error(buffer.name, changed))
+        buffer.table[buffer.key] = buffer.tensor
+        self._assigned[buffer.name] = buffer
+        self._place(buffer, current.detach().clone())
 
 
 def _join_path(path: str, key: str) -> str:
@@ -503,20 +503,24 @@ class Engine:
         """Return the gradients of the backward pass; hidden ones are not in the result."""
         live, holder = self.live_update, self._holder
         stepped = {} if live is None else live.stepped_params()
-        found = stepped or self.binding.take_gradients()
+        gradients = stepped or self.binding.take_gradients()
         trained = self.binding.trained
-        if len(found) < len(trained):
-            doctor.reject_frozen(trained, found)
-        if reduced and len(found) < len(trained) and not self._runner.expects_unused:
-            unused = [name for name in trained if name not in found]
+        if len(gradients) < len(trained):
+            doctor.reject_frozen(trained, gradients)
+        if (
+            reduced
+            and len(gradients) < len(trained)
+            and not self._runner.expects_unused
+        ):
+            unused = [name for name in trained if name not in gradients]
             doctor.reject_unused(unused, are_held=holder is not None)
-        if not found:
+        if not gradients:
             doctor.reject_disconnected()
         if self._doctor is not None:
-            self._doctor.examine_gradients(trained, found)
+            self._doctor.examine_gradients(trained, gradients)
         if live is not None:  # already stepped and freed
             return {}
-        return found if holder is None else holder.hidden()
+        return gradients if holder is None else holder.hidden()
 
     def _load_partial_grads(
         self, into: Grads | None, loss_scale: torch.Tensor | None
@@ -565,8 +569,8 @@ def _reset_autograd(state: TrainState) -> None:
     """Reset `requires_grad` and `grad` that a user set on a state's tensors."""
     state.definition.cache.has_shown = False
     params, buffers = state._params, state._buffers  # pyright: ignore[reportPrivateUsage]
-    for each in (*params.values(), *buffers.values()):
-        each.requires_grad, each.grad = False, None
+    for tensor in (*params.values(), *buffers.values()):
+        tensor.requires_grad, tensor.grad = False, None
 
 
 # The engine of a state, built at first use after ranks have compared their definitions.

@@ -60,14 +60,14 @@ ROOT = "the rest of the model"
 _TABLES = nn.Embedding, nn.EmbeddingBag
 
 
-def units_of(module: nn.Module, regions: Regions | None, whose: str) -> list[nn.Module]:
+def units_of(module: nn.Module, regions: Regions | None, owner: str) -> list[nn.Module]:
     """Return the modules that are units; by default the members of module lists.
 
     Raises:
         ModelError: no module matches `regions`; the error names the existing classes.
     """
     if regions is not None:
-        return select_modules(module, regions, whose)
+        return select_modules(module, regions, owner)
     members = [
         member
         for each in _outermost_lists(module)
@@ -135,19 +135,19 @@ def _unit_of(
     return ROOT
 
 
-def _refuse_sparse(module: nn.Module, whose: str) -> None:
+def _refuse_sparse(module: nn.Module, owner: str) -> None:
     """Reject layers with sparse gradients, which torch cannot reduce-scatter."""
     for name, each in module.named_modules():
         if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
             msg = (
-                f"{whose}: the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and"
+                f"{owner}: the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and"
                 " torch reduces parts of dense ones alone. Make that layer with sparse=False,"
                 " or train it by af.wrap_ddp()."
             )
             raise ModelError(msg)
 
 
-def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> None:
+def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], owner: str) -> None:
     """Reject mixed dtypes, because a unit is gathered as one tensor, and complex ones."""
     first: dict[torch.dtype, str] = {}
     for name, param in params.items():
@@ -156,14 +156,14 @@ def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], whose: str) -> 
     if any(dtype.is_complex for dtype in first):
         name = next(name for dtype, name in first.items() if dtype.is_complex)
         msg = (
-            f"{whose}: {name!r} is complex, and torch gathers real numbers alone. Hold its"
+            f"{owner}: {name!r} is complex, and torch gathers real numbers alone. Hold its"
             " real view (torch.view_as_real) as the parameter."
         )
         raise ModelError(msg)
     if len(first) > 1:
         listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
         msg = (
-            f"{whose}: {unit} has parameters of several dtypes, but is gathered as one"
+            f"{owner}: {unit} has parameters of several dtypes, but is gathered as one"
             f" tensor: {listed}. Make them of one dtype, or give units= that have one each."
         )
         raise ModelError(msg)
@@ -646,7 +646,7 @@ def sharded_lender(
     """
     splitter = Splitter(
         mesh=definition.splits.mesh,
-        units=partial(units_of, regions=None, whose=shown),
+        units=partial(units_of, regions=None, owner=shown),
         reshard_after_forward=True,
         gather_dtype=None,
         reduce_dtype=None,

@@ -112,13 +112,13 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
         that would wait for the device.
     """
     if isinstance(returned, torch.Tensor):
-        seen, finite = _check_scalar(returned, loss_fn, samples)
+        value, finite = _check_scalar(returned, loss_fn, samples)
         weight = samples.count() if samples.known is None else samples.known
-        sums = {"loss": WeightedSum(seen, weight, weight)}
+        sums = {"loss": WeightedSum(value, weight, weight)}
         return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
     if isinstance(returned, Loss):
-        seen, finite = _check_scalar(returned.total, loss_fn, samples)
-        totals = {"loss": (seen, returned.weight), **returned.aux}
+        value, finite = _check_scalar(returned.total, loss_fn, samples)
+        totals = {"loss": (value, returned.weight), **returned.aux}
         if samples.known == 0:
             nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
             return ReadLoss(

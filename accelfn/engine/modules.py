@@ -46,7 +46,7 @@ def are_regions(call: str, value: object) -> None:
 
 
 def select_modules(
-    module: nn.Module, regions: Regions | None, whose: str
+    module: nn.Module, regions: Regions | None, owner: str
 ) -> list[nn.Module]:
     """Return the chosen modules, without modules inside another chosen module.
 
@@ -64,17 +64,17 @@ def select_modules(
             return bool(name) and has_forward(module)
         return regions(name, module)
 
-    found = _outermost(module, "", is_meant)
-    if not found:
+    chosen = _outermost(module, "", is_meant)
+    if not chosen:
         names = sorted({type(each).__qualname__ for each in module.modules()})
         msg = (
-            f"{whose}: no module of {type(module).__qualname__} is meant. There are modules"
+            f"{owner}: no module of {type(module).__qualname__} is meant. There are modules"
             f" of the classes {', '.join(names)}."
         )
         raise ModelError(msg)
-    unique = {id(each): each for each in found}
+    unique = {id(each): each for each in chosen}
     for each in unique.values():
-        _check_forward(each, module, whose)
+        _check_forward(each, module, owner)
     return list(unique.values())
 
 
@@ -83,14 +83,14 @@ def has_forward(module: nn.Module) -> bool:
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
-def _check_forward(region: nn.Module, module: nn.Module, whose: str) -> None:
+def _check_forward(region: nn.Module, module: nn.Module, owner: str) -> None:
     if has_forward(region):
         return
     name = next(name for name, each in module.named_modules() if each is region)
     kinds = sorted({type(each).__qualname__ for each in region.children()})
     way = f"its members, by their class: {', '.join(kinds)}"
     msg = (
-        f"{whose}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
+        f"{owner}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
         " never called, so nothing can happen around its call. Choose"
         f" {way if kinds else 'the module that uses it'}."
     )
@@ -120,21 +120,21 @@ def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
     """
     for owner in state.definition.setup.owners["module"]:
         before = _held_by(module)
-        returned = owner.module(module, state)
-        ok, what = isinstance(returned, nn.Module), "a module"
-        check_returned(owner, "module", ok=ok, returned=returned, expected=what)
-        after = _held_by(returned)
-        others = {
+        new_module = owner.module(module, state)
+        ok, what = isinstance(new_module, nn.Module), "a module"
+        check_returned(owner, "module", ok=ok, returned=new_module, expected=what)
+        after = _held_by(new_module)
+        differing = {
             n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)
         }
-        if others:
+        if differing:
             msg = (
                 f"{owner!r}.module returned a module of other parameters or buffers"
-                f" ({', '.join(sorted(others)[:5])}), which no state would hold. Return the"
+                f" ({', '.join(sorted(differing)[:5])}), which no state would hold. Return the"
                 " one that was given, changed in place."
             )
             raise ModelError(msg)
-        module = returned
+        module = new_module
     return module
 
 
@@ -224,11 +224,11 @@ def _check_device(device: torch.device, call: str) -> None:
         have = torch.cuda.get_device_capability(device)
         if have >= _CAPABILITY:
             return
-        found = f"this GPU's is {have[0]}.{have[1]}"
+        problem = f"this GPU's is {have[0]}.{have[1]}"
     else:
-        found = f"this is a device of type {device.type!r}"
+        problem = f"this is a device of type {device.type!r}"
     msg = (
-        f"{call}: products in float8 need a GPU of compute capability 8.9 or more; {found}."
+        f"{call}: products in float8 need a GPU of compute capability 8.9 or more; {problem}."
         " Use af.autocast('bf16')."
     )
     raise ArgumentError(msg)
@@ -289,22 +289,22 @@ class SyncedNorm:
         nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
         _combine_statistics(nothing.to(self.ranks.device), self.ranks, self.label)
 
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
+    def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
         """Normalize; a collective if batch statistics are used."""
         layer = self._layer
         if not layer.training and layer.running_mean is not None:
-            return type(layer).forward(layer, given)
-        layer._check_input_dim(given)  # pyright: ignore[reportPrivateUsage]
+            return type(layer).forward(layer, inputs)
+        layer._check_input_dim(inputs)  # pyright: ignore[reportPrivateUsage]
         samples = self.ranks.connection.activity.samples
         counts = (
             samples is None or samples.known != 0
         )  # not an empty share's placeholder
-        normed, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
-            *(given, layer.weight, layer.bias, layer.eps),
+        outputs, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
+            *(inputs, layer.weight, layer.bias, layer.eps),
             *(self.ranks, counts, self.label),
         )
-        if given.is_cpu and count == 1:
-            size = given.size()
+        if inputs.is_cpu and count == 1:
+            size = inputs.size()
             msg = (  # torch's message for such a batch
                 "Expected more than 1 value per channel when training, got input size"
                 f" {size}, and no value from other ranks in {self.label!r}"
@@ -312,7 +312,7 @@ class SyncedNorm:
             raise ValueError(msg)
         if layer.training and layer.track_running_stats:
             self._track(count, mean, var)
-        return cast("torch.Tensor", normed)
+        return cast("torch.Tensor", outputs)
 
     def _track(
         self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
@@ -339,7 +339,7 @@ class _Normed(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - a Function takes no keywords
         ctx: Any,
-        given: torch.Tensor,
+        inputs: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         eps: float,
@@ -347,50 +347,50 @@ class _Normed(torch.autograd.Function):
         counts: bool,  # noqa: FBT001
         label: str,
     ) -> tuple[torch.Tensor, ...]:
-        wide = _wide(given)
+        wide = _wide(inputs)
         await_turn(label, ranks)
         count, mean, var = _combine_statistics(
             _local(wide, counts=counts), ranks, label
         )
         own_mean, own_var = mean.to(wide), var.to(wide)
         own = (None if each is None else each.to(wide) for each in (weight, bias))
-        normed = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
-        ctx.save_for_backward(given, weight, own_mean, own_var, count)
+        outputs = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
+        ctx.save_for_backward(inputs, weight, own_mean, own_var, count)
         ctx.eps, ctx.ranks, ctx.counts, ctx.label = eps, ranks, counts, label
         ctx.mark_non_differentiable(count, mean, var)
-        return normed.to(given.dtype), count, mean, var
+        return outputs.to(inputs.dtype), count, mean, var
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, *grads: torch.Tensor
     ) -> Any:
-        given, weight, mean, var, count = ctx.saved_tensors
-        wide = _wide(given)
+        inputs, weight, mean, var, count = ctx.saved_tensors
+        wide = _wide(inputs)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
-        saved = mean.new_empty(0)  # CUDA needs an empty tensor for "none"
+        nothing = mean.new_empty(0)  # CUDA needs an empty tensor for "none"
         plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
-            *(grads[0].to(wide), wide, scale, mean, var, saved, saved),
+            *(grads[0].to(wide), wide, scale, mean, var, nothing, nothing),
             *(False, ctx.eps, masks),  # by given statistics
         )
         # whether an input needs a gradient may differ between ranks, so all of them sum
         sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
         await_turn(label, ctx.ranks)
         sum_(sums, ctx.ranks, label=label)
-        passed = None
+        input_grad = None
         if ctx.needs_input_grad[0]:
             total = (sums / count.to(sums)).split(len(mean))
-            moved = _through_statistics(wide, total, scale, mean, var + ctx.eps)
+            by_statistics = _through_statistics(wide, total, scale, mean, var + ctx.eps)
             # samples that did not count do not affect the statistics
-            passed = plain - moved if ctx.counts else plain
-            passed = passed.to(given.dtype)
+            input_grad = plain - by_statistics if ctx.counts else plain
+            input_grad = input_grad.to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
             each.to(weight.dtype) if need and weight is not None else None
             for each, need in zip((by_weight, by_bias), needs, strict=True)
         ]
-        return passed, *parameters, None, None, None, None
+        return input_grad, *parameters, None, None, None, None
 
 
 def _through_statistics(
@@ -408,9 +408,9 @@ def _through_statistics(
     return wide * _channels(slope, wide) + _channels(offset, wide)
 
 
-def _wide(given: torch.Tensor) -> torch.Tensor:
+def _wide(inputs: torch.Tensor) -> torch.Tensor:
     """Return a tensor in float32 or wider, for sums."""
-    return given.float() if given.dtype.itemsize < 4 else given
+    return inputs.float() if inputs.dtype.itemsize < 4 else inputs
 
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -421,27 +421,27 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
     """Return this rank's means, centered sums of squares and count, in float64."""
     num_channels = wide.shape[1]
     num_values = wide.numel() // num_channels
-    packed = wide.new_zeros(2 * num_channels + 1, dtype=torch.float64)
+    statistics = wide.new_zeros(2 * num_channels + 1, dtype=torch.float64)
     if counts and num_values:
         axes = [0, *range(2, wide.ndim)]
         var, mean = torch.var_mean(wide, axes, correction=0)
-        packed[:num_channels] = mean
-        packed[num_channels:-1] = var.double() * num_values
-        packed[-1] = num_values
-    return packed
+        statistics[:num_channels] = mean
+        statistics[num_channels:-1] = var.double() * num_values
+        statistics[-1] = num_values
+    return statistics
 
 
 def _combine_statistics(
-    packed: torch.Tensor, ranks: World, label: str
+    statistics: torch.Tensor, ranks: World, label: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and variances of all ranks; without samples, mean 0 and variance 1."""
-    num_channels = (len(packed) - 1) // 2
-    rows = torch.stack(all_gather(packed, ranks, label=label))
+    num_channels = (len(statistics) - 1) // 2
+    rows = torch.stack(all_gather(statistics, ranks, label=label))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count.clamp(min=1)
-    centred = squares + counts * (means - mean).square()
-    var = torch.where(count > 0, centred.sum(0) / count.clamp(min=1), 1.0)
+    squares_of_all = squares + counts * (means - mean).square()
+    var = torch.where(count > 0, squares_of_all.sum(0) / count.clamp(min=1), 1.0)
     return count, mean, var
 
 
@@ -487,12 +487,12 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
 
 def norm_order(module: nn.Module) -> NormOrder | None:
     """Return the order of a module's synchronized layers, or None if there are none."""
-    found: list[SyncedNorm] = [
+    norms: list[SyncedNorm] = [
         vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
     ]
-    if not found:
+    if not norms:
         return None
-    return NormOrder(found[0].ranks, {each.label: each.take_part for each in found})
+    return NormOrder(norms[0].ranks, {each.label: each.take_part for each in norms})
 
 
 def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:

@@ -785,10 +785,10 @@ def _two_of_a_kind(
 def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
     """Return an optimizer over some parameters only, given by the ids of the originals."""
     chosen = set(map(id, params.values()))
-    made = rebuilt(optimizer, params)
-    for group in made.param_groups:
+    new_optimizer = rebuilt(optimizer, params)
+    for group in new_optimizer.param_groups:
         group["params"][:] = [p for p in group["params"] if id(p) in chosen]
-    return made
+    return new_optimizer
 
 
 # Optimizer in backward: step each parameter during the backward pass.

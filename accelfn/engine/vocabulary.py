@@ -31,9 +31,9 @@ from accelfn.world import World
 _LABEL = "tensor_parallel"
 
 
-def copy_to_ranks(given: torch.Tensor, ranks: World) -> torch.Tensor:
+def copy_to_ranks(inputs: torch.Tensor, ranks: World) -> torch.Tensor:
     """Return the input on each rank; the backward pass all-reduces its gradient."""
-    return cast("Any", _Hand).apply(given, ranks)
+    return cast("Any", _Hand).apply(inputs, ranks)
 
 
 def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
@@ -63,9 +63,9 @@ def reduce_scatter(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
 
 class _Hand(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, ranks: World) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, ranks: World) -> torch.Tensor:
         ctx.ranks = ranks
-        return given.view_as(given)
+        return inputs.view_as(inputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -316,17 +316,17 @@ def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) ->
 def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
     """Apply an elementwise function; gradients of scalar arguments are summed over ranks."""
     part, ranks = _part(scores), scores._ranks
-    given = []
+    inputs = []
     for each in args:
         if isinstance(each, torch.Tensor):
             if each.ndim or isinstance(each, Scores):
                 return NotImplemented
-            given.append(copy_to_ranks(each, ranks) if each.requires_grad else each)
+            inputs.append(copy_to_ranks(each, ranks) if each.requires_grad else each)
         else:
-            given.append(each)
+            inputs.append(each)
     if any(isinstance(each, torch.Tensor) for each in options.values()):
         return NotImplemented
-    return Scores.of(func(part, *given, **options), ranks, scores._dim)
+    return Scores.of(func(part, *inputs, **options), ranks, scores._dim)
 
 
 def _size(scores: Scores, dim: int | None = None) -> Any:
@@ -358,17 +358,17 @@ def _flatten(scores: Scores, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 def _view(scores: Scores, *sizes: Any) -> Any:
     part, shape = _part(scores), _shape(scores)
-    given = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
-    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in given):
+    new_shape = sizes[0] if isinstance(sizes[0], (tuple, list)) else sizes
+    if scores._dim != part.ndim - 1 or not all(isinstance(n, int) for n in new_shape):
         return NotImplemented
-    given = [int(n) for n in given]
-    rest = math.prod(given[:-1])
-    last = given[-1]
+    new_shape = [int(n) for n in new_shape]
+    rest = math.prod(new_shape[:-1])
+    last = new_shape[-1]
     if last == -1 and rest > 0:
         last = math.prod(shape) // rest
     if last != shape[-1] or (rest > 0 and rest * last != math.prod(shape)):
         return NotImplemented
-    return Scores.of(part.reshape(*given[:-1], part.shape[-1]), scores._ranks)
+    return Scores.of(part.reshape(*new_shape[:-1], part.shape[-1]), scores._ranks)
 
 
 def _index(scores: Scores, index: Any) -> Any:

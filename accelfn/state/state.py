@@ -249,7 +249,7 @@ def move_to_device(values: Values, definition: Definition) -> Values:
     """Move whole values to the device; parts stay on their devices."""
     device = definition.world.device
     params = {n: p if is_shard(p) else p.to(device) for n, p in values.params.items()}
-    buffers = {name: each.to(device) for name, each in values.buffers.items()}
+    buffers = {name: buffer.to(device) for name, buffer in values.buffers.items()}
     # dicts: an engine may have kept values in another order
     module = definition.skeleton.module
     opt_state = place_opt_state(values.opt_state, params, definition.optimizer, module)
@@ -347,13 +347,13 @@ class TrainState:
             OptimizerError: the optimizer does not belong to the model, or needs a closure.
             WorldError: ranks along an axis would all do the same.
         """
-        composed = chain() if setup is None else chain(setup)
+        new_setup = chain() if setup is None else chain(setup)
         beginning, definition = begin(
             model,
             optimizer,
             schedule=schedule,
             data=data,
-            setup=composed,
+            setup=new_setup,
             world=world,
             seed=seed,
             name=name,
@@ -368,7 +368,7 @@ class TrainState:
             seed=seed,
             slots={},
             definition=definition,
-        ).with_setup(composed)
+        ).with_setup(new_setup)
         warn_of_batch_size(data, state.definition)
         give_away(beginning.module, name)
         seal_optimizer(optimizer, name)
@@ -553,11 +553,11 @@ class TrainState:
             OptimizerError: a transform does not go with the optimizer.
         """
         self.lease.check()
-        composed = chain(setup)
-        check_setup(composed, self.world)
-        old, new = ([each.name for each in named] for named in (self.setup, composed))
+        new_setup = chain(setup)
+        check_setup(new_setup, self.world)
+        old, new = ([each.name for each in named] for named in (self.setup, new_setup))
         slots = entries.carried_over(self._slots, old, new)
-        definition = attrs.evolve(self.definition, setup=composed)
+        definition = attrs.evolve(self.definition, setup=new_setup)
         values = Values(self._params, self._buffers, self._opt_state, slots)
         values = carry_over(values, self.definition, definition)
         state = attrs.evolve(self, **values.by_field, definition=definition)

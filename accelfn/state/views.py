@@ -189,16 +189,16 @@ def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -
     Tensors of another shape or dtype, and removed parts, are a deliberate change of the model.
     """
     now = {name: (id(each), _place(each)) for name, each in _tensors(module)}
-    replaced = [
+    replaced_names = [
         name
         for name, was in lent.items()
         if name in now and now[name] != was and now[name][1][1:] == was[1][1:]
     ]
-    if replaced:
+    if replaced_names:
         msg = (
             f"The block of af.bind(state) replaced the tensors"
-            f" {', '.join(replaced[:5])} of a module that is lent: the state keeps the old ones."
-            " Write into them, as module.load_state_dict(values) does without assign=True, or"
+            f" {', '.join(replaced_names[:5])} of a module that is lent: the state keeps the old"
+            " ones. Write into them, as module.load_state_dict(values) does without assign=True, or"
             " weight.copy_(values) under torch.no_grad(); or state ="
             " state.with_params(values)."
         )

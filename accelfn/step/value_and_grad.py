@@ -254,15 +254,15 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     ) -> tuple[Metrics, Grads]:
         state.lease.check()
         cache = state.definition.cache
-        wrapped = cache.composed.get(ref(compute))
-        if wrapped is None:
+        composed = cache.composed.get(ref(compute))
+        if composed is None:
             engine_of(state)
             examine_call(state, batch)
-            wrapped = _compose(differentiable, state.definition.setup)
-            cache.compose(compute, wrapped)
+            composed = _compose(differentiable, state.definition.setup)
+            cache.compose(compute, composed)
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
-        return wrapped(state, batch, *extras, into=into, sync=sync)
+        return composed(state, batch, *extras, into=into, sync=sync)
 
     return compute
 
@@ -293,11 +293,11 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
 def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
     """Wrap the gradient function in the setup's `value_and_grad` transforms."""
     has_weight = takes_weight(loss_fn)
-    wrapped = _innermost(wrap_loss(loss_fn, setup), setup, has_weight=has_weight)
+    composed = _innermost(wrap_loss(loss_fn, setup), setup, has_weight=has_weight)
     for transform in reversed(setup.owners["value_and_grad"]):
-        wrapped = transform.value_and_grad(wrapped)
-        _check_function(transform, "value_and_grad", wrapped)
-    return wrapped
+        composed = transform.value_and_grad(composed)
+        _check_function(transform, "value_and_grad", composed)
+    return composed
 
 
 def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
