@@ -290,39 +290,39 @@ class Block:
             lse = products.logsumexp(-1)
             shares = (products - finite(lse)[..., None]).exp()
             return shares @ _expand_heads(wide(self.value), self), lse
-        seen, lse = kernel.attend(self)
+        output, lse = kernel.attend(self)
         if self.mask is None:
-            return seen, lse
+            return output, lse
         sees = (self.mask != _NOTHING).any(-1)
-        return seen, lse.masked_fill(~sees, _NOTHING)
+        return output, lse.masked_fill(~sees, _NOTHING)
 
     def gradients(
-        self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+        self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> Three:
         """Return the gradients of query, key and value.
 
         Args:
             upstream: the gradient of the result.
-            seen: the result of all blocks together.
+            output: the result of all blocks together.
             lse: the `lse` of all blocks together.
         """
         kernel = self._kernel()
         if kernel is None:
-            return self.gradients_with_mask(upstream, seen, lse)[:3]
-        query, key, value = kernel.gradients(self, upstream, seen, finite(lse))
+            return self.gradients_with_mask(upstream, output, lse)[:3]
+        query, key, value = kernel.gradients(self, upstream, output, finite(lse))
         return query, self._sum_heads(key), self._sum_heads(value)
 
     def gradients_with_mask(
-        self, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+        self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the gradients of query, key, value, and the products before masking."""
-        upstream, seen, query = wide(upstream), wide(seen), wide(self.query)
+        upstream, output, query = wide(upstream), wide(output), wide(self.query)
         key, value = (
             _expand_heads(wide(self.key), self),
             _expand_heads(wide(self.value), self),
         )
         shares = (self._products() - finite(lse)[..., None]).exp()
-        through = upstream @ value.mT - (upstream * seen).sum(-1, keepdim=True)
+        through = upstream @ value.mT - (upstream * output).sum(-1, keepdim=True)
         products = shares * through
         return (
             products @ key * self.scale,
@@ -338,8 +338,8 @@ class Block:
         if self.mask is not None:
             products = products + self.mask
         if self.is_causal:
-            seen = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
-            products = products.masked_fill(~seen.to(products.device), _NOTHING)
+            causal = torch.ones(products.shape[-2:], dtype=torch.bool).tril()
+            products = products.masked_fill(~causal.to(products.device), _NOTHING)
         return products
 
     def _sum_heads(self, gradient: torch.Tensor) -> torch.Tensor:
@@ -370,14 +370,17 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def join(
-    seen: torch.Tensor, lse: torch.Tensor, more: torch.Tensor, lse_of_more: torch.Tensor
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    more: torch.Tensor,
+    lse_of_more: torch.Tensor,
 ) -> None:
     """Join the result of one more block, in place."""
     both = torch.logaddexp(lse, lse_of_more)
     ours, theirs = (
         (each - finite(both)).exp()[..., None] for each in (lse, lse_of_more)
     )
-    seen.mul_(ours).add_(more * theirs)
+    output.mul_(ours).add_(more * theirs)
     lse.copy_(both)
 
 
@@ -410,12 +413,12 @@ class _OnHost:
 
     @staticmethod
     def gradients(
-        block: Block, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+        block: Block, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> Three:
         return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
             upstream,
             *_of_each_head(block),
-            seen,
+            output,
             lse.contiguous(),
             0.0,
             block.is_causal,
@@ -429,20 +432,20 @@ class _OnCuda:
 
     @staticmethod
     def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
-        seen, lse, *_ = _aten._scaled_dot_product_flash_attention(
+        output, lse, *_ = _aten._scaled_dot_product_flash_attention(
             *_of_each_head(block), is_causal=block.is_causal, scale=block.scale
         )
-        return seen, lse
+        return output, lse
 
     @staticmethod
     def gradients(
-        block: Block, upstream: torch.Tensor, seen: torch.Tensor, lse: torch.Tensor
+        block: Block, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> Three:
-        none_drawn = torch.zeros((), dtype=torch.int64, device=seen.device)
+        none_drawn = torch.zeros((), dtype=torch.int64, device=output.device)
         return _aten._scaled_dot_product_flash_attention_backward(
             upstream,
             *_of_each_head(block),
-            seen,
+            output,
             lse.contiguous(),
             *(None, None),  # offsets of sequences with several lengths
             *(block.query.shape[2], block.key.shape[2]),
@@ -654,22 +657,24 @@ class _Attention(torch.autograd.Function):
         )
         with _plainly(query):
             owner, pair = next(held)  # its own keys, with all queries
-            seen, lse = map(wide, meetings.block(owner, query, pair, masks[0]).attend())
+            output, lse = map(
+                wide, meetings.block(owner, query, pair, masks[0]).attend()
+            )
             for (owner, pair), mask in zip(held, masks[1:], strict=True):
                 found = meetings.block(owner, query, pair, mask).attend()
                 rows, _ = meetings.places(owner, length)
-                join(seen[:, :, rows], lse[:, :, rows], *map(wide, found))
-        seen = seen.to(query.dtype)
+                join(output[:, :, rows], lse[:, :, rows], *map(wide, found))
+        output = output.to(query.dtype)
         ctx.meetings = meetings
-        ctx.save_for_backward(query, key, value, seen, lse, *masks)
-        return seen
+        ctx.save_for_backward(query, key, value, output, lse, *masks)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, upstream: torch.Tensor
     ) -> Any:
-        query, key, value, seen, lse, *masks = ctx.saved_tensors
+        query, key, value, output, lse, *masks = ctx.saved_tensors
         meetings: _Meetings = ctx.meetings
         ranks, length = meetings.ranks, query.shape[POSITIONS]
         of_query = torch.zeros_like(wide(query))
@@ -683,7 +688,7 @@ class _Attention(torch.autograd.Function):
             for hop, (owner, pair) in enumerate(held):
                 block = meetings.block(owner, query, pair, masks[hop])
                 rows, columns = meetings.places(owner, length)
-                given = (each[:, :, rows] for each in (upstream, seen, lse))
+                given = (each[:, :, rows] for each in (upstream, output, lse))
                 if learned[hop]:
                     *three, of_products = block.gradients_with_mask(*given)
                     of_masks.append(of_products.sum_to_size(masks[hop].shape))

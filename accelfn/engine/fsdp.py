@@ -634,7 +634,7 @@ class ShardBinding:
 
 
 def sharded_lender(
-    definition: Definition, shown: str
+    definition: Definition, caller: str
 ) -> Callable[
     [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
 ]:
@@ -642,11 +642,11 @@ def sharded_lender(
 
     Args:
         definition: its layout splits the parameters by rows.
-        shown: the transform, for errors.
+        caller: the transform, for errors.
     """
     splitter = Splitter(
         mesh=definition.splits.mesh,
-        units=partial(units_of, regions=None, owner=shown),
+        units=partial(units_of, regions=None, owner=caller),
         reshard_after_forward=True,
         gather_dtype=None,
         reduce_dtype=None,

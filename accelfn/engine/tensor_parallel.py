@@ -288,7 +288,7 @@ class SelfSplittingLayer(nn.Module):
         """Switch to this rank's shards of the parameters."""
         raise NotImplementedError
 
-    def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
+    def check(self, size: int, place: str, caller: str, *, sequence: bool) -> None:
         """Reject a number of ranks that cannot share the layer.
 
         Raises:
@@ -630,7 +630,7 @@ def check_model(
     plan: Mapping[str, str],
     module: nn.Module,
     size: int,
-    shown: str,
+    caller: str,
     *,
     sequence: bool,
 ) -> None:
@@ -640,7 +640,7 @@ def check_model(
         plan: as `parse_plan` returns it.
         module: with meta tensors.
         size: the number of ranks along "tp".
-        shown: the call that asks, for error texts.
+        caller: the call that asks, for error texts.
         sequence: whether sequences are split between regions.
 
     Raises:
@@ -650,28 +650,28 @@ def check_model(
     names = [name for name, _ in module.named_modules()]
     for pattern in plan:
         if not any(_matches(pattern, name) for name in names):
-            _refuse_name(pattern, module, shown)
+            _refuse_name(pattern, module, caller)
     for name, each, word in planned_modules(plan, module):
-        _check_layer(name, each, word, size, shown)
-        _check_inside(name, each, word, plan, shown)
+        _check_layer(name, each, word, size, caller)
+        _check_inside(name, each, word, plan, caller)
     split_themselves = 0
     for name, each in module.named_modules():
         if isinstance(each, SelfSplittingLayer):
-            each.check(size, name, shown, sequence=sequence)
+            each.check(size, name, caller, sequence=sequence)
             split_themselves += 1
         elif any(own_cut(p) is not None for p in each.parameters(recurse=False)):
-            _refuse_foreign(name, each, shown)
+            _refuse_foreign(name, each, caller)
     if not plan and not split_themselves:
         msg = (
-            f"{shown}: the plan names no layer, and {type(module).__name__} has none of"
+            f"{caller}: the plan names no layer, and {type(module).__name__} has none of"
             " af.megatron.layers(world), which need no name. Write a word by name, such as"
             ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
         )
         raise ModelError(msg)
-    _check_ties(plan, module, shown)
+    _check_ties(plan, module, caller)
 
 
-def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
+def _refuse_foreign(name: str, module: nn.Module, caller: str) -> None:
     """Reject a foreign layer whose parameters are already shards.
 
     Raises:
@@ -679,14 +679,14 @@ def _refuse_foreign(name: str, module: nn.Module, shown: str) -> None:
     """
     kind = type(module)
     msg = (
-        f"{shown}: {name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
+        f"{caller}: {name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
         " each rank has a part of them. Make it by af.megatron.layers(world), which makes it"
         " whole, and each rank's part of it here."
     )
     raise ModelError(msg)
 
 
-def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
+def _refuse_name(pattern: str, module: nn.Module, caller: str) -> None:
     """Reject a pattern without a match, and name similar modules.
 
     Raises:
@@ -699,18 +699,18 @@ def _refuse_name(pattern: str, module: nn.Module, shown: str) -> None:
     )
     near = difflib.get_close_matches(pattern, there, n=5, cutoff=0.3) or list(there)[:5]
     msg = (
-        f"{shown}: {pattern!r} is no module of {type(module).__name__}. Near to it are"
+        f"{caller}: {pattern!r} is no module of {type(module).__name__}. Near to it are"
         f" {', '.join(map(repr, near)) or 'no layers at all'}."
     )
     raise ModelError(msg)
 
 
 def _check_layer(
-    name: str, module: nn.Module, word: str, size: int, shown: str
+    name: str, module: nn.Module, word: str, size: int, caller: str
 ) -> None:
     if isinstance(module, SelfSplittingLayer):
         msg = (
-            f"{shown}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
+            f"{caller}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
             " says for itself how it is split. Leave it out of the plan."
         )
         raise ModelError(msg)
@@ -719,7 +719,7 @@ def _check_layer(
     kinds = LAYERS[word]
     if type(module) not in kinds:
         msg = (
-            f"{shown}: {name!r} is to be {word!r}, for which it must be an"
+            f"{caller}: {name!r} is to be {word!r}, for which it must be an"
             f" {' or '.join(f'nn.{each.__name__}' for each in kinds)}, with its own forward;"
             f" it is a {type(module).__module__}.{type(module).__name__}."
         )
@@ -727,7 +727,7 @@ def _check_layer(
     wrong = [option for option in _REFUSED if getattr(module, option, None)]
     if wrong:
         msg = (
-            f"{shown}: the embedding {name!r} has {', '.join(wrong)}, which looks at all"
+            f"{caller}: the embedding {name!r} has {', '.join(wrong)}, which looks at all"
             " words of a batch, and a rank has some of them. Make it without, or leave it out"
             " of the plan."
         )
@@ -740,14 +740,14 @@ def _check_layer(
             "input features",
         )
         msg = (
-            f"{shown}: {name!r} has {shape[dim]} {what[dim]}, which {size} ranks along"
+            f"{caller}: {name!r} has {shape[dim]} {what[dim]}, which {size} ranks along"
             ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
         )
         raise ModelError(msg)
 
 
 def _check_inside(
-    name: str, module: nn.Module, word: str, plan: Mapping[str, str], shown: str
+    name: str, module: nn.Module, word: str, plan: Mapping[str, str], caller: str
 ) -> None:
     """Reject summing gradients of a module that contains split or named modules.
 
@@ -762,20 +762,20 @@ def _check_inside(
             continue
         what = f"is {told!r}" if told else "is split"
         msg = (
-            f"{shown}: {name!r} is to be {word!r}, which is about all modules in it, and"
+            f"{caller}: {name!r} is to be {word!r}, which is about all modules in it, and"
             f" {inner!r} {what}. Name those in it that are {word!r}, each for itself."
         )
         raise ModelError(msg)
 
 
-def _check_ties(plan: Mapping[str, str], module: nn.Module, shown: str) -> None:
+def _check_ties(plan: Mapping[str, str], module: nn.Module, caller: str) -> None:
     """Reject a tied parameter that is split differently in two places."""
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         known = first.setdefault(id(param), name)
         if cut_of(plan, known, param) != cut_of(plan, name, param):
             msg = (
-                f"{shown}: {known!r} and {name!r} are one parameter, which would be split in"
+                f"{caller}: {known!r} and {name!r} are one parameter, which would be split in"
                 " one place and not so in the other. Name both layers: a head that is tied to"
                 ' a "vocabulary" is "gathered".'
             )

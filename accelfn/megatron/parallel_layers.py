@@ -83,7 +83,7 @@ class Megatron(SelfSplittingLayer):
         self.train(training)
         self._made, self.place, self.layers = (sizes, options), place, layers
 
-    def check(self, size: int, place: str, shown: str, *, sequence: bool) -> None:
+    def check(self, size: int, place: str, caller: str, *, sequence: bool) -> None:
         """Reject a number of ranks that cannot share the layer.
 
         Raises:
@@ -92,13 +92,13 @@ class Megatron(SelfSplittingLayer):
         made_for = self._made[1]["config"].tensor_model_parallel_size
         if made_for != size:
             msg = (
-                f'{shown}: {place!r} was made for {made_for} ranks along "tp", and the state\'s'
+                f'{caller}: {place!r} was made for {made_for} ranks along "tp", and the state\'s'
                 f" world has {size}. Make the layers of its world: af.megatron.layers(world)."
             )
             raise ModelError(msg)
         if sequence and size > 1:
             msg = (
-                f"{shown}: {place!r} is a layer of Megatron's, which puts the first dim of"
+                f"{caller}: {place!r} is a layer of Megatron's, which puts the first dim of"
                 " activations together where sequences are split, and gathers them on GPUs"
                 " alone. Leave out sequence=True, or make the model of torch's layers."
             )
@@ -111,7 +111,7 @@ class Megatron(SelfSplittingLayer):
                 "input features",
             )
             msg = (
-                f"{shown}: {place!r} has {count} {what[dim]}, which {size} ranks along"
+                f"{caller}: {place!r} has {count} {what[dim]}, which {size} ranks along"
                 ' "tp" cannot share alike. Make them a multiple.'
             )
             raise ModelError(msg)
