@@ -294,5 +294,5 @@ def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
     with af.CheckpointStore(tmp_path / "run") as store:
         state = af.run(fresh(), STEP, until=3, store=store)
         assert store.steps == (3,)
-        with pytest.raises(af.ArgumentError, match="say how often, with every="):
+        with pytest.raises(af.ArgumentError, match="needs a period"):
             store.due(state)
