@@ -132,7 +132,7 @@ class TorchRates:
         self._factory, self._prototype = factory, optimizer
         self._optimizer: Any = scratch_of(optimizer)
         groups = self._optimizer.param_groups
-        self._given = [
+        self._options = [
             {k: _plain_option(v) for k, v in group.items() if k not in STRUCTURE}
             for group in groups
         ]
@@ -142,7 +142,7 @@ class TorchRates:
         self._rates = [array("d") for _ in groups]
         self._others: dict[tuple[int, str], list[Any]] = {}
         self._num_known = 0
-        self._note()
+        self._record()
 
     def __call__(self, update: int) -> Assignments:
         """Return the groups' values at an update.
@@ -154,12 +154,12 @@ class TorchRates:
             with self._lock:
                 while update >= self._num_known:
                     self._advance()
-        found: Assignments = {
-            (i, "lr"): known[update] for i, known in enumerate(self._rates)
+        values: Assignments = {
+            (i, "lr"): rates[update] for i, rates in enumerate(self._rates)
         }
-        for at, known in self._others.items():
-            found[at] = known[update]
-        return found
+        for key, series in self._others.items():
+            values[key] = series[update]
+        return values
 
     def _make_scheduler(self) -> Any:
         """Return the factory's scheduler on this optimizer."""
@@ -182,10 +182,10 @@ class TorchRates:
             try:
                 if not self._is_whole:
                     self._make_again()
-                self._is_whole = False  # if interrupted, what it has done is not known
+                self._is_whole = False  # an interrupt leaves the scheduler in between
                 self._scheduler.step()
-                self._note()
-            except Exception as error:  # noqa: BLE001 - it is told, now and later
+                self._record()
+            except Exception as error:  # noqa: BLE001 - raised below, and later
                 self._ended = error
             else:
                 self._is_whole = True
@@ -198,27 +198,23 @@ class TorchRates:
 
     def _make_again(self) -> None:
         """Replace an interrupted scheduler by a new scheduler at the same update."""
-        for known in (*self._rates, *self._others.values()):
-            del known[self._num_known :]
+        for series in (*self._rates, *self._others.values()):
+            del series[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
         self._scheduler = self._make_scheduler()
         for _ in range(self._num_known - 1):
             self._scheduler.step()
 
-    def _note(self) -> None:
+    def _record(self) -> None:
+        """Record the values of an update; begin to record an option when it changes."""
         for i, group in enumerate(self._optimizer.param_groups):
-            for key, given in self._given[i].items():
-                now = _plain_option(group[key])
-                if (
-                    key != "lr"
-                    and (i, key) not in self._others
-                    and _differs(now, given)
-                ):
-                    self._others[i, key] = [given] * self._num_known
-        for (i, key), known in self._others.items():
-            known.append(_plain_option(self._optimizer.param_groups[i][key]))
-        for known, group in zip(self._rates, self._optimizer.param_groups, strict=True):
-            known.append(float(group["lr"]))
+            self._rates[i].append(float(group["lr"]))
+            for key, before in self._options[i].items():
+                now, is_new = _plain_option(group[key]), (i, key) not in self._others
+                if key != "lr" and is_new and _differs(now, before):
+                    self._others[i, key] = [before] * self._num_known
+        for (i, key), series in self._others.items():
+            series.append(_plain_option(self._optimizer.param_groups[i][key]))
         self._num_known += 1
 
 
@@ -229,32 +225,32 @@ def _plain_option(value: Any) -> Any:
     return value
 
 
-def _differs(now: object, given: object) -> bool:
-    return now != given if is_number(now) else now is not given
+def _differs(now: object, before: object) -> bool:
+    return now != before if is_number(now) else now is not before
 
 
 def _check(scheduler: Any, optimizer: Optimizer) -> None:
     """Reject a scheduler of another optimizer, or with `step` arguments."""
     kind = type(scheduler).__name__
     step = getattr(scheduler, "step", None)
-    taken = signature(step).parameters.values() if callable(step) else ()
-    needed = [
-        each.name
-        for each in taken
-        if each.default is each.empty
-        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    params = signature(step).parameters.values() if callable(step) else ()
+    required = [
+        param.name
+        for param in params
+        if param.default is param.empty
+        and param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
     ]
     why = ""
-    if needed:
-        follows_metric = needed[0] != "epoch" or "plateau" in kind.lower()
+    if required:
+        follows_metric = required[0] != "epoch" or "plateau" in kind.lower()
         advice = _PLATEAU if follows_metric else _BY_COUNT
-        why = f"whose step needs {', '.join(needed)}. {advice}"
+        why = f"whose step needs {', '.join(required)}. {advice}"
     elif not isinstance(scheduler, LRScheduler):
         why = "expected an LRScheduler of torch's."
     elif scheduler.optimizer is not optimizer:
         why = (
-            "which is on another optimizer than it was given: that one's rates would never"
-            " move. Make the scheduler in the factory: lambda optimizer: StepLR(optimizer,"
+            "which is on another optimizer than the given one, so rates would never change."
+            " Make the scheduler in the factory: lambda optimizer: StepLR(optimizer,"
             " 10)."
         )
     if why:
@@ -318,8 +314,8 @@ class linear:
 
     def __call__(self, step: int, /) -> float:
         """Return the factor of update `step`."""
-        done = min(step / self.num_updates, 1.0)
-        return self.start + (self.end - self.start) * done
+        fraction = min(step / self.num_updates, 1.0)
+        return self.start + (self.end - self.start) * fraction
 
 
 @explain_call_errors
@@ -352,8 +348,8 @@ class warmup_cosine:
         """Return the factor of update `step`."""
         if step < self.num_warmup:
             return (step + 1) / (self.num_warmup + 1)
-        done = min((step - self.num_warmup) / (self.num_updates - self.num_warmup), 1.0)
-        return self.end + (1.0 - self.end) * 0.5 * (1.0 + math.cos(math.pi * done))
+        length = self.num_updates - self.num_warmup
+        return _cosine(1.0, self.end, min((step - self.num_warmup) / length, 1.0))
 
 
 @attrs.frozen
@@ -389,8 +385,8 @@ class one_cycle:
         return _cosine(1.0, self.end, min((step - peak) / (last - peak), 1.0))
 
 
-def _cosine(start: float, end: float, done: float) -> float:
-    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * done))
+def _cosine(start: float, end: float, fraction: float) -> float:
+    return end + (start - end) * 0.5 * (1.0 + math.cos(math.pi * fraction))
 
 
 @attrs.frozen(init=False)
@@ -409,8 +405,8 @@ class join:
     def __init__(self, *parts: "tuple[int, Schedule] | Schedule") -> None:
         """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
         *pairs, last = parts or (None,)
-        whole = [part[-1] if _is_part(part) else part for part in cast("Any", parts)]
-        if any(isinstance(each, from_torch) for each in whole):
+        schedules = [p[-1] if _is_part(p) else p for p in cast("Any", parts)]
+        if any(isinstance(schedule, from_torch) for schedule in schedules):
             msg = (
                 "schedules.join: from_torch gives learning rates, not factors of them. Join"
                 " torch's schedulers inside its factory, by"
@@ -482,10 +478,10 @@ class FactorRates:
         self._rates: list[tuple[tuple[int, str], Any]] = []
         for i, group in enumerate(optimizer.param_groups):
             if "lr" not in group:
-                known = sorted(group.keys() - STRUCTURE)
+                options = sorted(group.keys() - STRUCTURE)
                 msg = (
                     f"schedule: the optimizer's parameter group {i} has no 'lr', only"
-                    f" {known}. Leave the schedule out, or set what it has by a"
+                    f" {options}. Leave the schedule out, or set these options by a"
                     " transform's hyper."
                 )
                 raise OptimizerError(msg)
@@ -516,14 +512,14 @@ def _check_pure(factor: Schedule) -> None:
     """
     try:
         first, _, again = (factor(update) for update in (0, 1, 0))
-    except Exception:  # noqa: BLE001 - it is the step's to tell
+    except Exception:  # noqa: BLE001 - the step raises it
         return
     numbers = isinstance(first, (int, float)) and isinstance(again, (int, float))
     if numbers and repr(first) != repr(again):
         msg = (
             f"The schedule gave {first!r} for update 0, and {again!r} when it was asked again;"
             " expected a function of the update number alone, that counts no calls and draws"
-            " nothing. What goes by losses is af.plateau, or a transform's hyper."
+            " nothing. To follow losses, use af.plateau or a transform's hyper."
         )
         raise ArgumentError(msg)
 
@@ -547,9 +543,9 @@ def advise_of_rates(schedule: Schedule | None) -> None:
     if 0 < peak < _LEAST_PEAK:
         name = qualname(schedule)
         advise(
-            f"schedule={name} gives factors of the optimizer's learning rate, of which the"
-            f" largest is {peak:g}: no update would take more than that part of it. If they"
-            f" are learning rates, give the optimizer lr={peak:g}, and divide by it:"
+            f"schedule={name} gives factors of the optimizer's learning rate, and the largest"
+            f" is {peak:g}: all updates would use only this part of it. If they are learning"
+            f" rates, give the optimizer lr={peak:g}, and divide by it:"
             f" schedule=lambda update: rate(update) / {peak:g}."
         )
 
@@ -565,12 +561,11 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
         return looks_at
     since = max(_SHORT, update // 10)
     start = update - since
-    spread = {start * i // 20 for i in range(21)}
-    live = [each for each in sorted(spread) if each >= 0 and not _is_zero(rates, each)]
+    samples = sorted({start * i // 20 for i in range(21)})
+    live = [number for number in samples if number >= 0 and not _is_zero(rates, number)]
     later = (update + 1 + round(update * i / 5) for i in range(20))
-    if not live or live[-1] >= start:
-        return update + since
-    if not all(_is_zero(rates, each) for each in (*range(start, update), *later)):
+    ended = (_is_zero(rates, number) for number in (*range(start, update), *later))
+    if not live or live[-1] >= start or not all(ended):
         return update + since
     first = live[-1] + 1
     while not _is_zero(rates, first):
@@ -590,7 +585,7 @@ def _factors(schedule: Schedule) -> Iterator[float]:
     for update in (*range(100), *sorted(far)):
         try:
             factor = schedule(update)
-        except Exception:  # noqa: BLE001 - it is the step's to tell
+        except Exception:  # noqa: BLE001 - the step raises it
             return
         if isinstance(factor, (int, float)):
             yield float(factor)
@@ -599,7 +594,7 @@ def _factors(schedule: Schedule) -> Iterator[float]:
 def _is_zero(rates: Rates, update: int) -> bool:
     """Return whether all learning rates are 0 at an update, or the schedule has ended."""
     try:
-        found = rates(update)
-    except Exception:  # noqa: BLE001 - none is taken
+        values = rates(update)
+    except Exception:  # noqa: BLE001 - the schedule has ended
         return True
-    return not any(value for (_, key), value in found.items() if key == "lr")
+    return not any(value for (_, key), value in values.items() if key == "lr")
