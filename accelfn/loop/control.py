@@ -25,7 +25,7 @@ def on_rank(
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     """Create a decorator: the function runs on one rank, and returns None on others.
 
-    There is no communication; to share the result, see `af.broadcast_object`.
+    It does not communicate; to share the result, see `af.broadcast_object`.
 
     Args:
         world: the ranks that call the function.
@@ -73,9 +73,9 @@ def _on(
     if local:
         mine, size = world.local_rank, world.local_size
     if not is_integer(rank) or not -size <= rank < size:
-        where = "a local rank" if local else "a rank"
+        kind = "a local rank" if local else "a rank"
         msg = (
-            f"{call}(rank={rank!r}): expected {where} from 0 to {size - 1}, or one counted"
+            f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or one counted"
             f" from the last, from -1 to {-size}."
         )
         raise ArgumentError(msg)
@@ -87,10 +87,10 @@ def _on(
             raise ArgumentError(msg)
 
         @wraps(function)
-        def there(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        def call_here(*args: P.args, **kwargs: P.kwargs) -> R | None:
             return function(*args, **kwargs) if runs else None
 
-        return there
+        return call_here
 
     return decorate
 
@@ -101,29 +101,28 @@ _went = threading.local()
 
 @contextmanager
 def main_first(world: World, *, local: bool = False) -> Generator[None]:
-    """Let rank 0 go through a `with` block before the others enter it.
+    """Let rank 0 leave a `with` block before the other ranks enter it.
 
-    For work whose result the others find done: a download, a cache. Where rank 0 raises, the
-    others are let in all the same, and do it or fail for themselves.
+    Use it for work that needs to be done once, such as a download or a cache. If rank 0 raises,
+    the other ranks still enter, and do the work or fail themselves.
 
     Args:
-        world: whose ranks come to the block.
-        local: whether the first rank of each machine goes first, all of these at a time: for
-            work on a disk that each machine has for itself.
+        world: the ranks that come to the block.
+        local: whether the first rank of each machine goes first, for work on a local disk.
 
     Law: no other rank enters before rank 0 has left; with `local`, before the first ranks of
-    all machines have.
+    all machines have left.
 
     Cost: one barrier.
 
     Raises:
-        ArgumentError: it is within another such block, for whose end the others wait.
+        ArgumentError: the block is inside another such block; the other ranks wait for its end.
     """
     check_world("af.main_first", world)
     if getattr(_went, "in_first", False):
         msg = (
-            "af.main_first is within another such block, for whose end other ranks wait: the"
-            " inner one would let them in. Make one block of them, or one after the other."
+            "af.main_first is within another such block, and other ranks wait for its end: the"
+            " inner block would let them in. Make one block, or one after the other."
         )
         raise ArgumentError(msg)
     first = world.local_rank == 0 if local else world.is_main
@@ -148,32 +147,32 @@ def print_in_order(world: World, *values: object) -> None:
     texts = gather_text(mine, world, label="print_in_order")
     if world.is_main:
         for rank, text in enumerate(texts):
-            print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - it is what it is for
+            print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - printing is its purpose
 
 
 def print_once(world: World, *values: object, local: bool = False) -> None:
     """Print on rank 0 only; with `local`, once on every machine."""
     check_world("af.print_once", world)
     if world.local_rank == 0 if local else world.is_main:
-        print(*values, flush=True)  # noqa: T201 - printing is what it is for
+        print(*values, flush=True)  # noqa: T201 - printing is its purpose
 
 
 def assert_replicas_agree(state: TrainState) -> None:
-    """Raise, on all ranks, unless they hold the same state.
+    """Raise, on all ranks, unless they have the same state.
 
-    Compared are, in this order, the numbers of updates taken and skipped, the seed, the place
-    in the data, parameters, optimizer state, slots and buffers, bit by bit. Entries
-    of slots of which transforms tell that they differ by rank are not, nor is the memory of a
-    stream of data. Under `local_sgd` replicas agree only after an average, and batch
-    statistics only under `sync_batchnorm`.
+    It compares the numbers of updates taken and skipped, the seed, the place in the data,
+    parameters, optimizer state, slots and buffers, bit by bit and in this order. It leaves out
+    entries of slots that differ by rank, as their transforms declare, and the state of a stream.
+    Under `local_sgd` replicas agree only after an average, and batch statistics only under
+    `sync_batchnorm`.
 
-    Law: ranks that differ in one bit, or in the places of two elements, are told. Where a model
-    is split, its copies along "dp_replicate" are; one copy has nothing to be compared with.
+    Law: it finds a difference of one bit, or of the places of two elements. If a model is split,
+    it compares the copies along "dp_replicate", and a single copy with nothing.
 
-    Cost: a few passes over every tensor, and two gathers, of a line for each.
+    Cost: a few passes over every tensor, and two gathers of a line for each tensor.
 
     Raises:
-        ReplicaMismatchError: they do not; the first difference is named, a row a rank.
+        ReplicaMismatchError: ranks differ; the error has the first difference, a row per rank.
     """
     if not isinstance(state, TrainState):
         msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
@@ -194,10 +193,10 @@ def assert_replicas_agree(state: TrainState) -> None:
 
 
 _DRIFTED = (
-    "Look for what differs by rank in transforms and steps of your own, for parameters that are"
+    "Look for values that differ by rank in your transforms and steps, for parameters that are"
     " written outside of a step, and for operations that are not deterministic. Buffers of"
-    " batch statistics are each rank's own without af.sync_batchnorm(), and all is so between"
-    " the averages of af.local_sgd."
+    " batch statistics differ without af.sync_batchnorm(), and all tensors differ between the"
+    " averages of af.local_sgd."
 )
 
 
@@ -205,12 +204,12 @@ _DRIFTED = (
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger of the standard library that some ranks of a world write to; see `af.logger`."""
+    """A logger of the standard library for some ranks of a world; see `af.logger`."""
 
     def __init__(self, name: str, world: World, ranks: Collection[int]) -> None:
-        """Take the logger of that name, which handlers and levels are set on as ever."""
-        where = {"rank": world.rank, "world_size": world.size}
-        super().__init__(logging.getLogger(name), where)
+        """Take the logger of that name, with its handlers and levels."""
+        extra = {"rank": world.rank, "world_size": world.size}
+        super().__init__(logging.getLogger(name), extra)
         self._world, self._ranks = world, frozenset(ranks)
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - logging's name
@@ -220,7 +219,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the rank: to the record, and to the text where several write."""
+        """Add the rank to the record, and to the text if several ranks write."""
         extra = {**(kwargs.get("extra") or {}), **(self.extra or {})}
         several = len(self._ranks) > 1
         text = f"rank {self._world.rank}: {msg}" if several else msg
@@ -229,36 +228,35 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
     def in_order(self, level: int, msg: object, *args: object) -> None:
         """Log a message of each rank on rank 0, in rank order; call it on all ranks.
 
-        Whoever the logger's ranks are, all are heard.
+        It logs the messages of all ranks, also of ranks that do not write.
 
-        Cost: a gather of the texts, whether the level is enabled or not.
+        Cost: a gather of the texts, even if the level is not enabled.
         """
-        # what makes the texts of all loggers makes these: of a mapping, too
+        # formats as all loggers do, also for a mapping
         text = logging.LogRecord("", level, "", 0, msg, args, None).getMessage()
         texts = gather_text(text, self._world, label="log in order")
         if self._world.is_main:
-            for rank, each in enumerate(texts):
-                where = {"rank": rank, "world_size": self._world.size}
+            for i, line in enumerate(texts):
+                extra = {"rank": i, "world_size": self._world.size}
                 self.logger.log(
-                    level, "rank %d: %s", rank, each, extra=where, stacklevel=2
+                    level, "rank %d: %s", i, line, extra=extra, stacklevel=2
                 )
 
 
 def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLogger:
-    """Return a logger of the standard library that rank 0 alone writes to, or some ranks.
+    """Return a logger of the standard library on which only rank 0, or some ranks, write.
 
-    It is `logging.getLogger(name)` for one world: handlers, levels and formats are set as
-    ever, by whoever runs the program. Records have `rank` and `world_size`, for formats; where
-    several ranks write, texts begin with "rank 1: ". On the others it is as if the level were
-    off, so nothing is formatted.
+    It is `logging.getLogger(name)` for one world. You set handlers, levels and formats as
+    usual. Records have `rank` and `world_size` for formats. If several ranks write, texts
+    begin with "rank 1: ". On the other ranks the level is off, so nothing is formatted.
 
     Args:
-        name: of the logger, `__name__` as a rule.
-        world: whose ranks log.
-        ranks: those that write; `range(world.size)` for all.
+        name: name of the logger, usually `__name__`.
+        world: the ranks that log.
+        ranks: the ranks that write; `range(world.size)` for all.
 
-    Cost: none beside `logging`'s; `in_order`, which writes what all ranks say in their order,
-    gathers the texts.
+    Cost: that of `logging`; `in_order`, which writes the messages of all ranks, gathers the
+    texts.
 
     Raises:
         ArgumentError: the world has no such rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`profile`: what a few steps spend their time on, a trace a rank."""
+"""`profile`: record the time of a few steps, in a trace for each rank."""
 
 import os
 import threading
@@ -18,16 +18,16 @@ from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import World
 
 _ONE_A_PROCESS = threading.Lock()
-"""torch has one profiler a process, and crashes where two threads start it."""
+"""torch has one profiler per process, and crashes if two threads start it."""
 
 
 class Profiler:
-    """What `af.profile` gives: tell it where a step ends.
+    """The result of `af.profile`; call `step` after each step.
 
     Attributes:
         path: the file of this rank's trace.
         num_steps: how many steps have ended.
-        is_written: whether the trace is there.
+        is_written: whether the trace is written.
     """
 
     def __init__(
@@ -35,46 +35,47 @@ class Profiler:
         path: Path,
         schedule: Callable[[int], Any],
         activities: list[torch_profiler.ProfilerActivity],
-        **recorded: Any,
+        **options: Any,
     ) -> None:
-        """Take the file to write, what becomes of each step, and what is recorded of it."""
+        """Take the file to write, the schedule of steps, and torch's options."""
         self.path = path
-        self._has_shapes = recorded["record_shapes"] or recorded["with_flops"]
-        self._has_stacks = recorded["with_stack"]
+        self._has_shapes = options["record_shapes"] or options["with_flops"]
+        self._has_stacks = options["with_stack"]
         self.num_steps = 0
         self.is_written = False
-        # without it torch records stacks for the trace alone, and its sums have none
+        # without it torch records stacks only for the trace, and not for its sums
         verbose = torch_profiler._ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
-        config = verbose(verbose=recorded["with_stack"])
+        config = verbose(verbose=options["with_stack"])
         self._torch = torch_profiler.profile(
             activities=activities,
             schedule=schedule,
             experimental_config=config,
             on_trace_ready=self._write,
-            **recorded,
+            **options,
         )
 
     def step(self) -> None:
-        """Let it be known that a step has ended."""
+        """Record the end of a step."""
         self.num_steps += 1
         self._torch.step()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
     ) -> Any:
-        """Return torch's sums over the steps that were written, an entry an operation.
+        """Return torch's sums over the written steps, with an entry for each operation.
 
         Args:
-            group_by_input_shape: an entry for each operation and the shapes it was given.
-            group_by_stack_n: an entry for each operation and its innermost lines of code, as
-                many as this.
+            group_by_input_shape: whether to have an entry for each shape of inputs.
+            group_by_stack_n: how many innermost lines of code to have an entry for.
 
         Returns: torch's `EventList`, whose `table(sort_by=, row_limit=)` is text.
 
         Raises:
             ArgumentError: no step is written yet, or shapes or stacks were not recorded.
         """
-        self._check_written("key_averages()")
+        if not self.is_written:
+            msg = "profiler.key_averages(): no step is written yet; call it after the block."
+            raise ArgumentError(msg)
         if group_by_input_shape and not self._has_shapes:
             msg = (
                 "profiler.key_averages(group_by_input_shape=True): no shapes were recorded;"
@@ -89,24 +90,16 @@ class Profiler:
             raise ArgumentError(msg)
         return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
 
-    def _check_written(self, call: str) -> None:
-        if not self.is_written:
-            msg = (
-                f"profiler.{call}: no step is written yet; call it when the `with` block is"
-                " over."
-            )
-            raise ArgumentError(msg)
-
     def start(self) -> None:
-        """Begin to count steps."""
+        """Start torch's profiler."""
         self._torch.start()
 
     def stop(self) -> None:
-        """End, and write what was recorded and is not written yet."""
+        """Stop torch's profiler, which writes the rest of the recorded steps."""
         self._torch.stop()
 
-    def _write(self, found: torch_profiler.profile) -> None:
-        found.export_chrome_trace(str(self.path))
+    def _write(self, trace: torch_profiler.profile) -> None:
+        trace.export_chrome_trace(str(self.path))
         self.is_written = True
 
 
@@ -128,44 +121,43 @@ def profile(
 ) -> Generator[Profiler]:
     """Record some steps with torch's profiler, and write `directory/rank-N.json`.
 
-    Call `profiler.step()` after each step. The first `wait` pass unrecorded, `warmup` are
-    recorded and dropped, `active` are written, as soon as they are over; what comes after
-    runs at full speed. Spans named "accelfn value_and_grad" and "accelfn apply_grads" show the
-    halves of a step, those inside them, "accelfn forward" say, its parts, and torch's own the
-    forward of DistributedDataParallel and the optimizer.
-    chrome://tracing and https://ui.perfetto.dev show the file.
+    Call `profiler.step()` after each step. The first `wait` steps are not recorded, the next
+    `warmup` steps are recorded and dropped, and the next `active` steps are written as soon as
+    they end. Later steps run at full speed. Spans named "accelfn value_and_grad" and
+    "accelfn apply_grads" show the halves of a step. Spans inside, such as "accelfn forward",
+    show its parts. torch's spans show the forward pass of DistributedDataParallel and the
+    optimizer. chrome://tracing and https://ui.perfetto.dev show the file.
 
     Args:
-        directory: made if it is not there; an older trace of the same rank is replaced.
-        world: tells the rank in the file's name.
-        wait: steps to pass over, 0 or more: the first builds the engine.
-        warmup: steps to record and drop, 1 or more, for the first are distorted.
+        directory: created if it does not exist; an older trace of the same rank is replaced.
+        world: gives the rank in the file's name.
+        wait: steps to skip, 0 or more: the first step builds the engine.
+        warmup: steps to record and drop, 1 or more, because the first steps are distorted.
         active: steps to write, 1 or more.
-        record_shapes: whether to record the shapes that operations are given.
-        profile_memory: whether to record what is allocated and freed.
-        with_stack: whether to record the lines of code from which operations are called.
+        record_shapes: whether to record the shapes of inputs of operations.
+        profile_memory: whether to record allocations.
+        with_stack: whether to record the lines of code that call operations.
         with_flops: whether to count the floating-point operations of products of matrices and
             convolutions, and record shapes for that.
         with_modules: whether to record the modules of a TorchScript model.
-        activities: what torch is to look at, `torch.profiler.ProfilerActivity.CPU` say; by
+        activities: torch's activities to record, such as `torch.profiler.ProfilerActivity.CPU`;
             default the host and its accelerator.
 
     Yields:
-        A record with `step()` and with `path`, the file that this rank writes. Once that is
-        written, `key_averages()` has torch's sums for each operation and each span of accelfn.
+        A record with `step()` and with `path`, the file that this rank writes. After that,
+        `key_averages()` has torch's sums for each operation and each span of accelfn.
 
-    Law: the steps compute what they compute without it, bitwise.
+    Law: the steps compute the same results, bitwise.
 
-    Cost: while steps are recorded, several microseconds an operation, and more with shapes,
-    memory, stacks or counts; else nothing.
+    Cost: while steps are recorded, several microseconds for each operation, and more with
+    shapes, memory, stacks or counts; else none.
 
     Raises:
-        ArgumentError: a number of steps that can have no meaning; an activity that this torch
-            cannot look at; or the block ended before a step was recorded, so that nothing was
-            written.
-        OSError: the directory cannot be made.
-        WorldError: a profiler runs in this process already, an outer one or that of another
-            simulated rank.
+        ArgumentError: an invalid number of steps; an activity that this torch cannot record;
+            or the block ended before a step was written.
+        OSError: the directory cannot be created.
+        WorldError: a profiler already runs in this process, an outer profiler or that of
+            another simulated rank.
 
     Example:
         ```python
@@ -176,40 +168,38 @@ def profile(
         af.print_once(world, profiler.key_averages().table(sort_by="cpu_time_total"))
         ```
     """
-    for name, value, least in (
-        ("wait", wait, 0),
-        ("warmup", warmup, 1),
-        ("active", active, 1),
-    ):
+    counts = {"wait": wait, "warmup": warmup, "active": active}
+    for name, value in counts.items():
+        least = 0 if name == "wait" else 1
         check_integer("af.profile", name, value, least, "a number of steps")
-    recorded = {
+    options = {
         "record_shapes": record_shapes,
         "profile_memory": profile_memory,
         "with_stack": with_stack,
         "with_flops": with_flops,
         "with_modules": with_modules,
     }
-    for name, value in recorded.items():
+    for name, value in options.items():
         if not isinstance(value, bool):
             msg = f"af.profile({name}={value!r}): expected True or False."
             raise ArgumentError(msg)
-    seen = _usual_activities() if activities is None else _check_activities(activities)
+    chosen = (
+        _usual_activities() if activities is None else _check_activities(activities)
+    )
     check_world("af.profile(directory, world)", world)
     folder = as_path("af.profile(directory)", directory, "a directory")
     path = folder / f"rank-{world.rank}.json"
     if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):
         msg = (
             f"af.profile({str(directory)!r}) on rank {world.rank}: torch has one profiler a"
-            " process, and it runs already. End the other first; of a simulated world,"
-            " profile one rank, or run it on real processes with `accelfn launch`."
+            " process, and it runs already. End it first. In a simulated world, profile one"
+            " rank, or use real processes with `accelfn launch`."
         )
         raise WorldError(msg)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        schedule = torch_profiler.schedule(
-            wait=wait, warmup=warmup, active=active, repeat=1
-        )
-        profiler = Profiler(path, schedule, seen, **recorded)
+        schedule = torch_profiler.schedule(**counts, repeat=1)
+        profiler = Profiler(path, schedule, chosen, **options)
         profiler.start()
         try:
             yield profiler
@@ -227,24 +217,24 @@ def profile(
 
 
 def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
-    """Return those of the host and its accelerator."""
-    known = torch_profiler.ProfilerActivity
-    # which has no entry for a make of device that it cannot look into
-    device: Any = getattr(known, devices.kind().upper(), known.CPU)
-    if device is known.CPU and devices.count():
-        device = known.PrivateUse1
-    return list(dict.fromkeys([known.CPU, device]))
+    """Return the activities of the host and its accelerator."""
+    kinds = torch_profiler.ProfilerActivity
+    # it has no entry for devices that it cannot record
+    device: Any = getattr(kinds, devices.kind().upper(), kinds.CPU)
+    if device is kinds.CPU and devices.count():
+        device = kinds.PrivateUse1
+    return list(dict.fromkeys([kinds.CPU, device]))
 
 
 def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
-    """Return activities as a list, if torch has a look at each here; it would drop others."""
+    """Return activities as a list, if torch can record them; it would drop the others."""
     possible = torch_profiler.supported_activities()
-    shown = ", ".join(sorted(f"ProfilerActivity.{each.name}" for each in possible))
-    given = list(activities) if isinstance(activities, Iterable) else []
-    if not given or not all(each in possible for each in given):
+    chosen = list(activities) if isinstance(activities, Iterable) else []
+    if not chosen or not all(activity in possible for activity in chosen):
+        names = ", ".join(sorted(f"ProfilerActivity.{kind.name}" for kind in possible))
         msg = (
-            f"af.profile(activities={activities!r}): expected a list of what torch can look"
-            f" at here, of torch.profiler: {shown}."
+            f"af.profile(activities={activities!r}): expected a list of activities that torch"
+            f" can record here, of torch.profiler: {names}."
         )
         raise ArgumentError(msg)
-    return given
+    return chosen

@@ -62,7 +62,7 @@ class Stop:
         return signal.Signals(self._agreed) if self._agreed else None
 
 
-_asked = threading.local()
+_current = threading.local()
 """Each thread's `Stop`: simulated ranks are threads."""
 
 
@@ -72,7 +72,7 @@ def deliver(number: int, _frame: FrameType | None = None) -> bool:
     It does nothing else, because it runs between any two instructions. A second Ctrl-C raises
     KeyboardInterrupt, because the first may take long.
     """
-    stop: Stop | None = getattr(_asked, "stop", None)
+    stop: Stop | None = getattr(_current, "stop", None)
     if stop is None:
         return False
     if number == signal.SIGINT and stop.received:
@@ -119,37 +119,38 @@ def stopping(
     if not isinstance(signals, Sequence):
         msg = f"af.stopping(signals={signals!r}): expected a list of signals."
         raise ArgumentError(msg)
-    stop, before = Stop(world), getattr(_asked, "stop", None)
+    stop, before = Stop(world), getattr(_current, "stop", None)
     handlers: dict[int, Any] = {}
     again = True
     try:
-        _asked.stop = stop
+        _current.stop = stop
         if threading.current_thread() is threading.main_thread():
-            for each in dict.fromkeys(signals):
-                handlers[each] = _take(each)
+            for number in dict.fromkeys(signals):
+                handlers[number] = _install(number)
         yield stop
     except BaseException as error:
         is_handled = callable(handlers.get(stop.received))
-        again = is_handled and not _has_become(stop.received, error)
+        again = is_handled and not _is_caused_by(stop.received, error)
         raise
     finally:
-        for each, handler in handlers.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
-        _asked.stop = before  # last: what comes meanwhile is noted
+        for number, handler in handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        _current.stop = before  # last, to record signals until here
         if again and stop.signal is None and stop.received in handlers:
             signal.raise_signal(stop.received)
     if stop.signal is not None:
         sys.exit(128 + stop.signal)
 
 
-def _has_become(number: int, error: BaseException) -> bool:
-    """Return whether an exception is how a signal ends a process."""
+def _is_caused_by(number: int, error: BaseException) -> bool:
+    """Return whether a signal has raised an exception to end the process."""
     if isinstance(error, SystemExit):
         return error.code == 128 + number
     return isinstance(error, KeyboardInterrupt) and number == signal.SIGINT
 
 
-def _take(number: signal.Signals) -> Any:
+def _install(number: signal.Signals) -> Any:
+    """Handle a signal by `deliver`; return the handler before."""
     try:
         return signal.signal(number, deliver)
     except (ValueError, OSError, TypeError) as error:
@@ -211,15 +212,14 @@ def run(
     Law: a run that is interrupted at any update, and called again with the same store, ends
     with the same bits. The trained state depends on `step`, the state and `until` alone.
 
-    Cost: that of the loop; and in a world of several an all-reduce of one integer an update, to
-    agree on ending. Sums of metrics stay on the device.
+    Cost: that of the loop. In a world of several ranks, each update takes an all-reduce of one
+    integer to agree on the end. Sums of metrics stay on the device.
 
     Raises:
-        ArgumentError: an argument is something else, the step or an action returns something
-            else, two actions give numbers of one name at an update, or `track` has nothing
-            to get: `actions` has none.
-        SystemExit: SIGTERM or Ctrl-C came; all ranks leave after the same update, with code
-            128 plus the signal's number, when the state is saved.
+        ArgumentError: an argument is invalid, the step or an action returns something else, two
+            actions give numbers of one name at an update, or there is a `track` but no action.
+        SystemExit: after SIGTERM or Ctrl-C all ranks save and leave after the same update, with
+            code 128 plus the signal's number.
 
     Example:
         >>> import torch, accelfn as af
@@ -244,36 +244,36 @@ def run(
     is_last, num_epochs = _end(until)
     if store is not None:
         state = store.restore(state)
-    saved, told = state.step, dict[str, float]()
+    last_saved, numbers = state.step, dict[str, float]()
     with stopping(state.world) as stop:
-        over = num_epochs is not None and state.cursor.epoch >= num_epochs
-        over = over or is_last(state)
-        for batch in () if over else batches(state, epochs=num_epochs):
+        is_over = num_epochs is not None and state.cursor.epoch >= num_epochs
+        is_over = is_over or is_last(state)
+        for batch in () if is_over else batches(state, epochs=num_epochs):
             before = state.step
             state, metrics = _check_step_result(step(state, batch))
             updated = state.step > before
-            told = due_actions.take(state, batch, metrics, updated=updated)
-            if told and track is not None:
-                track(told, state.step)
+            numbers = due_actions.take(state, batch, metrics, updated=updated)
+            if numbers and track is not None:
+                track(numbers, state.step)
             if stop.requested() or is_last(state):
                 break
             if store is not None and updated and _is_due(store, state):
-                store.save(state, metrics=told)
-                saved = state.step
+                store.save(state, metrics=numbers)
+                last_saved = state.step
         if store is not None:
-            if state.step > saved:
-                store.save(state, metrics=told)
+            if state.step > last_saved:
+                store.save(state, metrics=numbers)
             store.wait()
     return state
 
 
 def _is_due(store: "CheckpointStore", state: TrainState) -> bool:
-    """Return whether to save on the way; a store without `every` is saved to at the end."""
+    """Return whether to save during the run; a store without `every` saves at the end."""
     return getattr(store, "every", True) is not None and store.due(state)
 
 
 class _Actions:
-    """What is due when, and the metrics since it was last done."""
+    """The actions by period, and the sum of metrics since each period's last actions."""
 
     def __init__(self, actions: object) -> None:
         self._actions = _by_period(actions)
@@ -286,27 +286,33 @@ class _Actions:
     def take(
         self, state: TrainState, batch: "Batch", metrics: Metrics, *, updated: bool
     ) -> dict[str, float]:
-        """Do what is due after a batch; return the numbers that it gave."""
-        told, by = dict[str, float](), dict[str, str]()
+        """Run the actions that are due after a batch; return their numbers."""
+        result, givers = dict[str, float](), dict[str, str]()
         for period, actions in self._actions.items():
             self._since[period] += metrics
             if isinstance(period, epochs):
                 due = batch.ends_epoch and (batch.epoch + 1) % period.count == 0
-            else:  # where an update was skipped, it was done at this number
+            else:  # after a skipped update, the actions of this number were done
                 due = updated and state.step % period == 0
             if due:
-                seen, self._since[period] = self._since[period], Metrics({})
+                total, self._since[period] = self._since[period], Metrics({})
                 for action in actions:
-                    numbers = _numbers(action, action(state, seen), state.world)
-                    _note(
-                        numbers, f"{qualname(action)} (every {period})", by, state.step
-                    )
-                    told.update(numbers)
-        return told
+                    numbers = _numbers(action, action(state, total), state.world)
+                    giver = f"{qualname(action)} (every {period})"
+                    for name in numbers:
+                        if name in givers:
+                            msg = (
+                                f"af.run: {givers[name]} and {giver} both gave {name!r} at"
+                                f" update {state.step}, and one would be lost. Rename one."
+                            )
+                            raise ArgumentError(msg)
+                        givers[name] = giver
+                    result.update(numbers)
+        return result
 
 
 def _check(state: object, step: object, track: object, store: object) -> None:
-    """Refuse what is none of these, and say what is."""
+    """Raise for invalid arguments of `run`."""
     if isinstance(step, TrainState):
         msg = (
             "af.run(step, state): the state comes first, as everywhere; write"
@@ -330,8 +336,8 @@ def _check(state: object, step: object, track: object, store: object) -> None:
             " (numbers, update)."
         )
         raise ArgumentError(msg)
-    does = ("restore", "due", "save", "wait")
-    if store is not None and not all(callable(getattr(store, n, None)) for n in does):
+    methods = [getattr(store, n, None) for n in ("restore", "due", "save", "wait")]
+    if store is not None and not all(map(callable, methods)):
         path = store if isinstance(store, str) else "checkpoints"
         msg = (
             f"af.run(store={store!r}): expected a store, af.CheckpointStore({path!r})."
@@ -340,7 +346,7 @@ def _check(state: object, step: object, track: object, store: object) -> None:
 
 
 def _check_step_result(returned: Any) -> tuple[TrainState, Metrics]:
-    """Return what a step returned, if it is what a step returns."""
+    """Return the state and metrics that a step returned."""
     if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
         state, metrics = cast("tuple[Any, Any]", returned)
         if isinstance(state, TrainState) and isinstance(metrics, Metrics):
@@ -353,7 +359,7 @@ def _check_step_result(returned: Any) -> tuple[TrainState, Metrics]:
 
 
 def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
-    """Return whether a state is the last, and the number of epochs where it decides."""
+    """Return a function that tells the last state, and the number of epochs, if given."""
     if isinstance(until, epochs):
         return lambda _: False, until.count
     if is_integer(until, 1):
@@ -368,36 +374,36 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
 
 
 def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
-    found: dict[Period, tuple[Action, ...]] = {}
+    by_period: dict[Period, tuple[Action, ...]] = {}
     if not isinstance(actions, Mapping):
         msg = f"af.run(actions={actions!r}): expected a mapping of periods to actions."
         raise ArgumentError(msg)
     for period, value in cast("Mapping[Any, Any]", actions).items():
-        each = tuple(value) if isinstance(value, (list, tuple)) else (value,)
+        sequence = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if not (isinstance(period, epochs) or is_integer(period, 1)):
             msg = (
                 f"af.run(actions={{{period!r}: ...}}): expected a number of updates or"
                 " af.epochs(n)."
             )
             raise ArgumentError(msg)
-        if not all(callable(action) for action in each):
+        if not all(callable(action) for action in sequence):
             msg = (
                 f"af.run(actions={{{period!r}: {value!r}}}): expected an action"
                 " (state, metrics) -> numbers or None, or a list of them."
             )
             raise ArgumentError(msg)
-        found[period] = each
-    return found
+        by_period[period] = sequence
+    return by_period
 
 
 def _numbers(action: Action, returned: object, world: World) -> Numbers:
-    """Return what an action returned, if these are the numbers of all ranks."""
+    """Return an action's result, if it has numbers of all ranks."""
     if returned is None:
         return {}
     if isinstance(returned, Metrics) and world.loss.size > 1:
         msg = (
-            f"af.run: {qualname(action)} returned Metrics, which are what this rank alone saw:"
-            " return af.mean(metrics, state.world)."
+            f"af.run: {qualname(action)} returned Metrics, which are only of this rank: return"
+            " af.mean(metrics, state.world)."
         )
         raise ArgumentError(msg)
     if isinstance(returned, Mapping):
@@ -406,42 +412,30 @@ def _numbers(action: Action, returned: object, world: World) -> Numbers:
     raise ArgumentError(msg)
 
 
-def _note(numbers: Numbers, action: str, by: dict[str, str], step: int) -> None:
-    """Note which action gave which numbers; refuse one of a name that is given already."""
-    for name in numbers:
-        if name in by:
-            msg = (
-                f"af.run: {by[name]} and {action} both gave {name!r} at update {step}, and"
-                " one would be lost. Let one of them give it another name."
-            )
-            raise ArgumentError(msg)
-        by[name] = action
-
-
-# `salvage`: the newest state of a training, by way of an old one.
+# `salvage`: the newest state of a training, from an old state.
 
 
 def salvage(state: TrainState) -> TrainState:
-    """Return the newest state that came of one, however many updates lie between.
+    """Return the newest state of a training, from any older state of it.
 
-    A step is given its state. Where an exception or an interrupt kept the caller from the
-    state that a step returned, as in a loop that stood in a function, the one that it was
-    given knows the newest. So does any before that, as long as somebody has it. What a
-    `copy()`, or a step with `donate=False`, began is another training.
+    An exception or an interrupt may keep you from the state that a step returned, for example
+    in a loop inside a function. The state that was given to the step knows the newest state.
+    So does each older state, as long as you have it. A `copy()`, or a step with
+    `donate=False`, begins another training.
 
-    Ctrl-C in the main thread costs no state without it: it is held back until the caller has
-    what the step returned.
+    Ctrl-C in the main thread loses no state even without this: it waits until the caller has
+    the step's result.
 
     Args:
-        state: any of the training; the newest is returned as it is.
+        state: any state of the training; the newest state is returned unchanged.
 
     Law: the result is the state that the last update returned, bitwise.
 
-    Cost: nothing; an old state keeps the newest alive, and none that came between.
+    Cost: none; an old state keeps the newest state alive, but no state between them.
 
     Raises:
-        StateDonatedError: the last update was broken off in its midst, by an exception of
-            the optimizer, or one that a debugger raised; its tensors are partly updated.
+        StateDonatedError: an exception of the optimizer or of a debugger ended the last update
+            early; its tensors are partly updated.
 
     Example:
         >>> state = af.salvage(state)  # doctest: +SKIP
