@@ -96,6 +96,22 @@ def test_plug_has_few_names_each_with_its_sentence():
         assert re.fullmatch(r"[A-Z][^.]{20,}\.", sentence), sentence
 
 
+def test_testing_needs_few_names_beyond_plug() -> None:
+    """Its laws look into transforms, updates and simulated connections; the number may fall."""
+    public = re.compile(r"accelfn(\.(errors|orders|plug|schedules|testing)\b.*)?")
+    found = {
+        (node.module, each.name)
+        for path in (house.PACKAGE / "testing").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom)
+        and (node.module or "").startswith("accelfn")
+        if not public.fullmatch(node.module or "")
+        for each in node.names
+    }
+
+    assert len(found) <= 23, sorted(found)
+
+
 def test_the_kernel_imports_no_public_table():
     """A folder of the kernel takes a name from where it is, so layers are what they seem."""
     satellites = {*SATELLITES, "plug"}

@@ -12,7 +12,8 @@ import attrs
 from hypothesis import strategies as st
 
 import accelfn as af
-from accelfn.definition.transform import FIELDS, Transform, chain
+from accelfn import Transform, chain
+from accelfn.definition.transform import FIELDS
 from accelfn.errors import ArgumentError
 
 Arguments: TypeAlias = dict[str, Any]

@@ -17,12 +17,9 @@ import attrs
 import numpy as np
 import torch
 
-from accelfn.base import arguments
-from accelfn.base.arguments import is_number
-from accelfn.base.tree import Pending, is_shard, local
-from accelfn.collectives import gather_full
+from accelfn import Pending, TrainState
 from accelfn.errors import ArgumentError, LawError
-from accelfn.state.state import TrainState
+from accelfn.plug import arguments, collectives, tree
 from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.simulation.plan import Run
 
@@ -50,7 +47,7 @@ class Difference:
 
 
 def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -> None:
-    if not is_number(value) or not 0 <= value < math.inf:
+    if not arguments.is_number(value) or not 0 <= value < math.inf:
         msg = f"{field.name}={value!r}: expected a finite number, 0 or more."
         raise ArgumentError(msg)
 
@@ -253,7 +250,7 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values alone: dense, on the CPU, without a graph; of a part, this rank's."""
-    tensor = local(tensor.detach()).cpu()
+    tensor = tree.local(tensor.detach()).cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     return tensor.resolve_conj().resolve_neg()
@@ -448,8 +445,8 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
         for path, leaf in leaves(field, getattr(state, field))
     }
     if gather:
-        parts = {path: leaf for path, leaf in found.items() if is_shard(leaf)}
-        found |= gather_full(parts, state.world, label="compare states")
+        parts = {path: leaf for path, leaf in found.items() if tree.is_shard(leaf)}
+        found |= collectives.gather_full(parts, state.world, label="compare states")
     return {path: copy_leaf(leaf) for path, leaf in found.items()}
 
 
@@ -462,7 +459,7 @@ def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | No
 def copy_leaf(leaf: Any) -> Any:
     """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
     if isinstance(leaf, torch.Tensor):
-        return local(leaf).detach().clone()
+        return tree.local(leaf).detach().clone()
     opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
     return type(leaf) if opaque else leaf
 

@@ -9,22 +9,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from accelfn import schedules
-from accelfn.base import tree
-from accelfn.base.arguments import check_integer, check_sizes
-from accelfn.data import Data
-from accelfn.definition.transform import chain
+from accelfn import (
+    Data,
+    Loss,
+    Metrics,
+    TrainState,
+    World,
+    batches,
+    chain,
+    eval_params,
+    finalize,
+    make_step,
+    mean,
+    schedules,
+    shard_data,
+    wrap_ddp,
+)
 from accelfn.errors import ArgumentError, LawError
-from accelfn.loop.batches import batches
 from accelfn.model.optimizer import OptimizerSource
-from accelfn.state.metrics import Loss, Metrics, mean
-from accelfn.state.state import TrainState
-from accelfn.state.views import eval_params
-from accelfn.step.step import Step, finalize, make_step
+from accelfn.plug import arguments, tree
+from accelfn.step.step import Step
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 from accelfn.testing.simulate import simulate
-from accelfn.transforms.ddp import shard_data, wrap_ddp
-from accelfn.world import World
 
 Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Step]]
 """Returns a state before its first update, of this world and setup, and its step."""
@@ -87,8 +93,10 @@ def assert_equivalent(
     if make is not None and optimizer is not None:
         msg = "assert_equivalent(make=, optimizer=): the state that make returns has its own."
         raise ArgumentError(msg)
-    check_integer("assert_equivalent", "updates", updates, 1, "a number of updates")
-    check_sizes("assert_equivalent", sizes)
+    arguments.check_integer(
+        "assert_equivalent", "updates", updates, 1, "a number of updates"
+    )
+    arguments.check_sizes("assert_equivalent", sizes)
     pair = chain(setup_a), chain(setup_b)
     is_own = make is not None
     make = partial(dyadic_problem, optimizer) if make is None else make

@@ -17,20 +17,24 @@ import cloudpickle
 import torch
 from torch import nn
 
-from accelfn.base import devices, tree
-from accelfn.checkpoint import load, save
-from accelfn.data import Data
+from accelfn import (
+    Data,
+    Loss,
+    Metrics,
+    TrainState,
+    World,
+    batches,
+    load,
+    make_step,
+    observe,
+    save,
+)
 from accelfn.definition.transform import by_rank
-from accelfn.loop.batches import batches
-from accelfn.loop.evaluate import observe
-from accelfn.state.metrics import Loss, Metrics
-from accelfn.state.state import TrainState
-from accelfn.step.step import make_step
+from accelfn.plug import devices, tree
 from accelfn.testing.comparing import entries, first_difference
 from accelfn.testing.processes import Pool
 from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
-from accelfn.world import World
 
 # What laws are held against: training that can be begun, advanced, copied and saved.
 

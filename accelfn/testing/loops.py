@@ -14,14 +14,10 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 
-from accelfn.base import devices, tree
-from accelfn.base.arguments import check_integer
-from accelfn.base.tree import is_shard
-from accelfn.data import Batch
+from accelfn import Batch, Grads, TrainState
 from accelfn.errors import ArgumentError, LawError
 from accelfn.model.optimizer import group_key, named_state
-from accelfn.state.grads import Grads
-from accelfn.state.state import TrainState
+from accelfn.plug import arguments, devices, tree
 from accelfn.state.update import next_hyper
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 
@@ -121,7 +117,7 @@ def compare_loops(
         >>> print(compare_loops(lambda: loop(0.1), lambda: loop(0.1), steps=3))
         3 updates agree exactly, in loss, params
     """
-    check_integer("compare_loops", "steps", steps, 1, "a number of updates")
+    arguments.check_integer("compare_loops", "steps", steps, 1, "a number of updates")
     near, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
     with _running(old, steps) as reports:
         trusted = [tree.clone(dict(each)) for each in reports]
@@ -227,7 +223,7 @@ def _of_state(state: TrainState) -> dict[str, Any]:
 
 
 def _full_tensor(leaf: Any) -> Any:
-    return leaf.detach().full_tensor() if is_shard(leaf) else leaf
+    return leaf.detach().full_tensor() if tree.is_shard(leaf) else leaf
 
 
 def _hyperparameters(

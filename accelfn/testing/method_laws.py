@@ -14,19 +14,27 @@ import torch
 from torch import nn
 from torch.nn.utils import get_total_norm
 
-from accelfn.base import tree
-from accelfn.collectives import reduce
-from accelfn.data import Batch
-from accelfn.definition.transform import chain, facts_of, has_field
-from accelfn.definition.transform import transform as transform_of
+from accelfn import (
+    Batch,
+    Grads,
+    TrainState,
+    Update,
+    World,
+    accumulate,
+    batches,
+    chain,
+    eval_params,
+    finalize,
+    make_step,
+    reduce,
+)
+from accelfn import transform as transform_of
+from accelfn.definition.transform import facts_of, has_field
 from accelfn.errors import CompositionError, GradsError
-from accelfn.loop.batches import batches
 from accelfn.model.optimizer import Hyper
-from accelfn.state.grads import GradInfo, Grads
-from accelfn.state.state import TrainState
-from accelfn.state.update import Update, apply_transforms, override_hyper
-from accelfn.state.views import eval_params
-from accelfn.step.step import finalize, make_step
+from accelfn.plug import tree
+from accelfn.state.grads import GradInfo
+from accelfn.state.update import apply_transforms, override_hyper
 from accelfn.testing.comparing import (
     Comparison,
     copy_leaf,
@@ -36,8 +44,6 @@ from accelfn.testing.comparing import (
 )
 from accelfn.testing.laws import History, Law, Subject, differ, state_contents
 from accelfn.testing.simulate import simulate
-from accelfn.transforms.accumulate import accumulate
-from accelfn.world import World
 
 # A transform watched at work: which of its inputs its methods change.
 

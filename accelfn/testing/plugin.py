@@ -25,16 +25,13 @@ import safetensors.torch
 import torch
 from pytest_accelfn import register_profiles
 
-from accelfn.base import tree
-from accelfn.base.codec import Table, decode, encode
+from accelfn import Batch, Cursor, World
 from accelfn.checkpoint.save import fields_of, with_fields
-from accelfn.data import Batch
-from accelfn.data.plan import Cursor
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
+from accelfn.plug import codec, tree
 from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
-from accelfn.world import World
 
 __all__ = ["on_ranks", "register_profiles"]
 
@@ -190,7 +187,7 @@ def _write(
     error: Exception,
 ) -> Path:
     """Write one rank's bundle; the JSON last, so that it is there when all is."""
-    tensors = Table(objects=True)
+    tensors = codec.Table(objects=True)
     kept = [state for _, state in leaves(states)]
     world = kept[0].definition.world
     path = folder / f"rank-{world.rank:05d}.json"
@@ -214,8 +211,8 @@ def _write(
         },
         "states": None
         if over  # it raised in the midst of the update: tensors are partly updated
-        else [encode(fields_of(state), tensors, path="state") for state in kept],
-        "given": [encode(_plain(each), tensors, path="batch") for each in given],
+        else [codec.encode(fields_of(state), tensors, path="state") for state in kept],
+        "given": [codec.encode(_plain(each), tensors, path="batch") for each in given],
     }
     dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
     safetensors.torch.save_file(dense, path.with_suffix(".safetensors"))
@@ -258,7 +255,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
         raise CheckpointError(msg)
     tensors = safetensors.torch.load_file(path.with_suffix(".safetensors"))
     for part in ("states", "given"):
-        bundle[part] = [decode(coded, tensors) for coded in bundle[part]]
+        bundle[part] = [codec.decode(coded, tensors) for coded in bundle[part]]
     return bundle
 
 

@@ -30,11 +30,10 @@ import attrs
 import numpy as np
 import torch
 
-from accelfn.base.arguments import check_seconds, is_integer
-from accelfn.base.tree import Pending
+from accelfn import Metrics, Pending, TrainState, World
 from accelfn.errors import ArgumentError, Error, LawError
-from accelfn.state.metrics import Metrics
-from accelfn.state.state import TrainState
+from accelfn.plug import arguments
+from accelfn.plug import axes as arithmetic
 from accelfn.testing.comparing import (
     SAVED,
     Comparison,
@@ -50,8 +49,6 @@ from accelfn.testing.rank import (
 )
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.ranks import seed_rank
-from accelfn.world import World
-from accelfn.world.axes import resolve_axes
 
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
@@ -108,7 +105,7 @@ def run_processes(
     answers by waiting, aborting or wrong numbers.
     """
     _check(size, fn, timeout)
-    sizes = {} if axes is None else resolve_axes("run_processes", axes, size)
+    sizes = {} if axes is None else arithmetic.resolve_axes("run_processes", axes, size)
     program = pack((fn, args, sizes))
     with _LOCK:
         try:
@@ -119,13 +116,13 @@ def run_processes(
 
 
 def _check(size: int, fn: object, timeout: float) -> None:
-    if not is_integer(size, 1):
+    if not arguments.is_integer(size, 1):
         msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
         raise ArgumentError(msg)
     if not callable(fn):
         msg = f"run_processes({size}, {fn!r}): expected a function of a World."
         raise ArgumentError(msg)
-    check_seconds("run_processes", "timeout", timeout)
+    arguments.check_seconds("run_processes", "timeout", timeout)
 
 
 @attrs.frozen

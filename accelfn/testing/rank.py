@@ -27,8 +27,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from accelfn import World
 from accelfn.errors import ArgumentError
-from accelfn.world import World
 from accelfn.world.connection import Connection
 from accelfn.world.world import Groups, open_groups
 

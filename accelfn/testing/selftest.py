@@ -14,24 +14,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from accelfn.base import devices
-from accelfn.checkpoint import load, save
-from accelfn.collectives import (
+from accelfn import (
+    Data,
+    TrainState,
+    World,
     all_ranks,
+    assert_replicas_agree,
     barrier,
+    batches,
     broadcast_object,
+    chain,
     gather_objects,
+    load,
+    make_step,
+    print_once,
     reduce,
+    save,
+    shard_data,
+    wrap_ddp,
 )
-from accelfn.data import Data
-from accelfn.definition.transform import chain
 from accelfn.errors import LawError
-from accelfn.loop.batches import batches
-from accelfn.loop.control import assert_replicas_agree, print_once
-from accelfn.state.state import TrainState
-from accelfn.step.step import make_step
-from accelfn.transforms.ddp import shard_data, wrap_ddp
-from accelfn.world import World
+from accelfn.plug import devices
 
 if TYPE_CHECKING:
     from collections.abc import Callable

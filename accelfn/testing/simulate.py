@@ -10,17 +10,17 @@ from typing import (
 
 import torch
 
-from accelfn.base.arguments import explain_call_errors
+from accelfn import World
 from accelfn.errors import ArgumentError
+from accelfn.plug import arguments
 from accelfn.testing.simulation.calls import Fault, Sums
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.ranks import run_simulation
-from accelfn.world import World
 
 T = TypeVar("T")
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def simulate(
     size: int,
     fn: Callable[[World], T],

@@ -10,18 +10,12 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn.base.arguments import (
-    call_mismatch,
-    check_integer,
-    check_sizes,
-    explain_call_errors,
-)
-from accelfn.definition.transform import chain, facts_of, has_field
+from accelfn import TrainState, World, accumulate, chain, mean, wrap_fsdp
+from accelfn import batches as batches_of
+from accelfn.definition.transform import facts_of, has_field
 from accelfn.errors import ArgumentError, CompositionError, LawError
 from accelfn.errors import Warning as AdviceWarning
-from accelfn.loop.batches import batches as batches_of
-from accelfn.state.metrics import mean
-from accelfn.state.state import TrainState
+from accelfn.plug import arguments
 from accelfn.testing.comparing import Comparison
 from accelfn.testing.laws import (
     COMMON,
@@ -34,14 +28,11 @@ from accelfn.testing.laws import (
     leaves,
 )
 from accelfn.testing.simulate import simulate
-from accelfn.transforms.accumulate import accumulate
-from accelfn.transforms.fsdp import wrap_fsdp
-from accelfn.world import World
 
 Step: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 
 
-@explain_call_errors
+@arguments.explain_call_errors
 def check_step(
     step: Step,
     *,
@@ -92,8 +83,8 @@ def check_step(
         )
         raise ArgumentError(msg)
     _check_takes_world("check_step(states=...)", states)
-    check_integer("check_step", "updates", updates, 2, "a number of updates")
-    check_sizes("check_step", sizes)
+    arguments.check_integer("check_step", "updates", updates, 2, "a number of updates")
+    arguments.check_sizes("check_step", sizes)
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
         if batches is not None:  # the states' own data are not taken, as is meant
@@ -142,8 +133,8 @@ def check_resume(
         )
         raise ArgumentError(msg)
     _check_takes_world("check_resume(make)", make)
-    check_integer("check_resume", "steps", steps, 1, "a number of updates")
-    check_sizes("check_resume", sizes)
+    arguments.check_integer("check_resume", "steps", steps, 1, "a number of updates")
+    arguments.check_sizes("check_resume", sizes)
 
     def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
         del done
@@ -167,7 +158,7 @@ def check_resume(
 
 def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
     """Refuse a function that is not called with a world."""
-    error = call_mismatch(function, None)
+    error = arguments.call_mismatch(function, None)
     if error is not None:
         msg = (
             f"{call}: it is called with the World of a rank, which it does not take: {error}."

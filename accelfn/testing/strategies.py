@@ -18,22 +18,24 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from accelfn import schedules as rates
-from accelfn.base.arguments import integer, qualname
-from accelfn.data import Data
-from accelfn.definition.transform import (
-    FIELDS,
+from accelfn import (
+    Data,
+    Loss,
+    Metrics,
+    TrainState,
     Transform,
+    World,
+    batches,
     chain,
-    has_field,
-    is_transform,
+    make_step,
+    shard_data,
+    wrap_ddp,
 )
+from accelfn import schedules as rates
+from accelfn.definition.transform import FIELDS, has_field, is_transform
 from accelfn.errors import ArgumentError
-from accelfn.loop.batches import batches
+from accelfn.plug import arguments
 from accelfn.schedules import Schedule
-from accelfn.state.metrics import Loss, Metrics
-from accelfn.state.state import TrainState
-from accelfn.step.step import make_step
 from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
 from accelfn.testing.simulation.calls import (
     Corrupt,
@@ -45,8 +47,6 @@ from accelfn.testing.simulation.calls import (
     Sums,
     Terminate,
 )
-from accelfn.transforms.ddp import shard_data, wrap_ddp
-from accelfn.world import World
 
 # Chains of the catalog's transforms, in any order, that compose by construction.
 
@@ -177,7 +177,7 @@ def as_code(self: Any) -> str:
         value = getattr(self, field.name)
         if field.default is not attrs.NOTHING and value == field.default:
             continue
-        name = qualname(value)
+        name = arguments.qualname(value)
         shown.append(f"{field.name}={name}" if field.kw_only else name)
     return f"{type(self).__name__}({', '.join(shown)})"
 
@@ -396,8 +396,8 @@ _OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
 # Small models with what training stumbles over: ties, frozen and unused parts, buffers.
 
 
-_FEATURES = integer(1, "a number of features", within="")
-_LAYERS = integer(0, "a number of hidden layers", within="")
+_FEATURES = arguments.integer(1, "a number of features", within="")
+_LAYERS = arguments.integer(0, "a number of hidden layers", within="")
 
 
 def _is_floating(_owner: object, _field: object, value: object) -> None:

@@ -16,10 +16,9 @@ from typing import Any, NoReturn, TypeAlias
 import attrs
 import torch
 
-from accelfn.base import arguments
-from accelfn.base.arguments import is_integer, is_number
-from accelfn.collectives import reduce, sum_
+from accelfn import World, reduce
 from accelfn.errors import ArgumentError, WorldError
+from accelfn.plug import arguments, collectives
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
 from accelfn.testing.simulation.group import (
@@ -30,7 +29,6 @@ from accelfn.testing.simulation.group import (
     cost,
     payload_of,
 )
-from accelfn.world import World
 
 # Foresight: the calls of a program on a number of ranks on which it has not run.
 #
@@ -159,7 +157,9 @@ _LARGEST = 2**28
 
 def _at_least(least: float, *, above: bool = False) -> Any:
     def check(_link: object, field: Any, value: object) -> None:
-        good = is_number(value) and (value > least if above else value >= least)
+        good = arguments.is_number(value) and (
+            value > least if above else value >= least
+        )
         if not good:
             what = f"above {least:g}" if above else f"of at least {least:g}"
             msg = f"Link({field.name}={value!r}): expected a number {what}."
@@ -193,7 +193,7 @@ class Link:
 
     @overhead.validator  # pyright: ignore[reportAttributeAccessIssue, reportUntypedFunctionDecorator]
     def _is_overhead(self, field: Any, value: object) -> None:
-        if not is_number(value) or not value >= 0:
+        if not arguments.is_number(value) or not value >= 0:
             msg = f"Link({field.name}={value!r}): expected a number of at least 0."
             raise ArgumentError(msg)
 
@@ -238,9 +238,9 @@ class Link:
 def _time_sum(count: int, world: World) -> float:
     """Return the seconds in which the slowest rank summed so many floats."""
     values = torch.zeros(count, device=world.device)
-    sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
+    collectives.sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
     start = time.perf_counter()
-    sum_(values, world, label=_LABEL)
+    collectives.sum_(values, world, label=_LABEL)
     values[:1].tolist()  # a device is waited for
     taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     return float(reduce(taken.to(world.device), world, "max", label=_LABEL))
@@ -380,10 +380,10 @@ class Traffic:
         Raises:
             ArgumentError: a number is not what it has to be, or the calls cannot be foreseen.
         """
-        if not is_number(compute) or not compute >= 0:
+        if not arguments.is_number(compute) or not compute >= 0:
             msg = f"Traffic.seconds(compute={compute!r}): expected seconds, 0 or more."
             raise ArgumentError(msg)
-        if not is_number(overlap) or not 0 <= overlap <= 1:
+        if not arguments.is_number(overlap) or not 0 <= overlap <= 1:
             msg = (
                 f"Traffic.seconds(overlap={overlap!r}): expected a share, from 0 to 1."
             )
@@ -441,7 +441,7 @@ class Traffic:
     def _calls(
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
     ) -> list[_Call]:
-        if not is_integer(ranks, 1):
+        if not arguments.is_integer(ranks, 1):
             msg = f"Traffic: {ranks!r} ranks; expected a number of ranks, 1 or more."
             raise ArgumentError(msg)
         check_algorithm("Traffic", algorithm)
@@ -542,7 +542,7 @@ def communication(
         {'mean of scores': 504000}
     """
     sizes = list(dict.fromkeys(ranks))
-    if not sizes or not all(is_integer(size, 2) for size in sizes):
+    if not sizes or not all(arguments.is_integer(size, 2) for size in sizes):
         msg = (
             f"communication(ranks={sizes}): expected numbers of ranks, each 2 or more."
         )

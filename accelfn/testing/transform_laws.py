@@ -17,15 +17,21 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base.arguments import check_integer, check_sizes
-from accelfn.collectives import gather_full
-from accelfn.definition.transform import chain, facts_of, has_field, is_transform
+from accelfn import (
+    Grads,
+    TrainState,
+    World,
+    batches,
+    chain,
+    eval_params,
+    finalize,
+    make_step,
+    shard_data,
+    wrap_ddp,
+)
+from accelfn.definition.transform import facts_of, has_field, is_transform
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
-from accelfn.loop.batches import batches
-from accelfn.state.grads import Grads
-from accelfn.state.state import TrainState
-from accelfn.state.views import eval_params
-from accelfn.step.step import finalize, make_step
+from accelfn.plug import arguments, collectives
 from accelfn.testing.comparing import (
     copy_leaf,
     entries,
@@ -56,8 +62,6 @@ from accelfn.testing.method_laws import (
 from accelfn.testing.processes import RankError
 from accelfn.testing.simulate import simulate
 from accelfn.testing.step_laws import split_law
-from accelfn.transforms.ddp import shard_data, wrap_ddp
-from accelfn.world import World
 
 # pyright: reportPrivateUsage=false
 
@@ -482,9 +486,11 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
     if unknown:
         msg = f"{transform!r} gives up {unknown}; the laws are {known}."
         raise ArgumentError(msg)
-    check_sizes("check_transform", sizes)
+    arguments.check_sizes("check_transform", sizes)
     if updates is not None:
-        check_integer("check_transform", "updates", updates, 1, "a number of updates")
+        arguments.check_integer(
+            "check_transform", "updates", updates, 1, "a number of updates"
+        )
     other = attrs.evolve(problems[0], seed=problems[0].seed + 1)
     anew = freeze(partial(_resume_runs, members, other, max(sizes)))
     acting, number = _acting(members, problems, max(sizes), updates)
@@ -634,7 +640,7 @@ def _final_values(state: Any) -> dict[str, Any]:
 
 
 def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
-    return gather_full(params, state.world, label="compare states")
+    return collectives.gather_full(params, state.world, label="compare states")
 
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 from torch.nn.parallel import distributed
 
-from accelfn.base.arguments import integer, is_integer
-from accelfn.collectives.failures import format_tensor
 from accelfn.errors import ArgumentError
 from accelfn.loop.run import deliver
+from accelfn.plug import arguments, collectives
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -176,7 +175,8 @@ def _unequal_splits(calls: Sequence[Call]) -> list[str]:
         return []
     ranks = range(len(calls))
     same = all(
-        format_tensor(calls[i].sends[j]) == format_tensor(calls[j].fills[i])
+        collectives.format_tensor(calls[i].sends[j])
+        == collectives.format_tensor(calls[j].fills[i])
         for i in ranks
         for j in ranks
     )
@@ -190,7 +190,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _format_tensors(tensors: Iterable[torch.Tensor]) -> str:
-    return ", ".join(format_tensor(each) for each in tensors)
+    return ", ".join(collectives.format_tensor(each) for each in tensors)
 
 
 @attrs.frozen(kw_only=True)
@@ -356,7 +356,11 @@ class RankFaultError(RuntimeError):
 
 
 def _is_place(_: object, __: object, value: object) -> None:
-    if value is not None and not isinstance(value, str) and not is_integer(value, 0):
+    if (
+        value is not None
+        and not isinstance(value, str)
+        and not arguments.is_integer(value, 0)
+    ):
         msg = (
             f"at={value!r}: expected the index of one of the rank's collectives, 0 or"
             " more, or a label."
@@ -381,7 +385,7 @@ def _format_error(value: object) -> str:
     return value.__name__ if isinstance(value, type) else repr(value)
 
 
-_is_count = integer(0, within="testing.")
+_is_count = arguments.integer(0, within="testing.")
 _is_step = attrs.validators.optional(_is_count)
 
 

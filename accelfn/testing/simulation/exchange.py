@@ -16,8 +16,6 @@ from torch import _C
 from torch._C._distributed_c10d import Work
 from torch.utils._python_dispatch import _disable_current_modes
 
-from accelfn.base import devices
-from accelfn.collectives.failures import table
 from accelfn.errors import (
     CollectiveMismatchError,
     DeadlockError,
@@ -25,6 +23,7 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
+from accelfn.plug import collectives, devices
 from accelfn.testing.simulation.calls import (
     Call,
     Crashed,
@@ -215,8 +214,8 @@ class CallMatching:
 
     def forget(self, is_gone: Callable[[Members], bool]) -> None:
         """Drop the waiting calls of groups that are gone."""
-        collectives, messages = self._by_order, self._messages
-        self._by_order = {k: m for k, m in collectives.items() if not is_gone(k[1])}
+        calls, messages = self._by_order, self._messages
+        self._by_order = {k: m for k, m in calls.items() if not is_gone(k[1])}
         self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
 
     def _join_message(self, call: Call) -> tuple[Meeting, bool]:
@@ -278,7 +277,7 @@ class RankStatus:
     def __str__(self) -> str:
         """Show a table of all ranks."""
         cells = [() if last is None else last.row()[1:] for last in self._last]
-        return table(
+        return collectives.table(
             {rank: (self.describe(rank), *cells[rank]) for rank in range(len(cells))}
         )
 
@@ -432,7 +431,9 @@ class Exchange:
         if self._failure is not None:
             failure = None if any(self._raised.values()) else self._failure(0)
         elif waiting:
-            rows = table({call.rank: call.row() for call in reversed(waiting)})
+            rows = collectives.table(
+                {call.rank: call.row() for call in reversed(waiting)}
+            )
             failure = CollectiveMismatchError(
                 "All ranks have ended, and other ranks neither joined these calls nor"
                 f" waited for them. The first call of each rank:\n{rows}\n{self._recent()}"
@@ -601,7 +602,7 @@ class Exchange:
             self._failure = failure
 
     def _break_by_mismatch(self, calls: Sequence[Call], wrong: Sequence[str]) -> None:
-        rows = table({call.rank: call.row() for call in calls})
+        rows = collectives.table({call.rank: call.row() for call in calls})
         text = f"{', '.join(wrong)}:\n{rows}\n{self._recent()}"
         self._break(
             lambda rank: CollectiveMismatchError(

@@ -23,8 +23,8 @@ from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import Work
 from torch.distributed import device_mesh
 
-from accelfn.collectives.failures import format_tensor, site
 from accelfn.errors import ArgumentError, DefaultGroupError, Error, SimulationError
+from accelfn.plug import collectives
 from accelfn.testing.simulation.calls import Call, Entry, Members
 from accelfn.testing.simulation.exchange import can_carry_out
 from accelfn.world.connection import Activity
@@ -277,7 +277,7 @@ class SimulatedGroup(dist.ProcessGroup):
         for each in given:
             if not can_carry_out(kind, op, each):
                 call = kind if op is None else f"{op} in {kind}"
-                msg = f"Gloo has no {call} of a tensor such as {format_tensor(each)}."
+                msg = f"Gloo has no {call} of a tensor such as {collectives.format_tensor(each)}."
                 raise ArgumentError(msg)
         return Call(
             rank=self._rank,
@@ -292,7 +292,7 @@ class SimulatedGroup(dist.ProcessGroup):
             label=self.activity.label,
             structure=self.activity.structure,
             step=self.activity.step,
-            site=site(),
+            site=collectives.site(),
         )
 
     def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -309,8 +309,8 @@ class SimulatedGroup(dist.ProcessGroup):
         for rank, each in enumerate(tensors):
             if each.shape != like.shape or each.dtype is not like.dtype:
                 msg = (
-                    f"The tensor for rank {rank} is {format_tensor(each)}; expected"
-                    f" {format_tensor(like)}."
+                    f"The tensor for rank {rank} is {collectives.format_tensor(each)}; expected"
+                    f" {collectives.format_tensor(like)}."
                 )
                 raise ArgumentError(msg)
         return self._each(tensors)
@@ -321,7 +321,8 @@ class SimulatedGroup(dist.ProcessGroup):
         if not fits or not whole.is_contiguous():
             msg = (
                 f"Expected a contiguous tensor of {self._size} times the elements of"
-                f" {format_tensor(like)}, got {format_tensor(whole)} of strides {whole.stride()}."
+                f" {collectives.format_tensor(like)}, got {collectives.format_tensor(whole)}"
+                f" of strides {whole.stride()}."
             )
             raise ArgumentError(msg)
         return list(whole.detach().view(self._size, *like.shape))

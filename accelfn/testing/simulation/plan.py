@@ -7,9 +7,10 @@ from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, overload
 import attrs
 import torch
 
-from accelfn.base.arguments import call_mismatch, is_integer, qualname
-from accelfn.base.devices import choose_device, parse_device
+from accelfn import World
 from accelfn.errors import ArgumentError
+from accelfn.plug import arguments, devices
+from accelfn.plug import axes as arithmetic
 from accelfn.testing.simulation.calls import Crash, Entry, Fault, Sums
 from accelfn.testing.simulation.group import (
     Algorithm,
@@ -17,8 +18,6 @@ from accelfn.testing.simulation.group import (
     cost,
     payload_of,
 )
-from accelfn.world import World
-from accelfn.world.axes import resolve_axes
 
 T = TypeVar("T")
 By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
@@ -88,8 +87,10 @@ class Run(Sequence[T], Generic[T]):
 
 def _device(name: str | torch.device) -> torch.device:
     """Return a device; "meta" is allowed here, but not in a real world."""
-    device = parse_device(name)
-    return device if device.type == "meta" else choose_device(name, local_rank=0)
+    device = devices.parse_device(name)
+    return (
+        device if device.type == "meta" else devices.choose_device(name, local_rank=0)
+    )
 
 
 @attrs.frozen
@@ -114,26 +115,26 @@ class Plan:
     def __attrs_post_init__(self) -> None:
         """Raise for arguments that no run can have."""
         size = self.size
-        if not is_integer(size, 1):
+        if not arguments.is_integer(size, 1):
             msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
             raise ArgumentError(msg)
         if self.axes:
-            sizes = resolve_axes("simulate", self.axes, size)
+            sizes = arithmetic.resolve_axes("simulate", self.axes, size)
             object.__setattr__(self, "axes", sizes)
         if not callable(self.fn):
             msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
             raise ArgumentError(msg)
-        error = call_mismatch(self.fn, None)
+        error = arguments.call_mismatch(self.fn, None)
         if error is not None:
             msg = (
                 f"simulate({size}, {self.fn!r}): each rank calls fn(world), and fn does not"
                 f" take this call: {error}. Bind other arguments with functools.partial."
             )
             raise ArgumentError(msg) from error
-        if not all(is_integer(each, 0) for each in self.schedule):
+        if not all(arguments.is_integer(each, 0) for each in self.schedule):
             msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
             raise ArgumentError(msg)
-        if not is_integer(self.seed):
+        if not arguments.is_integer(self.seed):
             msg = f"simulate(seed={self.seed!r}): expected an integer."
             raise ArgumentError(msg)
         if self.sums not in get_args(Sums):
@@ -163,7 +164,9 @@ class Plan:
     def _check_elastic(self) -> None:
         """Raise for `elastic=` that this run cannot have."""
         least = self.elastic
-        if least is not None and not (is_integer(least, 1) and least <= self.size):
+        if least is not None and not (
+            arguments.is_integer(least, 1) and least <= self.size
+        ):
             msg = (
                 f"simulate({self.size}, elastic={least!r}): expected the fewest ranks that may"
                 f" continue without the others, 1 to {self.size}."
@@ -178,7 +181,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return the call that repeats the run."""
-        name = qualname(self.fn)
+        name = arguments.qualname(self.fn)
         options: dict[str, tuple[Any, Any]] = {
             "schedule": (list(self.schedule), []),
             "faults": (list(self.faults), []),

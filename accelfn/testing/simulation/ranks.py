@@ -23,8 +23,10 @@ from torch import overrides
 from torch.distributed import distributed_c10d
 from torch.utils import _device
 
-from accelfn.base import devices, draws
+from accelfn import World
+from accelfn.base import draws
 from accelfn.checkpoint import background
+from accelfn.plug import axes, devices
 from accelfn.testing.simulation import group
 from accelfn.testing.simulation.calls import Crashed, Members
 from accelfn.testing.simulation.exchange import Exchange, SharedValues, SimulatedWork
@@ -36,8 +38,6 @@ from accelfn.testing.simulation.group import (
 )
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.turns import Turns
-from accelfn.world import World
-from accelfn.world.axes import neighbor_runs, row
 from accelfn.world.connection import Activity, Connection
 
 # pyright: reportPrivateUsage=false
@@ -310,8 +310,8 @@ def _run(plan: Plan) -> Run[Any]:
 
 def _world(rank: int, plan: Plan, room: "_Room") -> World:
     connection = room.connection()
-    for names in neighbor_runs(plan.axes):
-        ranks = row(plan.axes, names, rank)
+    for names in axes.neighbor_runs(plan.axes):
+        ranks = axes.row(plan.axes, names, rank)
         part = room.among(Members(" x ".join(names), ranks))
         connection.add_part(names, part.group, simulated=part)
     return World(
