@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model drawn module by module, so that nobody ever holds it whole.
+"""Draw a model module by module, so that no rank ever holds the full model.
 
-The factory is run with its parameters on meta. Then a module's own parameters are made, drawn
-by its `reset_parameters`, handed to who keeps a part of them, and let go, before the next
-one's are. Each module draws from a generator of its own name: what it draws depends on nothing
-that was drawn before.
+The factory runs with its parameters on the meta device. Then accelfn creates the parameters of
+one module, draws them by its `reset_parameters`, keeps the shards, and frees the parameters
+before the next module. Each module draws from a generator with the module's name, so its values
+do not depend on earlier draws.
 """
 
 import math
@@ -42,18 +42,17 @@ from accelfn.model.model import (
 
 # pyright: reportPrivateUsage=false
 
-# What a function did to tensors without values: by which operations, with which numbers.
+# Operations on tensors without values, with their numbers.
 #
-# A factory that is run with its parameters on meta leaves no values to look at. But what it
-# did to each tells how it would have set them: whether as the module's own
-# `reset_parameters` does, or otherwise, as one that loads a file, or writes zeros into a
-# layer's weight.
+# A factory that runs with its parameters on the meta device leaves no values. The operations on
+# each parameter show how the factory would set it: as the module's `reset_parameters` does, or
+# otherwise, for example from a file.
 
 
 Act: TypeAlias = tuple[Any, ...]
-"""An operation, and the numbers that it was given."""
+"""An operation, and its numeric arguments."""
 
-# torch has no public word for where a tensor's memory is, if it has none
+# torch has no public function for the identity of a storage without memory
 
 _aten: Any = torch.ops.aten
 _EMPTY = {
@@ -63,43 +62,42 @@ _EMPTY = {
     _aten.new_empty.default,
     _aten.new_empty_strided.default,
 }
-_PAD = _aten.constant_pad_nd.default  # Transformers pads tied biases, by nothing mostly
+_PAD = _aten.constant_pad_nd.default  # Transformers pads tied biases, mostly by 0 rows
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
 _IS_META = cast("Any", torch.Tensor.is_meta).__get__
 _VALUES = "<values>"
 _FULL = "<full of>"
-_CAST = 1e-2  # a number may have gone from one dtype to another
+_CAST = 1e-2  # a conversion between dtypes may have rounded a number
 
 
 @contextmanager
 def record_operations() -> Generator["OperationRecord"]:
-    """Give what notes all that is done to tensors on meta inside a `with` block."""
+    """Record all operations on meta tensors inside of a `with` block."""
     acts = OperationRecord()
     with _Looks(acts), acts:
         yield acts
 
 
 class OperationRecord(TorchDispatchMode):
-    """Notes which operations write into tensors on meta.
+    """Records the operations that write into meta tensors.
 
-    A tensor is known by its memory, which views of it share. What is known stays alive, so
-    that no other gets its place: on meta that costs nothing, and elsewhere it is memory that
-    nobody has written to.
+    The storage identifies a tensor, because views share it. Recorded storages stay alive, so
+    that no other tensor gets the same identity. On the meta device this costs no memory.
     """
 
     def __init__(self) -> None:
-        """Begin with nothing noted."""
+        """Create an empty record."""
         super().__init__()
         self._acts: dict[int, list[Act]] = {}
         self._unwritten: set[int] = set()
         self._alive: dict[int, torch.UntypedStorage] = {}
 
     def on(self, tensor: torch.Tensor) -> tuple[Act, ...]:
-        """Return what was done to a tensor, in order."""
+        """Return the operations on a tensor, in order."""
         return tuple(self._acts.get(_memory(tensor), ()))
 
     def begins(self, given: nn.Parameter, param: nn.Parameter) -> None:
-        """Note with which values a parameter came, before it went to meta."""
+        """Record the initial values of a parameter before it moves to the meta device."""
         place = _memory(given)
         begun: list[Act] = []
         if place not in self._unwritten and given.numel():
@@ -111,13 +109,13 @@ class OperationRecord(TorchDispatchMode):
         self._note(param, begun)
 
     def leaves(self, tensor: torch.Tensor, act: Act) -> None:
-        """Note what would have been done to a tensor, were it not on meta."""
+        """Record an operation that skipped a tensor because it is on the meta device."""
         self._note(tensor, [*self.on(tensor), act])
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Do it, and note it."""
+        """Call the operation, and record it."""
         kwargs = kwargs or {}
         returned = func(*args, **kwargs)
         act = (str(func), *_numbers(args), *_numbers(kwargs.values()))
@@ -155,9 +153,9 @@ class OperationRecord(TorchDispatchMode):
 
 
 class _Looks(TorchFunctionMode):
-    """Notes which functions of torch.nn.init leave a tensor as it is, since it is on meta.
+    """Records the functions of torch.nn.init that skip meta tensors.
 
-    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` do: that they look is all there is.
+    `trunc_normal_`, `orthogonal_`, `dirac_` and `sparse_` skip them, and only read `is_meta`.
     """
 
     def __init__(self, acts: OperationRecord) -> None:
@@ -167,7 +165,7 @@ class _Looks(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Do it, and look who asks."""
+        """Call the function, and record a reader of `is_meta`."""
         if func == _IS_META and args[0].is_meta:
             asking = sys._getframe(1)
             code = asking.f_code
@@ -179,11 +177,11 @@ class _Looks(TorchFunctionMode):
 
 
 def sets_alike(setting: Sequence[Act], made: Sequence[Act]) -> bool:
-    """Whether one who did this to a parameter leaves it as its factory did.
+    """Return whether an initializer sets a parameter as its factory did.
 
-    It does if the factory did nothing, or the same in the end. What is copied from values
-    that are there, as from a file, is not known by an operation and its numbers: where the
-    factory copied more often, it was from elsewhere.
+    It does if the factory did nothing, or ended with the same operations. Copies of existing
+    values, as from a file, do not show their source. If the factory copied more often, it
+    copied from elsewhere.
     """
     if not setting or not made or is_full(made):
         return bool(setting)
@@ -194,12 +192,12 @@ def sets_alike(setting: Sequence[Act], made: Sequence[Act]) -> bool:
 
 
 def is_full(made: Sequence[Act]) -> bool:
-    """Whether a parameter came with one number everywhere, and nothing was done to it."""
+    """Return whether a parameter began with one number everywhere, without operations."""
     return len(made) == 1 and made[0][0] == _FULL
 
 
 def is_as_made(tensor: torch.Tensor, made: Sequence[Act]) -> bool:
-    """Whether values are those with which a parameter came, as far as these are known."""
+    """Return whether values equal a parameter's initial values, as far as these are known."""
     if not is_full(made) or tensor.is_complex():
         return True
     ends = (float(end) for end in tensor.aminmax())
@@ -231,7 +229,7 @@ def _written_tensors(
 
 
 def _numbers(values: Iterable[Any]) -> Iterator[Any]:
-    """Give what tells one call of an operation from another; values in tensors do not."""
+    """Yield the numeric arguments of an operation, without values in tensors."""
     for value in values:
         if isinstance(value, torch.Tensor):
             if not value.is_meta:
@@ -242,7 +240,7 @@ def _numbers(values: Iterable[Any]) -> Iterator[Any]:
             yield value
 
 
-# torch has no public word for a module's own parameters, without those inside it
+# torch has no public access to a module's own parameters without those of its submodules
 
 Keep: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 _Ways: TypeAlias = list[tuple[str, Callable[[], object]]]
@@ -255,9 +253,9 @@ class MetaModel:
     """A model whose parameters have no values.
 
     Attributes:
-        module: its parameters are on meta, its buffers are not.
-        acts: by a parameter's name, what the factory did to it.
-        places: by a parameter's name, the modules that have it, and under which name each.
+        module: the module with parameters on the meta device, and real buffers.
+        acts: by parameter name, the operations of the factory.
+        places: by parameter name, the modules with the parameter, and its name in each.
     """
 
     module: nn.Module
@@ -265,23 +263,23 @@ class MetaModel:
     places: Mapping[str, list[tuple[nn.Module, str]]]
 
     def put(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Let the module have other parameters under some names."""
+        """Replace parameters of the module by name."""
         for name, param in params.items():
             for module, own in self.places[name]:
                 module._parameters[own] = cast("nn.Parameter", param)
 
 
 def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
-    """Return the model of a factory, its parameters on meta.
+    """Return the model of a factory, with its parameters on the meta device.
 
     Raises:
-        ModelError: it is no factory, or one that needs values of parameters, or gives some
-            that were there before; or no state could be made of the model.
+        ModelError: the source is not a factory, needs values of parameters, or returns earlier
+            parameters; or the model cannot be trained.
     """
     if isinstance(source, nn.Module):
         msg = (
             f'TrainState.create(model={type(source).__name__}(...), init="shard"): the model'
-            " is there already, and whole. Give a factory, which is called here, such as"
+            " is there already, and whole. Give a factory, such as"
             f' functools.partial({type(source).__name__}, ...), or write init="whole".'
         )
         raise ModelError(msg)
@@ -318,20 +316,20 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
 def draw_params(
     bare: MetaModel, keep: Keep, *, seed: int, name: str
 ) -> dict[str, torch.Tensor]:
-    """Return what is kept of each parameter, in the module's order.
+    """Return the kept part of each parameter, in the module's order.
 
-    Modules inside come before those around them. A parameter is drawn by the module that it
-    is in, or, if that one would not set it as the factory did, by the nearest one around it
-    that does: as attention sets the bias of a layer in it.
+    Submodules come before the modules around them. The module of a parameter draws it. If that
+    module would not set it as the factory did, the nearest enclosing module draws it, as
+    attention sets the bias of its layer.
 
     Args:
-        bare: the model; it is left without values.
-        keep: a function of a parameter's name and values; it gives what is kept of them.
-        seed: of the draws.
-        name: of the state.
+        bare: the model; it stays without values.
+        keep: a function of a parameter's name and values that returns the part to keep.
+        seed: the seed of the draws.
+        name: the name of the state.
 
     Raises:
-        ModelError: nothing sets a parameter, or not as the factory did.
+        ModelError: no initializer sets a parameter as the factory did.
     """
     kept: dict[str, torch.Tensor] = {}
     own: dict[int, list[str]] = defaultdict(list)
@@ -363,10 +361,10 @@ def draw_params(
 
 @attrs.frozen(eq=False)
 class _Drawing:
-    """How far it is: what is kept already, and why other parameters are not drawn yet.
+    """The progress: the kept parts, and why other parameters are not drawn yet.
 
     Attributes:
-        own: by a module's id, the names of the parameters that are its own.
+        own: by a module's id, the names of its own parameters.
     """
 
     bare: MetaModel
@@ -376,18 +374,18 @@ class _Drawing:
     own: Mapping[int, list[str]]
 
     def come_to(self, module: nn.Module) -> None:
-        """Let a module's own parameters be drawn from now on."""
+        """Start to draw a module's own parameters."""
         self.pending.update(dict.fromkeys(self.own.get(id(module), ()), ""))
 
     def due(self, where: str) -> list[str]:
-        """Return the names of what is still to be drawn in a module."""
+        """Return the names of the undrawn parameters in a module."""
         begin = f"{where}." if where else ""
         return [name for name in self.pending if name.startswith(begin)]
 
     def by(
         self, way: Callable[[], object], said: str, due: Collection[str], key: int
     ) -> None:
-        """Draw what a function sets as the factory did."""
+        """Draw the parameters that a function sets as the factory did."""
         metas = {name: _at(self.bare.places[name][0]) for name in due}
         with draws.seeded(key, _CPU), torch.no_grad(), record_operations() as acts:
             way()
@@ -426,7 +424,7 @@ class _Drawing:
 
 
 def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
-    """Return what may set a module's parameters, Transformers' way before torch's."""
+    """Return a module's initializers, Transformers' before torch's."""
     kind, ways = type(module).__name__, cast("_Ways", [])
     for around in _enclosing_modules(root, where):
         convention: Any = getattr(around, "_init_weights", None)
@@ -445,7 +443,7 @@ def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
 
 
 def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
-    """Give a module and those around it, from the inside."""
+    """Yield a module and its enclosing modules, from the inside."""
     names = where.split(".") if where else []
     for count in range(len(names), -1, -1):
         yield root.get_submodule(".".join(names[:count]))
@@ -467,7 +465,7 @@ def _at(place: tuple[nn.Module, str]) -> nn.Parameter:
 
 
 def _unset(meta: torch.Tensor) -> nn.Parameter:
-    """Return a parameter none of whose elements has a number, if its dtype knows such."""
+    """Return a parameter of NaN, or of 0 if its dtype has no NaN."""
     values = torch.empty_like(meta, device="cpu").detach()
     has_nan = values.is_floating_point() or values.is_complex()
     values.fill_(torch.nan if has_nan else 0)
@@ -475,7 +473,7 @@ def _unset(meta: torch.Tensor) -> nn.Parameter:
 
 
 def _is_unset(values: torch.Tensor) -> bool:
-    """Whether an element has no number; no tensor of as many elements is made for it."""
+    """Return whether an element is NaN, without a tensor of the same size."""
     plain = torch.view_as_real(values) if values.is_complex() else values
     if not plain.is_floating_point() or not plain.numel():
         return False

@@ -29,32 +29,29 @@ if TYPE_CHECKING:
 
 # pyright: reportIncompatibleMethodOverride=false
 
-# `Activity`: what a rank is doing, for errors, crash bundles and the logs of simulations.
+# `Activity`: a rank's present operation, for errors, crash bundles and logs of simulations.
 
 
 class Activity:
-    """What one rank is doing, in whatever worlds it is.
+    """The present operation of one rank, in all of its worlds.
 
-    It is written in passing, and read when something went wrong. A collective is given a world
-    and nothing else, so this is reached from one. Only `samples` decides anything: a collective
-    in a loss leaves out the stand-ins of empty shares. Who must come
-    between two updates, a simulated fault or the refusal of a newcomer to train alone, is
-    called by `on_update`.
+    Errors read it. A collective reaches it through its world. Only `samples` changes results: a
+    collective in a loss leaves out the stand-ins of empty shares.
 
     Attributes:
-        label: of the collective that the rank is in, if it is in one.
-        structure: of the tree that the collective is about, where ranks are simulated.
-        step: the update that it takes, or took last.
+        label: the label of the collective that the rank is in; None outside.
+        structure: the structure of the collective's tree, for simulated ranks.
+        step: the update that the rank takes, or took last.
         is_between: whether that update is over.
-        num_updates: how many it has ended.
-        samples: of the loss that the rank computes now, an `engine.loss.Samples`.
+        num_updates: the number of updates that the rank has ended.
+        samples: the samples of the present loss, an `engine.loss.Samples`.
         has_coupled: whether a collective of this loss saw samples of several ranks.
         trail: the latest collectives, each with its update.
-        on_update: called with the update that begins, if anybody must be.
-        before_call: called with a label and a world before each collective of a loss, if
-            something must come first.
-        on_close: called when the world was closed by its user, or with a program that ended
-            well; by the names of states.
+        on_update: called with the number of each update that begins, for example to inject a
+            simulated fault.
+        before_call: called with a label and a world before each collective of a loss.
+        on_close: functions by names of states, called when the user closes the world, or the
+            program ends without an error.
     """
 
     __slots__ = (
@@ -84,7 +81,7 @@ class Activity:
         self.on_close: dict[str, Callable[[], None]] = {}
 
     def close(self) -> None:
-        """Call who waits for the world's end, once."""
+        """Call the functions of `on_close`, once."""
         waiting, self.on_close = self.on_close, {}
         for each in waiting.values():
             each()
@@ -98,25 +95,25 @@ class Activity:
 
 
 _LEFT = "left"
-"""What becomes of a rank whose world is closed, and nothing was wrong."""
+"""The status of a rank that has closed its world without an error."""
 _NAME = "accelfn roll call"
 _JOINED, _KNOWS = "joined", "knows that all are joined"
 _ASKS_EVERY = 0.01
 _ANSWERS_WITHIN = 0.5
-"""Seconds: a store at which nobody is at home may keep its caller for ever."""
+"""Seconds; a store without a host may block its caller forever."""
 _LINGERS = 2.0
-"""Seconds: other ranks come to their timeouts later, on a busy machine much later."""
+"""Seconds; other ranks reach their timeouts later, on a busy machine much later."""
 
 
 @frozen(kw_only=True)
 class Standing:
-    """What became of a rank.
+    """The last status of a rank.
 
     Attributes:
-        how: `raised ValueError: boom`, `left`, `waited in 'mean'`.
-        step: the update that it was at, if any was.
+        how: the status, such as `raised ValueError: boom`, `left` or `waited in 'mean'`.
+        step: the rank's update; None before the first.
         when: "at" that update, or "after" it.
-        is_waiting: whether it waited for others, and is not what they waited for.
+        is_waiting: whether the rank waited for other ranks.
     """
 
     how: str
@@ -125,17 +122,17 @@ class Standing:
     is_waiting: bool = False
 
     def __str__(self) -> str:
-        """Say it in words."""
+        """Return the status as text."""
         if self.step is None:
             return self.how
         return f"{self.how} {self.when} update {self.step}"
 
 
 def name_error(kind: str, text: str) -> str:
-    """Return an error's kind and its first line; of what torch wraps, those of the cause.
+    """Return an error's kind and its first line, or those of the cause in a data worker.
 
-    torch raises what a data worker has raised anew, with a text that begins "Caught ValueError
-    in DataLoader worker process 0." and has the worker's traceback.
+    torch wraps an error of a data worker in a text that begins "Caught ValueError in
+    DataLoader worker process 0." and has the worker's traceback.
     """
     first, _, rest = text.partition("\n")
     if first.startswith("Caught ") and rest.startswith("Original "):
@@ -147,22 +144,22 @@ def name_error(kind: str, text: str) -> str:
 
 
 def list_unjoined(store: dist.Store, size: int) -> list[int]:
-    """Return the ranks that are not joined, as far as the store of their world tells."""
+    """Return the ranks that are not joined according to the store."""
     said = dist.PrefixStore(_NAME, store)
     return [rank for rank in range(size) if not said.check([f"{_JOINED} {rank}"])]
 
 
 class RollCall:
-    """What one rank tells the others of a world at its end, and hears from them.
+    """The exchange of the ranks' last status.
 
     Attributes:
-        rank_0_keeps_it: whether the store ends with rank 0, and not with a launcher.
+        rank_0_keeps_it: whether the store ends with rank 0, not with a launcher.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, *, rank_0_keeps_it: bool
     ) -> None:
-        """Take the store at which they met."""
+        """Take the store of the rendezvous."""
         self._met, self._store = store, dist.PrefixStore(_NAME, store)
         self._rank, self._size = rank, size
         with suppress(
@@ -173,12 +170,12 @@ class RollCall:
         self._told: Standing | None = None
 
     def begin(self, timeout: float) -> None:
-        """Wait until all ranks are joined: one that went before would break what joins others.
+        """Wait until all ranks are joined, because an earlier end would break the joining.
 
-        Whoever keeps the store goes on last, so that nobody waits at a store that is gone.
+        The rank that keeps the store continues last, so that no rank waits at a closed store.
 
         Raises:
-            PeerFailedError: a rank was not joined within so many seconds, or ended before.
+            PeerFailedError: a rank was not joined within the timeout, or ended before.
         """
         until = time.monotonic() + timeout
         try:
@@ -199,12 +196,12 @@ class RollCall:
         self._store.set(f"{word} {self._rank}", "")
 
     def _await_all(self, word: str, timeout: float) -> None:
-        """Wait until all have said a word."""
+        """Wait until all ranks have set a word."""
         words = [f"{word} {rank}" for rank in range(self._size)]
         self._store.wait(words, timedelta(seconds=timeout))
 
     def _absent(self) -> str:
-        """Return in words who is not joined, as far as the store tells."""
+        """Return a text with the ranks that are not joined according to the store."""
         try:
             late = list_unjoined(self._met, self._size)
         except RuntimeError:
@@ -213,11 +210,11 @@ class RollCall:
         return f"rank {named}" if named else "another rank"
 
     def leave(self, activity: Activity) -> None:
-        """Tell the others that this rank's world is closed, and nothing was wrong."""
+        """Report to the other ranks that this rank has closed its world without an error."""
         self.tell(_LEFT, activity, is_waiting=False)
 
     def tell(self, how: str, activity: Activity, *, is_waiting: bool) -> None:
-        """Tell the others, if the store can still be reached; the first time counts."""
+        """Report a status to the other ranks, if the store still answers; the first counts."""
         if self._told is not None:
             return
         when = "after" if activity.is_between and not is_waiting else "at"
@@ -228,12 +225,12 @@ class RollCall:
             self._store.set(str(self._rank), json.dumps(asdict(standing)))
 
     def hear(self) -> dict[int, Standing] | None:
-        """Return what others tell, by rank; None where the store does not answer, or goes.
+        """Return the status of other ranks, by rank; None if the store does not answer.
 
-        It returns once all have spoken, or one whose fault it is, and after half a second
-        without those that are silent.
+        It returns after all ranks or a failed rank have reported, or after half a second
+        without the silent ranks.
         """
-        # of two, the one that this rank waited for is the one that speaks, or not
+        # with two ranks, the other rank is the one that this rank waited for
         return self._heard(
             lambda heard: (
                 self._size == 2 or any(not h.is_waiting for h in heard.values())
@@ -242,7 +239,7 @@ class RollCall:
         )
 
     def linger(self) -> None:
-        """Keep the store, where this rank has failed that does, until others have spoken."""
+        """Keep the store of a failed rank 0 until the other ranks have reported."""
         failed = self._told is not None and self._told.how != _LEFT
         if failed and self._rank == 0 and self.rank_0_keeps_it:
             self._heard(lambda _: False, within=_LINGERS)
@@ -274,7 +271,7 @@ class RollCall:
         return dict(heard) if is_known else None
 
     def _spoken(self, heard: dict[int, Standing]) -> dict[int, Standing]:
-        """Return what those have told that were not heard yet."""
+        """Return the status of ranks that reported since the last look."""
         others = [r for r in range(self._size) if r != self._rank and r not in heard]
         told = [rank for rank in others if self._store.check([str(rank)])]
         return {
@@ -283,32 +280,31 @@ class RollCall:
 
 
 _SETTLES = 0.05
-"""Seconds: on a busy machine, until each thread has had its turn."""
+"""Seconds until each thread has run once on a busy machine."""
 
 
 class Connection:
-    """What joins the ranks, until the world is closed.
+    """The process group of a world's ranks, until the world is closed.
 
-    torch aborts a process in which a Gloo group is still referred to at its end, so a world
-    must be able to let go of it, and tell those who hold it too.
+    torch aborts a process that still refers to a Gloo group at its end. So a world must drop
+    the group, and so must all other holders.
 
     Attributes:
         group: torch's process group, until then.
-        activity: what this rank is doing.
-        roll_call: by which ranks that fail tell each other how, in a world of `from_env`.
-        simulated: what simulated ranks can do besides (`testing.simulation.ranks`); else None.
-        regrouping: how the ranks make another world, in an elastic run: a
-            `world.meeting.Launched`, or of simulated ranks what they can do besides.
-        parts: what joins the ranks along some of the world's axes, by their names, and those
-            of parts that it was split into, by how.
-        mesh: torch's record of the axes, once it was asked for.
-        successor: the world that its ranks made when they met anew, if they did.
-        is_broken: whether a collective failed in it because of another rank.
-        is_ours: whether its group was opened by accelfn, which closes it.
-        is_closed: whether the world is.
-        is_lent: whether a branch of it is in use, and it must not be.
-        is_branch: whether it is a branch of another: it joins the same processes, by a process
-            group of its own.
+        activity: this rank's present operation.
+        roll_call: the exchange of the ranks' last status, in a world of `from_env`.
+        simulated: the services of simulated ranks (`testing.simulation.ranks`); else None.
+        regrouping: makes the next world in an elastic run: a `world.meeting.Launched`, or the
+            services of simulated ranks.
+        parts: connections along the world's axes, by the names of the axes, and connections of
+            its parts, by the call of `split`.
+        mesh: torch's DeviceMesh of the axes, after its first use.
+        successor: the next world after a regrouping.
+        is_broken: whether a collective failed because of another rank.
+        is_ours: whether accelfn opened the group, and closes it.
+        is_closed: whether the world is closed.
+        is_lent: whether a branch is in use, so that this connection must not be used.
+        is_branch: whether it is a branch: it joins the same processes by its own process group.
     """
 
     def __init__(
@@ -345,20 +341,20 @@ class Connection:
         group: dist.ProcessGroup | None,
         simulated: Any = None,
     ) -> None:
-        """Let the world have what joins the ranks along some of its axes."""
+        """Add the connection along some of the world's axes."""
         part = Connection(group, activity=self.activity, simulated=simulated)
         part.parts = self.parts
         self.parts[names] = part
 
     def hold(self, let_go: Callable[[], None]) -> None:
-        """Have a bound method called when the world is closed."""
+        """Register a bound method to call when the world is closed."""
         self._holders.append(weakref.WeakMethod(let_go))
 
     def check_not_lent(self) -> None:
-        """Raise while the ranks talk through a branch of the world.
+        """Raise while the ranks use a branch of the world.
 
         Raises:
-            WorldError: they do.
+            WorldError: a branch is in use.
         """
         if self.is_lent:
             msg = (
@@ -369,7 +365,7 @@ class Connection:
             raise WorldError(msg)
 
     def joins(self, device: torch.device) -> bool:
-        """Whether ranks can talk of what lies on such a device."""
+        """Return whether the group has a backend for tensors of a device."""
         try:
             cast("Any", self.group)._get_backend(device)
         except RuntimeError:
@@ -426,7 +422,7 @@ class Connection:
             roll_call.linger()
 
     def _end_at_exit(self) -> None:
-        """End, and drop the traceback that was printed: its frames hold the group."""
+        """End, and drop the printed traceback, because its frames hold the group."""
         error = getattr(sys, "last_value", None)
         if error is not None:
             self.fail(error)
@@ -438,7 +434,7 @@ class Connection:
         self.end()
 
     def close(self) -> None:
-        """Let go of the group everywhere."""
+        """Drop the group everywhere."""
         for holder in self._holders:
             let_go = holder()
             if let_go is not None:
@@ -453,19 +449,19 @@ class Connection:
             self.successor.connection.close()
 
     def leave(self) -> None:
-        """Let other ranks know that this one has left, and nothing was wrong."""
+        """Report to the other ranks that this rank has left without an error."""
         if self.roll_call is not None:
             self.roll_call.leave(self.activity)
 
     def fail(self, error: BaseException) -> None:
-        """Let other ranks know what this one has raised."""
+        """Report this rank's error to the other ranks."""
         if self.successor is not None:
             self.successor.connection.fail(error)
             return
         self.tell(f"raised {name_error(type(error).__name__, str(error))}")
 
     def tell(self, how: str, *, is_waiting: bool = False) -> None:
-        """Let other ranks know what becomes of this one."""
+        """Report this rank's status to the other ranks."""
         if self.roll_call is not None:
             self.roll_call.tell(how, self.activity, is_waiting=is_waiting)
 
@@ -478,7 +474,7 @@ def _refuse_alone(update: int) -> None:
     raise WorldError(msg)
 
 
-# A store at which nobody waits for what a process would write that is gone.
+# A store that stops waiting for values of a process that has ended.
 
 
 # torch's stubs name the same parameter differently from method to method
@@ -487,16 +483,16 @@ _LOOKS_EVERY = 0.02
 
 
 class WatchedStore(dist.Store):
-    """Another store, whose waits end where one of those is gone that are waited for.
+    """A store that stops waiting if a rank has ended.
 
-    torch's Gloo opens a group by what its ranks write and read at a store. It asks for no more
-    than `set`, `get`, `add`, `check` and `wait`.
+    torch's Gloo opens a group through a store. It needs only `set`, `get`, `add`, `check` and
+    `wait`.
     """
 
     def __init__(
         self, store: dist.Store, is_one_gone: Callable[[], bool], timeout: float
     ) -> None:
-        """Take a store, what says that somebody is gone, and how many seconds to wait."""
+        """Take a store, a function that tells if a rank has ended, and a timeout in seconds."""
         super().__init__()
         self._store, self._is_one_gone, self._timeout = store, is_one_gone, timeout
 
@@ -505,7 +501,7 @@ class WatchedStore(dist.Store):
         self._store.set(key, value)
 
     def get(self, key: str) -> bytes:
-        """Return a value, once it is there."""
+        """Wait for a value, and return it."""
         self.wait([key])
         return self._store.get(key)
 
@@ -521,7 +517,7 @@ class WatchedStore(dist.Store):
         """Wait until all keys have a value.
 
         Raises:
-            dist.DistStoreError: one that might write them is gone, or it takes too long.
+            dist.DistStoreError: a rank has ended, or the time is over.
         """
         seconds = self._timeout if timeout is None else timeout.total_seconds()
         until = time.monotonic() + seconds
@@ -535,18 +531,18 @@ class WatchedStore(dist.Store):
             time.sleep(_LOOKS_EVERY)
 
     def has_extended_api(self) -> bool:
-        """Whether it appends, and reads several at once: it does not."""
+        """Return False: the store cannot append, or read several keys at once."""
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Wait for so long."""
+        """Set the default timeout."""
         self._timeout = timeout.total_seconds()
 
 
-# The store at which the processes of a run meet, and who can reach it.
+# The store of a run's rendezvous, and who can reach it.
 #
-# torch's store asks nobody who they are, and listens on all interfaces of its machine,
-# whatever address it is given. Where the ranks meet on the loopback it listens there alone.
+# torch's store has no authentication, and listens on all interfaces of its machine. If the ranks
+# meet on the loopback, accelfn lets it listen there only.
 
 
 def open_store(
@@ -558,20 +554,20 @@ def open_store(
     is_local: bool = True,
     is_shared: bool = False,
 ) -> dist.TCPStore:
-    """Return a store of this process, at a free port where `port` is 0.
+    """Return a store of this process; `port=0` takes a free port.
 
-    On an address of the loopback no other machine reaches it.
+    No other machine can reach a store on the loopback.
 
     Args:
-        host: the address of this machine for the others.
-        port: where it listens.
-        timeout: of the store.
-        size: how many processes to wait for; default none.
-        is_local: whether all who meet there are on this machine. Elsewhere a name that is
-            an address of the loopback here may be another address.
-        is_shared: whether the store may be one that this process has at that port already.
+        host: the address of this machine for the other processes.
+        port: the port to listen at.
+        timeout: the timeout of the store.
+        size: the number of processes to wait for; default none.
+        is_local: whether all processes are on this machine. On other machines a name of the
+            loopback may be another address.
+        is_shared: whether the store may be this process's own store at that port.
     """
-    # what is the loopback on every machine, and no name that it has on this one
+    # addresses that are the loopback on every machine
     is_loopback = host == "localhost" or host.startswith(("127.", "::1", "[::1]"))
     bound = _bound_to_loopback(host, port) if is_local or is_loopback else None
     if bound is not None:
@@ -584,14 +580,14 @@ def open_store(
         timeout=timeout,
         wait_for_workers=size is not None,
         multi_tenant=is_shared,
-        # a number from here on, which the store closes
+        # detached, because the store closes it
         master_listen_fd=None if bound is None else bound.detach(),
     )
 
 
 def _bound_to_loopback(host: str, port: int) -> socket.socket | None:
-    """Return a socket for the store; None off the loopback, or where one listens there."""
-    with suppress(socket.gaierror):  # torch has the words for it
+    """Return a socket for the store; None off the loopback, or if the port is in use."""
+    with suppress(socket.gaierror):  # torch raises a clear error
         found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, where = found[0]
         if ip_address(where[0]).is_loopback:
