@@ -525,10 +525,11 @@ def num_rows(tree: Any) -> int:
 
 def _parts(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     # `local`, inlined because a step has many tensors
-    return [
-        each if type(each) is torch.Tensor else getattr(each, "_local_tensor", each)
-        for each in tensors
-    ]
+    parts: list[torch.Tensor] = []
+    for tensor in tensors:
+        is_plain = type(tensor) is torch.Tensor
+        parts.append(tensor if is_plain else getattr(tensor, "_local_tensor", tensor))
+    return parts
 
 
 def _factor_for(

@@ -159,7 +159,8 @@ def apply_transforms(
     """
     state = update.state
     is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-    with shared_draws(state, field), torch.no_grad():
+    is_drawing = field in state.definition.setup.drawing
+    with draws_for(state, field) if is_drawing else NOTHING, torch.no_grad():
         for owner in state.definition.setup.owners[field]:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:

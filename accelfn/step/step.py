@@ -256,7 +256,8 @@ def take_update(
         if new_slots:
             slots = {**slots, **new_slots}
         assignments, update = plan_hyper(Update(state=state, slots=slots, grads=grads))
-        update = reduce_grads(update)
+        if not grads.reduced:
+            update = reduce_grads(update)
         reduced_grads, engine, flag = update.grads, engine_of(state), None
         try:
             update = transform_grads(update)
@@ -338,7 +339,7 @@ def reduce_grads(update: Update) -> Update:
         GradsError: the setup does not reduce, or `reduce` did not return sums of all ranks.
     """
     grads, definition = update.grads, update.state.definition
-    if grads.reduced or (definition.copy.size == 1 and not definition.setup.reduces):
+    if definition.copy.size == 1 and not definition.setup.reduces:
         return update
     owners = definition.setup.owners["reduce"]
     if not owners:
@@ -569,7 +570,8 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     def step(
         state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
     ) -> tuple[TrainState, Metrics]:
-        check_state("step(state, batch)", state)
+        if not isinstance(state, TrainState):
+            check_state("step(state, batch)", state)
         if not donate:
             state = state.copy()
         definition = state.definition
