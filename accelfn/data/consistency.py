@@ -68,9 +68,9 @@ class Looks:
         self._source = source
         self._reads: list[View] = []
 
-    def seen(self) -> View:
+    def digests(self) -> View:
         """Return the digests that were the same each time."""
-        self._read(1)
+        self._read_until(1)
         return [
             (dataset, part, _same([read[i][2] for read in self._reads]))
             for i, (dataset, part, _) in enumerate(self._reads[0])
@@ -78,9 +78,9 @@ class Looks:
 
     def look_again(self) -> None:
         """Read samples some more times, to find values that change."""
-        self._read(1 + _AGAIN)
+        self._read_until(1 + _AGAIN)
 
-    def _read(self, times: int) -> None:
+    def _read_until(self, times: int) -> None:
         while len(self._reads) < times:
             self._reads.append(list(_digests_of(self._source, "")))
 
@@ -88,8 +88,8 @@ class Looks:
 def check_readers(data: "Data", world: World) -> None:
     """Raise unless all ranks read in the same way, if ranks communicate to read.
 
-    A rank that reads in another way compares definitions before its first update. That is the
-    same call, and both compare this first.
+    A rank that reads in another way compares definitions before its first update. Both
+    comparisons are the same call, and this part comes first.
 
     Cost: if ranks communicate to read, a small all-reduce as reading begins; else none.
 
@@ -186,7 +186,7 @@ def _form(data: "Data", looks: Looks | None) -> tuple[dict[str, str], Looks | No
 
 def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
     """Return this rank's view of the data as text to compare."""
-    return json.dumps([form, looks and looks.seen()])
+    return json.dumps([form, looks and looks.digests()])
 
 
 def order_rows(data: "Data", seed: int) -> dict[str, str]:
@@ -252,8 +252,8 @@ def _same(reads: list[Digests]) -> Digests:
     if len({len(read) for read in complete}) > 1:
         return []
     return [
-        first if all(first == other for other in others) else None
-        for first, *others in zip(*complete, strict=True)
+        first if all(first == other for other in rest) else None
+        for first, *rest in zip(*complete, strict=True)
     ]
 
 
@@ -333,8 +333,8 @@ class LeftOut:
             self._looks = False
             advise(
                 f"collate made {num_rows} rows of {num_samples} samples. {mean} is a mean over"
-                f" the rows that are left, and counts for {num_samples} samples beside other"
-                " means. Return totals with what they are of, af.Loss(total, num_rows), or"
+                f" the rows that are left, and counts for {num_samples} samples next to"
+                " other means. Return totals with what they are of, af.Loss(total, num_rows), or"
                 " leave such samples out of the dataset."
             )
 

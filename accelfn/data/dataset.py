@@ -349,7 +349,7 @@ class Data:
 
         accelfn keeps its dataset, batch size, sampler or batch sampler, drop_last, collate_fn,
         num_workers and timeout. A `shuffle=True` becomes accelfn's, which is a function of
-        the state's seed. Batches go to pinned memory wherever there is a GPU. accelfn warns of
+        the state's seed. On a GPU, batches go to pinned memory. accelfn warns of
         other options that it does not keep.
 
         Args:
@@ -437,9 +437,9 @@ class Data:
         """Return how many updates an epoch makes from a sample on, for a state of this seed."""
         if not start and self.batch_sampler is not None:
             return self.updates_per_epoch
-        return self._cut(epoch, seed).num_batches(start)
+        return self._cut_of(epoch, seed).num_batches(start)
 
-    def _cut(self, epoch: int, seed: int) -> Cut:
+    def _cut_of(self, epoch: int, seed: int) -> Cut:
         """Return where an epoch's batches end; its order is made only if they depend on it."""
         if isinstance(self.batch_size, int):
             return EvenCut(len(self), self.batch_size, self.remainder)
@@ -508,7 +508,7 @@ class Data:
         if start.samples == 0:
             return
         if not self.is_stream:
-            cut = self._cut(start.epoch, seed)
+            cut = self._cut_of(start.epoch, seed)
             if not cut.num_batches(start.samples):
                 msg = (
                     f"The cursor stands at {place}, but an epoch of this data has"

@@ -26,14 +26,14 @@ _DEFAULTS = {
 
 
 _ITERATION = ("__iter__", "__len__", "_get_iterator", "_index_sampler")
-"""What says which batches a loader gives, and is not read."""
+"""Methods of a subclass that change its batches, and that accelfn does not call."""
 
 
 def options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str, Any]:
-    """Return the arguments of `Data` that a loader stands for.
+    """Return the arguments of `Data` for a loader.
 
     Raises:
-        DataError: it is no DataLoader, does not batch, or gives each rank a part already.
+        DataError: it is not a DataLoader, does not batch, or gives each rank a part already.
     """
     if not isinstance(loader, DataLoader):
         msg = f"from_loader: expected a torch DataLoader, got {type(loader).__name__}."
@@ -44,7 +44,7 @@ def options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str,
         check_integer(
             "from_loader", name, count, 1, name.replace("num_", "a number of ")
         )
-    _say_what_is_lost(loader)
+    _advise_of_lost_options(loader)
     collate = loader.collate_fn
     options = {
         "dataset": loader.dataset,
@@ -57,22 +57,21 @@ def options_of(loader: Any, num_ranks: int, num_micro_batches: int) -> dict[str,
 
 def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, Any]:
     size, parts = loader.batch_size, prod(counts.values())
+    remainder = "drop" if loader.drop_last else "short"
     if is_stream(loader.dataset):
         if size is None:
             return {"batch_size": parts, "collate": _Lone(loader.collate_fn)}
-        remainder = "drop" if loader.drop_last else "short"
         return {"batch_size": size * parts, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
     if is_plain(batches, BatchSampler) and size is not None:
         order = order_of_sampler(loader.sampler, len(cast("Any", loader.dataset)))
-        shuffled = isinstance(order, Shuffled)
-        kept = None if isinstance(order, (Shuffled, Sequential)) else order
+        is_plain_order = isinstance(order, (Shuffled, Sequential))
         return {
             "batch_size": size * parts,
-            "shuffle": shuffled,
-            "order": kept,
-            "remainder": "drop" if loader.drop_last else "short",
+            "shuffle": isinstance(order, Shuffled),
+            "order": None if is_plain_order else order,
+            "remainder": remainder,
         }
     if batches is None:
         msg = (
@@ -91,14 +90,14 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
 
 
 def _refuse_own_iteration(loader: Any) -> None:
-    """Raise if a subclass gives other batches than its dataset, sampler and collate say."""
+    """Raise if a subclass changes the batches of its dataset, sampler and collate."""
     for cls in type(loader).__mro__:
         if cls is DataLoader or cls.__module__.startswith("torchdata."):
             return
-        own = [name for name in _ITERATION if name in vars(cls)]
-        if own:
+        methods = [name for name in _ITERATION if name in vars(cls)]
+        if methods:
             msg = (
-                f"from_loader: {cls.__name__} has its own {own[0]}, which would not be called:"
+                f"from_loader: {cls.__name__} has its own {methods[0]}, which would not be called:"
                 " accelfn reads a loader's dataset in the order of its sampler. Let the"
                 " dataset, the sampler or collate_fn do what it does, and give a plain"
                 " DataLoader; or step over its batches as they are: `for batch in"
@@ -109,7 +108,7 @@ def _refuse_own_iteration(loader: Any) -> None:
 
 @attrs.frozen
 class _Lone:
-    """Take the one batch that a stream of batches gives, as the loader would."""
+    """Convert the single batch from a stream of batches, as the loader would."""
 
     convert: Any
 
@@ -118,7 +117,7 @@ class _Lone:
         return self.convert(sample)
 
 
-def _say_what_is_lost(loader: "DataLoader[Any]") -> None:
+def _advise_of_lost_options(loader: "DataLoader[Any]") -> None:
     for name, instead in _DEFAULTS.items():
         if getattr(loader, name, None) is not None:
             advise(f"from_loader: {name} is not kept: {instead}.")

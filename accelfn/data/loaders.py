@@ -81,7 +81,7 @@ def skip_seeding(_place: int) -> None:
 
 # Worker processes of torch's loaders, and the errors when a worker fails.
 #
-# torch raises the end of a worker wherever the main process happens to be, for example in the
+# torch raises the end of a worker at any point of the main process, for example in the
 # middle of a step. accelfn raises it at the next batch, and names the samples. For this, and to
 # end the workers, it needs private attributes of torch's iterators.
 

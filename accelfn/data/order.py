@@ -90,7 +90,7 @@ def _feistel(values: Numbers, half: np.uint64, keys: Sequence[np.uint64]) -> Num
 def uniform(positions: Indices, *, key: int) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each position, from (key, position) alone.
 
-    These are the upper 53 bits of the finalizer of splitmix64, as in `draws.fold`.
+    The number is the upper 53 bits of the finalizer of splitmix64, as in `draws.fold`.
     """
     z = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z += np.uint64(key)

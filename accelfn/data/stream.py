@@ -117,7 +117,7 @@ def _is_lossy(dataset: Any) -> bool:
 
 
 def first_state(dataset: Any) -> Any:
-    """Return a stream's state before it is read; None if it has none.
+    """Return a stream's state before it is read; None if it has no state.
 
     accelfn does not ask a loader: it would start its workers, and it starts again by itself. A
     node of torchdata.nodes ignores the state that it is given after it was asked. A stream of
@@ -554,8 +554,8 @@ class Sharded:
             before = start.memory["num_workers"]
             if before != num_workers:
                 msg = (
-                    f"This stream was read by {before} workers a rank, each of its own part,"
-                    f" and cannot go on with {num_workers}."
+                    f"This stream was read by {before} workers a rank, each of a different part,"
+                    f" and cannot resume with {num_workers}."
                 )
                 raise DataError(msg)
             loader.load_state_dict(copy.deepcopy(start.memory["loader"]))
@@ -704,7 +704,7 @@ def lockstep(
     if not isinstance(iterable, Iterable):
         msg = (
             f"af.lockstep({type(iterable).__name__}): expected this rank's batches, as an"
-            " iterable; an empty list where it has none."
+            " iterable; an empty list if it has no batch."
         )
         raise ArgumentError(msg)
     batches = iter(iterable)

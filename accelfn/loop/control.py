@@ -244,7 +244,7 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLogger:
-    """Return a logger of the standard library on which only rank 0, or some ranks, write.
+    """Return a logger of the standard library for rank 0 only, or for some ranks.
 
     It is `logging.getLogger(name)` for one world. You set handlers, levels and formats as
     usual. Records have `rank` and `world_size` for formats. If several ranks write, texts

@@ -251,13 +251,13 @@ def run(
         for batch in () if is_over else batches(state, epochs=num_epochs):
             before = state.step
             state, metrics = _check_step_result(step(state, batch))
-            updated = state.step > before
-            numbers = due_actions.take(state, batch, metrics, updated=updated)
+            has_updated = state.step > before
+            numbers = due_actions.take(state, batch, metrics, updated=has_updated)
             if numbers and track is not None:
                 track(numbers, state.step)
             if stop.requested() or is_last(state):
                 break
-            if store is not None and updated and _is_due(store, state):
+            if store is not None and has_updated and _is_due(store, state):
                 store.save(state, metrics=numbers)
                 last_saved = state.step
         if store is not None:
@@ -345,14 +345,14 @@ def _check(state: object, step: object, track: object, store: object) -> None:
         raise ArgumentError(msg)
 
 
-def _check_step_result(returned: Any) -> tuple[TrainState, Metrics]:
+def _check_step_result(result: Any) -> tuple[TrainState, Metrics]:
     """Return the state and metrics that a step returned."""
-    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
-        state, metrics = cast("tuple[Any, Any]", returned)
+    if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
+        state, metrics = cast("tuple[Any, Any]", result)
         if isinstance(state, TrainState) and isinstance(metrics, Metrics):
             return state, metrics
     msg = (
-        f"af.run: step returned {type(returned).__name__}; expected (state, metrics), as a"
+        f"af.run: step returned {type(result).__name__}; expected (state, metrics), as a"
         " step of af.make_step(loss_fn) returns."
     )
     raise ArgumentError(msg)

@@ -283,7 +283,7 @@ def test_another_number_of_workers():
     """Workers with parts of their own cannot be resumed by another number of them."""
     data = af.Data(Stateful(10), batch_size=2, sharded=True, num_workers=1)
     cursor = read(data)[0].cursor
-    with pytest.raises(af.DataError, match=r"read by 1 workers a rank.*go on with 0"):
+    with pytest.raises(af.DataError, match=r"read by 1 workers a rank.*resume with 0"):
         read(attrs.evolve(data, num_workers=0), cursor=cursor)
 
 
