@@ -193,11 +193,10 @@ class Definition:
 
 
 _NEED_VALUES = {
-    "compiles": "needs parameters with values, and the world is on the meta device, where there"
-    ' are none. Let a model of fewer or narrower layers run with values, device="cpu", or leave'
-    " the transform out.",
-    "offloads": "keeps parts in the host's memory, and the world is on the meta device, where"
-    " nothing lies in any. Leave cpu_offload out there: what ranks send is the same without it.",
+    "compiles": "needs parameters with values, and the world is on the meta device. Run a smaller"
+    ' model with values, device="cpu", or leave the transform out.',
+    "offloads": "keeps parts in the host's memory, and the world is on the meta device. Leave"
+    " cpu_offload out there: ranks send the same without it.",
 }
 """Facts that need parameter values, with the error text for the meta device."""
 _SEND_FEATURES = {"splits_layers", "splits_sequences"}
@@ -241,22 +240,20 @@ def check_axes(setup: chain, world: World) -> None:
     for axis in setup.facts.get("within", ()):
         if world.loss.size > 1 and axis not in world.axes:
             msg = (
-                f"The setup reduces gradients within {axis!r}, and the world's"
-                f" {world.loss.size} ranks have no such axis:"
-                f" {dict(world.axes) or 'they have none'}. Name both, as"
+                f"The setup reduces gradients within {axis!r}, but the world has no such axis:"
+                f" {dict(world.axes) or 'it has none'}. Write"
                 ' World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
             )
             raise WorldError(msg)
-    said = {
+    needed = {
         "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
         "tp": ("splits_layers", "add af.tensor_parallel(plan)"),
     }
-    for axis, (fact, way) in said.items():
+    for axis, (fact, way) in needed.items():
         if world.axes.get(axis, 1) > 1 and fact not in setup.facts:
             msg = (
                 f"The world has {world.axes[axis]} ranks along {axis!r}, {dict(world.axes)},"
-                " and nothing in the setup gives each its part, so all would do the same."
-                f" Leave the axis out, or {way}."
+                f" but all would do the same. Leave the axis out, or {way}."
             )
             raise WorldError(msg)
 
@@ -279,11 +276,9 @@ def check_device(setup: chain, world: World) -> None:
     for each, facts in told:
         if "computes_in" in facts and sends:
             msg = (
-                f"{each!r} lets torch compute in {facts['computes_in']}, which it does not do on"
-                f" the meta device, and {sends[0]!r} sends what is computed: it would be foreseen"
-                f" in another dtype. Leave it out there, and make the model in that dtype,"
-                " model.to(dtype); or let fewer or narrower layers run with values,"
-                ' device="cpu".'
+                f"{each!r} computes in {facts['computes_in']}, but not on the meta device, and"
+                f" {sends[0]!r} sends the results. Leave it out there and call model.to(dtype),"
+                ' or run a smaller model with values, device="cpu".'
             )
             raise ModelError(msg)
 
@@ -300,22 +295,21 @@ def check_schedule(schedule: object) -> None:
         name = kind.__name__
         msg = (
             f"TrainState.create(schedule={name}): expected a function of the update number."
-            " A scheduler of torch becomes one by af.schedules.from_torch(factory), with"
-            f" factory = functools.partial(torch.optim.lr_scheduler.{name}, ...)."
+            " Write af.schedules.from_torch(factory), with factory ="
+            f" functools.partial(torch.optim.lr_scheduler.{name}, ...)."
         )
         raise ArgumentError(msg)
     if schedule is not None and not callable(schedule):
         msg = (
-            f"TrainState.create(schedule={schedule!r}): expected a function of the"
-            " update number; see af.schedules, whose from_torch takes torch's."
+            f"TrainState.create(schedule={schedule!r}): expected a function of the update"
+            " number, such as those of af.schedules."
         )
         raise ArgumentError(msg)
     error = None if schedule is None else call_mismatch(schedule, 0)
     if error is not None:
         msg = (
             f"TrainState.create(schedule={qualname(schedule)}): it is called as"
-            f" schedule(update), and gives the factor of the rate: {error}. What it needs"
-            " besides, give it by functools.partial."
+            f" schedule(update): {error}. Pass other arguments by functools.partial."
         )
         raise ArgumentError(msg)
 
