@@ -244,7 +244,7 @@ class Grads:
             return self.as_taken
         if not self.taken.lease.is_mean:
             self.taken.lease.check()
-        self.divide()
+        self.divide(None)
         return self.as_taken
 
     @property
@@ -255,9 +255,7 @@ class Grads:
             return info.divisor
         return info.divisor * info.num_averaged
 
-    def divide(
-        self, kernel_divides: Callable[[Number], bool] | None = None
-    ) -> Number | None:
+    def divide(self, kernel_divides: Callable[[Number], bool] | None) -> Number | None:
         """Divide gradients of totals in place, to those of the mean; see `divide_`.
 
         No kernel knows the loss scale, so with a loss scale nothing is left to it.

@@ -371,7 +371,7 @@ def transform_grads(update: Update) -> Update:
         return (
             update  # the engine's optimizer divides them, and may apply the transforms
         )
-    update.grads.divide()
+    update.grads.divide(None)
     grads, update = apply_transforms("grads", update.grads, update, Grads)
     return update.with_grads(grads)
 
