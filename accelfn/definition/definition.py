@@ -277,7 +277,7 @@ def check_device(setup: chain, world: World) -> None:
         if "computes_in" in facts and sends:
             msg = (
                 f"{each!r} computes in {facts['computes_in']}, but not on the meta device, and"
-                f" {sends[0]!r} sends the results. Leave it out there and call model.to(dtype),"
+                f" {sends[0]!r} would send another dtype. Leave it out and call model.to(dtype),"
                 ' or run a smaller model with values, device="cpu".'
             )
             raise ModelError(msg)
