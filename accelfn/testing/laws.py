@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws that all training keeps; each says how a subject breaks it, or None."""
+"""Laws of all training; each returns how a subject breaks it, or None."""
 
 import os
 import pickle
@@ -29,18 +29,15 @@ from accelfn import (
     observe,
     save,
 )
-from accelfn.definition.transform import by_rank
+from accelfn.definition.transform import by_rank, chain
 from accelfn.plug import devices, tree
-from accelfn.testing.comparing import entries, first_difference
+from accelfn.testing.comparing import Comparison, entries, first_difference
 from accelfn.testing.processes import Pool
 from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
 
-# What laws are held against: training that can be begun, advanced, copied and saved.
-
-
 History: TypeAlias = list[Mapping[str, Any]]
-"""What training held and reported after each update, and what it held at its end."""
+"""The contents of the states and metrics after each update, and at the end."""
 States: TypeAlias = Any
 """A TrainState, or a tree of them."""
 Advance: TypeAlias = Callable[[States, int, int], Iterator[tuple[States, Any]]]
@@ -53,19 +50,19 @@ def _nothing(states: States) -> Mapping[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """Training on simulated ranks, whose sums depend on where numbers lie, as a ring's do.
+    """Training on simulated ranks that laws run; sums are in the order of a ring.
 
     Attributes:
-        name: how a message calls it.
+        name: the name in messages.
         size: the number of ranks.
-        updates: how many are taken.
-        start: gives the states before the first update, of a world.
+        updates: the number of updates.
+        start: returns the states before the first update, from a world.
         advance: `(states, done, number)` yields states and metrics of the next updates.
-        begin: gives them in a setup, of a world and the setup, where there is one.
-        end: what else is compared of the last states, by name.
-        splits: whether its result is the same however an update is split: without draws and
-            batch statistics.
-        num_cuts: after how many of the updates it is saved and loaded, at most.
+        begin: returns the first states from a world and a setup; None for a fixed setup.
+        end: returns more contents of the last states to compare, by name.
+        splits: whether the result does not depend on how an update is split. That holds
+            without random draws and batch statistics.
+        num_cuts: the largest number of cuts at which the run is saved and loaded.
     """
 
     name: str
@@ -81,15 +78,15 @@ class Subject:
 
     @property
     def cuts(self) -> Sequence[int]:
-        """After how many updates it is saved and loaded: all numbers, or some of them."""
-        every, most = range(self.updates + 1), self.num_cuts
-        if most is None or len(every) <= most:
-            return every
-        # the first and the last three, and as many as there may be between
-        between = range(1, len(every) - 3)
-        taken = max(1, most - 4)
-        chosen = {between[len(between) * i // taken] for i in range(taken)}
-        return [0, *sorted(chosen), *every[-3:]]
+        """The updates after which the run is saved and loaded: all, or `num_cuts` of them."""
+        cuts, most = range(self.updates + 1), self.num_cuts
+        if most is None or len(cuts) <= most:
+            return cuts
+        # the first, the last three, and evenly spaced ones between
+        between = range(1, len(cuts) - 3)
+        count = max(1, most - 4)
+        chosen = {between[len(between) * i // count] for i in range(count)}
+        return [0, *sorted(chosen), *cuts[-3:]]
 
     @property
     def plain(self) -> list[History]:
@@ -100,7 +97,7 @@ class Subject:
 
     def within(self, setup: Any) -> "Subject":
         """Return the same training in another setup."""
-        assert self.begin is not None  # noqa: S101 - what is a transform's begins in any setup
+        assert self.begin is not None  # noqa: S101 - subjects of transforms have it
         begin = self.begin
 
         def start(world: World) -> States:
@@ -114,18 +111,18 @@ class Subject:
         """Return each rank's history, uninterrupted."""
 
         def rank(world: World) -> History:
-            return self._whole(self.start(world), 0, self.updates)
+            return self._run(self.start(world), 0, self.updates)
 
         return list(self._simulated(rank, seed=seed, schedule=schedule))
 
-    def cut(self, at: int, folder: Path) -> list[History]:
+    def run_cut(self, at: int, folder: Path) -> list[History]:
         """Return each rank's history, saved and loaded after some updates."""
-        heads = self.saved(at, folder)
-        tails = self.resumed(at, folder)
+        heads = self.save_after(at, folder)
+        tails = self.resume_from(at, folder)
         return [head + tail for head, tail in zip(heads, tails, strict=True)]
 
-    def saved(self, at: int, folder: Path) -> list[History]:
-        """Return each rank's history of the first updates, and save the states after them."""
+    def save_after(self, at: int, folder: Path) -> list[History]:
+        """Run the first updates, save the states, and return each rank's history."""
 
         def rank(world: World) -> History:
             states = self.start(world)
@@ -139,21 +136,21 @@ class Subject:
 
         return list(self._simulated(rank))
 
-    def resumed(self, at: int, folder: Path) -> list[History]:
-        """Return each rank's history from saved states on."""
+    def resume_from(self, at: int, folder: Path) -> list[History]:
+        """Load saved states, run the other updates, and return each rank's history."""
 
         def rank(world: World) -> History:
             start = self.start(world)
             paths = (folder / name for name, _ in leaves(start))
-            again = tree.tree_map(lambda new: load(new, next(paths)), start)
-            return self._whole(again, at, self.updates - at)
+            loaded = tree.tree_map(lambda new: load(new, next(paths)), start)
+            return self._run(loaded, at, self.updates - at)
 
         return list(self._simulated(rank))
 
     def fork(self) -> list[History]:
-        """Return a history that goes on with a copy after update 1, whose twin trains too.
+        """Return each rank's history with a copy after update 1, next to a twin.
 
-        The twin has other parameters, and takes each of its updates right after.
+        The twin has other parameters, and trains in turns with the copy.
         """
 
         def rank(world: World) -> History:
@@ -174,7 +171,7 @@ class Subject:
     def _simulated(self) -> Callable[..., Sequence[Any]]:
         return partial(simulate, self.size, sums="ring")
 
-    def _whole(self, states: States, done: int, number: int) -> History:
+    def _run(self, states: States, done: int, number: int) -> History:
         history: History = []
         for after, metrics in self.advance(states, done, number):
             states = after
@@ -183,7 +180,7 @@ class Subject:
 
 
 OWN = "own "
-"""Begins the name of what is a rank's own, as its transform tells."""
+"""Prefix of entries that a transform declares `by_rank`."""
 
 
 def _twin(state: TrainState) -> TrainState:
@@ -196,51 +193,53 @@ def _twin(state: TrainState) -> TrainState:
 
 def leaves(states: States) -> list[tuple[str, TrainState]]:
     """Return the states of a tree, numbered by their place."""
-    found: list[TrainState] = []
-    tree.tree_map(found.append, states)
-    return [(f"state-{place}", state) for place, state in enumerate(found)]
+    flat: list[TrainState] = []
+    tree.tree_map(flat.append, states)
+    return [(f"state-{place}", state) for place, state in enumerate(flat)]
 
 
 def state_contents(states: States, metrics: Any) -> dict[str, Any]:
-    """Return all that states hold and metrics say, by name."""
-    found: dict[str, Any] = {}
+    """Return the contents of states and metrics, by name."""
+    contents: dict[str, Any] = {}
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
         own = [f"slots[{slot!r}][{entry!r}]" for slot, entry in by_rank(state.setup)]
         for path, leaf in entries(state, gather=True).items():
             is_own = path.startswith(tuple(own))
-            found[f"{prefix}{OWN if is_own else ''}{path}"] = leaf
+            contents[f"{prefix}{OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
-        found |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
+        contents |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
     elif metrics is not None:
-        found |= {
-            f"metrics ({i})": t for i, t in enumerate(tree.tensor_leaves(metrics))
-        }
-    return found
+        tensors = enumerate(tree.tensor_leaves(metrics))
+        contents |= {f"metrics ({i})": tensor for i, tensor in tensors}
+    return contents
 
 
 Law: TypeAlias = Callable[[Subject], str | None]
-"""Returns how a subject breaks it, or None."""
+"""Returns how a subject breaks the law, or None."""
+Around: TypeAlias = Callable[..., chain]
+"""Returns the whole setup around some transforms, with other parts if they are given."""
+NEARLY_EQUAL = Comparison(rtol=1e-4, atol=1e-6)
+"""Allows for rounding errors of sums and divisions."""
 Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
-REMEMBER = "Keep what is remembered in the state, not in an attribute or a closure."
+REMEMBER = "Keep memory in the state's slot, not in an attribute or a closure."
 _DRAW = (
-    "Draw inside the loss, or from af.rng(state). Transforms that draw do not tell"
-    " draws_nothing."
+    "Draw inside the loss, or from af.rng(state). In the module of a transform, draw when"
+    " the layer is called. A transform that draws must not declare draws_nothing."
 )
 
 
 def memory_in_state(subject: Subject) -> str | None:
-    """The same states give the same run, as often as it is run."""
-    broken = differ(
-        *(subject.plain, subject.histories()), "two runs from the same beginning"
-    )
+    """The same states give the same run each time."""
+    again = subject.histories()
+    broken = differ(subject.plain, again, "two runs from the same beginning")
     return f"{broken} {REMEMBER}" if broken else None
 
 
 def trains(subject: Subject) -> str | None:
-    """Parameters are not the same after the last update as after the first."""
+    """Parameters change between the first update and the last."""
     first, *_, last = subject.plain[0][:-1]
     if subject.updates == 1 or any(
         first_difference({name: each}, {name: last[name]})
@@ -254,7 +253,7 @@ def trains(subject: Subject) -> str | None:
 
 
 def keeps_frozen(subject: Subject) -> str | None:
-    """Parameters that are not trained stay as they are."""
+    """Frozen parameters do not change."""
 
     def rank(world: World) -> str | None:
         state = subject.start(world)
@@ -265,23 +264,20 @@ def keeps_frozen(subject: Subject) -> str | None:
         return first_difference(frozen, {name: state.params[name] for name in names})
 
     broken = next(filter(None, simulate(subject.size, rank)), None)
-    advice = "Change those of state.trainable alone."
+    advice = "Change only the parameters in state.trainable."
     return f"it changes a frozen parameter, {broken} {advice}" if broken else None
 
 
 def forks_apart(subject: Subject) -> str | None:
-    """A copy trains as its original does, while a twin of it trains, in turns, elsewhere."""
+    """A copy trains like its original while another copy trains in turns."""
     plain = [history[:-1] for history in subject.plain]
-    broken = differ(
-        plain,
-        subject.fork(),
-        "a run and a copy of it, beside whose updates others ran,",
-    )
+    runs = "a run, and a copy of it that took turns with another copy,"
+    broken = differ(plain, subject.fork(), runs)
     return f"{broken} {REMEMBER}" if broken else None
 
 
 def leaves_settings(subject: Subject) -> str | None:
-    """The process's settings, such as torch's default dtype, stay as they are."""
+    """The process's settings, such as torch's default dtype, do not change."""
 
     def rank(world: World) -> str | None:
         for _ in subject.advance(subject.start(world), 0, 2):
@@ -291,7 +287,7 @@ def leaves_settings(subject: Subject) -> str | None:
                 return f"it sets {name} to {get()}, for all that runs in the process."
         return None
 
-    with _settings_as_tried():  # once for all ranks, which share them
+    with _settings_as_tried():  # once, because ranks share them
         return next(filter(None, simulate(subject.size, rank)), None)
 
 
@@ -308,15 +304,13 @@ def _settings_as_tried() -> Generator[None]:
 
 
 def no_environment(subject: Subject) -> str | None:
-    """Environment variables, `RANK` say, change nothing."""
+    """Environment variables, such as `RANK`, change nothing."""
     plain = subject.plain
     for values in _ENVIRONMENTS:
         shown = " ".join(f"{name}={value}" for name, value in values.items())
         with _environment(values):
-            broken = _attempt(
-                *(plain, subject.histories),
-                f"with {shown or 'no RANK'} in the environment",
-            )
+            how = f"with {shown or 'no RANK'} in the environment"
+            broken = _attempt(plain, subject.histories, how)
         if broken:
             return f"{broken} Take the rank from the world."
     return None
@@ -324,10 +318,8 @@ def no_environment(subject: Subject) -> str | None:
 
 def own_randomness(subject: Subject) -> str | None:
     """The process's random generators are neither read nor moved."""
-    broken = _attempt(
-        *(subject.plain, partial(subject.histories, seed=1)),
-        "with the process's random generators seeded differently",
-    )
+    how = "with the process's random generators seeded differently"
+    broken = _attempt(subject.plain, partial(subject.histories, seed=1), how)
     if broken:
         return f"{broken} {_DRAW}"
 
@@ -339,12 +331,12 @@ def own_randomness(subject: Subject) -> str | None:
         after = _generators()
         return [name for name in before if before[name] != after[name]]
 
-    moved = [name for found in simulate(subject.size, rank) for name in found]
+    moved = [name for names in simulate(subject.size, rank) for name in names]
     return f"it moves {moved[0]}'s random generator. {_DRAW}" if moved else None
 
 
 def any_schedule(subject: Subject) -> str | None:
-    """In whichever order ranks have their turns, the run is the same."""
+    """The order of ranks' turns does not change the run."""
     plain = subject.plain
     for schedule in ([1] * 200, [1, 0, 2] * 80):
         other = partial(subject.histories, schedule=schedule)
@@ -357,29 +349,29 @@ def any_schedule(subject: Subject) -> str | None:
 def replicas_agree(subject: Subject) -> str | None:
     """Ranks hold the same parameters, optimizer state and slots, bit by bit.
 
-    Entries of slots that a transform tells by_rank may be each rank's own, as values of
-    metrics are, but not their names.
+    Metrics, and entries of slots that a transform declares by_rank, may differ by rank in
+    their values, but not in their names.
     """
     shared = [
         [_replicated_entries(each) for each in history] for history in subject.plain
     ]
-    said = "the states that rank 0 and another rank hold"
-    broken = differ(shared[:1] * subject.size, shared, said)
+    states = "the states that rank 0 and another rank hold"
+    broken = differ(shared[:1] * subject.size, shared, states)
     return broken and broken + (_BY_RANK if ": slots[" in broken else "")
 
 
 _BY_RANK = (
-    " What a slot holds for this rank alone is told by its name:"
+    " Declare the entries of a slot that differ by rank:"
     ' tells = {"by_rank": ("rest",)}.'
 )
 
 
 def resumes(subject: Subject) -> str | None:
-    """Saved and loaded after any update, the run goes on bit by bit."""
+    """A run saved and loaded after any update continues bit by bit."""
     plain = subject.plain
     for at in subject.cuts:
         with tempfile.TemporaryDirectory() as folder:
-            cut = partial(subject.cut, at, Path(folder))
+            cut = partial(subject.run_cut, at, Path(folder))
             broken = _attempt(plain, cut, f"saved and loaded after {at} updates")
         if broken:
             return f"{broken} {REMEMBER}"
@@ -396,11 +388,11 @@ COMMON: Mapping[str, Law] = {
     "replicas_agree": replicas_agree,
     "resumes": resumes,
 }
-"""By name, the laws of transforms and of steps."""
+"""The laws of transforms and of steps, by name."""
 
 
 def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
-    """Return how the first of some subjects breaks a law, and which it was."""
+    """Return how the first subject that breaks a law does, with its name; or None."""
     for subject in subjects:
         tried = f"It was tried with {subject.name}."
         try:
@@ -448,7 +440,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         True,
     ),
 }
-"""How settings are read and written, and what they are while a law looks."""
+"""For each setting, functions to read and write it, and its value during the law."""
 _ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
@@ -459,31 +451,32 @@ _PLACES = (*_ENVIRONMENTS[1], "GROUP_RANK", "NODE_RANK", "SLURM_PROCID")
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Generator[None]:
-    """Set what launchers tell ranks, or take it away."""
-    kept = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
+    """Set launchers' variables, and remove the others."""
+    before = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     os.environ.update(values)
     try:
         yield
     finally:
         for name in values:
             os.environ.pop(name, None)
-        os.environ.update(kept)
+        os.environ.update(before)
 
 
 def _generators() -> dict[str, Any]:
-    found: dict[str, Any] = {
+    states: dict[str, Any] = {
         "torch": torch.default_generator.get_state().tolist(),
         "Python": random.getstate(),
     }
     if "numpy" in sys.modules:
-        found["numpy"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
-    return found
+        states["numpy"] = repr(sys.modules["numpy"].random.get_state(legacy=False))
+    return states
 
 
 def _replicated_entries(held: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what all ranks hold alike: not metrics, batch statistics, slots to be merged.
+    """Return the contents that must be equal on all ranks.
 
-    Of metrics it is the names.
+    Values of metrics, buffers and entries declared `by_rank` are left out; the names of
+    metrics are in.
     """
     own = ("metrics", "buffers", "own ")
     return {name: "reported" for name in held if name.startswith("metrics")} | {
@@ -496,22 +489,22 @@ def _replicated_entries(held: Mapping[str, Any]) -> dict[str, Any]:
 def _attempt(
     plain: Sequence[History], again: Callable[[], Sequence[History]], how: str
 ) -> str | None:
-    """Return how another run differs from the plain one, if only by an error."""
+    """Return how another run differs from the plain run, or the error that it raised."""
     try:
         other = again()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the plain run had none
+    except Exception as error:  # noqa: BLE001 - the plain run raised nothing
         return f"{how} the run raised {type(error).__name__}: {error}"
     return differ(plain, other, f"a run and the same run {how}")
 
 
-# Small training problems that checks bring themselves.
+# Small training problems for the laws.
 
 
 _IN, _OUT, _ROWS = 3, 2, 17
 
 
 class _Centred(nn.Module):
-    """Takes a running mean off its input: batch statistics that one row is enough for."""
+    """Subtracts a running mean: batch statistics that one row can compute."""
 
     mean: torch.Tensor
 
@@ -526,7 +519,7 @@ class _Centred(nn.Module):
 
 
 class _Net(nn.Module):
-    """Two layers with what transforms stumble over: a tied weight, a frozen one, a buffer."""
+    """Two layers with cases that break transforms: tied and frozen weights, a buffer."""
 
     def __init__(self, *, norm: bool, drop: bool) -> None:
         super().__init__()
@@ -550,7 +543,7 @@ _OPTIMIZERS = {
 
 
 def _in_groups(make: Callable[[Any], Any], named: Any) -> torch.optim.Optimizer:
-    """Return an optimizer of two parameter groups with unlike learning rates."""
+    """Return an optimizer of two parameter groups with different learning rates."""
     *first, last = named
     return make([{"params": first}, {"params": [last], "lr": 0.02}])
 
@@ -561,17 +554,17 @@ def _warmup(update: int) -> float:
 
 @attrs.frozen
 class Problem:
-    """A model, its data and its optimizer; seventeen samples, seven an update.
+    """A model, its data and its optimizer: 17 samples, 7 per update.
 
-    Shares are uneven on two ranks, and on four one is empty at the end of an epoch.
+    Shares are uneven on two ranks. On four ranks one share is empty at the end of an epoch.
 
     Attributes:
         optimizer: "momentum" or "adamw".
         weighted: whether the loss is a weighted total, an `af.Loss`.
         norm: whether the model has batch statistics.
-        drop: whether it draws random numbers.
+        drop: whether the model draws random numbers.
         grouped: whether a schedule sets the rates of two parameter groups.
-        seed: of its parameters, and of the order of its samples.
+        seed: the seed of the parameters and of the order of samples.
     """
 
     optimizer: str = "momentum"
@@ -616,7 +609,7 @@ class Problem:
             for batch in batches(state):
                 state, metrics = step(state, batch)
                 if state.setup.owners["observe"]:
-                    state = observe(state, 1.0)  # it gets no better
+                    state = observe(state, 1.0)  # the value never improves
                 yield state, metrics
                 if state.step >= last:
                     return
@@ -629,33 +622,32 @@ PROBLEMS = (
 )
 
 
-# A call in a process in which nothing ran before.
+# Calls in a new process.
 
 
 _SECONDS = 600.0
 
 
 def freeze(function: Callable[..., Any]) -> bytes:
-    """Return a function as it is now, for a new process.
+    """Return a pickled function for a new process.
 
-    The process imports functions and classes of modules that it finds. Others travel with
-    what they refer to.
+    Functions and classes of importable modules travel by name, others with their contents.
     """
     return cloudpickle.dumps(function)
 
 
 def call_anew(frozen: bytes, *given: Any) -> Any:
-    """Return what a frozen function returns in a new process.
+    """Call a frozen function in a new process, and return its result.
 
     Raises:
-        RankError: it raised, or cannot be imported there.
+        RankError: the function raised, or the process cannot import it.
     """
     pool = Pool(1)
     try:
-        (found,) = pool.run(pack((_call, (frozen, *given), {})), _SECONDS)
+        (result,) = pool.run(pack((_call, (frozen, *given), {})), _SECONDS)
     finally:
         pool.close()
-    return pickle.loads(found)  # noqa: S301 - of our own process
+    return pickle.loads(result)  # noqa: S301 - of our own process
 
 
 def _call(world: World, frozen: bytes, *given: Any) -> bytes:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws about single methods of a transform, each held where a transform has the method."""
+"""Laws about single methods of a transform; each applies if the transform has the method."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,34 +36,36 @@ from accelfn.plug import tree
 from accelfn.state.grads import GradInfo
 from accelfn.state.update import apply_transforms, override_hyper
 from accelfn.testing.comparing import (
-    Comparison,
     copy_leaf,
     entries,
     first_difference,
     leaves,
 )
-from accelfn.testing.laws import History, Law, Subject, differ, state_contents
+from accelfn.testing.laws import (
+    NEARLY_EQUAL,
+    Around,
+    History,
+    Law,
+    Subject,
+    differ,
+    state_contents,
+)
 from accelfn.testing.simulate import simulate
 
-# A transform watched at work: which of its inputs its methods change.
-
-
 Seen: TypeAlias = Callable[[str], None]
-"""Is told of each input that was changed."""
+"""Takes a sentence on each mistake that a watched transform makes."""
 
 _IN_PLACE = frozenset({"after_update", "finalize"})
-"""Methods that are given the state's tensors, to be changed in place."""
-
-
+"""Methods that may change the state's tensors in place."""
 _NEW = "Return new tensors instead."
 
 
 def watch_inputs(transform: Any, seen: Seen) -> Any:
-    """Return an equal transform that tells of inputs it changes and must not.
+    """Return an equal transform that reports forbidden changes of its inputs.
 
-    A method may change in place its own slot and the gradients it is given, and after an
-    update the tensors of the state; never the state before it, other slots, or a batch.
-    `observe` may not even change its own slot: the state that was given to it still has it.
+    A method may change its own slot and its gradients in place, and after an update the
+    tensors of the state. It must not change the state before the update, other slots, or a
+    batch. `observe` must not change its own slot either: the state before still has it.
     """
 
     def watch(field: str, own: str, function: Any, *given: Any, **named: Any) -> Any:
@@ -93,7 +95,7 @@ def watch_inputs(transform: Any, seen: Seen) -> Any:
 
 
 def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
-    """Return a transform of the same options and name, with other methods, or facts."""
+    """Return a transform of the same options and name, with other methods or facts."""
     kind = type(transform)
     body = {"__slots__": (), "__module__": kind.__module__, **methods}
     made = object.__new__(type(kind.__name__, (kind,), body))
@@ -103,19 +105,19 @@ def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
 
 
 def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
-    """Return an equal transform, for whose methods `call(field, method, self, ...)` is called."""
+    """Return an equal transform that calls `call(field, method, self, ...)` for methods."""
     kind = type(transform)
 
     def method_of(field: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
-        def called(self: Any, *given: Any) -> Any:
-            return call(field, method, self, *given)
+        def call_method(self: Any, *args: Any) -> Any:
+            return call(field, method, self, *args)
 
-        return called
+        return call_method
 
-    methods = {field: getattr(kind, field, None) for field in fields}
-    found = {field: method_of(field, m) for field, m in methods.items() if callable(m)}
-    return with_methods(transform, found)
+    own = {field: getattr(kind, field, None) for field in fields}
+    methods = {field: method_of(field, m) for field, m in own.items() if callable(m)}
+    return with_methods(transform, methods)
 
 
 _METHODS = (
@@ -128,31 +130,24 @@ _WRAPPERS = ("loss", "value_and_grad")
 def _copy_inputs(
     given: Iterable[Any], *, own: str, field: str
 ) -> Callable[[], list[str]]:
-    """Copy what must not change; return what says, later, what did."""
+    """Copy protected tensors; return a function that lists the changed ones later."""
     tensors: dict[str, torch.Tensor] = {}
-    for each in given:
-        tensors.update(_protected_tensors(each, own=own, field=field))
+    for value in given:
+        tensors |= _protected_tensors(value, own=own, field=field)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    def changed() -> list[str]:
-        return [
-            name
-            for name, copy in copies.items()
-            if not _same(copy, tensors[name].detach())
-        ]
-
-    return changed
+    return lambda: [
+        name for name, copy in copies.items() if not _same(copy, tensors[name].detach())
+    ]
 
 
 def _protected_tensors(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of one argument that the method must leave alone, by name."""
+    """Return the tensors of one argument that the method must not change, by name."""
     if isinstance(value, TrainState):
         return _of_state(value, own=own, all_but_slots=field not in _IN_PLACE)
     if isinstance(value, Update):
-        if field in _IN_PLACE:  # the state before has given its tensors away
+        if field in _IN_PLACE:  # the state before no longer owns its tensors
             return _of_slots(value.slots, own)
-        state = value.state
-        return _of_state(state, own=own, all_but_slots=True)
+        return _of_state(value.state, own=own, all_but_slots=True)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
     if isinstance(value, Grads) or field in _METHODS:
@@ -180,11 +175,11 @@ def _of_slots(slots: Mapping[str, Any], own: str) -> dict[str, torch.Tensor]:
 
 
 def _tensors(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, part in parts.items():
         leaves = tree.tensor_leaves(part)
-        found |= {f"{name} ({i})" if i else name: t for i, t in enumerate(leaves)}
-    return found
+        tensors |= {f"{name} ({i})" if i else name: t for i, t in enumerate(leaves)}
+    return tensors
 
 
 def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
@@ -194,41 +189,41 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
-# Whether a transform's own `reduce` gives the mean over all ranks: no more, and no less.
+# Laws on `reduce`: it returns the weighted mean over all ranks.
 
 
 Tensors = Mapping[str, torch.Tensor]
 _Reduced: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 
 NEAR = 0.05
-"""How far, of its own size, what came of a gradient may be from the mean: bytes may be few."""
+"""Allowed relative error of a reduced gradient: a transform may send few bytes."""
 _LABEL = "reduces_to_mean"
 _ROUNDS, _IN_SUM = 200, 0.02
-"""In so many updates after the first, all of its gradients is sent, but for this part."""
+"""After so many more updates, at most this part of the first gradient is unsent."""
 _LARGE, _LITTLE = 10.0, 0.01
-"""How large gradients are at first, and then."""
+"""Sizes of the first gradient and of later gradients."""
 
 
 def watch_mean(transform: Any, seen: Seen) -> Any:
-    """Return an equal transform that tells of what its `reduce` makes of gradients."""
+    """Return an equal transform that reports results of `reduce` other than the mean."""
 
     def call(
         _: str, method: Any, self: Any, grads: Grads, slot: Any, update: Update
     ) -> Any:
-        wanted = _mean(grads, update.world)
+        means = _mean(grads, update.world)
         returned = method(self, grads, slot, update)
-        found: Grads = returned[0]
-        missing = sorted(wanted.keys() - found.tensors.keys())
+        reduced: Grads = returned[0]
+        missing = sorted(means.keys() - reduced.tensors.keys())
         if missing:
             seen(f"in update {update.num_tried} it leaves out {missing[0]!r}")
-        for name in wanted.keys() & found.tensors.keys():
-            mean = found.tensors[name].double() / found.taken.scale
-            size, off = wanted[name].norm(), (mean - wanted[name]).norm()
-            if not off <= NEAR * size:
+        for name in means.keys() & reduced.tensors.keys():
+            result = reduced.tensors[name].double() / reduced.taken.scale
+            size, error = means[name].norm(), (result - means[name]).norm()
+            if not error <= NEAR * size:
                 seen(
                     f"in update {update.num_tried}, rank {update.world.rank}, the gradient of"
-                    f" {name!r} is off by {float(off / size):.2g} times the size of the mean"
-                    " over all ranks, each by its weight"
+                    f" {name!r} differs from the weighted mean over all ranks by"
+                    f" {float(error / size):.2g} times the mean's norm"
                 )
         return returned
 
@@ -236,15 +231,15 @@ def watch_mean(transform: Any, seen: Seen) -> Any:
 
 
 def sends_all(members: Sequence[Any]) -> Law:
-    """Return the law that what an update leaves out is sent later, though ranks join or leave."""
+    """Return the law that gradients left out are sent later, though ranks join or leave."""
     merging = [each for each in members if has_field(each, "merge")]
 
     def law(subject: Subject) -> str | None:
-        def begins(world: World) -> _Reduced:
+        def begin(world: World) -> _Reduced:
             return _sum_reduced(subject.start(world), range(1), _LARGE)
 
-        def goes_on(world: World) -> _Reduced:
-            state, saved = subject.start(world), [slots for *_, slots in begun]
+        def resume(world: World) -> _Reduced:
+            state, saved = subject.start(world), [slots for *_, slots in first_runs]
             slots = {} if merging else {**saved[world.rank]}
             for each in merging:
                 own = tree.clone([slots_of[each.name] for slots_of in saved])
@@ -252,9 +247,9 @@ def sends_all(members: Sequence[Any]) -> Law:
             state = attrs.evolve(state, slots={**state.slots, **slots})
             return _sum_reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
 
-        begun = simulate(subject.size, begins)
+        first_runs = simulate(subject.size, begin)
         size = (1 if subject.size > 1 else 2) if merging else subject.size
-        sums, means, _ = zip(begun[0], simulate(size, goes_on)[0], strict=True)
+        sums, means, _ = zip(first_runs[0], simulate(size, resume)[0], strict=True)
         wanted = {name: means[0][name] + means[1][name] for name in means[0]}
         missing = [sums[0][name] + sums[1][name] - wanted[name] for name in wanted]
         off = float(get_total_norm(missing) / get_total_norm([*wanted.values()]))
@@ -262,9 +257,9 @@ def sends_all(members: Sequence[Any]) -> Law:
             return None
         moved = f", the last {_ROUNDS} of them on {size}" if merging else ""
         return (
-            f"over {1 + _ROUNDS} updates{moved}, what reduce gives is in sum off by"
-            f" {off:.2g} times the weighted mean's. Send later all that an update leaves out,"
-            " in merge share it out among the new ranks, or name it:"
+            f"over {1 + _ROUNDS} updates{moved}, the sum of reduce's results differs from that"
+            f" of the weighted means by {off:.2g} of its norm. Send later what an update leaves"
+            " out, and share it among the new ranks in merge; or write"
             ' gives_up = {"sends_all_later": "it is a vote"}.'
         )
 
@@ -272,10 +267,10 @@ def sends_all(members: Sequence[Any]) -> Law:
 
 
 def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
-    """Return the sums of what `reduce` gives, those of the means, and the slots after it."""
+    """Return the sums of `reduce`'s results, the sums of the means, and the last slots."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
-    # other weights on each rank, of the same sum on any number of ranks
+    # weights differ by rank, and have the same sum on any number of ranks
     weight = 20.0 * (world.rank + 1) / (world.size * (world.size + 1))
     totals = {
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
@@ -286,39 +281,33 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-        found, update = apply_transforms("reduce", grads.map(torch.clone), at, Grads)
-        for name, each in found.tensors.items():
-            sums[name] = sums[name] + each.double() / found.taken.scale
+        result, update = apply_transforms("reduce", grads.map(torch.clone), at, Grads)
+        for name, grad in result.tensors.items():
+            sums[name] = sums[name] + grad.double() / result.taken.scale
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
     return sums, means, tree.clone(dict(update.slots))
 
 
 def _mean(grads: Grads, world: World) -> Tensors:
-    """Return the mean over all ranks, by weight."""
+    """Return the weighted mean over all ranks."""
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
     sums, whole = reduce((totals, weight), world, label=_LABEL)
     return {name: each / whole for name, each in sums.items()}
 
 
-_NEAR = Comparison(rtol=1e-4, atol=1e-6)
-"""What numbers that are added up and divided may differ by."""
-Around: TypeAlias = Callable[[Sequence[Any]], chain]
-"""Returns the whole setup around some transforms."""
-
-
 def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
-    """Return, by name, the laws about methods that some transforms have."""
+    """Return the laws about methods that the transforms have, by name."""
 
     def have(*fields: str) -> bool:
         return any(has_field(each, field) for each in members for field in fields)
 
-    def told_by(watch: Callable[[Any, Seen], Any]) -> Law:
-        """Return the law that nothing is told in a run of watched transforms."""
+    def reported_by(watch: Callable[[Any, Seen], Any]) -> Law:
+        """Return the law that watched transforms report no mistake in a run."""
 
         def law(subject: Subject) -> str | None:
             seen: list[str] = []
-            # begun in this setup, so that init is watched, too
+            # the run begins in this setup, so that init is watched too
             subject.within(around([watch(m, seen.append) for m in members])).histories()
             return seen[0] if seen else None
 
@@ -326,13 +315,13 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
 
     given_up = chain(*members).gives_up()
     laws: dict[str, tuple[tuple[str, ...], Law]] = {
-        "inputs_unchanged": ((), told_by(watch_inputs)),
+        "inputs_unchanged": ((), reported_by(watch_inputs)),
         "own_slot": ((), _own_slot(members, around)),
-        "drops_nothing": ((), told_by(_watch_losses)),
+        "drops_nothing": ((), reported_by(_watch_losses)),
         "skips_whole": ((), _skips_whole(members, around)),
-        "reduces_to_mean": (("reduce",), told_by(watch_mean)),
-        "groups_apart": (("hyper",), told_by(_watch_groups)),
-        "takes_what_it_is_given": (("grads", "eval_params"), told_by(_watch_flow)),
+        "reduces_to_mean": (("reduce",), reported_by(watch_mean)),
+        "groups_apart": (("hyper",), reported_by(_watch_groups)),
+        "takes_what_it_is_given": (("grads", "eval_params"), reported_by(_watch_flow)),
         "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
         "owes_once": (("finalize",), _owes_once),
@@ -349,7 +338,7 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
 
 
 def _own_slot(members: Sequence[Any], around: Around) -> Law:
-    """It adds its own slot and no other, keeps it, and leaves the state's numbers alone."""
+    """Return the law that a transform adds and keeps its own slot, and no other."""
 
     def law(subject: Subject) -> str | None:
         setup = around(members).transforms
@@ -362,14 +351,14 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
             dtypes = _dtypes(state.slots)
             for after, _ in subject.advance(state, 0, 1):
                 state = after
-            others = sorted(set(state.slots) - names)
-            if others:
-                return f"it made the slots {others}, not its own."
+            foreign = sorted(set(state.slots) - names)
+            if foreign:
+                return f"it made the slots {foreign}, not its own."
             lost = sorted(name for name in made if state.slots.get(name) is None)
             if lost:
                 return (
                     f"the slot {lost[0]!r}, which init made, was None after an update."
-                    " Return the slot that was given, or the next one."
+                    " Return the slot argument, or the next slot."
                 )
             for path, dtype in _dtypes(state.slots).items():
                 if dtypes.get(path, dtype) != dtype:
@@ -393,12 +382,12 @@ _NUMBERS = ("step", "num_skipped", "cursor", "seed")
 
 
 def _watch_losses(transform: Any, seen: Seen) -> Any:
-    """Return an equal transform that tells of gradients, parameters and numbers it loses."""
+    """Return an equal transform that reports lost gradients, parameters and numbers."""
 
     def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
         returned = method(self, value, *given)
-        if told := _LOST[field](value, returned):
-            seen(f"{self!r}.{field} {told}")
+        if mistake := _LOST[field](value, returned):
+            seen(f"{self!r}.{field} {mistake}")
         return returned
 
     return intercept(transform, _LOST, call)
@@ -409,8 +398,8 @@ def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
     if not lost:
         return None
     return (
-        f"drops the gradient of {lost[0]!r}, which is not trained then. Give zeros, or"
-        " freeze it: state.with_trainable."
+        f"drops the gradient of {lost[0]!r}, which is then not trained. Return zeros, or"
+        " freeze the parameter: state.with_trainable."
     )
 
 
@@ -424,30 +413,26 @@ def _lost_parameter(
 def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str | None:
     for name in _NUMBERS:
         if getattr(returned[0], name) != getattr(state, name):
-            return f"changes state.{name}, which is the step's own to move."
+            return f"changes state.{name}, which is the step's own. Leave it alone."
     return None
 
 
 def _watch_groups(transform: Any, seen: Seen) -> Any:
-    """Return an equal transform that tells where a group's numbers depend on another group's."""
+    """Return an equal transform that reports groups that depend on another group."""
 
     def call(
         _: str, method: Any, self: Any, hyper: Hyper, slot: Any, update: Update
     ) -> Any:
-        moved = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
-        with torch.random.fork_rng(devices=[]):  # both draw the same numbers
-            other = method(self, MappingProxyType(moved), tree.clone(slot), update)
+        changed = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
+        with torch.random.fork_rng(devices=[]):  # both calls draw the same numbers
+            other = method(self, MappingProxyType(changed), tree.clone(slot), update)
         returned = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = (
-            override_hyper(groups, {}, returned[0]),
-            override_hyper(groups, {}, other[0]),
-        )
+        one, two = (override_hyper(groups, {}, each[0]) for each in (returned, other))
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             seen(
-                f"{self!r}.hyper gives parameter group 1 other numbers if group 0 was given"
-                " another learning rate. Set each group's by its own: {(group, name):"
-                " value}."
+                f"{self!r}.hyper gives parameter group 1 other numbers if group 0 has another"
+                " learning rate. Compute each group's from its own: {(group, name): value}."
             )
         return returned
 
@@ -455,13 +440,13 @@ def _watch_groups(transform: Any, seen: Seen) -> Any:
 
 
 def _watch_flow(transform: Any, seen: Seen) -> Any:
-    """Return an equal transform that tells where it takes its update's value instead."""
+    """Return an equal transform that reports reading the update's value instead."""
 
     def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
         slot, update = given
 
         def result(by: int, at: Update) -> Any:
-            with torch.random.fork_rng(devices=[]):  # all draw the same numbers
+            with torch.random.fork_rng(devices=[]):  # all calls draw the same numbers
                 returned, _ = method(
                     self, _change_numbers(value, by), tree.clone(slot), at
                 )
@@ -471,8 +456,8 @@ def _watch_flow(transform: Any, seen: Seen) -> Any:
         plain, only = result(1, update), result(2, update)
         if first_difference(only, both) and not first_difference(plain, only):
             seen(
-                f"{self!r}.{field} takes what its update has, not its first argument, and so"
-                " undoes transforms to its left. Work on what it is given."
+                f"{self!r}.{field} takes the update's value, not its first argument. That"
+                " undoes transforms to its left. Compute from the first argument."
             )
         return method(self, value, slot, update)
 
@@ -480,7 +465,7 @@ def _watch_flow(transform: Any, seen: Seen) -> Any:
 
 
 def _change_numbers(value: Any, by: int) -> Any:
-    """Return a copy of gradients or parameters, with other numbers unless `by` is 1."""
+    """Return a copy of gradients or parameters; with other numbers unless `by` is 1."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moves = by != 1 and tensor.is_floating_point()
@@ -506,8 +491,8 @@ _LOST: Mapping[str, Callable[..., str | None]] = {
 
 
 def _skips_whole(members: Sequence[Any], around: Around) -> Law:
-    """A skipped update leaves parameters, optimizer and slots as they were."""
-    # what is observed between updates moves slots, too
+    """Return the law that a skipped update leaves parameters, optimizer and slots alone."""
+    # observing between updates changes slots too
     is_moved = any(
         "sees_skips" in facts_of(each) or has_field(each, "observe") for each in members
     )
@@ -518,12 +503,12 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
             try:
                 tried = subject.within(around([*members, skips_often()]))
             except CompositionError:
-                return None  # it goes with no skips
+                return None  # the transform does not allow skips
             states = tried.advance(tried.start(world), 0, subject.updates)
             broken, skipped, kept = None, 0, dict[str, Any]()
             for state, _ in islice(states, subject.updates + 3):
-                found = entries(state, gather=True).items()
-                after = {n: e for n, e in found if n.startswith(parts)}
+                contents = entries(state, gather=True).items()
+                after = {n: e for n, e in contents if n.startswith(parts)}
                 if kept and state.num_skipped > skipped:
                     broken = broken or first_difference(kept, after)
                 skipped, kept = state.num_skipped, after
@@ -534,8 +519,8 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
             return None
         return (
             f"an update that another transform skipped changed {broken} Before after_update,"
-            " return a new slot, and leave the one that was given as it is; in after_update,"
-            " ask update.skipped."
+            " return a new slot and leave the slot argument unchanged;"
+            " in after_update, ask update.skipped."
         )
 
     return law
@@ -543,7 +528,7 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
 
 @transform_of
 class skips_once:
-    """Wishes to skip the second update: for transforms that have a say in what is skipped."""
+    """Asks to skip the second update, for transforms that act on skips."""
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Wish it on all ranks."""
@@ -552,7 +537,7 @@ class skips_once:
 
 @transform_of
 class skips_often:
-    """Wishes to skip updates among twos and threes that are taken, and no two in a row."""
+    """Asks to skip two of five updates, never two in a row."""
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Wish it on all ranks."""
@@ -560,7 +545,7 @@ class skips_often:
 
 
 def _passes_on(members: Sequence[Any], around: Around) -> Law:
-    """What wraps a loss or a gradient passes on extras, `into=` and `sync=`."""
+    """Return the law that wrappers of a loss or a gradient pass on their arguments."""
     splits = any(has_field(each, "data") for each in members)
     outside = None if splits else accumulate(num_micro_batches=2)
 
@@ -577,20 +562,20 @@ def _passes_on(members: Sequence[Any], around: Around) -> Law:
             try:
                 setup = chain(outside, around(members), _innermost(arrived))
             except CompositionError:
-                return  # it goes with no micro-batches
+                return  # the transform does not allow micro-batches
             state = state.with_setup(setup)
             make_step(loss)(state, next(iter(batches(state))), _EXTRA)
 
         try:
             simulate(subject.size, rank)
-        except GradsError:  # what was to be added came of ranks that had communicated
+        except GradsError:  # parts were added after ranks had communicated
             lost = None if outside is None else _lost_of_parts(arrived)
             if lost is None:
                 raise
             return lost
         except TypeError as error:
             return (
-                "what wraps a loss or value_and_grad does not take what it is called with,"
+                "the wrapper of a loss or value_and_grad does not take what it is called with,"
                 f" (model, batch, *extras) or (state, batch, *extras, into=, sync=): {error}"
             )
         if any(given != (_EXTRA,) for given in extras):
@@ -602,11 +587,11 @@ def _passes_on(members: Sequence[Any], around: Around) -> Law:
 
 _EXTRA = "an extra"
 _Arrived: TypeAlias = tuple[bool, bool]
-"""Whether there was something to add to, and whether ranks were to communicate."""
+"""Whether the call had gradients to add to, and whether ranks were to communicate."""
 
 
 def _innermost(arrived: list[_Arrived]) -> Any:
-    """Return a transform that sees how the innermost function is called."""
+    """Return a transform that records how the innermost function is called."""
 
     @transform_of
     class innermost:
@@ -629,7 +614,7 @@ def _lost_of_parts(arrived: Sequence[_Arrived]) -> str | None:
 
 
 def _evaluates_purely(subject: Subject) -> str | None:
-    """Evaluating between updates changes nothing of the run."""
+    """Evaluating between updates does not change the run."""
 
     def advance(
         states: TrainState, done: int, number: int
@@ -641,17 +626,14 @@ def _evaluates_purely(subject: Subject) -> str | None:
             yield state, metrics
 
     again = attrs.evolve(subject, advance=advance).histories()
-    said = "a run and the same run, evaluated between updates,"
-    broken = differ(subject.plain, again, said)
+    runs = "a run and the same run, evaluated between updates,"
+    broken = differ(subject.plain, again, runs)
     advice = " Return new tensors from eval_params. In hyper, which state.lrs asks, change nothing."
     return f"{broken}{advice}" if broken else None
 
 
 def _owes_once(subject: Subject) -> str | None:
-    """What is owed is owed once, after any update: `finalize` again changes nothing.
-
-    And ranks that trained independently hold the same parameters then.
-    """
+    """A second `finalize` changes nothing, and ranks hold the same parameters after it."""
 
     def rank(world: World) -> tuple[History, History]:
         once, again = History(), History()
@@ -666,8 +648,8 @@ def _owes_once(subject: Subject) -> str | None:
         [{n: e for n, e in each.items() if n.startswith("params")} for each in history]
         for history in once
     ]
-    said = "what finalize returns, and finalize of that,"
-    return differ(once, again, said) or differ(
+    states = "what finalize returns, and finalize of that,"
+    return differ(once, again, states) or differ(
         params[:1] * subject.size,
         params,
         "what finalize leaves on rank 0 and on another rank",
@@ -675,7 +657,7 @@ def _owes_once(subject: Subject) -> str | None:
 
 
 def _merges_all(members: Sequence[Any]) -> Law:
-    """What any rank remembers for itself has its share in what `merge` returns, and no more."""
+    """Return the law that every rank's own entries have a part in the result of `merge`."""
     merging = [each for each in members if has_field(each, "merge")]
 
     def law(subject: Subject) -> str | None:
@@ -689,13 +671,13 @@ def _merges_all(members: Sequence[Any]) -> Law:
                 if kept:
                     return (
                         f"{each!r}.merge of {world.size} slots that it made itself, for as many"
-                        f" ranks, gives another one: {kept}"
+                        f" ranks, gives another slot: {kept}"
                     )
                 if lost is not None:
                     return (
                         f"{each!r}.merge gives the same, whatever rank {lost} has in"
-                        f" {list(facts_of(each).get('by_rank', ()))}: that is lost on another"
-                        " number of ranks."
+                        f" {list(facts_of(each).get('by_rank', ()))}, which is then lost on"
+                        " another number of ranks. Use every slot of the argument."
                     )
             return None
 
@@ -705,53 +687,54 @@ def _merges_all(members: Sequence[Any]) -> Law:
 
 
 def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | None]:
-    """Return how merging again changes what is merged, and which rank has no say in it."""
+    """Return how a second merge changes the result, and a rank without a part in it."""
 
-    def merged(slots: list[Any]) -> Any:
+    def merge(slots: list[Any]) -> Any:
         return transform.merge(tree.clone(slots), world)
 
     def named(slot: Any) -> dict[str, Any]:
         return dict(leaves("merge", slot))
 
     alike = [slot] * world.size
-    found = merged(alike)
-    differences = _NEAR.by_name(
-        named(found[1]), named(merged([found[1]] * world.size)[1])
-    )
+    result = merge(alike)
+    again = merge([result[1]] * world.size)
+    differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
     kept = next((str(each[0]) for each in differences.values()), None)
     other = _plus_one(slot, facts_of(transform).get("by_rank", ()))
     for place in range(
         world.size if first_difference(named(slot), named(other)) else 0
     ):
-        moved = [*alike[:place], other, *alike[place + 1 :]]
-        if world.size > 1 and not first_difference(named(found), named(merged(moved))):
+        changed = [*alike[:place], other, *alike[place + 1 :]]
+        if world.size > 1 and not first_difference(
+            named(result), named(merge(changed))
+        ):
             return kept, place
     return kept, None
 
 
 def _plus_one(slot: Any, names: Sequence[str]) -> Any:
-    """Return a slot with other numbers in some of its entries."""
+    """Return a slot with 1 added to the numbers of some entries."""
 
     def plus(leaf: Any) -> Any:
         is_number = isinstance(leaf, (int, float, torch.Tensor))
         return leaf + 1 if is_number and not isinstance(leaf, bool) else leaf
 
-    moved = {n: tree.tree_map(plus, each) for n, each in slot.items() if n in names}
-    return {**slot, **moved}
+    changed = {n: tree.tree_map(plus, each) for n, each in slot.items() if n in names}
+    return {**slot, **changed}
 
 
 def _loads_anywhere(subject: Subject) -> str | None:
-    """Saved on some ranks, it is loaded on more and on fewer, with the same places in it."""
+    """A state saved on some ranks loads on more and on fewer."""
     for size in {1, subject.size + 1}:
         with tempfile.TemporaryDirectory() as folder:
-            subject.saved(2, Path(folder))
+            subject.save_after(2, Path(folder))
             try:
                 other = attrs.evolve(subject, size=size, updates=3)
-                other.resumed(2, Path(folder))
-            except Exception as error:  # noqa: BLE001 - whatever it is, its own ranks had none
+                other.resume_from(2, Path(folder))
+            except Exception as error:  # noqa: BLE001 - any error breaks the law
                 return (
-                    f"saved on {subject.size} and gone on with on {size}, the run raised"
-                    f" {type(error).__name__}: {error} Where ranks hold slots that differ,"
-                    " merge(slots) returns a weight for each, and one slot for all."
+                    f"saved on {subject.size} and resumed on {size}, the run raised"
+                    f" {type(error).__name__}: {error} If ranks hold different slots, return"
+                    " a weight for each and one slot for all from merge(slots)."
                 )
     return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_step` and `check_resume`: the laws that every step keeps, held against a user's."""
+"""`check_step` and `check_resume`: check that your step keeps the laws of all steps."""
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,7 +19,9 @@ from accelfn.plug import arguments
 from accelfn.testing.comparing import Comparison
 from accelfn.testing.laws import (
     COMMON,
+    NEARLY_EQUAL,
     OWN,
+    Around,
     History,
     Law,
     States,
@@ -41,36 +43,36 @@ def check_step(
     sizes: Sequence[int] = (1, 2, 4),
     updates: int = 3,
 ) -> None:
-    """Hold a step that you wrote against the laws that every step keeps.
+    """Check that a step that you wrote keeps the laws of all steps.
 
-    A step is `(states, batch) -> (states, metrics)`, over one TrainState or a tree of them
-    (a tuple, dict or list): a GAN's two players, a student and a teacher. It runs in
-    simulated worlds, on its states and on copies.
+    A step is `(states, batch) -> (states, metrics)`, over one TrainState or a tree of states
+    (a tuple, dict or list), such as a GAN's two players. It runs in simulated worlds, on its
+    states and on copies.
 
     | law | says |
     | --- | --- |
-    | `returns_states` | it returns states like those it was given, none of them given away |
-    | `memory_in_state` | the same state gives the same run, as often as it is run |
-    | `leaves_settings` | torch's settings, such as the default dtype, stay as they are |
-    | `no_environment` | environment variables, `RANK` say, change nothing |
+    | `returns_states` | it returns states of the same types, not passed to a step before |
+    | `memory_in_state` | the same state gives the same run each time |
+    | `leaves_settings` | torch's settings, such as the default dtype, do not change |
+    | `no_environment` | environment variables, such as `RANK`, change nothing |
     | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | a copy trains as its original does, while another trains in turns |
-    | `any_schedule` | in whichever order ranks have their turns, the run is the same |
+    | `forks_apart` | a copy trains like its original while another copy trains in turns |
+    | `any_schedule` | the order of ranks' turns does not change the run |
     | `replicas_agree` | ranks hold the same parameters, optimizer state and slots |
-    | `resumes` | saved and loaded after any update, the run goes on bit by bit |
+    | `resumes` | a run saved and loaded after any update continues bit by bit |
 
     Args:
         step: the step.
-        states: makes the states of a world, before the first update.
-        batches: makes the batches that a rank of a world steps over; at least `updates`.
+        states: a function of a world that returns the states before the first update.
+        batches: a function of a world that returns the rank's batches, at least `updates`.
             Default: `af.batches` of the first state.
-        sizes: of the worlds.
-        updates: how many are taken, at least 2.
+        sizes: the sizes of the worlds.
+        updates: the number of updates, at least 2.
 
     Raises:
-        LawError: it breaks a law.
-        ArgumentError: there are too few batches, or nothing to take them from; `states` is no
-            function, or makes no states.
+        LawError: the step breaks a law.
+        ArgumentError: there are too few batches, or no data to take batches from; `states` is
+            not a function, or does not return states.
     """
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
@@ -78,7 +80,7 @@ def check_step(
     if not callable(states):
         msg = (
             f"check_step(states=...): expected a function of a World that makes the states,"
-            f" got {type(states).__name__}. Each run begins with states of its own:"
+            f" got {type(states).__name__}. Each run needs new states; write"
             " states=lambda world: af.TrainState.create(..., world=world)."
         )
         raise ArgumentError(msg)
@@ -87,7 +89,7 @@ def check_step(
     arguments.check_sizes("check_step", sizes)
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
-        if batches is not None:  # the states' own data are not taken, as is meant
+        if batches is not None:  # the states' own data stay unused, on purpose
             warnings.simplefilter("ignore", AdviceWarning)
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
@@ -98,19 +100,20 @@ def check_resume(
     *,
     sizes: Sequence[int] = (1, 2, 4),
 ) -> None:
-    """See that a run, saved and loaded after any update, goes on as if it had not been.
+    """Check that a run saved and loaded after any update continues bit by bit.
 
-    The whole rest is compared bit by bit: batches by way of what they do, metrics, states.
-    Ranks' numbers are added up as a ring does, in an order that depends on where they lie.
+    Metrics and states are compared after every later update, and so are batches by their
+    effects. Simulated sums are in the order of a ring.
 
     Args:
-        make: returns the state before the first update, with data, and its step.
-        steps: updates to take; a cut is made before and after each of them.
-        sizes: of the worlds.
+        make: a function of a world that returns the state before the first update, with data,
+            and its step.
+        steps: the number of updates; the run is saved and loaded before and after each.
+        sizes: the sizes of the worlds.
 
     Raises:
-        LawError: it differs; the text says after which cut, at which update, in what.
-        ArgumentError: `make` is no function, or returns something else.
+        LawError: a run differs; the text has the cut, the update and the difference.
+        ArgumentError: `make` is not a function, or returns something else.
 
     Example:
         >>> import accelfn as af, torch
@@ -157,12 +160,12 @@ def check_resume(
 
 
 def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
-    """Refuse a function that is not called with a world."""
+    """Raise for a function that does not take a world."""
     error = arguments.call_mismatch(function, None)
     if error is not None:
         msg = (
-            f"{call}: it is called with the World of a rank, which it does not take: {error}."
-            " Write a function of a world, such as lambda world: ..."
+            f"{call}: the function does not take the World of a rank: {error}. Write a"
+            " function of a world, such as lambda world: ..."
         )
         raise ArgumentError(msg) from error
 
@@ -170,7 +173,7 @@ def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
 def _state_and_step(
     make: Callable[[World], tuple[TrainState, Step]], world: World
 ) -> tuple[TrainState, Step]:
-    """Return what a user's function makes, if it is a state and its step."""
+    """Return the state and step that a user's function makes."""
     match cast("Any", make(world)):
         case (TrainState() as state, step) if callable(step):
             return state, cast("Step", step)
@@ -183,7 +186,7 @@ def _state_and_step(
 
 
 def _kinds(made: Any) -> str:
-    """Return what something is, by types."""
+    """Return the type of a value, or of each entry of a tuple or list."""
     if not isinstance(made, (tuple, list)):
         return type(made).__name__
     parts = cast("Sequence[Any]", made)
@@ -199,15 +202,15 @@ def _subject(
 ) -> Subject:
     def advance(tree: States, done: int, number: int) -> Iterator[tuple[States, Any]]:
         first = leaves(tree)[0][1]
-        given = batches_of(first) if batches is None else batches(first.world)
+        source = batches_of(first) if batches is None else batches(first.world)
         begin = 0 if batches is None else done
-        taken = 0
-        for batch in islice(given, begin, begin + number):
+        count = 0
+        for batch in islice(source, begin, begin + number):
             tree, metrics = step(tree, batch)
-            taken += 1
+            count += 1
             yield tree, metrics
-        if taken < number:
-            msg = f"check_step: there were {taken} batches, and {number} were to come."
+        if count < number:
+            msg = f"check_step: there were {count} batches; expected {number} or more."
             raise ArgumentError(msg)
 
     def start(world: World) -> States:
@@ -239,16 +242,16 @@ def _hold(what: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
 
 
 def _returns_states(subject: Subject) -> str | None:
-    """The step returns states like those it was given, none of them given away."""
+    """The step returns states of the same types, and none that it has passed to a step."""
     broken: list[str] = []
 
     def start(world: World) -> None:
         before = subject.start(world)
         kinds = [type(state).__name__ for _, state in leaves(before)]
         after, _ = next(subject.advance(before, 0, 1))
-        found = [type(state).__name__ for _, state in leaves(after)]
-        if found != kinds:
-            broken.append(f"it was given {kinds} and returned {found}.")
+        returned = [type(state).__name__ for _, state in leaves(after)]
+        if returned != kinds:
+            broken.append(f"it got {kinds} and returned {returned}.")
         over = [
             place
             for place, (_, state) in enumerate(leaves(after))
@@ -256,15 +259,15 @@ def _returns_states(subject: Subject) -> str | None:
         ]
         if over:
             broken.append(
-                f"state {over[0]} of those that it returned was given to a step before."
-                " Return what that step returned."
+                f"its returned state {over[0]} was passed to a step before. Return the state"
+                " that this step returned."
             )
 
     simulate(subject.size, start)
     return broken[0] if broken else None
 
 
-# Whether training depends on how an update is split: over ranks, micro-batches or rows.
+# Whether training depends on how an update is split over ranks, micro-batches or shards.
 
 
 _SPLITTING = frozenset({"data", "reduce", "engine", "layout"})
@@ -272,31 +275,26 @@ _RESULT = frozenset(
     {"loss", "loss_scale", "grads", "hyper", "after_update", "eval_params", "finalize"}
 )
 _DRAWING = ("loss", "value_and_grad", "module", "runner")
-_NEAR = Comparison(rtol=1e-4, atol=1e-6)
 _COARSE = Comparison(rtol=5e-2, atol=1e-3)
-"""For what is computed in 16 bits or less, where each order of a sum rounds otherwise."""
+"""For computation in 16 bits or less: each order of a sum rounds differently."""
 
 
 _ADVICE = {
-    "wrap_fsdp": " There tensors are DTensors: take a number of norm().full_tensor(), or say"
-    ' that it does not go: refuses = {"layout": "..."}.',
-    "micro-batches": " What needs a batch as a whole says so: refuses ="
-    ' {"micro_batches": "..."}.',
+    "wrap_fsdp": " There tensors are DTensors: take a number of norm().full_tensor(), or"
+    ' reject it: refuses = {"layout": "..."}.',
+    "micro-batches": " A penalty on an af.Loss needs the loss's weight:"
+    " af.Loss(total + weight * penalty, weight). If it needs the whole batch,"
+    ' reject micro-batches: refuses = {"micro_batches": "..."}.',
 }
-"""What to do, by the way in which an update was split."""
+"""The code to write, by how the update was split."""
 _FAR = 0.4
-"""How far, of the way, methods may go otherwise that send a part of a gradient later."""
-
-
-Around: TypeAlias = Callable[..., chain]
-"""Returns the whole setup around some transforms, of other parts where they are given."""
+"""Allowed relative difference of the way of parameters if gradients are sent later."""
 
 
 def split_law(members: Sequence[Any], around: Around) -> Law:
     """Return the law that a result does not depend on how an update is split.
 
-    The reference is one rank that takes each update whole, without the transforms that only
-    split it.
+    The reference is one rank with whole updates, without transforms that only split them.
     """
     rough = "reduces_to_mean" in chain(*members).gives_up()
     lossy = rough or any("apart" in facts_of(each) for each in members)
@@ -307,7 +305,7 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
         if not subject.splits:
             return None
         with warnings.catch_warnings():
-            # that all ranks take the same samples is meant
+            # all ranks take the same samples on purpose
             warnings.simplefilter("ignore", AdviceWarning)
             wanted = _histories(subject, around(whole), 1)
             if isinstance(wanted, str):
@@ -318,7 +316,9 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
                 broken = _compare(subject, setup, wanted[0], rough=rough)
                 if broken and draws:  # other numbers for each rank and micro-batch
                     again = _histories(subject, around(whole), 1, name="another")
-                    if isinstance(again, str) or _differ(wanted[0], again, _NEAR):
+                    if isinstance(again, str) or _differ(
+                        wanted[0], again, NEARLY_EQUAL
+                    ):
                         return None
                 if broken:
                     advice = "".join(_ADVICE[each] for each in _ADVICE if each in how)
@@ -333,34 +333,35 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
 def _compare(
     subject: Subject, setup: chain, wanted: History, *, rough: bool
 ) -> str | None:
-    """Return how a run in a setup differs from what is wanted, or failed."""
-    found = _histories(subject, setup, subject.size)
-    if isinstance(found, str):
-        return f"are not alike: the second raised {found}"
+    """Return how a run in a setup differs from the reference, or failed."""
+    histories = _histories(subject, setup, subject.size)
+    if isinstance(histories, str):
+        return f"are not alike: the second raised {histories}"
     if rough:
-        off = max(_distance(wanted, history) for history in found)
-        said = f"move the parameters by {off:.2g} of the way otherwise"
-        return said if off > _FAR else None
-    broken = _differ(wanted, found, _NEAR)
+        off = max(_distance(wanted, history) for history in histories)
+        text = f"move the parameters differently, by {off:.2g} of their way"
+        return text if off > _FAR else None
+    broken = _differ(wanted, histories, NEARLY_EQUAL)
     if broken and _is_coarse(subject, setup):
         # whether scaled losses overflow depends on how large the sums of a part are
         scales = any(has_field(each, "loss_scale") for each in setup)
-        broken = None if scales else _differ(wanted, found, _COARSE)
+        broken = None if scales else _differ(wanted, histories, _COARSE)
     return broken and f"differ {broken}"
 
 
 def _distance(wanted: History, found: History) -> float:
-    """Return how far parameters moved otherwise than wanted, relative to how far they moved."""
+    """Return the relative difference of two runs' changes of parameters."""
 
-    def way(history: History) -> torch.Tensor:
+    def change_of(history: History) -> torch.Tensor:
         last, names = history[-1], [n for n in history[0] if n.startswith("params[")]
         return torch.cat([(last[n] - history[0][n]).flatten().double() for n in names])
 
-    return float((way(found) - way(wanted)).norm() / way(wanted).norm())
+    reference = change_of(wanted)
+    return float((change_of(found) - reference).norm() / reference.norm())
 
 
 def _only_splits(transform: Any) -> bool:
-    """Whether a transform says how an update is split, and has no say in its result."""
+    """Whether a transform splits updates and does not change their result."""
     splits, results = (
         any(has_field(transform, field) for field in fields)
         for fields in (_SPLITTING, _RESULT)
@@ -371,37 +372,37 @@ def _only_splits(transform: Any) -> bool:
 def _split_setups(
     members: Sequence[Any], around: Around, size: int, *, lossy: bool
 ) -> Mapping[str, chain]:
-    """Return, by how a message calls it, the setups in which updates are split.
+    """Return the setups that split updates, by their names in messages.
 
-    Ranks that are to differ, or send a part of their gradients later, take the same samples.
+    If ranks may differ, or send a part of their gradients later, they take the same samples.
     """
     splits = {f for f in _SPLITTING if any(has_field(m, f) for m in members)}
     several = f"on {size} ranks"
-    wanted: dict[str, dict[str, Any]] = {}
+    options: dict[str, dict[str, Any]] = {}
     if size > 1 and lossy and "data" not in splits:
-        wanted[f"{several} that all take the same samples"] = {"shares": None}
+        options[f"{several} that all take the same samples"] = {"shares": None}
     if size > 1 and not lossy:
-        wanted[f"{several} with their shares"] = {}
+        options[f"{several} with their shares"] = {}
     if size > 1 and not lossy and not splits - {"data"}:
-        wanted[f"{several} under wrap_fsdp"] = {"engine": wrap_fsdp()}
+        options[f"{several} under wrap_fsdp"] = {"engine": wrap_fsdp()}
     if not lossy and "data" not in splits:
         how = f"{several} in two micro-batches" if size > 1 else "in two micro-batches"
-        wanted[how] = {"outside": accumulate(num_micro_batches=2)}
-    found: dict[str, chain] = {}
-    for how, parts in wanted.items():
+        options[how] = {"outside": accumulate(num_micro_batches=2)}
+    setups: dict[str, chain] = {}
+    for how, parts in options.items():
         try:
-            found[how] = around(members, **parts)
+            setups[how] = around(members, **parts)
         except CompositionError:
-            continue  # it does not go there, and says so
-    return found
+            continue  # the transform rejects this setup
+    return setups
 
 
 def _histories(
     subject: Subject, setup: chain, size: int, *, name: str | None = None
 ) -> list[History] | str:
-    """Return each rank's history in a setup, with means of metrics; or how it failed.
+    """Return each rank's history in a setup, with means of metrics; or its error.
 
-    Under another name, a state draws other random numbers.
+    A state with another name draws other random numbers.
     """
     within = subject.within(setup)
 
@@ -419,12 +420,12 @@ def _histories(
     split = attrs.evolve(subject, size=size, start=start, advance=advance)
     try:
         return split.histories()
-    except Exception as error:  # noqa: BLE001 - whatever it is, the plain run had none
+    except Exception as error:  # noqa: BLE001 - the plain run raised nothing
         return f"{type(error).__name__}: {error}"
 
 
 def _differ(wanted: History, found: Sequence[History], near: Comparison) -> str | None:
-    """Return the first difference of some ranks' histories from one, beyond rounding."""
+    """Return the first difference of ranks' histories from a reference, beyond rounding."""
     for rank, history in enumerate(found):
         for update, (one, other) in enumerate(zip(wanted, history, strict=True), 1):
             where = "at the end" if update == len(wanted) else f"after update {update}"
@@ -439,14 +440,14 @@ def _differ(wanted: History, found: Sequence[History], near: Comparison) -> str 
 
 
 class _Dtypes(TorchDispatchMode):
-    """Notes whether an operator returned numbers of 16 bits or less."""
+    """Records whether an operator returned numbers of 16 bits or less."""
 
     found = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call an operator, and look at what it returns."""
+        """Call an operator, and check the dtype of its result."""
         returned = func(*args, **(kwargs or {}))
         if isinstance(returned, torch.Tensor) and returned.dtype is not torch.bool:
             self.found = self.found or returned.dtype.itemsize < 4

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_transform`: the laws that every transform keeps, held against one of them."""
+"""`check_transform`: check that a transform keeps the laws of all transforms."""
 
 import inspect
 import math
@@ -42,6 +42,7 @@ from accelfn.testing.laws import (
     COMMON,
     PROBLEMS,
     REMEMBER,
+    Around,
     History,
     Law,
     Problem,
@@ -65,48 +66,48 @@ from accelfn.testing.step_laws import split_law
 
 # pyright: reportPrivateUsage=false
 
-# When each method of a transform first does something: before that, no law has seen it.
+# The first update in which each method acts: a law says nothing about a method before it.
 
 
 Acted: TypeAlias = dict[str, set[int]]
-"""After which updates each method had done something, by how a message calls it."""
+"""The updates in which each method acted, by the method's name in messages."""
 
 _ACTS = (
     *("grads", "hyper", "after_update"),
     *("reduce", "loss_scale", "observe", "eval_params"),
 )
 _WRAPS = ("data", "loss", "value_and_grad", "runner")
-"""Methods that return another plan, or function, where they do something."""
+"""Methods that act by returning another plan or function."""
 _OVER_RANKS = ("data", "reduce", "runner")
-"""Methods that may have nothing to do in a world of 1."""
+"""Methods that may do nothing in a world of 1."""
 
 
 def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
-    """Return which methods did something in which of a subject's updates, on any rank.
+    """Return the methods that acted, and in which updates, on any rank.
 
-    What counts is that it changed a bit of what it was given, or that ranks communicated.
+    A method acts if it changes a bit of its arguments, or if ranks communicate.
 
     Args:
-        subject: what is trained.
-        start: gives the state before the first update, of a world, in a setup in which
-            each transform is what a function makes of it.
+        subject: the training to run.
+        start: returns the first state from a world and a function that replaces each
+            transform of the setup.
     """
-    found: Acted = {}
+    acts: Acted = {}
     update = [0] * subject.size
 
-    def observed(transform: Any) -> Any:
+    def watch(transform: Any) -> Any:
         def note(name: str, rank: int) -> None:
-            found.setdefault(name, set()).add(update[rank])
+            acts.setdefault(name, set()).add(update[rank])
 
-        get = _note_options(transform, _options(transform), found)
+        get = _note_options(transform, _options(transform), acts)
         seen = intercept(transform, (*_ACTS, "finalize"), _note_method(note))
         seen = intercept(seen, _WRAPS, _note_wrapper(note))
         return with_methods(seen, {"__getattribute__": get})
 
     def rank(world: World) -> None:
-        # all that is called, not only the latest
+        # record all collectives, not only the latest
         world.connection.activity.trail = deque()
-        state = start(world, observed)
+        state = start(world, watch)
         update[world.rank] = 1
         for after, _ in subject.advance(state, 0, subject.updates):
             eval_params(after)
@@ -114,34 +115,34 @@ def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
             update[world.rank] += 1
 
     simulate(subject.size, rank)
-    return found
+    return acts
 
 
-def idle(transforms: Any, found: Mapping[str, set[int]], size: int) -> list[str]:
-    """Return the methods that did nothing, of those that have something to do in time.
+def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> list[str]:
+    """Return the methods that must act and did not.
 
-    `finalize` may owe nothing, and the models here may have nothing that `module` is about;
-    `init`, `merge` and `engine` are no changes of something.
+    `finalize` and `module` may have nothing to do here. `init`, `merge` and `engine` do not
+    change their arguments.
     """
-    wanted = [
+    methods = [
         method_name(each, field, skipped=field in _seeing_skips(each))
         for each in transforms
         for field in (*_ACTS, *_WRAPS)
         if has_field(each, field) and callable(getattr(each, field))
         if size > 1 or field not in _OVER_RANKS
     ]
-    return [name for name in wanted if name not in found]
+    return [name for name in methods if name not in acts]
 
 
-def unread_options(transforms: Any, found: Mapping[str, Any]) -> list[str]:
-    """Return the options that have no effect: no method names them, and none was read."""
+def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
+    """Return the options without effect: no method names them, and nothing read them."""
     options = [(each, option) for each in transforms for option in _options(each)]
-    wanted = [f"{each!r}.{option}" for each, option in options]
-    return [name for name in wanted if name not in found]
+    names = [f"{each!r}.{option}" for each, option in options]
+    return [name for name in names if name not in acts]
 
 
 def _options(transform: Any) -> list[str]:
-    """Return the options that no method names, which functions outside may read."""
+    """Return the options that no method names; functions outside may read them."""
     kind = type(transform)
     bodies = [each for cls in kind.__mro__ for each in vars(cls).values()]
     named = set[str]().union(*map(_names, bodies))
@@ -150,7 +151,7 @@ def _options(transform: Any) -> list[str]:
 
 
 def _names(value: Any) -> set[str]:
-    """Return the names and strings in a method or a property, and in functions inside it."""
+    """Return the names and strings in a method or property, and in its inner functions."""
     if isinstance(value, str):  # as in getattr(self, "scale")
         return {value}
     body = inspect.unwrap(getattr(value, "fget", getattr(value, "func", value)))
@@ -160,55 +161,55 @@ def _names(value: Any) -> set[str]:
     return set(code.co_names).union(*map(_names, code.co_consts))
 
 
-def _note_options(transform: Any, options: list[str], found: Acted) -> Any:
-    """Return the access to attributes, which notes each option that is read."""
+def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
+    """Return a `__getattribute__` that records each option that is read."""
 
     def get(self: Any, name: str) -> Any:
         if name in options:
             frame = inspect.currentframe()
             caller = frame and frame.f_back and frame.f_back.f_code.co_name
             if caller not in ("_repr", "__eq__", "__hash__"):  # not a use
-                found[f"{transform!r}.{name}"] = {0}
+                acts[f"{transform!r}.{name}"] = {0}
         return object.__getattribute__(self, name)
 
     return get
 
 
 def _seeing_skips(transform: Any) -> Sequence[str]:
-    """Return the methods that must do something after a skipped update."""
+    """Return the methods that must act after a skipped update."""
     return ["after_update"] if "sees_skips" in facts_of(transform) else []
 
 
 def method_name(transform: Any, field: str, *, skipped: bool) -> str:
-    """Return what a message calls a transform's method."""
+    """Return the name of a transform's method in messages."""
     return f"{transform!r}.{field}{' of a skipped update' if skipped else ''}"
 
 
 def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
-    """Return a call of a method that notes whether it did something, if it is from outside."""
+    """Return a call of a method that records whether it acted."""
     busy: set[int] = set()
 
     def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
         slot, update = given
         world = update.world
-        if world.rank in busy:  # one method of the transform's calls another
+        if world.rank in busy:  # a method of the transform calls another
             return method(self, value, slot, update)
         busy.add(world.rank)
-        # after a skip, without it, the slot of before the update would stay
+        # after a skip, without this method, the slot before the update would stay
         kept = update.state.slots.get(self.name) if update.skipped else slot
-        # what ranks only count until they meet is not yet what the method is for
+        # counting until ranks next communicate is not the method's purpose
         counts = field == "after_update" and "apart" in facts_of(self)
         before = _copy_values(field, value, kept, counts=counts)
-        talked = len(world.connection.activity.trail)
+        num_calls = len(world.connection.activity.trail)
         returned = method(self, value, slot, update)
         busy.discard(world.rank)
-        if field == "hyper" and not returned[0]:  # it laid nothing over
+        if field == "hyper" and not returned[0]:  # it overrides nothing
             returned = value, returned[1]
         changed = first_difference(
             before, _copy_values(field, *returned, counts=counts)
         )
         changed = changed or (field == "eval_params" and returned[0] is not value)
-        if len(world.connection.activity.trail) > talked or changed:
+        if len(world.connection.activity.trail) > num_calls or changed:
             note(method_name(self, field, skipped=update.skipped), world.rank)
         return returned
 
@@ -216,7 +217,7 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
 
 
 def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
-    """Return a call of a method that notes whether it returned another thing."""
+    """Return a call of a wrapper that records whether it returned another object."""
 
     def call(field: str, method: Any, self: Any, inner: Any, *given: Any) -> Any:
         returned = method(self, inner, *given)
@@ -228,10 +229,10 @@ def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
 
 
 def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
-    """Return what a method can change of what it is given, copied; without what it counts."""
-    found = {path: copy_leaf(leaf) for path, leaf in leaves("slot", slot)}
+    """Return copies of the values that a method can change, without its counts."""
+    values = {path: copy_leaf(leaf) for path, leaf in leaves("slot", slot)}
     if isinstance(value, TrainState):
-        found = entries(value) | found
+        values = entries(value) | values
         value = None
     elif isinstance(value, Grads):
         skip = value.taken.skip
@@ -243,22 +244,16 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
         }
     elif field == "hyper":
         value = {str(where): each for where, each in value.items()}
-    found |= {path: copy_leaf(leaf) for path, leaf in leaves(field, value)}
-    return {n: e for n, e in found.items() if not (counts and n.startswith("slot"))}
+    values |= {path: copy_leaf(leaf) for path, leaf in leaves(field, value)}
+    return {n: e for n, e in values.items() if not (counts and n.startswith("slot"))}
 
 
-# Whether what a transform tells of itself is so.
-
-
-# torch has no public name for whether a backward pass runs
-
-Around: TypeAlias = Callable[[Sequence[Any]], chain]
-"""Returns the whole setup around some transforms."""
+# Whether the facts that a transform declares are true.
 
 
 def fact_law(members: Sequence[Any], around: Around) -> Law:
-    """Return the law that each fact that can be tried is so, and is told where it is so."""
-    told = {fact for each in members for fact in facts_of(each)}
+    """Return the law that declared facts are true, and true facts declared."""
+    declared = {fact for each in members for fact in facts_of(each)}
     laws: Mapping[str, Law] = {
         "draws_nothing": lambda subject: _draws(subject, members, around),
         "by_rank": lambda subject: _no_entry(subject, members),
@@ -267,26 +262,26 @@ def fact_law(members: Sequence[Any], around: Around) -> Law:
     }
 
     def law(subject: Subject) -> str | None:
-        found = (held(subject) for name, held in laws.items() if name in told)
-        return _recomputes(subject, told=told) or next(filter(None, found), None)
+        broken = (fact(subject) for name, fact in laws.items() if name in declared)
+        return _recomputes(subject, declared) or next(filter(None, broken), None)
 
     return law
 
 
 def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | None:
-    """With draws of its own for each method, the run of one that draws nothing is the same."""
+    """A transform that declares `draws_nothing` trains the same with a random stream."""
     forced = [
         with_methods(each, {"tells": {**facts_of(each), "draws_nothing": False}})
         for each in members
     ]
     again = subject.within(around(forced)).histories()
-    said = "a run, and the same run with random numbers for each method,"
-    broken = differ(subject.plain, again, said)
-    return f"{broken} It draws: do not tell draws_nothing." if broken else None
+    runs = "a run, and the same run with random numbers for each method,"
+    broken = differ(subject.plain, again, runs)
+    return f"{broken} It draws: do not declare draws_nothing." if broken else None
 
 
 def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
-    """What differs by rank is an entry of the slot."""
+    """Every name in `by_rank` is an entry of the slot."""
 
     def rank(world: World) -> dict[str, Any]:
         return dict(subject.start(world).slots)
@@ -296,7 +291,9 @@ def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
         for name in facts_of(each).get("by_rank", ()):
             slot = slots.get(each.name)
             if slot is not None and not (isinstance(slot, Mapping) and name in slot):
-                return f"it tells that {name!r} differs by rank, which its slot lacks."
+                return (
+                    f"it declares that {name!r} differs by rank, but its slot lacks it."
+                )
     return None
 
 
@@ -306,7 +303,7 @@ def _loss(model: nn.Module, batch: Any, factor: float) -> torch.Tensor:
 
 
 def _not_judged(subject: Subject) -> str | None:
-    """A loss that is infinite leaves all parameters finite, or is refused."""
+    """An infinite loss leaves all parameters finite, or raises."""
 
     def rank(world: World) -> bool:
         state, step = subject.start(world), make_step(_loss)
@@ -320,25 +317,25 @@ def _not_judged(subject: Subject) -> str | None:
     if all(simulate(subject.size, rank)):
         return None
     return (
-        "it tells that it judges what is finite, but after a loss that was infinite"
-        " parameters are not: an update whose gradients are not finite is to be skipped."
+        "it declares judges_finite, but an infinite loss made parameters infinite. Skip"
+        " updates with gradients that are not finite."
     )
 
 
-def _recomputes(subject: Subject, *, told: set[str]) -> str | None:
-    """Modules run again in the backward pass if it is told, and only then."""
-    if "compiles" in told:
+def _recomputes(subject: Subject, declared: set[str]) -> str | None:
+    """Modules run again in the backward pass if and only if that is declared."""
+    if "compiles" in declared:
         return None  # a graph calls no function
-    plain, found = _run_again(subject, chain()), _run_again(subject, None)
-    if found > plain and "recomputes" not in told:
-        return "it runs modules again, and does not tell recomputes."
-    if found <= plain and "recomputes" in told:
-        return "it tells recomputes, but no module ran again."
+    recomputes = _run_again(subject, None) > _run_again(subject, chain())
+    if recomputes and "recomputes" not in declared:
+        return "it runs modules again, and does not declare recomputes."
+    if not recomputes and "recomputes" in declared:
+        return "it declares recomputes, but no module ran again."
     return None
 
 
 class _Layers(TorchFunctionMode):
-    """Counts what the layers of a model call in a backward pass."""
+    """Counts the layers' function calls in a backward pass."""
 
     count = 0
 
@@ -346,6 +343,7 @@ class _Layers(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Count a layer's function, and call it."""
+        # torch has no public name for whether a backward pass runs
         self.count += func in _LAYERS and torch._C._current_graph_task_id() >= 0
         return func(*args, **(kwargs or {}))
 
@@ -354,7 +352,7 @@ _LAYERS = (nn.functional.linear, nn.functional.dropout, torch.tanh)
 
 
 def _run_again(subject: Subject, setup: chain | None) -> int:
-    """Return how many layers run in the backward pass, in the first update."""
+    """Return the number of layers that run in the first backward pass."""
 
     def rank(world: World) -> int:
         state = subject.start(world)
@@ -370,7 +368,7 @@ def _run_again(subject: Subject, setup: chain | None) -> int:
 def _other_parts(
     subject: Subject, members: Sequence[Any], around: Around
 ) -> str | None:
-    """It has as many backward passes as it tells parts of a batch."""
+    """The number of backward passes is the declared number of parts of a batch."""
     losses = 0
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -385,22 +383,20 @@ def _other_parts(
         make_step(loss)(state, batch)
         return len(parts_of(batch))
 
-    told = simulate(1, rank)[0]
-    if told == losses:
+    parts = simulate(1, rank)[0]
+    if parts == losses:
         return None
-    return (
-        f"it tells {told} micro_batches of a batch, and had {losses} backward passes."
-    )
+    return f"it declares {parts} micro_batches, and had {losses} backward passes."
 
 
-_LEAST = 4  # of three an epoch: the last begins the next one
+_LEAST = 4  # an epoch has three, so the last begins the second epoch
 _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
 _LAST = (
     *("loads_anywhere", "keeps_frozen", "merges_all"),
     *("splits_alike", "sends_all_later"),
 )
-"""Laws that come last, for others explain better what breaks them."""
+"""Laws that come last: other laws explain the same mistake better."""
 _SHARES, _ENGINE = shard_data(), wrap_ddp()
 
 
@@ -411,63 +407,63 @@ def check_transform(
     problems: Sequence[Problem] = PROBLEMS,
     updates: int | None = None,
 ) -> None:
-    """Hold a transform against the laws that every transform keeps.
+    """Check that a transform keeps the laws of all transforms.
 
-    It is composed with `shard_data` and `wrap_ddp`, unless it takes their part, and trains
-    small models in simulated worlds. A law that it names in its `gives_up` must be broken.
-    One that sees skips sees an update skipped.
+    The transform trains small models in simulated worlds, with `shard_data` and `wrap_ddp`
+    unless it replaces them. It must break each law that it names in `gives_up`. A transform
+    with the fact `sees_skips` also gets a skipped update.
 
     | law | says |
     | --- | --- |
-    | `value` | it is compared and hashed by its options |
-    | `inputs_unchanged` | a method changes in place its own slot and gradients, no more; \
+    | `value` | the transform is compared and hashed by its options |
+    | `inputs_unchanged` | a method changes only its own slot and gradients in place; \
 `observe` not even its slot |
-    | `own_slot` | it adds its own slot and no other, and keeps it and its dtypes |
-    | `drops_nothing` | no gradient, no parameter, and no number of the state's is lost or moved |
-    | `groups_apart` | `hyper` gives a parameter group nothing that depends on another's rate |
-    | `takes_what_it_is_given` | `grads` and `eval_params` build on their first argument, or \
-replace it: they do not take the update's own |
-    | `skips_whole` | a skipped update leaves parameters, optimizer and slots as they were |
+    | `own_slot` | it adds and keeps its own slot and no other, with the same dtypes |
+    | `drops_nothing` | no gradient or parameter is lost, and no number of the state changes |
+    | `groups_apart` | `hyper` computes a parameter group's values without other groups' rates |
+    | `takes_what_it_is_given` | `grads` and `eval_params` use their first argument, not the \
+update's value |
+    | `skips_whole` | a skipped update leaves parameters, optimizer and slots unchanged |
     | `trains` | parameters change |
-    | `keeps_frozen` | parameters that are not trained stay as they are |
-    | `merges_all` | what any rank has in an entry that it tells `by_rank` has a say in `merge` |
-    | `passes_on` | what wraps a loss or `value_and_grad` passes on extras, `into=` and `sync=` |
-    | `evaluates_purely` | `eval_params` and `hyper` between updates change nothing of the run |
-    | `owes_once` | `finalize` again changes nothing, and ranks hold the same parameters then |
-    | `loads_anywhere` | with a slot, it is saved on some ranks and loaded on more and on fewer |
-    | `memory_in_state` | the same state gives the same run, as often as it is run |
-    | `leaves_settings` | torch's settings, such as the default dtype, stay as they are |
-    | `no_environment` | environment variables, `RANK` say, change nothing |
+    | `keeps_frozen` | frozen parameters do not change |
+    | `merges_all` | `merge` uses every rank's entries that are declared `by_rank` |
+    | `passes_on` | wrappers of a loss or `value_and_grad` pass on extras, `into=` and `sync=` |
+    | `evaluates_purely` | `eval_params` and `hyper` between updates do not change the run |
+    | `owes_once` | a second `finalize` changes nothing, and ranks then hold the same parameters |
+    | `loads_anywhere` | a state with its slot, saved on some ranks, loads on more and on fewer |
+    | `memory_in_state` | the same state gives the same run each time |
+    | `leaves_settings` | torch's settings, such as the default dtype, do not change |
+    | `no_environment` | environment variables, such as `RANK`, change nothing |
     | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | a copy trains as its original does, while another trains in turns |
-    | `any_schedule` | in whichever order ranks have their turns, the run is the same |
-    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots, but for \
-entries that it tells `by_rank` |
-    | `reduces_to_mean` | what `reduce` gives is within 5 % the mean over all ranks, by weight |
-    | `sends_all_later` | if `reduce` gives up `reduces_to_mean`, its results add up, over \
-updates, to the mean's |
-    | `resumes` | saved and loaded after any update, the run goes on bit by bit |
-    | `splits_alike` | the result is that of one rank that takes each update whole, up to \
-rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
-    | `new_process` | a run that is saved goes on alike in a new process |
-    | `facts` | what it tells is so: it draws nothing, recomputes, judges what is finite |
-    | `acts` | each method has done something by then, or nothing was seen of it |
+    | `forks_apart` | a copy trains like its original while another copy trains in turns |
+    | `any_schedule` | the order of ranks' turns does not change the run |
+    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots, except \
+entries declared `by_rank` |
+    | `reduces_to_mean` | `reduce` returns the weighted mean over all ranks, within 5 % |
+    | `sends_all_later` | if `reduce` gives up `reduces_to_mean`, its results over many updates \
+add up to the mean's |
+    | `resumes` | a run saved and loaded after any update continues bit by bit |
+    | `splits_alike` | shares on ranks, micro-batches and `wrap_fsdp` give the result of one \
+rank, up to rounding |
+    | `new_process` | a saved run continues the same in a new process |
+    | `facts` | the facts that it declares are true |
+    | `acts` | each method has acted, so that the other laws have tried it |
     | `options_read` | methods, or functions that they call, read each option |
 
     Args:
-        transform: made by `@af.transform`; or a chain.
-        sizes: of the worlds.
-        problems: what is trained.
-        updates: how many are taken. Default: as many as it takes until each of `grads`,
-            `hyper` and `after_update` has done something, and another update has followed,
-            from 4 to 33; and if it can be, so that `finalize` has something to do.
+        transform: a transform made by `@af.transform`, or a chain.
+        sizes: the sizes of the worlds.
+        problems: the training problems.
+        updates: the number of updates. Default: from 4 to 33, until each of `grads`,
+            `hyper` and `after_update` has acted and another update has followed; if possible
+            also until `finalize` has something to do.
 
     Raises:
-        LawError: it breaks a law, or keeps one that it says it gives up.
-        ArgumentError: it is no transform, or gives up a law that is none of these.
+        LawError: it breaks a law, or keeps a law in its `gives_up`.
+        ArgumentError: `transform` is not a transform, or gives up an unknown law.
 
-    Cost: some 250 runs of four updates, 9 s of one core. Beyond nine updates, it is saved and
-    loaded after ten of them.
+    Cost: some 250 runs of four updates, 9 s of one core. Runs of more than nine updates are
+    saved and loaded at ten points.
 
     Example:
         >>> import accelfn as af
@@ -508,7 +504,7 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
         if not broken and name in given_up and max(sizes) > 1:
             msg = (
                 f"{transform!r} says that it gives up {name!r} ({given_up[name]}), but"
-                f" keeps it in all {len(subjects)} cases. Take it out of gives_up."
+                f" keeps it in all {len(subjects)} cases. Remove it from gives_up."
             )
             raise LawError(msg)
 
@@ -516,23 +512,23 @@ rounding: with ranks' shares, in micro-batches and under `wrap_fsdp` |
 def _resume_runs(
     members: Sequence[Any], problem: Problem, size: int, updates: int, folder: Path
 ) -> list[History]:
-    return _subject(members, problem, size, updates).resumed(1, folder)
+    return _subject(members, problem, size, updates).resume_from(1, folder)
 
 
 def _new_process(anew: bytes, here: Subject) -> str | None:
-    """A run goes on in a new process as it does in this one.
+    """A run continues in a new process as in this one.
 
-    The problem is another than all before it, and only the first run in a process can tell.
+    Only the first run in a process can show a difference, so this problem is a new one.
     """
     with tempfile.TemporaryDirectory() as name:
-        heads = here.saved(1, Path(name))
+        heads = here.save_after(1, Path(name))
         try:
             tails = call_anew(anew, here.updates, Path(name))
         except RankError as error:
             return f"loaded in a new process, the run raised {error}"
     resumed = [head + tail for head, tail in zip(heads, tails, strict=True)]
-    said = "a run that goes on in a new process, and one that does so here,"
-    broken = differ(resumed, here.plain, said)
+    runs = "a run that continues in a new process, and the same run here,"
+    broken = differ(resumed, here.plain, runs)
     return f"{broken} {REMEMBER}" if broken else None
 
 
@@ -543,7 +539,7 @@ def _setup(
     shares: Any = _SHARES,
     engine: Any = _ENGINE,
 ) -> chain:
-    """Return a chain around transforms, of what they need and nothing that they replace."""
+    """Return a chain of transforms and the sharding and engine that they do not replace."""
     if any(isinstance(each, shard_data) for each in members):
         shares = None
     if any(has_field(each, field) for each in members for field in _REDUCING):
@@ -561,8 +557,8 @@ def _acting(
     size: int,
     updates: int | None,
 ) -> tuple[dict[str, Law], int]:
-    """Return the laws that each method and option does something, and when all have."""
-    tried, found, idlers = 0, dict[str, set[int]](), list[str]()
+    """Return the laws that methods act and options are read, and the number of updates."""
+    tried, acts, idlers = 0, dict[str, set[int]](), list[str]()
     for tried in _TRIED if updates is None else (updates,):
         for problem in problems:
             subject = _subject(members, problem, min(size, 2), tried)
@@ -580,37 +576,33 @@ def _acting(
                 error.add_note(f"It was tried with {subject.name}.")
                 raise
             for name, when in seen.items():
-                found.setdefault(name, set()).update(when)
-        idlers = idle(members, found, size)
+                acts.setdefault(name, set()).update(when)
+        idlers = idle_methods(members, acts, size)
         if not idlers:
             break
-    told = "s" if tried > 1 else ""
-
-    idle_said, unread_said = (
-        next((said.format(name, tried, told) for name in names), None)
-        for said, names in ((_IDLE, idlers), (_UNREAD, unread_options(members, found)))
+    plural = "s" if tried > 1 else ""
+    idle, unread = (
+        next((text.format(name, tried, plural) for name in names), None)
+        for text, names in ((_IDLE, idlers), (_UNREAD, unread_options(members, acts)))
     )
-    laws: dict[str, Law] = {
-        "acts": lambda _: idle_said,
-        "options_read": lambda _: unread_said,
-    }
-    return laws, updates or _enough(found)
+    laws: dict[str, Law] = {"acts": lambda _: idle, "options_read": lambda _: unread}
+    return laws, updates or _count_updates(acts)
 
 
 _IDLE = (
-    "{} changed nothing, and ranks did not talk in it, in {} update{}, so that no law has seen"
-    " it at work. Choose options with which it acts sooner, or more updates=; if it is there"
-    ' only to look, say so: gives_up = {{"acts": "it only looks"}}.'
+    "{} changed nothing and did not communicate in {} update{}, so no law has tried it. Choose"
+    " options that let it act sooner, or more updates=. If it only reads, write"
+    ' gives_up = {{"acts": "it only reads"}}.'
 )
-_UNREAD = "nothing reads {}, so that this option has no effect. Use it, or remove it."
+_UNREAD = "nothing reads {}, so this option has no effect. Use it, or remove it."
 
 
-def _enough(found: Acted) -> int:
-    """Return after how many updates each method has acted, and one more; with work left."""
-    ends = [name for name in found if name.endswith(".finalize")]
-    others = [min(found[name]) for name in found if name not in ends]
+def _count_updates(acts: Acted) -> int:
+    """Return a number of updates in which each method acts, with work for `finalize`."""
+    ends = [name for name in acts if name.endswith(".finalize")]
+    others = [min(acts[name]) for name in acts if name not in ends]
     least = max([_LEAST, *(first + 1 for first in others)])
-    owing = [at for name in ends for at in found[name] if at >= least]
+    owing = [at for name in ends for at in acts[name] if at >= least]
     return min(owing, default=least)
 
 
@@ -631,12 +623,12 @@ def _subject(
 
 
 def _final_values(state: Any) -> dict[str, Any]:
-    """Return what is evaluated, and what is left when what is owed is paid."""
-    found = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
-    found = {n: p.clone() for n, p in _gather(found, state).items()}
+    """Return the parameters for evaluation, and those after `finalize`."""
+    evaluated = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
+    evaluated = {n: p.clone() for n, p in _gather(evaluated, state).items()}
     params = finalize(state).params.items()
-    left = {f"finalize.params[{name!r}]": param for name, param in params}
-    return found | _gather(left, state)
+    final = {f"finalize.params[{name!r}]": param for name, param in params}
+    return evaluated | _gather(final, state)
 
 
 def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
@@ -644,7 +636,7 @@ def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
 
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
-    """Return the laws that look at the transforms themselves."""
+    """Return the laws about the transforms' own methods and facts."""
     return {
         "value": lambda _: next(filter(None, map(_not_a_value, members)), None),
         "memory_in_state": COMMON["memory_in_state"],
@@ -664,5 +656,5 @@ def _not_a_value(transform: Any) -> str | None:
     try:
         alike = hash(same) == hash(transform)
     except TypeError as error:
-        return f"it has no hash ({error}). Make its options values, tuples say."
+        return f"it has no hash ({error}). Make its options values, such as tuples."
     return None if alike else "equal values of it have different hashes."

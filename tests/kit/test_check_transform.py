@@ -1025,23 +1025,27 @@ class NumbersOfNorms:
         (NormOfItsRows(), "splits_alike", "the same run on 2 ranks under wrap_fsdp, "),
         (RateByRanks(), "splits_alike", "the same run on 2 ranks with their shares, "),
         (AverageOfOneRank(), "replicas_agree", "slots['average_of_one_rank']"),
-        (WarmsUpOnce(), "new_process", "a run that goes on in a new process, and one"),
+        (
+            WarmsUpOnce(),
+            "new_process",
+            "a run that continues in a new process, and the",
+        ),
         (
             LatchesTheFirst(),
             "new_process",
-            "a run that goes on in a new process, and one",
+            "a run that continues in a new process, and the",
         ),
         (VotesForNothing(), "trains", "no parameter changed in updates 2 to 4"),
         (VotesByRanks(), "splits_alike", "2 ranks that all take the same samples"),
         (
             ForgetsTheRest(),
             "sends_all_later",
-            "over 201 updates, what reduce gives is in sum",
+            "over 201 updates, the sum of reduce's results",
         ),
         (
             SendsTheLargest(),
             "sends_all_later",
-            "the last 200 of them on 1, what reduce",
+            "the last 200 of them on 1, the sum",
         ),
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
         (MergesSums(), "merges_all", "merge of 2 slots that it made itself"),
@@ -1092,14 +1096,14 @@ class HalvesTheModel:
 @pytest.mark.parametrize(
     ("planted", "told"),
     [
-        (OpenOption(["a"]), "). Make its options values, tuples say."),
+        (OpenOption(["a"]), "). Make its options values, such as tuples."),
         (StartsFromZero(), ".init changed params['frozen'] in place. Return new"),
         (HalvesTheModel(), ".loss changed parameter 'frozen' in place. Return"),
         (DecaysParams(), ".grads changed params['frozen'] in place. Return new"),
         (ScalesTheBatch(), ".loss changed tensor 0 of the batch in place. Return new"),
         (WritesAnotherSlot(), "it made the slots ['somebody'], not its own."),
         (ForgetsItsSlot(), "the slot 'forgets_its_slot', which init made, was None"),
-        (DropsAGradient(), ".grads drops the gradient of 'head.bias', which is not"),
+        (DropsAGradient(), ".grads drops the gradient of 'head.bias', which is th"),
         (EvaluatesLess(), ".eval_params leaves out the parameter 'head.bias'."),
         (CountsTwice(), ".after_update changes state.step, which is the step's own"),
         (AnotherSeed(), ".after_update changes state.seed, which is the step's own"),
@@ -1144,8 +1148,8 @@ def run_of(*transforms: Any) -> Subject:
 @pytest.mark.parametrize(
     ("planted", "told"),
     [
-        (NotOnFewer(), "on 2 and gone on with on 1, the run raised ValueError: fewer"),
-        (NotOnMore(), "on 2 and gone on with on 3, the run raised ValueError: more"),
+        (NotOnFewer(), "on 2 and resumed on 1, the run raised ValueError: fewer"),
+        (NotOnMore(), "on 2 and resumed on 3, the run raised ValueError: more"),
     ],
     ids=["fewer", "more"],
 )

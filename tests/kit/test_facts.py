@@ -112,15 +112,15 @@ class OtherParts:
 
 
 LIES = {
-    "draws_nothing": (DrawsAllTheSame(), "do not tell draws_nothing"),
-    "by_rank": (NamesNoEntry(), "'reminder' differs by rank, which its slot lacks"),
-    "judges_finite": (JudgesNothing(), "after a loss that was infinite"),
+    "draws_nothing": (DrawsAllTheSame(), "do not declare draws_nothing"),
+    "by_rank": (NamesNoEntry(), "'reminder' differs by rank, but its slot lacks it"),
+    "judges_finite": (JudgesNothing(), "an infinite loss made"),
     "recomputes": (RunsAgain(says=True, does=False), "no module ran again"),
     "recomputes, untold": (
         RunsAgain(says=False, does=True),
-        "does not tell recomputes",
+        "does not declare recomputes",
     ),
-    "micro_batches": (OtherParts(), "tells 1 micro_batches of a batch, and had 2"),
+    "micro_batches": (OtherParts(), "declares 1 micro_batches, and had 2"),
 }
 
 
