@@ -2,11 +2,7 @@
 """`simulate`: a distributed program on N ranks in one process, the same every time."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import (
-    Any,
-    Literal,
-    TypeVar,
-)
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -36,61 +32,59 @@ def simulate(
 ) -> Run[T]:
     """Run `fn(world)` on every rank of a simulated world, in this process.
 
-    Each rank is a thread, of which one runs at a time; the turn passes only where a rank
-    waits in a collective. Collectives are carried out in memory, under torch's own
-    DistributedDataParallel and all else that takes a process group explicitly. Each rank
-    has torch, numpy and Python random generators of its own; the process has its own back
-    afterwards. Worlds nest; those of several threads take turns.
+    Each rank is a thread, and one thread runs at a time. The turn passes only when a rank
+    waits in a collective. Collectives run in memory; pass the world's group to torch's
+    DistributedDataParallel and to other code that takes a process group. Each rank has
+    separate torch, numpy and Python random generators, and the process's generators are
+    restored afterwards. Worlds nest; worlds of several threads take turns.
 
     Args:
         size: the number of ranks.
-        fn: what each rank does; it gets its `World`.
-        schedule: which of the ranks that can go on does, each time one waits: indices,
-            counted from the rank whose turn it was. When they end, and by default, the
-            first.
-        faults: what goes wrong, and where: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
-            `Terminate`. Those that found no place to happen are in `Run.missed`; of one
-            whose place is an update alone, that is an error.
-        sums: in which order what is reduced is added up, on which the last bits of a float
-            depend: "ranks", from the first to the last; "ring", each piece of a buffer from
-            another rank on, as Gloo and NCCL do; "tree", by pairs. On 2 ranks all are one.
-        seed: of the ranks' random generators; each rank draws its own.
+        fn: the function of each rank; it gets the rank's `World`.
+        schedule: the next rank, each time a rank waits, as an index into the ranks that can
+            continue, counted from the waiting rank. At its end, and by default, the first.
+        faults: the failures and their places: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
+            `Terminate`. Faults that did not happen are in `Run.missed`; a fault whose place
+            is only an update raises instead.
+        sums: the order of additions in a reduction, because the last bits of a float depend
+            on it. "ranks" adds from the first rank to the last. "ring" begins each piece of a
+            buffer at another rank, as Gloo and NCCL do. "tree" adds pairs. On 2 ranks all
+            orders give the same.
+        seed: the seed of the ranks' random generators; each rank draws other numbers.
         axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
-        device: on which all ranks compute, "cpu" or any of torch.accelerator: "cuda", "xpu", ...
-            They share it, and each has random generators of its own on it. On "meta" tensors
-            have shapes and no values: what is sent is the same, and who asks for a value is
-            refused.
-        elastic: how many ranks may go on where others have crashed, at least; by default none
-            does. Those that are left get a `PeerFailedError` and go on by `af.regroup`, as under
-            `accelfn launch --elastic`; a rank whose `Crash` says when it `returns` comes back.
-            The result of one that does not is None.
+        device: the device of all ranks, "cpu" or a type of torch.accelerator: "cuda", "xpu", ...
+            Ranks share the device, with separate random generators. On "meta" tensors have
+            shapes and no values: communication is the same, and reading a value raises.
+        elastic: the fewest ranks that may continue after others crashed; by default no rank
+            continues. The remaining ranks get a `PeerFailedError` and call `af.regroup`, as
+            under `accelfn launch --elastic`. A rank whose `Crash` has `returns` comes back; a
+            rank that does not has the result None.
         also: "processes" runs the same on real processes joined by Gloo, and compares the
             results bit by bit. `fn` must then be importable.
 
     Raises:
-        CollectiveMismatchError: ranks met in different collectives; a table says which.
-        WorldError: the device is not there.
-        SimulationError: a fault was planned for an update that its rank did not begin; or a
-            value was asked for on meta.
-        DeadlockError: ranks wait for what no rank will do.
-        RankCrashedError: a rank crashed, as was planned.
-        Exception: what a rank raised first, with a note on how to repeat the run.
+        CollectiveMismatchError: ranks called different collectives; a table lists the calls.
+        WorldError: the device is not available.
+        SimulationError: a fault was planned for an update that its rank did not begin, or a
+            rank read a value on meta.
+        DeadlockError: all ranks wait.
+        RankCrashedError: a rank crashed as planned.
+        Exception: the first error of a rank, with a note on how to repeat the run.
 
     Law: the results and the log depend on the arguments alone. The results do not depend on
-    `schedule` if ranks share no memory, receive from no "any rank" and do not ask whether
-    an asynchronous call is completed.
+    `schedule` if ranks share no memory, do not receive from "any rank" and do not poll
+    asynchronous calls.
 
-    Cost: on two cores, 0.1 ms a collective on 2 ranks, and no sockets; see the benchmarks.
-    That is where torch computes in one thread: ranks then share a core, and so do processes
-    that they start, of which a DataLoader warns; where other work takes that core, ranks go
-    to another. In several threads it is twice that. What starts a training costs as much a
-    rank on 256 as on 2.
+    Cost: on two cores, 0.1 ms per collective on 2 ranks if torch computes in one thread, else
+    twice that; see the benchmarks. With one thread, ranks share a core, and so do processes
+    that they start; a DataLoader warns about that. Starting a training costs as much per rank
+    on 256 ranks as on 2.
 
-    Limits: no real network, no two ranks at once, and a collective waits for all that a
-    device was given, on any stream; no groups but those of `axes`, `world.split` and
-    `world.across`.
-    The future of a collective is done when it is asked for. A thread that a rank starts is
-    none of its world. A rank that loops without a collective is stopped by an interrupt only.
+    Limits: there is no real network, and ranks do not run at the same time. A collective
+    waits for all work of a device. The only groups are those of `axes`, `world.split` and
+    `world.across`. A future of a collective is always completed. A thread that a rank starts
+    does not belong to the world. Only an interrupt stops a rank that loops without a
+    collective.
 
     Example:
         >>> import accelfn as af
@@ -108,8 +102,8 @@ def simulate(
 
 
 def _run_both(plan: Plan) -> Run[Any]:
-    """Run, and compare with real processes."""
-    # here, since few runs ask for it, and it brings all that starting processes needs
+    """Run a plan in simulation and on real processes, and compare the results."""
+    # imported here: few runs need it, and the import is slow
     from accelfn.testing import processes  # noqa: PLC0415
 
     processes.check_comparable(plan)

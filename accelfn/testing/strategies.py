@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hypothesis strategies: what property tests of training are drawn from.
+"""Hypothesis strategies for property tests of training.
 
-Everything is drawn before a world starts, in the test's own thread. What is drawn is a
-value that prints as the code that makes it; it shrinks to the smallest that still fails.
+Draw values before a world starts, in the test's thread. Every value prints as the code that
+makes it, and shrinks to the smallest value that still fails.
 
     @given(program=programs(), size=worlds(), schedule=schedules(), order=sums())
     def test_replicas_agree(program, size, schedule, order):
@@ -62,17 +62,16 @@ def chains(
     """Draw chains of public transforms, with options; they shrink to the shortest.
 
     Args:
-        include: what every chain has: classes of the catalog, whose options are drawn, and
-            transforms of your own.
-        exclude: classes of the catalog that no chain has.
-        field: draw only transforms that have a say in this, as "grads"; what is included
-            is not held to it.
-        reduced: every chain says how gradients cross ranks, so that a world of several can
-            train with it.
-        max_size: how many transforms are drawn at most, beside those that must be there.
+        include: the transforms of every chain: classes of the catalog, with drawn options,
+            or your transforms.
+        exclude: classes of the catalog that chains do not have.
+        field: draw only transforms with this method, such as "grads"; `include` may have
+            others.
+        reduced: whether every chain combines gradients over ranks, to train on several.
+        max_size: the largest number of drawn transforms in addition to `include`.
 
     Raises:
-        ArgumentError: something included is no transform, or there is no such field.
+        ArgumentError: an entry of `include` is not a transform, or the field is unknown.
 
     Example:
         >>> around_mine = chains(include=[af.ema(0.5)], exclude=[af.local_sgd])
@@ -93,9 +92,9 @@ def chains(
 
 @attrs.frozen(eq=False)
 class _Place:
-    """One transform of a chain that is being drawn: a value, or a row to draw it from.
+    """One transform of a chain: a value, or a row of the catalog to draw it from.
 
-    What is drawn has a say in `field`, if one is named, which may depend on its options.
+    A drawn transform has the method `field`, if given; that may depend on its options.
     """
 
     row: Row
@@ -103,7 +102,7 @@ class _Place:
     field: str | None = None
 
     def composes(self, others: Sequence["_Place"]) -> bool:
-        """Whether it can stand beside others, if their options allow it."""
+        """Whether the transform goes with others, if their options allow it."""
         mine = self.row.avoids(self.value)
         return not any(
             mine & other.row.fields
@@ -171,7 +170,7 @@ def _draw_transform(
 
 
 def as_code(self: Any) -> str:
-    """Return the call that makes a record; what is at its default is left out."""
+    """Return the call that makes a record, without defaults."""
     shown: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
@@ -183,7 +182,7 @@ def as_code(self: Any) -> str:
 
 
 def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's protocol
-    """Print the repr: as `_repr_pretty_`, what hypothesis shows of a failing example."""
+    """Print the repr in a failing example of hypothesis, as `_repr_pretty_`."""
     del cycle
     first, *others = repr(self).splitlines()
     p.text(first)
@@ -192,7 +191,7 @@ def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPytho
         p.text(line)
 
 
-# Samples that a person can read: small integers, whose sums are exact, or tenths.
+# Samples that a person can read: small integers with exact sums, or tenths.
 
 
 Table: TypeAlias = tuple[tuple[float, ...], ...]
@@ -207,11 +206,11 @@ class Samples:
     """A map-style dataset of inputs and targets, as rows of numbers.
 
     Attributes:
-        inputs: one row a sample.
-        targets: one row a sample.
+        inputs: one row per sample.
+        targets: one row per sample.
 
     Raises:
-        ArgumentError: there are not as many targets as inputs.
+        ArgumentError: the numbers of rows differ.
 
     Example:
         >>> Samples([[1, 2, 0]], [[3, 4]])[0]
@@ -228,13 +227,13 @@ class Samples:
         if len(self.inputs) != len(self.targets):
             msg = (
                 f"Samples: {len(self.inputs)} rows of inputs but"
-                f" {len(self.targets)} of targets; expected one of each a sample."
+                f" {len(self.targets)} of targets; expected one of each per sample."
             )
             raise ArgumentError(msg)
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All inputs and all targets, in float64; what `af.Data` reads fastest."""
+        """All inputs and all targets in float64; `af.Data` reads these fastest."""
         return _tensor(self.inputs), _tensor(self.targets)
 
     def __len__(self) -> int:
@@ -246,7 +245,7 @@ class Samples:
         return _tensor(self.inputs[index]), _tensor(self.targets[index])
 
     def __repr__(self) -> str:
-        """Return the call that makes it, the rows as lists."""
+        """Return the call that makes the samples, with rows as lists."""
         shown = [[list(row) for row in table] for table in (self.inputs, self.targets)]
         return f"Samples({shown[0]}, {shown[1]})"
 
@@ -268,10 +267,10 @@ def datasets(
     Args:
         dyadic: True for integers from -3 to 3, whose sums and products are exact; False
             for their 1.1-fold, whose sums are rounded; None for either.
-        inputs: features of a sample.
-        outputs: targets of a sample.
-        min_size: how many samples at least.
-        max_size: how many at most.
+        inputs: the number of features of a sample.
+        outputs: the number of targets of a sample.
+        min_size: the smallest number of samples.
+        max_size: the largest number of samples.
     """
     if dyadic is None:
         shapes = (inputs, outputs, min_size, max_size)
@@ -293,7 +292,7 @@ def _samples(
 ) -> st.SearchStrategy[Samples]:
     wide = inputs + outputs
     row = st.lists(numbers, min_size=wide, max_size=wide)
-    # the number first: a list that may not be empty does not shrink to its last row alone
+    # draw the number first: else a list does not shrink to its last row alone
     sizes = st.integers(min_size, max_size)
     rows = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
     return rows.map(
@@ -303,7 +302,7 @@ def _samples(
     )
 
 
-# Fields that are given: a value stands for itself, a strategy is drawn from.
+# Fields that the caller gives: a value, or a strategy of values.
 
 
 Drawn = Mapping[str, st.SearchStrategy[Any]]
@@ -312,7 +311,7 @@ Drawn = Mapping[str, st.SearchStrategy[Any]]
 def field_strategies(
     given: Mapping[str, Any], drawn: Drawn
 ) -> dict[str, st.SearchStrategy[Any]]:
-    """Return a strategy for every field, the given ones first."""
+    """Return a strategy for every field; given fields replace drawn fields."""
     constant = {name: _strategy(value) for name, value in given.items()}
     return {**drawn, **constant}
 
@@ -321,7 +320,7 @@ def _strategy(value: Any) -> st.SearchStrategy[Any]:
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
-# Losses: a plain mean, and totals with a weight of their own.
+# Losses: a plain mean, and totals with weights.
 
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -340,14 +339,14 @@ def _is_reduction(_owner: object, _field: object, value: object) -> None:
 
 @attrs.frozen(repr=False)
 class Criterion:
-    """A loss of `(inputs, targets)`, and how the errors of samples become one number.
+    """A loss of `(inputs, targets)`.
 
     Attributes:
         reduction: "mean", a tensor; or an `af.Loss`: "sum", over the number of samples;
-            "weighted", by weights of which some are 0, with totals beside it; "masked",
-            over the samples that count, which may be none.
-        squared: errors are squared distances; else products with the targets, whose sums
-            are exact on dyadic data.
+            "weighted", with some weights of 0 and more totals; "masked", over the samples
+            that count, possibly zero of them.
+        squared: whether errors are squared distances; else they are products with the
+            targets, with exact sums on dyadic data.
 
     Example:
         >>> Criterion("masked", squared=True)
@@ -382,7 +381,7 @@ def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
     """Draw losses.
 
     Args:
-        fields: fields of `Criterion` that are given: a value, or a strategy of values.
+        fields: fields of `Criterion`: a value, or a strategy of values.
     """
     return st.builds(Criterion, **field_strategies(fields, _OF_LOSSES))
 
@@ -393,7 +392,7 @@ _OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-# Small models with what training stumbles over: ties, frozen and unused parts, buffers.
+# Small models with cases that break training: ties, frozen and unused parts, buffers.
 
 
 _FEATURES = arguments.integer(1, "a number of features", within="")
@@ -414,19 +413,19 @@ class Net:
     """A recipe of a small model, and its factory: `Net(depth=1)()` is a module.
 
     Attributes:
-        depth: how many hidden layers.
-        width: how many features each of them gives.
-        bias: whether layers add one.
-        tied: two more hidden layers that share one weight.
-        frozen: a layer in front that is not trained.
-        unused: a parameter that takes no part in the output.
-        norm: batch normalisation, and its buffers. Its one channel is the features, so a
+        depth: the number of hidden layers.
+        width: the number of features of each hidden layer.
+        bias: whether layers add a bias.
+        tied: adds two hidden layers that share one weight.
+        frozen: adds a first layer that is not trained.
+        unused: adds a parameter that the output does not depend on.
+        norm: adds batch normalization with buffers. Its one channel is the features, so a
             batch of one sample has statistics too.
-        dropout: draws random numbers in training.
-        dyadic: weights are -1, 1 and 2, and sums of dyadic data are exact.
-        dtype: of parameters and buffers; inputs are converted.
-        inputs: features of a sample.
-        outputs: numbers that the model gives for each.
+        dropout: adds dropout, which draws random numbers in training.
+        dyadic: sets weights to -1, 1 and 2; sums of dyadic data are then exact.
+        dtype: the dtype of parameters and buffers; inputs are converted.
+        inputs: the number of features of a sample.
+        outputs: the number of outputs for a sample.
 
     Example:
         >>> Net(depth=1, width=2)().head
@@ -450,7 +449,7 @@ class Net:
     _repr_pretty_ = print_code
 
     def __attrs_post_init__(self) -> None:
-        """Refuse statistics of one number."""
+        """Raise for statistics of one number."""
         if self.norm and self.inputs < 2:
             msg = f"{self!r}: norm=True takes the statistics of 2 inputs or more."
             raise ArgumentError(msg)
@@ -466,7 +465,7 @@ class Net:
 
 
 class _Module(nn.Module):
-    """What a recipe makes."""
+    """The module that a recipe makes."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -499,7 +498,7 @@ class _Module(nn.Module):
             features = layer(features)
         features = self.norm(features.unsqueeze(1)).squeeze(1)
         for layer in self.hidden:
-            # leaky, so that no drawn weights cut off all gradients; 0.5 is dyadic
+            # leaky, so that gradients are never all 0; 0.5 is dyadic
             features = nn.functional.leaky_relu(layer(features), 0.5)
         return self.head(self.dropout(features))
 
@@ -516,7 +515,7 @@ def models(**fields: Any) -> st.SearchStrategy[Net]:
     """Draw recipes of small models.
 
     Args:
-        fields: fields of `Net` that are given: a value, or a strategy of values.
+        fields: fields of `Net`: a value, or a strategy of values.
 
     Example:
         >>> for_any_split = models(norm=False, dropout=False)
@@ -541,11 +540,11 @@ _OF_NETS: dict[str, st.SearchStrategy[Any]] = {
 
 @attrs.frozen(init=False, repr=False)
 class TorchOptimizer:
-    """A factory of one of torch's optimizers, which compares and prints by its options.
+    """A factory of a torch optimizer; it compares and prints by its options.
 
     Attributes:
-        name: of a class of `torch.optim`.
-        options: by name, in order.
+        name: the name of a class in `torch.optim`.
+        options: the options by name, in order.
 
     Raises:
         ArgumentError: torch has no optimizer of that name.
@@ -561,7 +560,7 @@ class TorchOptimizer:
     _repr_pretty_ = print_code
 
     def __init__(self, name: str, **options: Any) -> None:
-        """Take the name of the class, and what it is called with."""
+        """Take the name of the class and its options."""
         cls = getattr(torch.optim, name, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             msg = (
@@ -599,7 +598,7 @@ def optimizers(*, dyadic: bool = False) -> st.SearchStrategy[TorchOptimizer]:
     """Draw optimizers: SGD, with momentum or decay, and adaptive ones.
 
     Args:
-        dyadic: only those whose first update is exact where the gradients are.
+        dyadic: draw only optimizers with an exact first update for exact gradients.
     """
     return st.sampled_from(_DYADIC if dyadic else (*_DYADIC, *_OTHERS))
 
@@ -609,22 +608,22 @@ def optimizers(*, dyadic: bool = False) -> st.SearchStrategy[TorchOptimizer]:
 
 @attrs.frozen(repr=False)
 class Program:
-    """A training run: all that `TrainState.create` takes, a loss, and how many updates.
+    """A training run: the arguments of `TrainState.create`, a loss and a number of updates.
 
-    It is a function of a world, so `simulate(2, program)` trains it on two ranks.
+    A program is a function of a world: `simulate(2, program)` trains it on two ranks.
 
     Attributes:
-        dataset: `Samples`, or anything that `af.Data` takes.
-        model: a factory.
-        loss: what `af.make_step` takes.
-        optimizer: a factory.
+        dataset: `Samples`, or a dataset of `af.Data`.
+        model: a factory of the model.
+        loss: the loss function of `af.make_step`.
+        optimizer: a factory of the optimizer.
         setup: the transforms.
-        schedule: of the learning rate.
-        batch_size: samples per update.
-        shuffle: whether each epoch has its own order.
-        remainder: what becomes of a short last batch.
-        seed: of the state.
-        updates: how many are taken.
+        schedule: the schedule of the learning rate.
+        batch_size: the number of samples per update.
+        shuffle: whether each epoch has another order.
+        remainder: the handling of a short last batch, as in `af.Data`.
+        seed: the seed of the state.
+        updates: the number of updates.
 
     Law: the same program in the same world gives the same state, bitwise.
 
@@ -658,7 +657,7 @@ class Program:
 
     @property
     def data(self) -> Data:
-        """The dataset, and how it is drawn from."""
+        """The dataset with its batch size and order."""
         dataset = self.dataset
         return Data(
             dataset.tensors if isinstance(dataset, Samples) else dataset,
@@ -703,11 +702,11 @@ def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program
     `model=models(norm=False, dropout=False)` for a law that compares splits.
 
     Args:
-        exact: only those whose sums are exact in any order: dyadic data and weights,
-            products for errors, one update of plain arithmetic, and a setup that splits and
-            does nothing else. Any number of ranks gives the same numbers then; only the
-            sign of a 0 may depend on it.
-        fields: fields of `Program` that are given: a value, or a strategy of values.
+        exact: draw only programs with exact sums in any order: dyadic data and weights,
+            products for errors, one update of plain arithmetic, and a setup that only splits
+            updates. Then any number of ranks gives the same numbers; only the sign of a 0
+            may differ.
+        fields: fields of `Program`: a value, or a strategy of values.
 
     Example:
         >>> for_mine = programs(setup=chains(include=[af.ema(0.5)], reduced=True))
@@ -785,33 +784,33 @@ def _with_unused_found(made: dict[str, Any], values: Collection[str]) -> dict[st
     return made
 
 
-# What a simulated world is drawn from: its size, the orders of turns and sums, and a fault.
+# Simulated worlds: their size, the orders of turns and sums, and a fault.
 
 
 def worlds(sizes: Sequence[int] = (1, 2, 4)) -> st.SearchStrategy[int]:
-    """Draw the size of a world, the first ones first.
+    """Draw the size of a world; it shrinks to the first.
 
-    Powers of two, by which dyadic sums divide exactly; give others where that is no matter.
+    The default is powers of two, because dyadic sums divide by them exactly.
     """
     return st.sampled_from(tuple(sizes))
 
 
 def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[int]]:
-    """Draw the order in which ranks go on, for `simulate(..., schedule=)`.
+    """Draw the order of ranks' turns, for `simulate(..., schedule=)`.
 
     Args:
         size: the number of ranks.
-        max_size: after how many choices, at most, the turn goes round.
+        max_size: the largest number of choices; after them, ranks take turns.
 
-    Law: the simplest is the empty list, by which ranks take turns.
+    Law: the simplest schedule is the empty list: ranks take turns.
     """
     return st.lists(st.integers(0, max(size - 1, 0)), max_size=max_size)
 
 
 def sums() -> st.SearchStrategy[Sums]:
-    """Draw the order in which ranks' tensors are added up, for `simulate(..., sums=)`.
+    """Draw the order of additions over ranks, for `simulate(..., sums=)`.
 
-    What is claimed bit by bit must hold in all of them; that of the ranks is the simplest.
+    A bitwise claim must hold in all orders. The simplest is "ranks".
     """
     return st.sampled_from(get_args(Sums))
 
@@ -829,9 +828,9 @@ def faults(
 
     Args:
         size: the number of ranks.
-        kinds: which faults, the simplest first.
-        at: draws where: a rank's collective by its index, by default one of the first 8,
-            or by its label.
+        kinds: the kinds of faults, the simplest first.
+        at: a strategy for the place: the index of a rank's collective, or its label. By
+            default one of the first 8 collectives.
     """
     where = st.integers(0, 7) if at is None else at
     some = [st.builds(kind, rank=st.integers(0, size - 1), at=where) for kind in kinds]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`communication`: what a program sends, and how long that takes, before there are machines."""
+"""`communication`: the bytes that a program sends, and their time, without machines."""
 
 import importlib.util
 import sys
@@ -30,10 +30,10 @@ from accelfn.testing.simulation.group import (
     payload_of,
 )
 
-# Foresight: the calls of a program on a number of ranks on which it has not run.
+# Forecast: the calls of a program on a number of ranks without a run.
 #
-# They are those of the runs that there were, whose payload is followed along a straight
-# line in the number of ranks. What does not lie on one is refused, by name.
+# Calls are the same as in the runs. The payload of each call must lie on a straight line in
+# the number of ranks; other calls raise an error with the name of the call.
 
 
 _PARTS: Mapping[str, Callable[[int], int]] = {
@@ -43,18 +43,18 @@ _PARTS: Mapping[str, Callable[[int], int]] = {
     "all_to_all": lambda size: size - 1,
     "all_to_all_single": lambda size: size - 1,
 }
-"""How many parts for others a rank gives, by collective; of the rest, one."""
+"""The number of parts that a rank gives for others, by collective; 1 for the rest."""
 
 
 def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
-    """Return what ranks give to each collective, in order, on that many ranks.
+    """Return the payload of each collective on a number of ranks, in order.
 
     Args:
-        logs: by the number of ranks, of at least three runs.
-        ranks: how many there would be.
+        logs: the logs of at least three runs, by the number of ranks.
+        ranks: the number of ranks.
 
     Raises:
-        ArgumentError: it cannot be known from these runs.
+        ArgumentError: the runs do not tell.
     """
     if len(logs) < 3:
         known = " and ".join(map(str, logs))
@@ -67,7 +67,7 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
 
 
 def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
-    """Refuse programs that make other calls where there are more ranks."""
+    """Raise for programs with other calls on another number of ranks."""
     (first, calls), *others = logs.items()
     for size, entries in logs.items():
         for entry in entries:
@@ -95,7 +95,7 @@ def _known_by(entry: Entry) -> tuple[object, ...]:
 
 
 def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
-    """Return what ranks would give to one collective."""
+    """Return the payload of one collective on a number of ranks."""
     found = {size: payload_of(entry) for size, entry in entries.items()}
     like = next(iter(found.values()))
     parts = _PARTS.get(like.kind, lambda _: 1)
@@ -119,10 +119,10 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
 
 
 def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
-    """Return where a straight line through all points is, if there is one that does not fall.
+    """Return the value of a straight line through all points, if it does not fall.
 
-    What falls is something whole that ranks have cut into parts. Its parts may be filled up,
-    or the last of them be smaller, as it is on some numbers of ranks and on others not.
+    A payload that falls is a tensor cut into parts. Padding or a smaller last part depends
+    on the number of ranks, so a line would be wrong.
     """
     (x, y), (other_x, other_y), *_ = ((n, Fraction(y)) for n, y in values.items())
     slope = (other_y - y) / (other_x - x)
@@ -146,7 +146,7 @@ def _refuse(ranks: int, why: str) -> NoReturn:
     raise ArgumentError(msg)
 
 
-# `Link`: what joins a rank to the others, as two numbers and what headers add.
+# `Link`: the latency, bandwidth and header bytes of a rank's network link.
 
 
 _LABEL = "measure the link"
@@ -170,14 +170,14 @@ def _at_least(least: float, *, above: bool = False) -> Any:
 
 @attrs.frozen
 class Link:
-    """What joins each rank to the others: it sends and receives at once, one message at a time.
+    """The network link of each rank: it sends and receives at once, one message at a time.
 
     Args:
-        latency: seconds that a message takes, however small it is.
-        bandwidth: bytes a second, in each direction; 1 Mbit/s is 125,000.
-        overhead: what the network adds to a byte, in bytes: headers, and what says that they
-            came. Over TCP in Ethernet's frames of 1,514 bytes it is 0.068: 66 for each 1,448,
-            and 66 for every other frame of the opposite direction.
+        latency: the seconds of a message of any size.
+        bandwidth: bytes per second, in each direction; 1 Mbit/s is 125,000.
+        overhead: bytes of headers and acknowledgments per byte. TCP over Ethernet frames of
+            1,514 bytes has 0.068: 66 for each 1,448, and 66 for every other frame of the
+            opposite direction.
 
     Raises:
         ArgumentError: a number is negative, or the bandwidth is 0.
@@ -198,21 +198,21 @@ class Link:
             raise ArgumentError(msg)
 
     def seconds(self, cost: Cost) -> float:
-        """Return how long a collective takes on links like this one."""
+        """Return the seconds of a collective on such links."""
         sent = cost.busiest * (1 + self.overhead)
         return cost.rounds * self.latency + sent / self.bandwidth
 
     @classmethod
     def measured(cls, world: World) -> "Link":
-        """Return the link of a real world, by the fastest all-reduces of one number and of many.
+        """Measure the link of a real world, by all-reduces of one number and of many.
 
-        Every rank calls it and gets the same link, of the slowest rank. The bandwidth is that
-        of the payload, so `overhead` is 0.
+        Call it on all ranks; each gets the link of the slowest rank. The bandwidth is that of
+        the payload, so `overhead` is 0.
 
         Cost: a second or two; on a slow link, three all-reduces of 64 KiB.
 
         Raises:
-            WorldError: the world has one rank, or is simulated and so takes no time.
+            WorldError: the world has one rank, or is simulated.
         """
         if world.size == 1 or world.connection.simulated is not None:
             what = "one rank" if world.size == 1 else "simulated ranks"
@@ -236,12 +236,12 @@ class Link:
 
 
 def _time_sum(count: int, world: World) -> float:
-    """Return the seconds in which the slowest rank summed so many floats."""
+    """Return the seconds of the slowest rank for summing `count` floats."""
     values = torch.zeros(count, device=world.device)
     collectives.sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
     start = time.perf_counter()
     collectives.sum_(values, world, label=_LABEL)
-    values[:1].tolist()  # a device is waited for
+    values[:1].tolist()  # wait for the device
     taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
     return float(reduce(taken.to(world.device), world, "max", label=_LABEL))
 
@@ -258,12 +258,12 @@ def format_table(
     updates: int,
     seconds: Mapping[int, float] | None = None,
 ) -> str:
-    """Return a table of bytes an update, by label and number of ranks.
+    """Return a table of bytes per update, by label and number of ranks.
 
     Args:
-        columns: by the number of ranks, the bytes of all updates by label.
-        updates: how many updates these are.
-        seconds: of an update, by the number of ranks.
+        columns: the bytes of all updates by label, by the number of ranks.
+        updates: the number of updates.
+        seconds: the seconds per update, by the number of ranks.
     """
     labels = list(dict.fromkeys(label for each in columns.values() for label in each))
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
@@ -304,7 +304,7 @@ _BESIDE_BACKWARD = "DistributedDataParallel backward"
 
 @attrs.frozen(kw_only=True)
 class _Call:
-    """A collective of a program, on the ranks that take part."""
+    """A collective of a program, with its ranks and cost."""
 
     label: Label
     step: int | None
@@ -314,43 +314,42 @@ class _Call:
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """What a program sends: bytes by label on any number of ranks, and seconds on a link.
+    """The bytes that a program sends on any number of ranks, and their seconds on a link.
 
-    On the ranks on which it ran it is what they sent. On others it is foreseen: the same
-    calls, with payloads that lie on a straight line in the number of ranks.
+    For numbers of ranks with a run, the bytes are those of the run. For other numbers they are
+    a forecast: the same calls, with payloads on a straight line in the number of ranks.
 
     Attributes:
-        logs: what was sent, by the number of ranks.
-        updates: how many updates the program took; 0 where it takes no step of accelfn's, and
-            all that it sends is counted as one update's.
+        logs: the collectives of each run, by the number of ranks.
+        updates: the number of updates of the program. 0 for a program without accelfn's
+            steps; all its bytes then count as one update's.
     """
 
     logs: Mapping[int, Log] = attrs.field(repr=lambda logs: f"on {[*logs]} ranks")
     updates: int
 
     def bytes(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
-        """Return what all ranks together send over the wire in all updates, by label.
+        """Return the bytes that all ranks together send in all updates, by label.
 
-        Headers of the network are not counted, nor what is sent before the first update.
+        Network headers and bytes before the first update are not counted.
 
         Args:
-            ranks: how many there are, 1 or more.
+            ranks: the number of ranks, 1 or more.
             algorithm: as in `Run.sent`.
 
-        Law: with `start` it is `simulate(ranks, fn).sent()`, exactly; 0 for one rank.
-            `local_sgd(sync_every=k)` over k updates sends what `wrap_ddp` does in one.
+        Law: `bytes` and `start` together are exactly `simulate(ranks, fn).sent()`; 0 for one
+            rank. `local_sgd(sync_every=k)` sends over k updates as much as `wrap_ddp` in one.
 
         Raises:
-            ArgumentError: what a call sends on so many ranks cannot be foreseen; the message
-                names it.
+            ArgumentError: there is no forecast for a call; the text names the call.
         """
         return self._sent(ranks, algorithm, of_updates=True)
 
     def start(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
-        """Return what all ranks together send before the first update, by label.
+        """Return the bytes that all ranks together send before the first update, by label.
 
         Raises:
-            ArgumentError: it cannot be foreseen.
+            ArgumentError: there is no forecast for a call.
         """
         return self._sent(ranks, algorithm, of_updates=False)
 
@@ -363,22 +362,21 @@ class Traffic:
         compute: float = 0.0,
         overlap: float = 0.0,
     ) -> float:
-        """Return how long an update takes, on average over those of the program.
+        """Return the seconds of an update, on average over the program's updates.
 
         Args:
-            link: what joins each rank to the others.
-            ranks: how many there are.
-            algorithm: how collectives are carried out.
-            compute: seconds in which a rank computes an update.
-            overlap: the share of `compute` that is the backward pass, beside which
-                DistributedDataParallel's buckets are sent: 2/3 is common. A bucket is sent
-                once that share of the pass is over that its bytes, and those of the buckets
-                before it, are of all. With one bucket nothing is gained. 0 lets all wait.
+            link: the link of each rank.
+            ranks: the number of ranks.
+            algorithm: the algorithm of collectives, as in `Run.sent`.
+            compute: the seconds that a rank computes per update.
+            overlap: the backward pass's share of `compute`, commonly 2/3. During it
+                DistributedDataParallel sends its buckets; each bucket starts when the pass has
+                covered its share of all bytes. With 0, all communication waits for the end.
 
-        Law: no less for a larger latency or a smaller bandwidth; never below `compute`.
+        Law: a larger latency or a smaller bandwidth never gives less; never below `compute`.
 
         Raises:
-            ArgumentError: a number is not what it has to be, or the calls cannot be foreseen.
+            ArgumentError: a number is out of range, or there is no forecast for a call.
         """
         if not arguments.is_number(compute) or not compute >= 0:
             msg = f"Traffic.seconds(compute={compute!r}): expected seconds, 0 or more."
@@ -407,9 +405,9 @@ class Traffic:
         compute: float = 0.0,
         overlap: float = 0.0,
     ) -> str:
-        """Return bytes an update by label as lines of text, a column for each number of ranks.
+        """Return a table of bytes per update by label, one column per number of ranks.
 
-        With a link there is a line more, of the seconds an update.
+        With a link, the table has one more line: the seconds per update.
 
         Raises:
             ArgumentError: as `bytes` and `seconds`.
@@ -427,7 +425,7 @@ class Traffic:
         return format_table(columns, max(1, self.updates), seconds)
 
     def __str__(self) -> str:
-        """Show bytes an update on the numbers of ranks on which the program ran."""
+        """Return the table for the numbers of ranks of the runs."""
         return self.table(self.logs)
 
     def _sent(
@@ -467,14 +465,14 @@ class Traffic:
         ]
 
     def _part(self, log: Log, *, of_updates: bool) -> Log:
-        """Return what is sent in updates, or what is sent before."""
+        """Return the log of the updates, or the log before them."""
         if not self.updates:
             return log if of_updates else ()
         return tuple(e for e in log if (e.step is not None) is of_updates)
 
 
 def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
-    """Return the seconds that a rank waits in its calls, of all updates together."""
+    """Return the seconds that a rank waits in its calls of all updates."""
     by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
     for call in calls:
         by_step[call.step].append(call)
@@ -488,7 +486,7 @@ def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
 
 
 def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> float:
-    """Return how much longer than the backward pass it takes to send its buckets."""
+    """Return the seconds of sending buckets after the end of the backward pass."""
     whole = sum(bucket.num_bytes for bucket in buckets) or 1
     there = accumulate(bucket.num_bytes for bucket in buckets)
     now = 0.0
@@ -504,32 +502,32 @@ def communication(
     axes: Mapping[str, int] | None = None,
     device: str | torch.device = "cpu",
 ) -> Traffic:
-    """Run a program on a few simulated ranks, and return what it sends on any number of them.
+    """Run a program on a few simulated ranks, and return its traffic on any number of ranks.
 
-    The program trains for some updates, as it would on machines; whole periods of what sends
-    only now and then, as 8 updates under `local_sgd(sync_every=8)`.
+    Let the program train for some updates, as on machines. Take whole periods of transforms
+    that send only sometimes, such as 8 updates of `local_sgd(sync_every=8)`.
 
     Args:
-        fn: what each rank does, as `simulate` takes it.
-        ranks: on how many it runs; three numbers, or more, tell how it goes on.
-        axes: of the world, as `simulate` takes them. What is sent along some of them only is
-            known for those numbers of ranks on which the program ran, and for no other.
-        device: "meta" lets tensors have shapes and no values, for a model that does not fit:
-            its factory runs on meta, or it is an instance of `af.empty_weights`.
+        fn: the function of each rank, as in `simulate`.
+        ranks: the numbers of ranks to run on; a forecast for others needs three or more.
+        axes: the axes of the world, as in `simulate`. There is no forecast for bytes that are
+            sent along some axes only.
+        device: "meta" gives tensors shapes without values, for a model that does not fit. Its
+            factory then runs on meta, or it is an instance of `af.empty_weights`.
 
     Raises:
-        ArgumentError: a number is below 2, or the program takes more updates on some numbers
-            of ranks than on others.
-        ModelError: on meta, a transform compiles the model; or ranks send what its layers
-            compute, under `autocast`.
-        SimulationError: on meta, the program or a transform asks for a value.
-        Exception: what `simulate` raises.
+        ArgumentError: a number is below 2, or the number of updates depends on the number of
+            ranks.
+        ModelError: on meta, a transform compiles the model, or ranks send activations under
+            `autocast`.
+        SimulationError: on meta, the program or a transform reads a value.
+        Exception: an error of `simulate`.
 
-    Law: see `Traffic.bytes`; it is additive over labels. On meta each call is the one that is
-    made with values.
+    Law: see `Traffic.bytes`; it is additive over labels. Calls on meta equal those with
+    values.
 
-    Cost: as many runs of `simulate`, in this process. On meta no memory for the model, and
-    half a second of CPU a rank and update of a Llama of 7 billion parameters.
+    Cost: one run of `simulate` per number of ranks. On meta no memory for the model, and half
+    a second of CPU per rank and update of a Llama of 7 billion parameters.
 
     Example:
         >>> import torch
@@ -560,25 +558,25 @@ def communication(
     return Traffic(logs=logs, updates=max(updates.values()))
 
 
-# `accelfn traffic`: what programs of a file send, as tables.
+# `accelfn traffic`: the traffic of programs in a file, as tables.
 
 
 Program = Callable[[World], object]
 
 _MEGABIT = 125_000
-_TCP = 0.068  # of a byte: headers over Ethernet's frames, and what says that they came
+_TCP = 0.068  # bytes of headers and acknowledgments per byte, over Ethernet
 
 
 def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterator[str]:
     """Yield a table for each program.
 
     Args:
-        programs: of each `FILE.py:FUNCTION` or `MODULE:FUNCTION`; the function takes a world.
-        ranks: numbers with commas between them.
-        link: megabits a second, and milliseconds of latency, with a comma between them.
+        programs: each `FILE.py:FUNCTION` or `MODULE:FUNCTION`; the function takes a world.
+        ranks: numbers separated by commas.
+        link: megabits per second and milliseconds of latency, separated by a comma.
 
     Raises:
-        ArgumentError: a word is not of this form, or there is no such function; or as
+        ArgumentError: an argument is malformed, the function does not exist, or an error of
             `communication`.
     """
     sizes, joined = _sizes(ranks), None if link is None else _link(link)
@@ -615,7 +613,7 @@ def _link(link: str) -> Link:
 
 
 def _program(word: str) -> Program:
-    """Return the function that a word names."""
+    """Return the function that an argument names."""
     source, _, name = word.rpartition(":")
     if not source or not name:
         msg = (
@@ -634,7 +632,7 @@ def _program(word: str) -> Program:
 
 
 def _file(path: Path) -> ModuleType:
-    """Import a script under a name of its own, so that its `__main__` part does not run."""
+    """Import a script under another name, so that its `__main__` part does not run."""
     name = f"foreseen {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not arguments.is_file(path):
