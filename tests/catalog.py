@@ -28,7 +28,7 @@ class Entry:
     def neutral(self) -> object:
         """The same transform where it changes nothing, if there is such an argument."""
         row = row_of(type(self.transform))
-        return None if row.neutral is None else row.cls(**row.neutral)
+        return None if row.identity_options is None else row.cls(**row.identity_options)
 
     @property
     def name(self) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The catalog: every public transform, and what drawing it takes to know.
+"""The catalog: every public transform, with rules for drawing its options.
 
 A law about all transforms is drawn from here, so a transform without a row escapes it; a
 test fails when one is missing.
@@ -24,21 +24,21 @@ _ONE_OF = frozenset({"engine", "reduce"})
 
 @attrs.frozen(eq=False, repr=False)
 class Row:
-    """A public transform, and how to draw one that means something.
+    """A public transform, and how to draw one with useful options.
 
     Attributes:
         cls: the transform's class.
-        arguments: draws the options; one that is left out keeps its default.
-        neutral: the options at which it changes nothing, if there are any.
-        not_beside: fields of other transforms that it cannot stand beside.
-        default_beside: by option, the fields of other transforms beside which it keeps its
-            default.
-        not_drawn: options that keep their default, for what they are about is a model's own.
+        arguments: draws the options; an option that is left out keeps its default.
+        identity_options: the options that make the transform change nothing, or None.
+        not_beside: methods of other transforms that rule out this one in a chain.
+        default_beside: for an option, the methods of other transforms that rule out values
+            other than its default.
+        not_drawn: options that keep their default because they depend on the model.
     """
 
     cls: type
     arguments: st.SearchStrategy[Arguments]
-    neutral: Arguments | None = attrs.field(default=None, kw_only=True)
+    identity_options: Arguments | None = attrs.field(default=None, kw_only=True)
     not_beside: frozenset[str] = attrs.field(default=frozenset(), kw_only=True)
     default_beside: Mapping[str, frozenset[str]] = attrs.field(
         factory=dict, kw_only=True
@@ -47,7 +47,7 @@ class Row:
 
     @property
     def fields(self) -> frozenset[str]:
-        """What the transform has a say in."""
+        """The methods of the transform."""
         return fields_of(self.cls)
 
     @property
@@ -56,13 +56,13 @@ class Row:
         return getattr(self.cls, "gives_up", {})
 
     def transforms(self, beside: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
-        """Draw one, to stand in a chain with transforms that have these fields."""
+        """Draw a transform for a chain with transforms that have these methods."""
         fields = frozenset(beside)
         fixed = {name for name, away in self.default_beside.items() if away & fields}
         return _draw_transform(self, fixed)
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
-        """Return the fields of others that one cannot stand beside; by default the mildest."""
+        """Return the methods of others that rule out this transform; default: any options."""
         away = self.not_beside | (_ONE_OF & self.fields)
         if transform is None:
             return away
@@ -101,13 +101,13 @@ _DDP: dict[str, st.SearchStrategy[Any]] = {
 }
 
 CATALOG: tuple[Row, ...] = (
-    Row(af.identity, _options(), neutral={}),
+    Row(af.identity, _options(), identity_options={}),
     Row(af.shard_data, _options()),
     Row(
         af.accumulate,
         _options({"num_micro_batches": _COUNTS})
         | _options({"micro_batch_size": _COUNTS}),
-        neutral={"num_micro_batches": 1},
+        identity_options={"num_micro_batches": 1},
     ),
     Row(
         af.wrap_ddp,
@@ -137,12 +137,12 @@ CATALOG: tuple[Row, ...] = (
             norm_type=st.sampled_from([2.0, 1.0, 3.0]),
             per_group=st.booleans(),
         ),
-        neutral={"max_norm": _INFINITE},
+        identity_options={"max_norm": _INFINITE},
     ),
     Row(
         af.clip_grad_value,
         _options({"max_value": _BOUNDS}),
-        neutral={"max_value": _INFINITE},
+        identity_options={"max_value": _INFINITE},
     ),
     Row(
         af.local_sgd,
@@ -170,18 +170,18 @@ CATALOG: tuple[Row, ...] = (
     Row(
         af.skip_nonfinite,
         _options(max_consecutive=st.integers(1, 3)),
-        neutral={},
+        identity_options={},
     ),
     Row(
         af.checkpoint_activations,
         _options(),
-        neutral={},
+        identity_options={},
         not_drawn=frozenset({"regions"}),
     ),
     Row(
         af.check_replicas,
         _options({"every": st.integers(1, 3)}),
-        neutral={"every": 1},
+        identity_options={"every": 1},
         not_beside=frozenset({"reduce"}),
     ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
@@ -197,12 +197,12 @@ CATALOG: tuple[Row, ...] = (
             min_lr=st.just(0.125),
             eps=st.just(0.0),
         ),
-        neutral={},
+        identity_options={},
     ),
     Row(
         af.context_parallel,
         _options(seq_dim=st.integers(1, 3), ring=st.just(value=True)),
-        neutral={},
+        identity_options={},
         not_beside=frozenset({"reduce"}),
     ),
     Row(af.sync_batchnorm, _options(), not_beside=frozenset({"reduce"})),
@@ -226,10 +226,7 @@ to gather.
 
 
 def public_transforms() -> frozenset[type]:
-    """Return the classes of transforms among accelfn's public names; `chain` is none.
-
-    Those in `NOT_DRAWN` are left out.
-    """
+    """Return the classes of accelfn's public transforms, without `chain` and `NOT_DRAWN`."""
     return frozenset(
         value
         for value in (getattr(af, name) for name in dir(af))
@@ -241,7 +238,7 @@ def public_transforms() -> frozenset[type]:
 
 
 def fields_of(transform: Any) -> frozenset[str]:
-    """Return what a transform, or a class of them, has a say in."""
+    """Return the methods of a transform, or of a class of transforms."""
     cls = transform if isinstance(transform, type) else type(transform)
     return frozenset(field for field in FIELDS if hasattr(cls, field))
 
@@ -257,8 +254,8 @@ def row_of(cls: Any) -> Row:
             return row
     names = ", ".join(row.cls.__name__ for row in CATALOG)
     msg = (
-        f"{cls!r} is no class of the catalog ({names}). Give a transform of your own as a"
-        " value, made with the options that are to be tested."
+        f"{cls!r} is not a class of the catalog ({names}). Pass your transform as a value,"
+        " with the options that you test."
     )
     raise ArgumentError(msg)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How two trees of tensors and plain data differ: where, and by how much, in words.
+"""Describe the differences of two trees of tensors and plain data.
 
 A place is named as code would reach it, such as `params['0.weight']`.
 """
@@ -26,16 +26,16 @@ from accelfn.testing.simulation.plan import Run
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LINES = 20
 _MANY_STEPS = 100_000
-"""So many numbers lie between two that their count says nothing."""
+"""Larger counts of floats between two numbers are not shown."""
 
 
 @attrs.frozen
 class Difference:
-    """One place in which two trees differ.
+    """One place where two trees differ.
 
     Attributes:
-        path: where.
-        text: what is there in the first and in the second.
+        path: the place.
+        text: the values of the first and the second tree.
     """
 
     path: str
@@ -54,7 +54,7 @@ def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -
 
 @attrs.frozen(kw_only=True)
 class Comparison:
-    """What counts as equal, and how the two are called.
+    """The rules of a comparison, and the names of the two sides.
 
     Elements of floating-point tensors may differ by `atol + rtol * largest`, where `largest`
     is the largest finite magnitude in both tensors: the rounding error of a sum is
@@ -65,7 +65,7 @@ class Comparison:
         atol: absolute tolerance.
         bitwise: at no tolerance, compare bits and types. Otherwise 0.0 equals -0.0, 1
             equals 1.0 and a scalar tensor, and a list equals a tuple.
-        sides: what the two are called.
+        sides: the names of the two sides.
     """
 
     rtol: float = attrs.field(default=0.0, validator=_is_tolerance)
@@ -75,7 +75,7 @@ class Comparison:
 
     @property
     def is_exact(self) -> bool:
-        """Whether there is no tolerance."""
+        """Whether both tolerances are 0."""
         return self.rtol == self.atol == 0
 
     def by_name(
@@ -138,7 +138,7 @@ class Comparison:
         return f"{shown[0]} and {shown[1]}"
 
     def _tensors(self, one: torch.Tensor, two: torch.Tensor) -> str | None:
-        """Say how two tensors differ, wherever they live."""
+        """Return how two tensors differ, on any device."""
         one, two = _plain(one), _plain(two)
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return f"{_kind(one)} and {_kind(two)}"
@@ -193,7 +193,7 @@ def leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
-    """Return the entries of a container by key, each with its place; None of a leaf."""
+    """Return the entries of a container by key, with their places; None for a leaf."""
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree).items()
         return {key: (f"{path}[{key!r}]", value) for key, value in items}
@@ -346,10 +346,9 @@ def assert_states_equal(
 ) -> None:
     """Assert that two states are equal in all that is saved of them.
 
-    That is `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state` with
-    its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. Not
-    compared is what is not saved: the definition, devices, memory layouts, the order of
-    names.
+    Compared are `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state`
+    with its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. The
+    definition, devices, memory layouts and the order of names are not compared.
 
     By default bit by bit: a NaN equals itself, and -0.0 is not 0.0, for they divide
     differently. With a tolerance, elements of a floating-point tensor may differ by
@@ -435,9 +434,9 @@ _BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
 
 
 def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
-    """Return everything that is saved of a state, copied, by path.
+    """Return copies of all saved contents of a state, by path.
 
-    Of what is split that is this rank's part, or where all ranks ask for it, the whole.
+    A split tensor is this rank's part, or with `gather=` on all ranks, the whole.
     """
     found = {
         path: leaf
@@ -451,13 +450,13 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
-    """Return the first path at which two tables differ, in a bit, with both values."""
+    """Return the first path where two tables differ in a bit, with both values."""
     found = _BITWISE.by_name(one, two)
     return str(next(iter(found.values()))[0]) if found else None
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return a leaf that later updates leave alone; of what cannot be compared, its type."""
+    """Return a copy of a leaf; for an object without equality, its type."""
     if isinstance(leaf, torch.Tensor):
         return tree.local(leaf).detach().clone()
     opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
@@ -476,12 +475,11 @@ def assert_collectives(
 ) -> None:
     """Assert that a run's collectives are those that a text file lists.
 
-    The file is made by `update=True`, kept beside the test, and read in review: a change
-    that makes an update send more, or call one more collective, shows as a line.
-    Collectives are listed by update, those of equal updates once. One that is called
-    between two steps belongs to the update before it. Sends between two ranks are listed
-    after the collectives of their update, in order of ranks, because their order in time
-    is the schedule's.
+    Write the file with `update=True`, and keep it next to the test. A change that makes an
+    update send more, or call one more collective, then shows as a line in review. The file
+    lists collectives by update, and equal updates once. A collective between two steps
+    belongs to the update before it. Sends between two ranks come after the collectives of
+    their update, in order of ranks, because their order in time depends on the schedule.
 
     Args:
         run: what `simulate` returned.
@@ -489,7 +487,7 @@ def assert_collectives(
         update: write the file instead.
 
     Raises:
-        LawError: they differ, as a unified diff; or there is no such file.
+        LawError: they differ, with a unified diff; or the file does not exist.
 
     Law: the text depends on the program alone, not on the schedule or the machine.
 

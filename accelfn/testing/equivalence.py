@@ -33,9 +33,9 @@ from accelfn.testing.comparing import Comparison, Difference, format_differences
 from accelfn.testing.simulate import simulate
 
 Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Step]]
-"""Returns a state before its first update, of this world and setup, and its step."""
+"""Returns the first state of a world and setup, and its step."""
 Held: TypeAlias = Mapping[str, Any]
-"""What a rank holds at one moment, by name, causes first."""
+"""The contents of a rank's state and metrics, by name, causes first."""
 
 
 def assert_equivalent(
@@ -56,25 +56,24 @@ def assert_equivalent(
     ranks, `opt_state`, `params`, `buffers`, `slots` and `af.eval_params`. Left out are
     metrics that only one setup reports, and slots of transforms that only one has.
 
-    A setup that does not say how gradients cross ranks is put behind `af.shard_data()` and
-    `af.wrap_ddp()` where there are several.
+    On several ranks, a setup without an engine and `reduce` gets `af.shard_data()` and
+    `af.wrap_ddp()`.
 
-    The problem that it brings itself is *dyadic*: all sums are exact in float64, in whatever
-    order, so rounding is no excuse and equal means equal. Its samples have uneven
-    weights, some of them 0, and its last batch is short. It has no dropout and no batch
-    statistics, which depend on how a batch is split.
+    The default problem is *dyadic*: all sums are exact in float64, in any order, so equal
+    setups give equal bits. Its samples have uneven weights, some of them 0, and its last
+    batch is short. It has no dropout and no batch statistics, because these depend on how a
+    batch is split.
 
     Args:
         setup_a: a transform, a chain, or None for nothing.
-        setup_b: another.
-        make: `(world, setup) -> (state, step)` instead, for a problem of your own. The state
-            must have data. With `af.accumulate(num_micro_batches=3)` and None it sees whether
-            a loss is the mean that accelfn takes it for.
-        optimizer: for the problem that it brings; default SGD with a learning rate of 0.5
-            and a momentum of 0.5. What it computes should be exact: options are powers of
-            two, or give a tolerance.
-        updates: how many. Up to 5 the problem is exact.
-        sizes: of the worlds.
+        setup_b: the other setup.
+        make: your problem, `(world, setup) -> (state, step)`. The state must have data. With
+            the setups `af.accumulate(num_micro_batches=3)` and None, this checks that your
+            loss is a mean.
+        optimizer: the optimizer of the default problem; default SGD with a learning rate of
+            0.5 and a momentum of 0.5. Use powers of two as options, or pass a tolerance.
+        updates: the number of updates; the default problem is exact up to 5.
+        sizes: the sizes of the worlds.
         rtol: tolerance relative to the largest element of a tensor.
         atol: absolute tolerance.
 
@@ -115,7 +114,7 @@ def assert_equivalent(
 
 
 def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
-    """Return what each rank of a world holds after each update, and at the end."""
+    """Return each rank's contents after each update, and at the end."""
     whole = _over_ranks(setup, size)
 
     def train(world: World) -> list[Held]:
@@ -133,7 +132,7 @@ def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[He
 
 
 def _check_made(state: TrainState, world: World, setup: chain) -> None:
-    """Raise unless the state is of this world and setup, or nothing would be compared."""
+    """Raise unless the state has this world and setup."""
     if state.world is not world or state.setup != setup:
         msg = (
             "assert_equivalent(make=): the state that make(world, setup) returns has"
@@ -143,7 +142,7 @@ def _check_made(state: TrainState, world: World, setup: chain) -> None:
 
 
 def _over_ranks(setup: chain, size: int) -> chain:
-    """Return the setup with a way for gradients to cross ranks, if it has none."""
+    """Return the setup, with data sharding and an engine if it has no engine or reduce."""
     if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
     sharded = any(isinstance(each, shard_data) for each in setup)
@@ -168,7 +167,7 @@ def _state_contents(state: TrainState, metrics: Any) -> Held:
 
 
 def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
-    """Leave out what only one setup can have."""
+    """Leave out metrics and slots that only one setup can have."""
     names = [{each.name for each in setup} for setup in pair]
     lone = names[0] ^ names[1]
     evaluates = any(setup.owners["eval_params"] for setup in pair)
@@ -200,7 +199,7 @@ def _format_error(
 
 
 def _hint(held: Sequence[Held], comparison: Comparison) -> str:
-    """Say what to look at if the first loss differs, before any update could have done it."""
+    """Return advice if the loss of the first update differs."""
     reported = [each["metrics"] for each in held]
     losses = [
         {"loss": each["loss"]}
@@ -254,7 +253,7 @@ def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
 def dyadic_problem(
     optimizer: OptimizerSource | None, world: World, setup: chain
 ) -> tuple[TrainState, Step]:
-    """Return a state and a step of which every sum is exact, in whatever order."""
+    """Return a state and a step with exact sums in any order."""
     rows = torch.arange(len(_WEIGHTS))
     inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)
     targets = torch.stack([rows % 4 - 2, rows * 3 % 5 - 2], 1)

@@ -22,18 +22,18 @@ from accelfn.state.update import next_hyper
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 
 Quantities: TypeAlias = Mapping[str, Any]
-"""Trees of tensors and numbers by name, as they stand after an update."""
+"""Trees of tensors and numbers by name, after an update."""
 Loop: TypeAlias = Callable[[], Iterable[Quantities]]
-"""Trains, and yields what it begins with, then what stands after each update."""
+"""Trains, and yields quantities at the beginning and after each update."""
 
 _SIDES = ("the old loop", "the new loop")
 _CAUSES = (
     *("batch", "loss", None, "grads"),
     *("lr", "hyper", "opt_state", "params", "buffers"),
 )
-"""What comes before what within an update; None stands for all other names."""
+"""The order of causes within an update; None means all other names."""
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Options of an optimizer that say how it computes, not what."""
+"""Options of an optimizer that do not change its result."""
 _LOOK_AT = {
     "batch": "the order and size of batches, shuffling, and a short last batch",
     "loss": (
@@ -53,12 +53,12 @@ _BEGINNING = "what the loops begin with: build both on copies of one model"
 
 @attrs.frozen(kw_only=True)
 class Agreement:
-    """What `compare_loops` found of loops that agree.
+    """The result of `compare_loops` for loops that agree.
 
     Attributes:
-        num_updates: how many were compared.
-        quantities: the names of what was.
-        is_exact: whether all were equal, and not only within the tolerance.
+        num_updates: the number of compared updates.
+        quantities: the names of the compared quantities.
+        is_exact: whether all were equal, not only within the tolerance.
     """
 
     num_updates: int
@@ -81,27 +81,27 @@ def compare_loops(
     A loop is a function that trains and yields named quantities: once before the
     first update, and after every update. `quantities` makes them of a module and its
     optimizer, or of a state. `old` runs first, then `new`; both begin with the same
-    random state of torch, numpy and Python, which is put back afterwards.
+    random state of torch, numpy and Python, which is restored afterwards.
 
-    Within an update quantities are compared in the order in which one causes the next:
-    `batch`, `loss`, what else is reported, `grads`, `lr`, `hyper`, `opt_state`, `params`,
+    Within an update, causes are compared before their effects:
+    `batch`, `loss`, other reported values, `grads`, `lr`, `hyper`, `opt_state`, `params`,
     `buffers`. Numbers and scalar tensors are compared by value.
 
     Args:
-        old: the loop that is trusted.
+        old: the trusted loop.
         new: its port.
-        steps: how many updates to compare.
+        steps: the number of updates to compare.
         rtol: tolerance relative to the largest element of a tensor.
         atol: absolute tolerance.
 
     Returns:
-        What was compared.
+        The compared quantities.
 
     Raises:
         LawError: a quantity differs, or only one loop reports it, or one ends early.
         ArgumentError: both loops end before `steps` updates, or begin with a loss.
 
-    Cost: copies of all that is reported, `steps + 1` times.
+    Cost: copies of all reported values, `steps + 1` times.
 
     Example:
         >>> def loop(lr):
@@ -139,19 +139,19 @@ def quantities(
     /,
     **reported: Any,
 ) -> dict[str, Any]:
-    """Return what a training loop holds after an update, by name, for `compare_loops`.
+    """Return the quantities of a training loop after an update, for `compare_loops`.
 
     A module gives `params` and `buffers`, and with its optimizer `lr`, `hyper` (weight
     decay, momentum and so on) and `opt_state`; a state gives all of these. `lr` and
-    `hyper` are those of the next update: yield after the scheduler's step. What is
-    reported beside them is taken as it is, but for two names: `batch` may be an
-    `af.Batch`, and `grads` an `af.Grads`, or a module whose `.grad` are meant. What is
-    empty is left out. Of what is split over ranks it is the whole: call it on all of them.
+    `hyper` are those of the next update: yield after the scheduler's step. Reported values
+    are copied unchanged, with two exceptions: `batch` may be an `af.Batch`, and `grads` an
+    `af.Grads` or a module with `.grad`. Empty dicts are left out. Tensors that are split
+    over ranks are gathered: call this on all ranks.
 
     Args:
         source: a module (in DistributedDataParallel or not), or a state.
-        optimizer: over the module's parameters.
-        reported: by name: `loss=loss`, `batch=batch`; `**metrics` of a step.
+        optimizer: the optimizer of the module's parameters.
+        reported: values by name: `loss=loss`, `batch=batch`; `**metrics` of a step.
 
     Raises:
         ArgumentError: the source is something else, or an optimizer has no module.
@@ -190,8 +190,8 @@ def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
     model = _unwrap(source)
     if not isinstance(model, nn.Module):
         msg = (
-            f"quantities({source!r}): expected a torch module, with its optimizer beside"
-            " it or not, or a TrainState."
+            f"quantities({source!r}): expected a torch module, with or without its"
+            " optimizer, or a TrainState."
         )
         raise ArgumentError(msg)
     found: dict[str, Any] = {
@@ -229,9 +229,9 @@ def _full_tensor(leaf: Any) -> Any:
 def _hyperparameters(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return what an optimizer is told, a list over its groups by name."""
-    told = [name for name in optimizer.defaults if name not in _HOW]
-    lists = {name: [group[name] for group in groups] for name in told}
+    """Return an optimizer's options by name, each a list over its groups."""
+    names = [name for name in optimizer.defaults if name not in _HOW]
+    lists = {name: [group[name] for group in groups] for name in names}
     return {"lr": lists.pop("lr", []), "hyper": lists}
 
 
@@ -249,7 +249,7 @@ def _unwrap(model: Any) -> Any:
 
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
-    """Begin a loop, and end it after some updates; the process's draws are put back."""
+    """Run a loop for some updates; restore the process's random generators."""
     with _draws_kept():
         reports = iter(loop())
         try:
@@ -261,7 +261,7 @@ def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
 
 @contextmanager
 def _draws_kept() -> Generator[None]:
-    """Put the process's random generators back afterwards."""
+    """Restore the process's random generators afterwards."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
     all_devices = range(devices.count())
     with torch.random.fork_rng(devices=all_devices):
@@ -273,7 +273,7 @@ def _draws_kept() -> Generator[None]:
 
 
 def _check(count: int, one: Quantities, two: Quantities, near: Comparison) -> None:
-    """Raise if two reports differ; the one numbered 0 is of the beginning."""
+    """Raise if two reports differ; report 0 is that of the beginning."""
     if count == 0 and ("loss" in one or "loss" in two):
         msg = (
             "compare_loops: a loop first yields what it begins with, in which there can"
@@ -322,13 +322,13 @@ def _check_lengths(old: int, compared: int, next_of_new: Any, steps: int) -> Non
 def _differing(
     one: Quantities, two: Quantities, comparison: Comparison
 ) -> dict[str, list[Difference]]:
-    """Return where two reports differ, by quantity, causes first."""
+    """Return the differences of two reports, by quantity, causes first."""
     found = comparison.by_name(one, two)
     return {name: found[name] for name in _sort_names(found)}
 
 
 def _sort_names(*reports: Quantities) -> tuple[str, ...]:
-    """Return the names of all quantities, what causes others first."""
+    """Return the names of all quantities, causes first."""
     names = dict.fromkeys(name for report in reports for name in report)
     return tuple(sorted(names, key=_place))
 

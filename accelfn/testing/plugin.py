@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What accelfn's pytest plugin does once a test asks for it.
+"""The part of accelfn's pytest plugin that imports torch, and crash bundles.
 
-Pytest finds the plugin in `pytest_accelfn`, which is imported in every run and imports this
-when a test has its marker.
+Every pytest run imports `pytest_accelfn`, which imports this module for a test with its
+marker.
 """
 
 import functools
@@ -44,9 +44,9 @@ _REPEAT = "To repeat the run: "
 def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[None]:
     """Let every rank of a simulated world run the item's test, as long as this lasts.
 
-    The item's argument `world` is the size. Under `@given` each example has a world of its
-    own, and is drawn before it starts; so hypothesis's `assume` and `note`, which belong to
-    the test's thread, are for strategies. A failing test gets a section on how to repeat it.
+    The item's argument `world` is the size. Under `@given` each example runs in a new world,
+    and is drawn before the world starts. Hypothesis's `assume` and `note` belong to the
+    test's thread: use them in strategies. A failing test gets a section on how to repeat it.
     """
     test: Any = item.obj
     drawn = getattr(test, "is_hypothesis_test", False)
@@ -68,7 +68,7 @@ def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[Non
 def _on_every_rank(
     test: Callable[..., Any], options: Mapping[str, Any], last: list[Entry]
 ) -> Callable[..., Any]:
-    """Return the test as a function of the world's size; `last` is the last one's log."""
+    """Return the test as a function of the world's size; `last` gets the world's log."""
 
     @functools.wraps(test)
     def simulated(*args: Any, world: int, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ def _on_every_rank(
 def _format_report(
     item: pytest.Function, error: BaseException, log: Sequence[Entry]
 ) -> str:
-    """Return how to repeat a failed test, and the collectives that were carried out."""
+    """Return how to repeat a failed test, and its latest collectives."""
     shown = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
     lines += [note for note in getattr(error, "__notes__", []) if _REPEAT in note]
@@ -107,7 +107,7 @@ def _log_of(world: World) -> list[Entry]:
     return group.log
 
 
-# Crash bundles: what a step that raised was given, on disk, and run again in simulation.
+# Crash bundles: the arguments of a step that raised, on disk, to run again in simulation.
 
 
 Step: TypeAlias = Callable[..., tuple[Any, Any]]
@@ -117,18 +117,18 @@ FORMAT = 1
 
 
 def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
-    """Return the step; when it raises, every rank leaves a bundle of what it was given.
+    """Return a step that writes its arguments to disk, on every rank, when it raises.
 
-    A bundle is `rank-00000.json` (the error, setup, latest collectives, place) beside
-    `rank-00000.safetensors` (states and batch); an older one of the directory is
-    overwritten. `replay(directory)` or `accelfn replay DIR` runs it again on simulated
-    ranks. On a step that does not raise it acts not at all.
+    A bundle is `rank-00000.json` (the error, setup, latest collectives, place) and
+    `rank-00000.safetensors` (states and batch). It overwrites an older bundle in the
+    directory. `replay(directory)` or `accelfn replay DIR` runs the step again on simulated
+    ranks.
 
     Args:
         step: `(states, batch, *extras) -> (states, metrics)`.
-        directory: where bundles are left; made when there is one.
-        make: a function at the top level of a file, by which the replay gets its
-            definitions: `make(world) -> (states, step)`.
+        directory: the directory of bundles; created for the first bundle.
+        make: a function at the top level of a file, `make(world) -> (states, step)`; the
+            replay calls it.
 
     Raises:
         ArgumentError: `make` cannot be found again by its name.
@@ -157,7 +157,7 @@ def replay(directory: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: a rank's bundle is missing or holds no state; the text says why.
         SimulationError: the step did not raise this time.
-        Exception: what the step raises, as it did; step into it with a debugger.
+        Exception: the step's error, as in the run; step into it with a debugger.
     """
     folder = Path(directory)
     bundles = _read_bundles(folder)
@@ -186,7 +186,7 @@ def _write(
     given: Sequence[Any],
     error: Exception,
 ) -> Path:
-    """Write one rank's bundle; the JSON last, so that it is there when all is."""
+    """Write one rank's bundle; the JSON comes last and marks it as complete."""
     tensors = codec.Table(objects=True)
     kept = [state for _, state in leaves(states)]
     world = kept[0].definition.world
@@ -286,7 +286,7 @@ def _again(plain: Mapping[str, Any]) -> Any:
 
 
 def _source_of(make: Make) -> dict[str, str]:
-    """Return where a function is found again: module, name, and the script's file."""
+    """Return the module, name and file that find a function again."""
     module, name = getattr(make, "__module__", ""), getattr(make, "__qualname__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or file is None:

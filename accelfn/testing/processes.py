@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`run_processes`: a distributed program on real processes that Gloo joins, kept warm.
 
-A process costs seconds to import torch. That is paid once, in a fork server that has it
-imported already; the ranks of a world of one size stay open between programs, so that the
-next program costs milliseconds. A program that fails ends its world, and the next call
-opens a new one.
+Importing torch costs seconds, so a fork server imports it once. Ranks of a world of one size
+stay open between programs, so the next program costs milliseconds. A program that fails ends
+its world, and the next call opens a new world.
 """
 
 import atexit
@@ -76,20 +75,20 @@ def run_processes(
 ) -> list[T]:
     """Run `fn(world, *args)` on every rank of a world of real processes joined by Gloo.
 
-    Ranks find what the caller has: current directory, import path, environment (and in it
-    what torchrun sets), torch's threads, default dtype and modes. Modules stay imported
-    between programs, and so does all that a program changes in them.
+    Ranks have the caller's current directory, import path, environment (with torchrun's
+    variables), torch threads, default dtype and modes. Modules stay imported between
+    programs, with all changes that a program makes in them.
 
     Args:
         size: the number of ranks.
-        fn: what each rank does: a function of a module that ranks can import, or a record
-            or `functools.partial` of such. It gets its `World`, on the CPU.
-        args: what it gets beside it; they travel by pickle, as does what it returns.
-        timeout: seconds until ranks that have not returned are ended.
+        fn: the function of each rank, from a module that ranks can import, or a record or
+            `functools.partial` of such a function. It gets its `World`, on the CPU.
+        args: more arguments of `fn`. Arguments and results travel by pickle.
+        timeout: seconds until ranks that have not returned are killed.
         axes: the axes of the world, as `World.from_env` takes them.
 
     Returns:
-        What each rank returned, by rank.
+        The results, by rank.
 
     Raises:
         ArgumentError: `fn` or an argument cannot be sent to another process.
@@ -145,7 +144,7 @@ class RankProcess:
         return cls(process, ours)
 
     def answer(self) -> Answer:
-        """Return what the rank says, or how it ended."""
+        """Return the rank's answer, or how its process ended."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
@@ -154,7 +153,7 @@ class RankProcess:
             return Answer(failure=_how_it_ended(self.process.exitcode), at=-math.inf)
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
         self.pipe.close()
@@ -172,7 +171,7 @@ def _how_it_ended(code: int | None) -> str:
 
 
 class Pool:
-    """The processes of one world, which wait for programs."""
+    """The processes of one world; they wait for programs."""
 
     def __init__(self, size: int) -> None:
         """Start them."""
@@ -225,7 +224,7 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        """End the ranks, whatever they do."""
+        """Kill the ranks."""
         for rank in self._ranks:
             rank.process.kill()  # all before any is waited for
         for rank in self._ranks:
@@ -241,7 +240,7 @@ def _report(failed: Mapping[int, Answer], size: int) -> str:
 
 
 _STARTING = threading.Lock()
-"""Held while the caller's main module is out of sight."""
+"""Held while the caller's main module is replaced."""
 _POOLS: dict[int, Pool] = {}
 _LOCK = threading.Lock()
 """Held while a program runs: a pool has one set of pipes."""
@@ -383,7 +382,7 @@ def _differences(
 
 @attrs.frozen(repr=False)
 class _Kind:
-    """What stands at a path and has no value of its own: a container, a member of an enum."""
+    """The type at a path: of a container, or of a member of an enum."""
 
     name: str
 
@@ -396,7 +395,7 @@ def _leaves_by_path(result: Any) -> dict[str, Any]:
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield what a tree holds with its place: tensors, plain data, and kinds of containers."""
+    """Yield the leaves of a tree with their places: tensors, plain data, container types."""
     kind = type(value)
     if kind in _PLAIN:
         yield path, value
@@ -415,7 +414,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(path: str, tree: Any) -> dict[str, Any]:
-    """Return what a container or record holds, by how code would reach it."""
+    """Return the entries of a container or record, by the code that reaches them."""
     if isinstance(tree, TrainState):
         return {f".{name}": getattr(tree, name) for name in SAVED}
     if isinstance(tree, (Metrics, Pending)):
@@ -457,7 +456,7 @@ def _key(path: str, key: Any) -> Any:
 
 
 def _values(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a dense tensor's elements alone, in memory of their own."""
+    """Return a copy of a dense tensor's elements."""
     plain = tensor.layout is torch.strided and not tensor.is_nested
     if not plain or tensor.is_quantized or tensor.is_meta:
         raise _incomparable(path, tensor)

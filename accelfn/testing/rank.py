@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a world of real processes: it runs the programs that its caller sends.
 
-Programs and results travel by pickle; what cannot is refused before it is sent.
+Programs and results travel by pickle; the caller raises if pickle cannot send one.
 """
 
 import gc
@@ -53,7 +53,7 @@ def pack(value: object) -> bytes:
 
 
 class _Packer(pickle.Pickler):
-    """Refuses functions and classes that another process could not import, by name."""
+    """A pickler that raises for functions and classes that a rank cannot import."""
 
     def reducer_override(self, obj: object) -> Any:
         """Look at what is sent by name only, and leave all to pickle."""
@@ -69,7 +69,7 @@ class _Packer(pickle.Pickler):
 
 
 def _unimportable(named: FunctionType | type) -> str | None:
-    """Say why a function or class cannot be found by its name."""
+    """Return why another process cannot import a function or class, or None."""
     if "<lambda>" in named.__qualname__:
         return f"{named.__module__}.{named.__qualname__} is a lambda"
     if "<locals>" in named.__qualname__:
@@ -81,7 +81,7 @@ def _unimportable(named: FunctionType | type) -> str | None:
 
 @attrs.frozen
 class Surroundings:
-    """What ranks share with their caller, beside the program."""
+    """The settings that ranks take from their caller."""
 
     directory: str
     import_path: tuple[str, ...]
@@ -95,7 +95,7 @@ class Surroundings:
 
     @classmethod
     def of_process(cls) -> Self:
-        """Return those of this process and thread."""
+        """Return the settings of this process and thread."""
         casts = torch.is_autocast_enabled("cpu")
         return cls(
             directory=str(Path.cwd()),
@@ -110,7 +110,7 @@ class Surroundings:
         )
 
     def enter(self, rank: int, size: int) -> ExitStack:
-        """Make this process's like them, but for the rank's place; modes until exit."""
+        """Apply the settings with the rank's place; modes end with the returned stack."""
         os.chdir(self.directory)
         sys.path[:] = self.import_path
         place = {
@@ -138,7 +138,7 @@ class Surroundings:
 
 @attrs.frozen
 class Answer:
-    """How a program ended on a rank: with a packed result, or why there is none, and when."""
+    """The end of a program on a rank: a pickled result, or the error and its time."""
 
     result: bytes = b""
     failure: str | None = None
@@ -146,7 +146,7 @@ class Answer:
 
     @property
     def last_line(self) -> str:
-        """The error itself, without the way to it."""
+        """The error without its traceback."""
         return (self.failure or "").strip().rpartition("\n")[2]
 
 
@@ -174,7 +174,7 @@ def serve(rank: int, size: int, store: str, pipe: Pipe) -> None:
 
 
 def _end_with_caller(store: str) -> None:
-    """End this process when the caller's ends, even in the midst of a program."""
+    """End this process when the caller's process ends, even during a program."""
     caller = multiprocessing.parent_process()
     if caller is not None:
         caller.join()

@@ -48,7 +48,7 @@ def main(num_ranks: int) -> None:
     """Test this machine, and print a line for each thing that works."""
     signal.alarm(_LONGEST)
     started = time.monotonic()
-    # one device is no place for two ranks, which its line then shows
+    # two ranks cannot share one device
     device = "cpu" if devices.count() < num_ranks else None
     with World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, started)

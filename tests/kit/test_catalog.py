@@ -84,13 +84,13 @@ def test_drawn_beside_a_field_it_stands_beside_it(data, row, field):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "row", [row for row in CATALOG if row.neutral is not None], ids=repr
+    "row", [row for row in CATALOG if row.identity_options is not None], ids=repr
 )
 @given(data=st.data())
 def test_neutral_options_change_nothing(data, row):
     """At its neutral options a transform leaves training as it is, bitwise."""
     plain = data.draw(programs(setup=af.chain()))
-    neutral = attrs.evolve(plain, setup=row.cls(**row.neutral))
+    neutral = attrs.evolve(plain, setup=row.cls(**row.identity_options))
     world = af.World.single(device="cpu")
     without_slot = neutral(world).with_setup(af.chain())
     assert_states_equal(plain(world), without_slot)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """accelfn's pytest plugin: a marker that runs a test on ranks, and hypothesis profiles.
 
-Every run of pytest in an environment imports this file, so it is installed beside the
-package, and imports neither torch nor hypothesis before a test asks for them. What it does
-then is in `accelfn.testing.plugin`. After a change, install the package again.
+Every pytest run imports this file, so it is installed next to the package, and imports
+neither torch nor hypothesis until a test needs them. The rest of the plugin is in
+`accelfn.testing.plugin`. After a change, install the package again.
 """
 
 import sys
@@ -34,7 +34,7 @@ _PROFILES: dict[str, dict[str, Any]] = {
 def register_profiles(*, replace: bool = False) -> None:
     """Register the hypothesis profiles dev, ci and deep: 25, 60 and 2,000 examples.
 
-    None has a deadline: the first step of a process costs more than the second. `ci` draws
+    They have no deadline: the first step of a process costs more than the second. `ci` draws
     the same examples in every run, and prints how to repeat a failing one.
 
     Args:
@@ -88,9 +88,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
-    """Hold a run's collectives to a text file: `collectives_snapshot(run, "ddp.txt")`.
+    """Compare a run's collectives with a text file: `collectives_snapshot(run, "ddp.txt")`.
 
-    The file stands beside the test's; `--update-collectives` writes it.
+    The file is in the directory of the test; `--update-collectives` writes it.
     """
     from accelfn.testing.comparing import (  # noqa: PLC0415 - it imports torch
         assert_collectives,
