@@ -227,7 +227,7 @@ Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 REMEMBER = "Keep memory in the state's slot, not in an attribute or a closure."
 _DRAW = (
     "Draw inside the loss, or from af.rng(state). In the module of a transform, draw when"
-    " the layer is called. A transform that draws must not declare draws_nothing."
+    " the layer is called. If a transform draws, do not declare draws_nothing."
 )
 
 
