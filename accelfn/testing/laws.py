@@ -24,12 +24,13 @@ from accelfn import (
     TrainState,
     World,
     batches,
+    chain,
     load,
     make_step,
     observe,
     save,
 )
-from accelfn.definition.transform import by_rank, chain
+from accelfn.definition.transform import by_rank
 from accelfn.plug import devices, tree
 from accelfn.testing.comparing import Comparison, entries, first_difference
 from accelfn.testing.processes import Pool
