@@ -257,7 +257,7 @@ def test_a_transform_keeps_its_options():
 
 def test_what_ranks_call_takes_a_world():
     """A function without it is refused before a rank begins; a call that cannot be, too."""
-    with pytest.raises(af.ArgumentError, match=r"as fn\(world\).*too many"):
+    with pytest.raises(af.ArgumentError, match=r"fn\(world\).*too many"):
         simulate(2, lambda: 1)
     with pytest.raises(
         af.ArgumentError, match=r"check_step\(states=.*a function of a w"
