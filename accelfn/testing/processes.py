@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from multiprocessing.connection import Connection as Pipe
@@ -46,7 +46,7 @@ from accelfn.testing.rank import (
     pack,
     serve,
 )
-from accelfn.testing.simulation.plan import Plan, Run
+from accelfn.testing.simulation.plan import Plan
 from accelfn.testing.simulation.ranks import seed_rank
 
 if TYPE_CHECKING:
@@ -322,8 +322,10 @@ def check_comparable(plan: Plan) -> None:
         raise ArgumentError(msg) from error
 
 
-def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
+def compare_with_processes(plan: Plan, simulated: Sequence[Mapping[str, Any]]) -> None:
     """Run the same on real processes joined by Gloo, and compare each rank's result.
+
+    `simulated` has the leaves of each simulated rank's result.
 
     Compared are trees of dicts, lists, tuples, sets, attrs records and dataclasses: their
     types, their keys, and what they hold: tensors and numpy arrays by dtype, shape and the
@@ -335,8 +337,6 @@ def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
         LawError: a result differs, or processes fail where simulated ranks did not.
         ArgumentError: a result holds what cannot be compared.
     """
-    check_comparable(plan)
-    simulated = [_leaves_by_path(result) for result in run]
     try:
         real = run_processes(
             plan.size,
@@ -366,7 +366,7 @@ def compare_with_processes(plan: Plan, run: Run[Any]) -> None:
 def _run_on_rank(world: World, fn: Callable[[World], Any], seed: int) -> dict[str, Any]:
     """Run a program as a simulated rank runs it, and return its result's leaves."""
     seed_rank(seed, world.rank, world.device)
-    return _leaves_by_path(fn(world))
+    return leaves_by_path(fn(world))
 
 
 def _differences(
@@ -390,7 +390,8 @@ class _Kind:
         return self.name
 
 
-def _leaves_by_path(result: Any) -> dict[str, Any]:
+def leaves_by_path(result: Any) -> dict[str, Any]:
+    """Return the leaves of a rank's result by their places; see `compare_with_processes`."""
     return dict(_leaves("result", result))
 
 

@@ -2,8 +2,10 @@
 """`simulate`: a distributed program on N ranks in one process, the same every time."""
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import Any, Literal, TypeVar
 
+import attrs
 import torch
 
 from accelfn import World
@@ -107,6 +109,14 @@ def _run_both(plan: Plan) -> Run[Any]:
     from accelfn.testing import processes  # noqa: PLC0415
 
     processes.check_comparable(plan)
-    run = run_simulation(plan)
-    processes.compare_with_processes(plan, run)
+    leaves: dict[int, dict[str, Any]] = {}
+
+    @wraps(plan.fn)
+    def fn(world: World) -> Any:
+        result = plan.fn(world)
+        leaves[world.rank] = processes.leaves_by_path(result)  # needs the open world
+        return result
+
+    run = run_simulation(attrs.evolve(plan, fn=fn))
+    processes.compare_with_processes(plan, [leaves[rank] for rank in range(plan.size)])
     return run

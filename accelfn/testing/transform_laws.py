@@ -255,7 +255,6 @@ def fact_law(members: Sequence[Any], around: Around) -> Law:
     """Return the law that declared facts are true, and true facts declared."""
     declared = {fact for each in members for fact in facts_of(each)}
     laws: Mapping[str, Law] = {
-        "draws_nothing": lambda subject: _draws(subject, members, around),
         "by_rank": lambda subject: _no_entry(subject, members),
         "judges_finite": _not_judged,
         "micro_batches": lambda subject: _other_parts(subject, members, around),
@@ -266,18 +265,6 @@ def fact_law(members: Sequence[Any], around: Around) -> Law:
         return _recomputes(subject, declared) or next(filter(None, broken), None)
 
     return law
-
-
-def _draws(subject: Subject, members: Sequence[Any], around: Around) -> str | None:
-    """A transform that declares `draws_nothing` trains the same with a random stream."""
-    forced = [
-        with_methods(each, {"tells": {**facts_of(each), "draws_nothing": False}})
-        for each in members
-    ]
-    again = subject.within(around(forced)).histories()
-    runs = "a run, and the same run with random numbers for each method,"
-    broken = differ(subject.plain, again, runs)
-    return f"{broken} It draws: do not declare draws_nothing." if broken else None
 
 
 def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
