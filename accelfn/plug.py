@@ -25,16 +25,16 @@ if TYPE_CHECKING:
     from accelfn.checkpoint.foreign import load_found as load_found
     from accelfn.checkpoint.manifest import checkpoints_in as checkpoints_in
     from accelfn.definition.layout import Layout as Layout
-    from accelfn.engine.binding import ReplicaBinding as ReplicaBinding
     from accelfn.engine.engine import build_engine as build_engine
     from accelfn.engine.fsdp import sharded_lender as sharded_lender
-    from accelfn.engine.loss import LocalRunner as LocalRunner
-    from accelfn.engine.loss import ReadLoss as ReadLoss
-    from accelfn.engine.loss import RootModule as RootModule
-    from accelfn.engine.loss import Samples as Samples
     from accelfn.engine.optimizer import LiveOptimizer as LiveOptimizer
     from accelfn.engine.optimizer import check_elements as check_elements
     from accelfn.engine.optimizer import counts_by_group as counts_by_group
+    from accelfn.engine.runner import LocalRunner as LocalRunner
+    from accelfn.engine.runner import ReadLoss as ReadLoss
+    from accelfn.engine.runner import ReplicaBinding as ReplicaBinding
+    from accelfn.engine.runner import RootModule as RootModule
+    from accelfn.engine.runner import Samples as Samples
     from accelfn.engine.tensor_parallel import Layers as Layers
     from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
     from accelfn.model.model import mark_placed as mark_placed
@@ -85,16 +85,14 @@ NAMES = {
     "accelfn.definition.layout": {
         "Layout": "How each parameter is cut over the ranks.",
     },
-    "accelfn.engine.binding": {
-        "ReplicaBinding": "Binds a state to a model that each rank has whole, and takes gradients.",
-    },
     "accelfn.engine.engine": {
         "build_engine": "Makes the engine of a transform from a binding and a maker of runners.",
     },
     "accelfn.engine.fsdp": {
         "sharded_lender": "Gives a binding the `lend` of a model that is split by rows.",
     },
-    "accelfn.engine.loss": {
+    "accelfn.engine.runner": {
+        "ReplicaBinding": "Binds a state to a model that each rank has whole, and takes gradients.",
         "LocalRunner": "Runs a loss forward and backward on one rank; derive your runner from it.",
         "ReadLoss": "What a runner's forward returns: a checked loss, its weight and metrics.",
         "RootModule": "A module whose forward is the loss, for a library that wraps a module.",

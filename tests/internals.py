@@ -127,7 +127,7 @@ _NAMES = {
         "reduce_scatter",
         "reduce_scatter_by_gloo",
     ),
-    "accelfn.engine.loss": ("Delegating", "Samples"),
+    "accelfn.engine.runner": ("Delegating", "Samples"),
     "accelfn.engine.optimizer": ("FusedAdam",),
     "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.interop": ("deepspeed",),

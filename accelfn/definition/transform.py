@@ -63,7 +63,7 @@ from accelfn.errors import ArgumentError, CallError, CompositionError, StateErro
 # `runner`: `make -> make`, wraps `module -> runner`, which runs the loss forward and backward.
 
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "init": ("state",),
     "data": ("plan",),
     "loss": ("loss_fn",),
@@ -82,7 +82,8 @@ _ARGUMENTS = {
     "module": ("module", "state"),
     "runner": ("make", "state"),
 }
-FIELDS = tuple(_ARGUMENTS)
+"""The arguments of each field's method, except `self`."""
+FIELDS = tuple(ARGUMENTS)
 
 
 def check_fields(cls: type) -> None:
@@ -96,7 +97,7 @@ def check_fields(cls: type) -> None:
         for name, value in vars(cls).items()
         if not name.startswith("_") and inspect.isfunction(value)
     }
-    for name in methods.keys() - _ARGUMENTS.keys():
+    for name in methods.keys() - ARGUMENTS.keys():
         near = difflib.get_close_matches(name, FIELDS, n=1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         msg = (
@@ -105,9 +106,9 @@ def check_fields(cls: type) -> None:
         )
         raise ArgumentError(msg)
     for name, method in methods.items():
-        error = call_mismatch(method, "self", *_ARGUMENTS[name])
+        error = call_mismatch(method, "self", *ARGUMENTS[name])
         if error is not None:
-            call = f"{name}(self, {', '.join(_ARGUMENTS[name])})"
+            call = f"{name}(self, {', '.join(ARGUMENTS[name])})"
             msg = f"{cls.__name__}.{name} is called as {call}, which it does not take: {error}."
             raise ArgumentError(msg)
 
@@ -123,25 +124,6 @@ def has_field(value: object, field: str) -> bool:
     return (
         not hasattr(type(value), "without") or field not in cast("Any", value).without
     )
-
-
-def pair(
-    owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
-) -> tuple[Any, Any]:
-    """Return a method's result as a pair of value and slot.
-
-    Raises:
-        ArgumentError: the result is not such a pair; the error names the transform.
-    """
-    shown = type(returned).__name__
-    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
-        value, slot = cast("tuple[Any, Any]", returned)
-        if isinstance(value, kind):
-            return value, slot
-        shown = f"({type(value).__name__}, {type(slot).__name__})"
-    first = _ARGUMENTS[field][0]
-    msg = f"{owner!r}.{field} returned {shown}; expected ({first}, slot)."
-    raise ArgumentError(msg)
 
 
 def check_returned(

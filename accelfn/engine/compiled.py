@@ -17,7 +17,7 @@ from torch import nn
 
 from accelfn.base import tree
 from accelfn.base.arguments import qualname
-from accelfn.engine.loss import (
+from accelfn.engine.runner import (
     Delegating,
     LossFunction,
     ReadLoss,

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from accelfn.base import draws
 from accelfn.collectives import naming, pack, sum_, unpack_
 from accelfn.engine.doctor import reject_unused
-from accelfn.engine.loss import (
+from accelfn.engine.optimizer import LiveUpdate
+from accelfn.engine.runner import (
     LossFunction,
     Ones,
     ReadLoss,
@@ -28,7 +29,6 @@ from accelfn.engine.loss import (
     read_loss,
     run_backward,
 )
-from accelfn.engine.optimizer import LiveUpdate
 from accelfn.errors import ModelError, WorldError
 from accelfn.state.metrics import Number
 from accelfn.world import World

@@ -34,7 +34,7 @@ from accelfn.data.consistency import (
     reader_rows,
 )
 from accelfn.data.epoch import form_of
-from accelfn.engine.loss import ReadLoss, Samples
+from accelfn.engine.runner import ReadLoss, Samples
 from accelfn.errors import BatchError, Error, LossError, UnusedParametersError
 from accelfn.model.optimizer import kind_of
 from accelfn.schedules.factors import Rates

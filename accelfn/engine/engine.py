@@ -24,7 +24,6 @@ from accelfn.base.tree import is_shard, local, with_local
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import check_returned
 from accelfn.engine import doctor
-from accelfn.engine.binding import ParamBinding, binding_of
 from accelfn.engine.doctor import (
     Doctor,
     compare_ranks,
@@ -32,15 +31,17 @@ from accelfn.engine.doctor import (
     reject_device_mismatch,
     untracked_leaves,
 )
-from accelfn.engine.loss import (
+from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
+from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
+from accelfn.engine.runner import (
     LocalRunner,
     LossFunction,
+    ParamBinding,
     ReadLoss,
     Runner,
     Samples,
+    binding_of,
 )
-from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
-from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.errors import GradsError, ModelError
 from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates

@@ -31,18 +31,20 @@ from accelfn.base import devices, tree
 from accelfn.collectives import all_reduce_, gather_text, naming, neighbors
 from accelfn.collectives.call_order import CallOrder
 from accelfn.definition.definition import Definition
-from accelfn.engine.binding import ShardedParams, build_module, local_parameter
 from accelfn.engine.doctor import reject_unused
-from accelfn.engine.loss import (
+from accelfn.engine.modules import Regions, has_forward, select_modules
+from accelfn.engine.runner import (
     LossFunction,
     Ones,
     ReadLoss,
     RootModule,
     Samples,
+    ShardedParams,
+    build_module,
     like,
+    local_parameter,
     run_backward,
 )
-from accelfn.engine.modules import Regions, has_forward, select_modules
 from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import LossError, ModelError
 from accelfn.state.grads import Grads

@@ -32,9 +32,8 @@ from accelfn.data.consistency import LeftOut, check_same_data
 from accelfn.data.plan import even_part
 from accelfn.data.reading import Reading
 from accelfn.definition.transform import check_copied
-from accelfn.engine.binding import lend_module
 from accelfn.engine.engine import engine_of
-from accelfn.engine.loss import Samples
+from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
 from accelfn.state.metrics import (
     Loss,

@@ -29,7 +29,7 @@ from accelfn.data import Data
 from accelfn.data.plan import Cursor
 from accelfn.definition import transform as entries
 from accelfn.definition.definition import Definition, check_setup, warn_of_batch_size
-from accelfn.definition.transform import by_rank, chain, facts_of, pair
+from accelfn.definition.transform import by_rank, chain, facts_of
 from accelfn.errors import ArgumentError, CallError
 from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, trained_names
@@ -42,6 +42,7 @@ from accelfn.state.update import (
     next_rates,
     set_slot,
     shared_draws,
+    split_result,
 )
 from accelfn.world import World
 
@@ -714,7 +715,7 @@ def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:
                 returned = getattr(owner, field)(state, slot, update)
-            after, new_slot = pair(owner, field, returned, TrainState)
+            after, new_slot = split_result(owner, field, returned, TrainState)
             if update.skipped and after is not state:
                 msg = (
                     f"{owner!r}.{field} returned another state after a skipped update, which"

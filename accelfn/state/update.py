@@ -5,7 +5,7 @@ import math
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import attrs
 import torch
@@ -17,7 +17,7 @@ from accelfn.base.devices import host_memory
 from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import have_shards
 from accelfn.definition.layout import WholeDraws
-from accelfn.definition.transform import pair
+from accelfn.definition.transform import ARGUMENTS
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
 from accelfn.schedules.factors import advise_of_end
@@ -149,6 +149,25 @@ def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any
     return {**slots, name: slot}
 
 
+def split_result(
+    owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
+) -> tuple[Any, Any]:
+    """Split a method's result into value and slot.
+
+    Raises:
+        ArgumentError: the result is not such a pair; the error names the transform.
+    """
+    shown = type(returned).__name__
+    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
+        value, slot = cast("tuple[Any, Any]", returned)
+        if isinstance(value, kind):
+            return value, slot
+        shown = f"({type(value).__name__}, {type(slot).__name__})"
+    first = ARGUMENTS[field][0]
+    msg = f"{owner!r}.{field} returned {shown}; expected ({first}, slot)."
+    raise ArgumentError(msg)
+
+
 def apply_transforms(
     field: str, value: Any, update: Update, kind: type | tuple[type, ...]
 ) -> tuple[Any, Update]:
@@ -165,7 +184,7 @@ def apply_transforms(
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:
                 returned = getattr(owner, field)(value, slot, update)
-            value, new_slot = pair(owner, field, returned, kind)
+            value, new_slot = split_result(owner, field, returned, kind)
             if new_slot is not slot:
                 update = update.with_slot(owner.name, new_slot)
     return value, update
@@ -251,7 +270,7 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
                 definition.cache.planned = planned
                 slot = update.slots.get(owner.name)
                 returned = owner.hyper(MappingProxyType(planned), slot, update)
-                hyper, new_slot = pair(owner, "hyper", returned, Mapping)
+                hyper, new_slot = split_result(owner, "hyper", returned, Mapping)
                 planned = override_hyper(groups, planned, hyper)
                 named.update(w if isinstance(w, str) else w[-1] for w in hyper)
                 if new_slot is not slot:

@@ -27,7 +27,7 @@ from accelfn.collectives import all_reduce_, check_sums
 from accelfn.definition.transform import check_copied, facts_of
 from accelfn.engine.doctor import compare_ranks
 from accelfn.engine.engine import Engine, engine_of
-from accelfn.engine.loss import LossFunction
+from accelfn.engine.runner import LossFunction
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.model.optimizer import Assignments
 from accelfn.state.grads import Grads, Lease, Skip

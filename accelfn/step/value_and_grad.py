@@ -26,8 +26,8 @@ from accelfn.data.plan import Cursor
 from accelfn.definition.transform import chain, check_returned, facts_of
 from accelfn.engine.doctor import examine_call
 from accelfn.engine.engine import engine_of
-from accelfn.engine.loss import LossFunction, Samples
 from accelfn.engine.optimizer import LiveUpdate
+from accelfn.engine.runner import LossFunction, Samples
 from accelfn.errors import ArgumentError, BatchError, GradsError, LossError
 from accelfn.state.grads import Grads
 from accelfn.state.metrics import Loss, Metrics, Number

@@ -19,8 +19,8 @@ from accelfn.engine.compiled import (
     compile_regions,
 )
 from accelfn.engine.engine import MakeRunner
-from accelfn.engine.loss import Runner
 from accelfn.engine.modules import Regions, are_regions, select_modules
+from accelfn.engine.runner import Runner
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 

@@ -15,7 +15,7 @@ from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.context_parallel import Attending, Heads, Ring
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
-from accelfn.engine.loss import LossFunction
+from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
 from accelfn.state.metrics import Loss
 from accelfn.state.state import TrainState

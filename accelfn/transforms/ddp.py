@@ -21,11 +21,11 @@ from accelfn.base.arguments import (
 from accelfn.collectives import check_values
 from accelfn.data import Plan
 from accelfn.definition.transform import transform
-from accelfn.engine.binding import binding_of
 from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
 from accelfn.engine.engine import Engine, build_engine
 from accelfn.engine.modules import BatchNorm, sync_norms
 from accelfn.engine.optimizer import LiveUpdate
+from accelfn.engine.runner import binding_of
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update

@@ -18,8 +18,8 @@ from accelfn.base.arguments import (
 from accelfn.base.tree import computes_on
 from accelfn.collectives import all_reduce_, gather_text
 from accelfn.definition.transform import transform
-from accelfn.engine.loss import LossFunction
 from accelfn.engine.modules import Chosen, check_installed, to_float8
+from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
 from accelfn.state.grads import Grads
 from accelfn.state.state import TrainState

@@ -14,8 +14,8 @@ from accelfn.base.devices import on_host
 from accelfn.collectives import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
-from accelfn.engine.loss import LossFunction
 from accelfn.engine.optimizer import check_elements
+from accelfn.engine.runner import LossFunction
 from accelfn.engine.tensor_parallel import (
     Layers,
     check_model,

@@ -44,7 +44,7 @@ class Activity:
         step: the update that the rank takes, or took last.
         is_between: whether that update is over.
         num_updates: the number of updates that the rank has ended.
-        samples: the samples of the present loss, an `engine.loss.Samples`.
+        samples: the samples of the present loss, an `engine.runner.Samples`.
         has_coupled: whether a collective of this loss saw samples of several ranks.
         trail: the latest collectives, each with its update.
         on_update: called with the number of each update that begins, for example to inject a
