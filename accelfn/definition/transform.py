@@ -554,6 +554,11 @@ def transform(cls: type[T]) -> type[T]:
     named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
     made = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     changing = cast("Any", made)
+    changing.__init__.__annotations__ |= {  # attrs shows the type that the converter takes
+        field.name: field.type
+        for field in attrs.fields(changing)
+        if field.converter is _copy_containers and field.type is not None
+    }
     changing.__setattr__ = changing.__delattr__ = readonly(
         cls.__name__,
         "its memory is its slot, which `init` and each method return; for other options"
@@ -612,8 +617,9 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
     """
     if not field.eq:
         return field
-    given = [] if field.converter is None else [field.converter]
-    return field.evolve(converter=attrs.converters.pipe(*given, _copy_containers))
+    given, copy_ = field.converter, _copy_containers
+    both = copy_ if given is None else attrs.converters.pipe(given, copy_)
+    return field.evolve(converter=both)
 
 
 def _copy_containers(value: Any) -> Any:
