@@ -617,9 +617,10 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
     """
     if not field.eq:
         return field
-    given, copy_ = field.converter, _copy_containers
-    both = copy_ if given is None else attrs.converters.pipe(given, copy_)
-    return field.evolve(converter=both)
+    converter: Any = _copy_containers
+    if field.converter is not None:
+        converter = attrs.converters.pipe(field.converter, converter)
+    return field.evolve(converter=converter)
 
 
 def _copy_containers(value: Any) -> Any:

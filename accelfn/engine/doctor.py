@@ -134,7 +134,10 @@ def _advise_row_count(samples: Samples) -> None:
     value: Any = samples.value
     if samples.known is not None or not isinstance(value, list):
         return
-    length, rows = len(cast("list[Any]", value)), tree.num_rows(value)
+    sizes = {leaf.size(0) for leaf in tree.tensor_leaves(value) if leaf.ndim}
+    if len(sizes) != 1:  # a loss alone needs no number of samples
+        return
+    length, rows = len(cast("list[Any]", value)), sizes.pop()
     if length > max(rows, _MANY):
         advise(
             f"This batch is a list of {length} values of {rows} rows each,"

@@ -389,7 +389,7 @@ ROWS = [
         name="a loss",
         draws=on_rank(in_a_loss),
         apart=f"{_OF_STATE} rank micro_batch",
-        at="engine.engine.Engine._key",
+        at="engine.engine.Engine.value_and_grad",
     ),
     Row(
         name="between layers that are split",

@@ -137,7 +137,7 @@ def test_the_old_world_says_where_the_ranks_are():
         with pytest.raises(af.PeerFailedError, match="rank 1 crashed, as planned"):
             training.train(state, 3)
         state = af.regroup(state)
-        with pytest.raises(af.WorldError, match=r"use the world of the state"):
+        with pytest.raises(af.WorldError, match=r"use the world of the new state"):
             af.barrier(world)
         af.barrier(state.world)
         return state.world.rank
