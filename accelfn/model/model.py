@@ -78,8 +78,8 @@ def refuse_given(module: nn.Module) -> None:
 
 
 def _has_tensors(module: nn.Module) -> bool:
-    params, buffers = module.parameters(), module.buffers()
-    return any(True for each in (params, buffers) for _ in each)
+    has_params = any(True for _ in module.parameters())
+    return has_params or any(True for _ in module.buffers())
 
 
 def _seal(given: object, kind: type, state: str) -> None:
