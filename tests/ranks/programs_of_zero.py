@@ -17,7 +17,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import accelfn as af
-from tests.internals import Flats, ModuleOrder, engine_of, home, neighbors
+from tests.internals import Flats, ModuleOrder, collectives, engine_of
 from tests.laws.histories import Acts, Training, check_apart_on
 from tests.laws.split_models import LOSSES, Net, Run
 from tests.laws.test_shard_histories import broken_backward, broken_forward
@@ -247,7 +247,7 @@ def starts_of_processes(world: af.World, each: Trained) -> tuple[int, bool]:
 def sums_of_gradients(comm: Any) -> list[tuple[Any, str]]:
     """Return what sums over ranks under ZeRO: DeepSpeed's calls, and accelfn's over Gloo."""
     names = ("all_reduce", "reduce", "reduce_scatter_fn")
-    return [*((comm, name) for name in names), (neighbors, "reduce_to_holders_")]
+    return [*((comm, name) for name in names), (collectives, "reduce_to_holders_")]
 
 
 def calls(world: af.World, each: Trained) -> list[int]:
@@ -298,7 +298,7 @@ def sums(world: af.World, each: Trained) -> list[list[str]]:
             return mock.patch.object(owner, name, call)
 
         with ExitStack() as stack:
-            stack.enter_context(noted(home, "start_sum_", "weights"))
+            stack.enter_context(noted(collectives, "start_sum_", "weights"))
             for owner, name in sums_of_gradients(comm):
                 stack.enter_context(noted(owner, name, "others"))
             stepped(of, state, 1)

@@ -484,7 +484,7 @@ ROWS = [
         "`all_reduce` without `group=`",
         mistakes.calls_the_default_group,
         (Gives([3.0]), Gives([3.0])),
-        Refuses(DefaultGroupError, "pass group=world.group"),
+        Refuses(DefaultGroupError, "Pass group=world.group"),
     ),
     Row(
         "Of ranks 0, 1 and 2, 3 along `dp_shard`, rank 3 skips its row's `all_reduce`",

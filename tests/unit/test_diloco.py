@@ -240,7 +240,7 @@ def test_equal_shapes_are_not_sent_first():
     assert (len(one.log), len(two.log)) == (2, 1)
 
     def uneven(world: af.World) -> None:
-        with pytest.raises(af.ArgumentError, match="leave out equal"):
+        with pytest.raises(af.ArgumentError, match="Leave out equal"):
             af.all_to_all([torch.ones(1 + to) for to in range(2)], world, equal=True)
 
     simulate(2, uneven)

@@ -47,7 +47,7 @@ def test_a_batch_has_a_sample_though_it_costs_nothing(
     costs: list[int], limit: int
 ) -> None:
     """As many as fit, the longest counted for each, and at least one."""
-    fitting = budget(costs, limit=limit)._fitting(np.array(costs))
+    fitting = budget(costs, limit=limit)._count_fitting(np.array(costs))
     fits = [max(costs[:n]) * n <= limit for n in range(1, len(costs) + 1)]
     assert fitting == (fits.index(False) if not all(fits) else len(costs))
     assert fitting >= 1
