@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import orders as orders
 from accelfn import schedules as schedules
-from accelfn.base.hints import find_hint as _find_hint
+from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.base.tree import Pending as Pending
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
@@ -83,11 +83,11 @@ from accelfn.loop.batches import batches as batches
 from accelfn.loop.batches import seek as seek
 from accelfn.loop.run import stopping as stopping
 from accelfn.model.optimizer import partition as partition
-from accelfn.state.grads import Grads as Grads
-from accelfn.state.metrics import Loss as Loss
-from accelfn.state.metrics import Metrics as Metrics
-from accelfn.state.metrics import WeightedSum as WeightedSum
-from accelfn.state.metrics import mean as mean
+from accelfn.state.results import Grads as Grads
+from accelfn.state.results import Loss as Loss
+from accelfn.state.results import Metrics as Metrics
+from accelfn.state.results import WeightedSum as WeightedSum
+from accelfn.state.results import mean as mean
 from accelfn.state.state import TrainState as TrainState
 from accelfn.state.update import Update as Update
 from accelfn.state.views import bind as bind
@@ -150,13 +150,13 @@ if _TYPE_CHECKING:
     from accelfn.transforms.clip import clip_grad_value as clip_grad_value
     from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
     from accelfn.transforms.context_parallel import context_parallel as context_parallel
-    from accelfn.transforms.ddp import check_replicas as check_replicas
-    from accelfn.transforms.ddp import compress as compress
-    from accelfn.transforms.ddp import shard_data as shard_data
-    from accelfn.transforms.ddp import sync_batchnorm as sync_batchnorm
-    from accelfn.transforms.ddp import wrap_ddp as wrap_ddp
+    from accelfn.transforms.data_parallel import check_replicas as check_replicas
+    from accelfn.transforms.data_parallel import compress as compress
+    from accelfn.transforms.data_parallel import shard_data as shard_data
+    from accelfn.transforms.data_parallel import sync_batchnorm as sync_batchnorm
+    from accelfn.transforms.data_parallel import wrap_ddp as wrap_ddp
+    from accelfn.transforms.data_parallel import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.diloco import diloco as diloco
-    from accelfn.transforms.fsdp import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.local_sgd import local_sgd as local_sgd
     from accelfn.transforms.plateau import plateau as plateau
     from accelfn.transforms.precision import autocast as autocast
@@ -221,15 +221,15 @@ _LATER = {
     "accelfn.transforms.clip": ("clip_grad_norm", "clip_grad_value"),
     "accelfn.transforms.compile": ("compile",),
     "accelfn.transforms.context_parallel": ("context_parallel",),
-    "accelfn.transforms.ddp": (
+    "accelfn.transforms.data_parallel": (
         "check_replicas",
         "compress",
         "shard_data",
         "sync_batchnorm",
         "wrap_ddp",
+        "wrap_fsdp",
     ),
     "accelfn.transforms.diloco": ("diloco",),
-    "accelfn.transforms.fsdp": ("wrap_fsdp",),
     "accelfn.transforms.local_sgd": ("local_sgd",),
     "accelfn.transforms.plateau": ("plateau",),
     "accelfn.transforms.precision": (

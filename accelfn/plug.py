@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from accelfn.base import codec as codec
     from accelfn.base import devices as devices
     from accelfn.base import tree as tree
-    from accelfn.base.hints import hint_attributes as hint_attributes
+    from accelfn.base.arguments import hint_attributes as hint_attributes
     from accelfn.checkpoint import files as files
     from accelfn.checkpoint import slices as slices
     from accelfn.checkpoint.commit import new_directory as new_directory
@@ -61,7 +61,7 @@ NAMES = {
         "devices": "The kinds and the number of devices, and where memory is pinned.",
         "tree": "Trees of tensors: map, copy and move them, and take a rank's part.",
     },
-    "accelfn.base.hints": {
+    "accelfn.base.arguments": {
         "hint_attributes": "Lets a record answer another library's names with the code to write.",
     },
     "accelfn.checkpoint": {

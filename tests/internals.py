@@ -8,7 +8,7 @@ from importlib import import_module
 
 _NAMES = {
     "accelfn": ("cli", "collectives"),
-    "accelfn.base": ("arguments", "codec", "devices", "draws", "hints", "tree"),
+    "accelfn.base": ("arguments", "codec", "devices", "draws", "tree"),
     "accelfn.base.arguments": (
         "check_integer",
         "explain_call_errors",
@@ -164,7 +164,7 @@ _NAMES = {
     "accelfn.model.model": ("materialize",),
     "accelfn.model.optimizer": ("parts_of",),
     "accelfn.placing.plan": ("units_of",),
-    "accelfn.state.grads": ("GradInfo", "Lease"),
+    "accelfn.state.results": ("GradInfo", "Lease"),
     "accelfn.state.update": ("Update",),
     "accelfn.step": ("step",),
     "accelfn.testing": ("comparing",),

@@ -5,8 +5,6 @@ Meta tensors have a shape and no values. A program runs on them to learn how muc
 send and store.
 """
 
-import ctypes
-import mmap
 from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import Any
@@ -177,37 +175,6 @@ def pin(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def send_async(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a host tensor to a device asynchronously."""
     return pin(tensor, device).to(device, non_blocking=_can_pin(device.type))
-
-
-# Host memory in huge pages, if the system has them.
-#
-# The system provides memory at the first write, one page at a time. A model of 500 MB takes
-# 130,000 pages of 4 KiB, and providing them takes longer than reading its file. It takes 260
-# pages of 2 MiB.
-
-
-_HUGE_PAGE = 1 << 21
-"""Bytes of a huge page on most machines."""
-_ADVICE: int | None = getattr(mmap, "MADV_HUGEPAGE", None)
-"""The `madvise` value of Linux; other systems have no huge-page advice."""
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a host tensor to fill from a file.
-
-    Cost: `torch.empty`, and one system call for a large tensor. No huge page exceeds the
-    tensor, so memory use does not grow.
-    """
-    tensor = torch.empty(tuple(shape), dtype=dtype, device="cpu")
-    if _ADVICE is not None and tensor.nbytes >= 2 * _HUGE_PAGE:
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        last = end // mmap.PAGESIZE * mmap.PAGESIZE
-        # a system without huge pages ignores this and uses small pages
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE
-        )
-    return tensor
 
 
 # The device of a rank: any accelerator that torch knows, or the CPU.

@@ -24,7 +24,7 @@ import attrs
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accelfn.base.hints import find_hint
+from accelfn.base.arguments import find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
 
 # `Pending`: results of collectives that may still be running.

@@ -20,7 +20,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.codec import decode, tensors_in
-from accelfn.base.tree import local
+from accelfn.base.tree import is_shard, local
 from accelfn.checkpoint import files
 from accelfn.checkpoint.files import Entry
 from accelfn.checkpoint.manifest import (
@@ -34,7 +34,6 @@ from accelfn.checkpoint.slices import (
     Slice,
     assemble,
     dtensor_like,
-    is_sharded,
     slice_of,
 )
 from accelfn.collectives import broadcast_
@@ -343,7 +342,7 @@ def _sharded_tensors(
     A tensor that the state does not have yet is sharded like its parameter.
     """
     fields = fields_of(state)
-    if not any(map(is_sharded, tree.tree_leaves(fields))):
+    if not any(map(is_shard, tree.tree_leaves(fields))):
         return _params_by_saved_name(state, manifest)
     there = encode_fields(fields)[1]
     # a numbered name (<1>) may mean another tensor in the checkpoint

@@ -565,6 +565,8 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
         CheckpointError: the state has other frozen parameters.
     """
     kept = source.manifest.kept
+    if not kept:
+        return {}
     here = {n: p for n, p in state.params.items() if n in kept}
     found = digests({n: p for n, p in here.items() if not is_shard(p)})
     for some in by_calls(here, state.world, label="compare frozen parameters"):

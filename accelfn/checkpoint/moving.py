@@ -14,6 +14,7 @@ import torch
 
 from accelfn.base import tree
 from accelfn.base.arguments import call_mismatch
+from accelfn.base.tree import is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Verdict
 from accelfn.checkpoint.elastic import (
@@ -25,7 +26,6 @@ from accelfn.checkpoint.elastic import (
 from accelfn.checkpoint.load import restore_from
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
-from accelfn.checkpoint.slices import is_sharded
 from accelfn.collectives import broadcast_object, gather_text
 from accelfn.definition.definition import check_axes
 from accelfn.definition.transform import chain
@@ -36,7 +36,7 @@ from accelfn.errors import (
     StateError,
     WorldError,
 )
-from accelfn.state.grads import Lease
+from accelfn.state.results import Lease
 from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 
@@ -313,12 +313,12 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
     for name, param in state.params.items():
         zeros = torch.zeros(param.shape, dtype=param.dtype)
         laid = zeros if layout is None else layout.cut(name, zeros)
-        params[name] = laid if is_sharded(laid) else laid.to(world.device)
+        params[name] = laid if is_shard(laid) else laid.to(world.device)
     transforms = {each.name for each in state.setup}
     own = {
         name: slot
         for name, slot in state.slots.items()
-        if name not in transforms and not any(map(is_sharded, tree.tree_leaves(slot)))
+        if name not in transforms and not any(map(is_shard, tree.tree_leaves(slot)))
     }
     fresh = attrs.evolve(
         state,
@@ -336,7 +336,7 @@ def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str
     """Return slots on a device, except for sharded tensors."""
 
     def put(leaf: Any) -> Any:
-        is_whole = isinstance(leaf, torch.Tensor) and not is_sharded(leaf)
+        is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
         return leaf.to(device) if is_whole else leaf
 
     return {name: tree.tree_map(put, slot) for name, slot in slots.items()}

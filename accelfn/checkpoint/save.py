@@ -19,11 +19,11 @@ from accelfn.base.codec import (
     encode,
     has_state,
 )
-from accelfn.base.tree import Pending
+from accelfn.base.tree import Pending, is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Phase, Save
 from accelfn.checkpoint.manifest import MEMBER
-from accelfn.checkpoint.slices import Slice, is_sharded, slice_of
+from accelfn.checkpoint.slices import Slice, slice_of
 from accelfn.collectives import by_calls, gather_text
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import has_field
@@ -33,7 +33,7 @@ from accelfn.errors import (
     WorldError,
 )
 from accelfn.model.optimizer import kind_of, place_opt_state
-from accelfn.state.grads import Lease
+from accelfn.state.results import Lease
 from accelfn.state.state import TrainState, check_state
 
 # The saved fields of a state.
@@ -295,7 +295,7 @@ def contents_of(
     if frozen == "hash":
         trained = state.definition.skeleton.once_trained
         held = {n: p for n, p in fields["params"].items() if n not in trained}
-        kept = files.digests({n: p for n, p in held.items() if not is_sharded(p)})
+        kept = files.digests({n: p for n, p in held.items() if not is_shard(p)})
         for some in by_calls(held, state.world, label="hash frozen parameters"):
             kept |= files.digests(some)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}

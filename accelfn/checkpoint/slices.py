@@ -10,8 +10,10 @@ from typing import Any, BinaryIO, Self, TypeVar
 import attrs
 import torch
 
-from accelfn.base import devices, tree
+from accelfn.base import tree
+from accelfn.base.tree import is_shard
 from accelfn.checkpoint import files
+from accelfn.checkpoint.files import empty
 from accelfn.errors import CheckpointCorruptError, PlainDataError
 
 T = TypeVar("T")
@@ -155,7 +157,7 @@ def assemble(
     Raises:
         CheckpointCorruptError: the parts do not cover the target.
     """
-    result = devices.empty(target.size, dtype)
+    result = empty(target.size, dtype)
     open_ = target.count
     for part, values in parts:
         here, there = target.within(part), part.within(target)
@@ -175,7 +177,7 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
     Raises:
         PlainDataError: the ranks hold summands or strided parts instead of slices.
     """
-    if not is_sharded(tensor):
+    if not is_shard(tensor):
         return None
     from torch.distributed.tensor._utils import (  # noqa: PLC0415 - heavy, and rarely needed
         compute_local_shape_and_global_offset,
@@ -207,14 +209,6 @@ def _is_slice(sharded: Any, axis: int) -> bool:
     inner = list(enumerate(sharded.placements))[axis + 1 :]
     parts = [sharded.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
     return math.prod(parts) == placement.split_factor
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a DTensor; compares names, as the import is slow."""
-    kind = type(tensor)
-    return kind.__name__ == "DTensor" and kind.__module__.startswith(
-        "torch.distributed"
-    )
 
 
 def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
@@ -256,11 +250,11 @@ def read_box(
     starts, length = _runs(box, strides)
     num_bytes = length * dtype.itemsize
     if len(starts) > 1 and num_bytes < _FINE:
-        flat = devices.empty([starts[-1] + length - starts[0]], dtype)
+        flat = empty([starts[-1] + length - starts[0]], dtype)
         stream.seek(begin + starts[0] * dtype.itemsize)
         files.read_into(stream, files.bytes_of(flat))
         return flat.as_strided(box.size, strides).contiguous()
-    found = devices.empty(box.size, dtype)
+    found = empty(box.size, dtype)
     values = files.bytes_of(found)
     for number, start in enumerate(starts):
         stream.seek(begin + start * dtype.itemsize)

@@ -23,10 +23,10 @@ from accelfn.base.arguments import (
     advise,
     as_path,
     explain_call_errors,
+    hint_attributes,
     is_integer,
     question,
 )
-from accelfn.base.hints import hint_attributes
 from accelfn.checkpoint import commit, files, manifest
 from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
 from accelfn.checkpoint.load import load

@@ -745,3 +745,79 @@ def _counts(world: World, label: str) -> Sequence[int | None]:
         return ()
     activity.has_coupled = True
     return activity.samples.counts()
+
+
+# All-gather and reduce-scatter for Gloo by all-to-all.
+#
+# Gloo's all-gather passes parts round a ring, one round per other rank, and its reduce-scatter
+# sums everything on all ranks. On two processes a gather of 800 kB took 0.3 ms of processor
+# time by all-to-all and 0.8 ms by Gloo's all-gather. A reduce-scatter took 0.3 and 1.2 ms. For
+# 25 MB the gathers took equal time, and the reduce-scatters 6 and 15 ms.
+#
+# Messages take about 0.6 of an all-to-all's time for large tensors if ranks arrive together.
+# Otherwise, such as between the units of a model, they take longer than an all-to-all.
+
+
+_TAG_OF_GLOO = 0x6167
+"""Message tag, different from the tags of a user's loop."""
+
+
+def carries(group: Any, device: torch.device) -> bool:
+    """Return whether Gloo is a group's backend for host tensors."""
+    if device.type != "cpu":
+        return False
+    return group._get_backend(device).name() == "gloo"
+
+
+def gather_(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+    """All-gather parts into a vector, in rank order; `part` may be a view of it."""
+    given = part.repeat(group.size())
+    dist.all_to_all_single(whole, given, group=group)
+
+
+def reduce_scatter_(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+    """Reduce-scatter a vector into `part`, summed in rank order."""
+    rows = torch.empty_like(whole).view(group.size(), *part.shape)
+    dist.all_to_all_single(rows.view_as(whole), whole, group=group)
+    torch.sum(rows, 0, dtype=part.dtype, out=part)
+
+
+def reduce_to_holders_(
+    tensors: Sequence[torch.Tensor], holders: Sequence[int], group: Any
+) -> None:
+    """Sum each tensor over the ranks on its holder; other ranks keep their values.
+
+    Each rank posts all receives before it sends.
+
+    Args:
+        tensors: contiguous tensors with the same shapes on all ranks.
+        holders: for each tensor, the rank of the group that gets the sum.
+        group: the process group.
+    """
+    size, rank = group.size(), group.rank()
+    pairs = list(zip(tensors, holders, strict=True))
+    mine = [tensor for tensor, holder in pairs if holder == rank]
+    others = [peer for peer in range(size) if peer != rank]
+    got = {peer: [torch.empty_like(tensor) for tensor in mine] for peer in others}
+    among: dict[str, Any] = {"group": group, "tag": _TAG_OF_GLOO}
+    receives: list[Any] = [
+        dist.irecv(tensor, group_src=peer, **among)
+        for peer in others
+        for tensor in got[peer]
+    ]
+    sends: list[Any] = [
+        dist.isend(tensor, group_dst=holder, **among)
+        for tensor, holder in pairs
+        if holder != rank
+    ]
+    for work in receives:
+        work.wait()
+    got[rank] = mine
+    for i, tensor in enumerate(mine):
+        total = got[0][i]
+        for peer in range(1, size):
+            total.add_(got[peer][i])
+        if rank:
+            tensor.copy_(total)
+    for work in sends:
+        work.wait()

@@ -27,15 +27,15 @@ from accelfn.collectives import (
     gather_text,
     is_same_text,
 )
-from accelfn.data.epoch import (
+from accelfn.data.loaders import skip_seeding
+from accelfn.data.order import Sequential, Shuffled
+from accelfn.data.plan import (
     bytes_of,
     epoch_of,
     form_of,
     places_of,
     sample_at,
 )
-from accelfn.data.loaders import skip_seeding
-from accelfn.data.order import Sequential, Shuffled
 from accelfn.data.sources import Items, Joined, Rows, Source
 from accelfn.errors import BatchError, ReplicaMismatchError
 from accelfn.world import World

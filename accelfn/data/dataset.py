@@ -14,14 +14,13 @@ from accelfn.base.arguments import (
     advise,
     check_integer,
     explain_call_errors,
+    hint_attributes,
     is_integer,
     is_number,
     option,
     truth,
 )
-from accelfn.base.hints import hint_attributes
 from accelfn.data.consistency import Looks
-from accelfn.data.epoch import Epoch, epoch_of, fingerprint_of, form_of
 from accelfn.data.loader import options_of
 from accelfn.data.loaders import Collate
 from accelfn.data.order import (
@@ -33,15 +32,26 @@ from accelfn.data.order import (
     promised_length,
     refuse_distributed,
 )
-from accelfn.data.plan import Batch, Cursor, Cut, EvenCut, budget
+from accelfn.data.plan import (
+    Batch,
+    Cursor,
+    Cut,
+    Epoch,
+    EvenCut,
+    budget,
+    epoch_of,
+    fingerprint_of,
+    form_of,
+)
 from accelfn.data.reading import Reading, read_batches
 from accelfn.data.sources import (
     Joined,
     Source,
+    is_stream,
     mix_datasets,
     source_of,
 )
-from accelfn.data.stream import first_state, is_stream, resume_error
+from accelfn.data.stream import first_state, resume_error
 from accelfn.errors import ArgumentError, BatchError, DataError, LengthError
 
 _FEW = 4

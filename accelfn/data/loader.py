@@ -15,7 +15,7 @@ from accelfn.data.order import (
     order_of_sampler,
     refuse_distributed,
 )
-from accelfn.data.stream import is_stream
+from accelfn.data.sources import is_stream
 from accelfn.errors import DataError
 
 _DEFAULTS = {

@@ -12,7 +12,6 @@ import torch
 from torch.utils.data import DataLoader
 
 from accelfn.base.draws import is_plain, own_modes, span
-from accelfn.data.epoch import Portion, epoch_of, portions
 from accelfn.data.loaders import (
     Fetch,
     Place,
@@ -24,7 +23,7 @@ from accelfn.data.loaders import (
     start_method,
     watch_workers,
 )
-from accelfn.data.plan import Batch, Cursor, Filler, Plan
+from accelfn.data.plan import Batch, Cursor, Filler, Plan, Portion, epoch_of, portions
 from accelfn.data.sources import format_indices
 from accelfn.data.stream import (
     Sharded,

@@ -530,3 +530,10 @@ class Mixed:
         return lambda positions: look_up_blocks(
             positions + epoch * n, self.block, order_block
         )
+
+
+def is_stream(dataset: Any) -> bool:
+    """Return whether a dataset can be iterated over, and has no index."""
+    if isinstance(dataset, IterableDataset):
+        return True
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")

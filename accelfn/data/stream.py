@@ -28,7 +28,6 @@ from torch.utils.data._utils import worker as torch_worker
 from accelfn.base import codec, draws
 from accelfn.collectives import all_gather, scatter_bytes
 from accelfn.collectives.failures import check_world
-from accelfn.data.epoch import Portion
 from accelfn.data.loaders import (
     Collate,
     Place,
@@ -37,7 +36,7 @@ from accelfn.data.loaders import (
     watch_workers,
 )
 from accelfn.data.order import promised_length, seed_generators
-from accelfn.data.plan import Batch, Cursor, Plan, Span, even_part
+from accelfn.data.plan import Batch, Cursor, Plan, Portion, Span, even_part
 from accelfn.errors import ArgumentError, BatchError, DataError
 from accelfn.world import World
 
@@ -47,13 +46,6 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("accelfn")
 _BEFORE = -1
 """The position whose key is that of random numbers before the first sample."""
-
-
-def is_stream(dataset: Any) -> bool:
-    """Return whether a dataset can be iterated over, and has no index."""
-    if isinstance(dataset, IterableDataset):
-        return True
-    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 
 def is_stateful(dataset: Any) -> bool:

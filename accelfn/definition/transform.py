@@ -33,8 +33,9 @@ from accelfn.base.arguments import (
     annotations_of,
     call_mismatch,
     explain_call_errors,
+    hint_attributes,
+    readonly,
 )
-from accelfn.base.hints import hint_attributes, readonly
 from accelfn.base.tree import is_within
 from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
 

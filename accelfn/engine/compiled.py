@@ -27,7 +27,7 @@ from accelfn.engine.runner import (
     read_loss,
 )
 from accelfn.errors import CompileError, RecompilationWarning
-from accelfn.state.metrics import Loss, Number
+from accelfn.state.results import Loss, Number
 from accelfn.world import World
 
 DOUBLE_BACKWARD = "double backward"

@@ -30,7 +30,7 @@ from accelfn.engine.runner import (
     run_backward,
 )
 from accelfn.errors import ModelError, WorldError
-from accelfn.state.metrics import Number
+from accelfn.state.results import Number
 from accelfn.world import World
 
 # Compressed gradients in buckets of DistributedDataParallel.

@@ -33,7 +33,7 @@ from accelfn.data.consistency import (
     order_rows,
     reader_rows,
 )
-from accelfn.data.epoch import form_of
+from accelfn.data.plan import form_of
 from accelfn.engine.runner import ReadLoss, Samples
 from accelfn.errors import BatchError, Error, LossError, UnusedParametersError
 from accelfn.model.optimizer import kind_of

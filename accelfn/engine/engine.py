@@ -45,8 +45,7 @@ from accelfn.engine.runner import (
 from accelfn.errors import GradsError, ModelError
 from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates
-from accelfn.state.grads import GradInfo, Grads
-from accelfn.state.metrics import Metrics, Number
+from accelfn.state.results import GradInfo, Grads, Metrics, Number
 from accelfn.state.state import OptState, TrainState
 
 if TYPE_CHECKING:
@@ -586,8 +585,9 @@ def engine_of(state: TrainState) -> Engine:
     cache, world = state.definition.cache, state.definition.world
     if cache.engine is None or cache.is_to_compare:
         state.lease.check()
-        if world.is_main and cache.engine is None:
-            advise_of_rates(state.definition.schedule)
+        schedule = state.definition.schedule
+        if world.is_main and cache.engine is None and schedule is not None:
+            advise_of_rates(schedule)
         if is_one_training(state):
             compare_ranks(state)
         cache.is_to_compare = False

@@ -28,12 +28,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import devices, tree
-from accelfn.collectives import all_reduce_, gather_text, naming, neighbors
-from accelfn.collectives.call_order import CallOrder
+from accelfn.collectives import all_reduce_, gather_text, naming, packed
 from accelfn.definition.definition import Definition
 from accelfn.engine.doctor import reject_unused
 from accelfn.engine.modules import Regions, has_forward, select_modules
 from accelfn.engine.runner import (
+    CallOrder,
     LossFunction,
     Ones,
     ReadLoss,
@@ -47,8 +47,7 @@ from accelfn.engine.runner import (
 )
 from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import LossError, ModelError
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Number
+from accelfn.state.results import Grads, Number
 from accelfn.world import World
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
@@ -185,7 +184,7 @@ def gather_by_gloo(
     """All-gather the shards of a unit into `output_tensor`."""
     if how.get("async_op"):
         return gather(output_tensor, input_tensor, group, **how)
-    return neighbors.gather_(output_tensor, input_tensor, group)
+    return packed.gather_(output_tensor, input_tensor, group)
 
 
 def reduce_scatter_by_gloo(
@@ -195,7 +194,7 @@ def reduce_scatter_by_gloo(
     op = how["op"]
     if how.get("async_op") or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
         return reduce_scatter(output_tensor, input_tensor, group, **how)
-    neighbors.reduce_scatter_(output_tensor, input_tensor, group)
+    packed.reduce_scatter_(output_tensor, input_tensor, group)
     if op == dist.ReduceOp.AVG:
         output_tensor.div_(group.size())
     return None
@@ -495,9 +494,7 @@ class ShardBinding:
             param._setattr_on_modules(param.sharded_param)
         self.bind(self.opt_state_view.state)
         mesh = self._splitter.mesh
-        carries = neighbors.carries(
-            mesh.get_group(mesh.ndim - 1), self._splitter.device
-        )
+        carries = packed.carries(mesh.get_group(mesh.ndim - 1), self._splitter.device)
         self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
         state: Any = cast("Any", root)._get_fsdp_state()
         state._lazy_init()

@@ -14,9 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
 from accelfn.collectives import all_gather, sum_
-from accelfn.collectives.call_order import CallOrder
 from accelfn.collectives.failures import await_turn
 from accelfn.definition.transform import check_returned
+from accelfn.engine.runner import CallOrder
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.state.state import TrainState
 from accelfn.world import World

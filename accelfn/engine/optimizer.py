@@ -32,8 +32,7 @@ from accelfn.model.optimizer import (
     rebuilt,
     wrapper_error,
 )
-from accelfn.state.grads import divide_, never_zero
-from accelfn.state.metrics import Number
+from accelfn.state.results import Number, divide_, never_zero
 from accelfn.state.state import TrainState
 
 # Adam's fused kernel on lists that are built once.

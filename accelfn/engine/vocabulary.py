@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
 from accelfn.base.tree import tree_map
-from accelfn.collectives import naming, neighbors
+from accelfn.collectives import naming, packed
 from accelfn.errors import LossError
 from accelfn.world import World
 
@@ -128,8 +128,8 @@ class _SumAndTake(torch.autograd.Function):
         shape[dim] //= ranks.size
         total = whole.new_empty(shape)
         with naming(_LABEL, ranks):
-            if neighbors.carries(ranks.group, total.device):
-                neighbors.reduce_scatter_(total, rows, ranks.group)
+            if packed.carries(ranks.group, total.device):
+                packed.reduce_scatter_(total, rows, ranks.group)
             else:
                 dist.reduce_scatter_single(total, rows, group=ranks.group)
         return total

@@ -5,8 +5,12 @@ from collections.abc import Iterator
 
 import attrs
 
-from accelfn.base.arguments import advise, explain_call_errors, is_integer
-from accelfn.base.hints import hint_attributes
+from accelfn.base.arguments import (
+    advise,
+    explain_call_errors,
+    hint_attributes,
+    is_integer,
+)
 from accelfn.data import Batch, Data
 from accelfn.data.consistency import check_readers
 from accelfn.data.plan import Cursor

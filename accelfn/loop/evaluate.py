@@ -35,7 +35,7 @@ from accelfn.definition.transform import check_copied
 from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
-from accelfn.state.metrics import (
+from accelfn.state.results import (
     Loss,
     Metrics,
     Number,

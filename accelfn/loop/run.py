@@ -23,7 +23,7 @@ from accelfn.collectives import reduce
 from accelfn.collectives.failures import check_world
 from accelfn.errors import ArgumentError
 from accelfn.loop.batches import batches
-from accelfn.state.metrics import Metrics
+from accelfn.state.results import Metrics
 from accelfn.state.state import TrainState, check_state
 from accelfn.step.step import Step
 from accelfn.world import World

@@ -7,7 +7,7 @@ whose rates are those of the optimizer's own groups. Either way a resumed run ne
 scheduler state, and ranks or micro-batches change nothing.
 """
 
-from accelfn.base.hints import find_hint as _find_hint
+from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.errors import RecordError as _RecordError
 from accelfn.schedules.factors import Schedule as Schedule
 from accelfn.schedules.factors import constant as constant

@@ -535,9 +535,9 @@ _LONGEST = 10**8
 """Most updates to check: a file can claim more, and checking them would take hours."""
 
 
-def advise_of_rates(schedule: Schedule | None) -> None:
+def advise_of_rates(schedule: Schedule) -> None:
     """Warn about a function that probably returns learning rates instead of factors."""
-    if schedule is None or isinstance(schedule, from_torch):
+    if isinstance(schedule, from_torch):
         return
     peak = max(_factors(schedule), default=0.0)
     if 0 < peak < _LEAST_PEAK:

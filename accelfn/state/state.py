@@ -17,10 +17,9 @@ from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import tree
-from accelfn.base.arguments import explain_call_errors
+from accelfn.base.arguments import explain_call_errors, hint_attributes
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
-from accelfn.base.hints import hint_attributes
 from accelfn.base.tree import Pending, ReadOnly, is_shard
 from accelfn.collectives import check_replicas, check_rows
 from accelfn.collectives.failures import format_tensor
@@ -35,7 +34,7 @@ from accelfn.model.model import ModelSource, check_params, give_away, seal_optim
 from accelfn.model.optimizer import OptimizerSource, place_opt_state, trained_names
 from accelfn.schedules.factors import Schedule
 from accelfn.state.beginning import begin, begin_slots, restart_slots
-from accelfn.state.grads import Lease
+from accelfn.state.results import Lease
 from accelfn.state.update import (
     Skips,
     Update,

@@ -21,8 +21,7 @@ from accelfn.definition.transform import ARGUMENTS
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
 from accelfn.schedules.factors import advise_of_end
-from accelfn.state.grads import GradInfo, Grads
-from accelfn.state.metrics import Number
+from accelfn.state.results import GradInfo, Grads, Number
 from accelfn.world import World
 
 if TYPE_CHECKING:

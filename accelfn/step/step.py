@@ -30,8 +30,7 @@ from accelfn.engine.engine import Engine, engine_of
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import GradsError, StateDonatedError
 from accelfn.model.optimizer import Assignments
-from accelfn.state.grads import Grads, Lease, Skip
-from accelfn.state.metrics import Metrics, Number
+from accelfn.state.results import Grads, Lease, Metrics, Number, Skip
 from accelfn.state.state import (
     OptState,
     TrainState,

@@ -29,8 +29,7 @@ from accelfn.engine.engine import engine_of
 from accelfn.engine.optimizer import LiveUpdate
 from accelfn.engine.runner import LossFunction, Samples
 from accelfn.errors import ArgumentError, BatchError, GradsError, LossError
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Loss, Metrics, Number
+from accelfn.state.results import Grads, Loss, Metrics, Number
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, apply_readonly
 from accelfn.world import World

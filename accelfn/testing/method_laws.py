@@ -33,7 +33,7 @@ from accelfn.definition.transform import facts_of, has_field
 from accelfn.errors import CompositionError, GradsError
 from accelfn.model.optimizer import Hyper
 from accelfn.plug import tree
-from accelfn.state.grads import GradInfo
+from accelfn.state.results import GradInfo
 from accelfn.state.update import apply_transforms, override_hyper
 from accelfn.testing.comparing import (
     copy_leaf,

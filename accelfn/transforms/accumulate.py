@@ -13,8 +13,7 @@ from accelfn.data import Batch, Plan
 from accelfn.data.plan import even_part
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, BatchError
-from accelfn.state.grads import Grads
-from accelfn.state.metrics import Metrics
+from accelfn.state.results import Grads, Metrics
 from accelfn.state.state import TrainState
 from accelfn.step.value_and_grad import ValueAndGrad
 

@@ -15,7 +15,7 @@ from accelfn.base.arguments import is_number, satisfies, truth
 from accelfn.base.tree import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import GradsError, OptimizerError
-from accelfn.state.grads import Grads
+from accelfn.state.results import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 

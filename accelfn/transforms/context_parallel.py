@@ -17,7 +17,7 @@ from accelfn.engine.context_parallel import Attending, Heads, Ring
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
-from accelfn.state.metrics import Loss
+from accelfn.state.results import Loss
 from accelfn.state.state import TrainState
 from accelfn.world import World
 

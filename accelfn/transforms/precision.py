@@ -21,7 +21,7 @@ from accelfn.definition.transform import transform
 from accelfn.engine.modules import Chosen, check_installed, to_float8
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
-from accelfn.state.grads import Grads
+from accelfn.state.results import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.update import LOOK_EVERY, Update
 

@@ -26,7 +26,7 @@ from accelfn.engine.tensor_parallel import (
 )
 from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import BatchError, Error, LossError
-from accelfn.state.metrics import Loss
+from accelfn.state.results import Loss
 from accelfn.state.state import TrainState
 from accelfn.world import World
 

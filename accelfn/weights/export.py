@@ -22,11 +22,12 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
+from accelfn.base.tree import is_shard
 from accelfn.checkpoint import commit, files, slices
 from accelfn.checkpoint.commit import Phase, Save
 from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import exchange_of, save_of
-from accelfn.checkpoint.slices import Slice, is_sharded
+from accelfn.checkpoint.slices import Slice
 from accelfn.collectives import by_calls
 from accelfn.errors import (
     ArgumentError,
@@ -431,7 +432,7 @@ def full_params(
     check_state(call, state)
     params = params_at(state, call, at)
     with own_modes(state.world.device), torch.no_grad():
-        found = {n: t for n, t in params.items() if not is_sharded(t)}
+        found = {n: t for n, t in params.items() if not is_shard(t)}
         copies = {n: _host(t).clone() for n, t in found.items()}
         for some in by_calls(params, state.world, label="af.full_params"):
             copies |= {n: _host(t) for n, t in some.items()}
@@ -529,7 +530,7 @@ def _exported_tensors(
         tensor = values[id(meta)]
         if id(meta) not in seen:
             seen.add(id(meta))
-            if not is_sharded(tensor):
+            if not is_shard(tensor):
                 checked.put(tensor, name)
             found[name] = tensor
     return found
@@ -539,7 +540,7 @@ def _gather_to_main(
     tensors: Mapping[str, torch.Tensor], job: Save, world: World
 ) -> dict[str, torch.Tensor]:
     """Gather sharded tensors to rank 0; return all tensors there, and {} on other ranks."""
-    held = {n: t for n, t in tensors.items() if not is_sharded(t)}
+    held = {n: t for n, t in tensors.items() if not is_shard(t)}
     for some in by_calls(tensors, world, label="gather what is exported"):
         held |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
     return {n: held[n] for n in tensors} if job.rank == 0 else {}

@@ -18,7 +18,6 @@ from torch.nn import init
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from accelfn.base import devices
 from accelfn.base.arguments import (
     advise,
     as_path,
@@ -27,10 +26,10 @@ from accelfn.base.arguments import (
     list_names,
 )
 from accelfn.base.draws import own_modes
-from accelfn.base.tree import tensor_leaves
+from accelfn.base.tree import is_shard, tensor_leaves
 from accelfn.checkpoint import files
+from accelfn.checkpoint.files import empty
 from accelfn.checkpoint.load import differences
-from accelfn.checkpoint.slices import is_sharded
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.model.model import parameters_on_meta
 from accelfn.weights.export import Shards, open_weights
@@ -330,7 +329,7 @@ class Placement:
         dtype, device = self._dtype(value, old), self.device(name, old)
         if dtype == value.dtype or device != torch.device("cpu"):
             return None
-        return devices.empty(value.shape, dtype)
+        return empty(value.shape, dtype)
 
     def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if not value.is_floating_point():
@@ -449,8 +448,8 @@ def _targets(model: nn.Module) -> list[Target]:
     """
     named = _named_tensors(model)
     for name, tensor in named.items():
-        if is_lazy(tensor) or is_sharded(tensor):
-            kind = "a DTensor" if is_sharded(tensor) else "lazy, without a shape yet"
+        if is_lazy(tensor) or is_shard(tensor):
+            kind = "a DTensor" if is_shard(tensor) else "lazy, without a shape yet"
             msg = (
                 f"{name} is {kind}. Import into the model before that, or after a call."
             )

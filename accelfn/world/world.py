@@ -16,9 +16,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from accelfn.base.arguments import check_seconds, explain_call_errors, is_integer
+from accelfn.base.arguments import (
+    check_seconds,
+    explain_call_errors,
+    hint_attributes,
+    is_integer,
+)
 from accelfn.base.devices import choose_device, parse_device
-from accelfn.base.hints import hint_attributes
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.world import axes as arithmetic
 from accelfn.world.connection import Connection

@@ -443,13 +443,13 @@ ROWS = [
         name="samples",
         draws=on_rank(sample(lambda: af.Data(Items(), batch_size=4), slice(3))),
         apart="seed epoch index rank",
-        at="data.epoch.epoch_of data.loaders.Fetch.__call__",
+        at="data.plan.epoch_of data.loaders.Fetch.__call__",
     ),
     Row(
         name="samples of a loader",
         draws=on_rank(sample(as_a_loader(Items()), slice(3))),
         apart="seed epoch index rank",
-        at="data.epoch.epoch_of data.loaders.Fetch.__call__",
+        at="data.plan.epoch_of data.loaders.Fetch.__call__",
     ),
     Row(
         name="samples of a stream",
@@ -508,7 +508,7 @@ ROWS = [
         name="turns of batches of a budget",
         draws=ends_by_cost,
         apart="seed epoch",
-        at="data.epoch.epoch_of",
+        at="data.plan.epoch_of",
     ),
     Row(
         name="mixed",
@@ -534,9 +534,7 @@ ROWS = [
         apart="seed epoch",
         at="data.order._draw_indices",
     ),
-    Row(
-        name="what knows data again", draws=probed, apart="", at="data.epoch.sample_at"
-    ),
+    Row(name="what knows data again", draws=probed, apart="", at="data.plan.sample_at"),
     Row(
         name="a simulated rank",
         draws=of_a_simulated_rank,

@@ -31,7 +31,6 @@ from tests.internals import (
     best_of,
     commit,
     contents_of,
-    devices,
     files,
     gather_text,
     manifest,
@@ -1143,14 +1142,14 @@ def test_c20_no_memory_for_what_is_not_asked_for(tmp_path, monkeypatch):
     """C20: `verify` reads a tensor that nobody needs in pieces, and finds a changed bit."""
     monkeypatch.setattr("accelfn.checkpoint.files._BLOCK", 1000)
     af.save(made().with_slot("large", torch.arange(10_000.0)), tmp_path / "saved")
-    sizes, empty = [], devices.empty
+    sizes, empty = [], files.empty
 
     def seen(shape, dtype):
         tensor = empty(shape, dtype)
         sizes.append(tensor.nbytes)
         return tensor
 
-    monkeypatch.setattr(devices, "empty", seen)
+    monkeypatch.setattr(files, "empty", seen)
     manifest.verify(tmp_path / "saved")
     assert max(sizes) <= 1000
     path = tmp_path / "saved" / FILE

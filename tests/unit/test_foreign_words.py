@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.internals import hints
+from tests.internals import arguments
 
 X, Y = torch.ones(8, 3), torch.ones(8, 1)
 WORLD = af.World.single(device="cpu")
@@ -48,7 +48,7 @@ BATCH = next(iter(af.batches(STATE)))
 METRICS, GRADS = af.value_and_grad(loss_fn)(STATE, BATCH)
 DATA = STATE.data
 CHAIN = af.chain(af.ema(0.5))
-TABLES = hints.read_hints()
+TABLES = arguments.read_hints()
 RECORDS = {
     type(record).__name__: record
     for record in (
@@ -112,7 +112,7 @@ def test_no_foreign_word_hides_a_name_of_the_record(name):
 def test_hints_are_read_after_a_failure():
     """A program that uses no foreign name does not read the tables."""
     code = (
-        "import accelfn as af; from accelfn.base.hints import read_hints;"
+        "import accelfn as af; from accelfn.base.arguments import read_hints;"
         "world = af.World(); world.rank; world.is_main;"
         "assert read_hints.cache_info().currsize == 0;"
         "assert not hasattr(world, 'num_processes');"
@@ -124,7 +124,7 @@ def test_hints_are_read_after_a_failure():
 def test_a_property_keeps_its_own_error():
     """An AttributeError inside a property is not replaced by one that names the property."""
 
-    @hints.hint_attributes()
+    @arguments.hint_attributes()
     class Record:
         @property
         def broken(self):
