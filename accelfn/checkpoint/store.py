@@ -593,15 +593,23 @@ class CheckpointStore:
         Without `async_`, `save` calls it. With `async_`, a thread does, and `wait`, `close` and
         the next `save` report its error to all ranks.
         """
-        commit.write(job, contents, exchange)
         act = partial(self._after_commit, job)
+        try:
+            commit.write(job, contents, exchange)
+        except BaseException as error:  # another rank failed, perhaps after the commit
+            if job.rank == 0 and files.is_there(job.final):
+                try:
+                    act()
+                except Exception as own:  # noqa: BLE001 - the other rank's error is raised
+                    error.add_note(f"After the commit: {commit.format_error(own)}")
+            raise
         job.run_on_all(None if self.async_ else exchange, Phase.VERIFY, act)
 
     def _after_commit(self, job: Save) -> None:
         """Verify the new checkpoint, and remove old ones, on rank 0.
 
-        Runs on all ranks after each commit, whether the save ends in `save`, in its thread, or
-        after another rank has failed. So it must not call collectives. If it raises, the
+        Runs after each commit: on all ranks, in `save` or in its thread, or on rank 0 alone if
+        another rank fails after the commit. So it must not call collectives. If it raises, the
         checkpoint stays (unless it is damaged), and the save raises `CheckpointWriteError`.
         """
         if job.rank == 0:

@@ -4,7 +4,7 @@
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -300,3 +300,39 @@ def test_what_cannot_be_removed_keeps_nothing_else(stuck: set[int], keep: int) -
             )
         saved.save(state_of(7))
         assert saved.steps == tuple(range(8 - keep, 8))
+
+
+@given(
+    phase=st.sampled_from(commit.Phase),
+    keep=st.integers(1, 2),
+    async_=st.booleans(),
+)
+@example(phase=commit.Phase.COMMIT, keep=1, async_=True)
+def test_a_store_keeps_no_more_when_another_rank_ends(
+    phase: commit.Phase, keep: int, async_: bool
+) -> None:
+    """B2: if rank 1 ends anywhere in a save, the store keeps as many as ever, all complete."""
+    run = commit.Save.run_on_all
+
+    def end(job: commit.Save, exchange: Any, at: commit.Phase, *args: Any) -> Any:
+        if at is phase and job.rank == 1:
+            raise SystemExit(3)
+        return run(job, exchange, at, *args)
+
+    def train(world: af.World) -> None:
+        with af.CheckpointStore(root, keep=keep, async_=async_) as saves:
+            saves.save(state_of(3, world))
+
+    with lent() as root:
+        with af.CheckpointStore(root, keep=keep) as saved:
+            for step in (1, 2):
+                saved.save(state_of(step))
+        with (
+            redirect_stderr(StringIO()),
+            mock.patch.object(commit.Save, "run_on_all", end),
+            suppress(af.Error, SystemExit),
+        ):
+            simulate(2, train)
+        assert len(saved.steps) == keep
+        assert saved.steps[-1] in {2, 3}
+        assert all(is_of(root / f"step-{step:08d}", step) for step in saved.steps)
