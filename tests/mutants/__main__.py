@@ -2,15 +2,15 @@
 """Plant every mutant, and print whether its test found it and after how many examples.
 
 Arguments are names of test files, as `test_diloco`: their mutants alone. A hunt of all that finds
-all writes the numbers of examples into the table. `--random 100 --seed 1 engine` tries random bugs
-in a folder of the package instead; see `operators`.
+all writes the numbers of examples into the table. `--random 100 --seed 1 engine` plants random
+slips in a folder of the package instead, and `--file BUGS` those of a file; see `search`.
 """
 
 import argparse
 import sys
 import time
 import warnings
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import attrs
 import torch
@@ -18,9 +18,6 @@ from rich.console import Console
 
 import accelfn as af
 from tests.mutants import profile
-
-if TYPE_CHECKING:
-    from tests.mutants.mutant import Mutant
 
 
 def main() -> int:
@@ -33,15 +30,16 @@ def main() -> int:
     warnings.filterwarnings("ignore", category=af.Warning)
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT")
+    parser.add_argument("--file", type=Path, metavar="BUGS")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("words", nargs="*")
     asked = parser.parse_args()
     console = Console(highlight=False)
     start, outcomes = time.perf_counter(), []
     words = asked.words
+    if asked.random or asked.file:
+        return _search(console, asked)
     mutants = read_table()
-    if asked.random:
-        return _try_random(console, mutants, asked)
     homes = [mutant.module.rpartition(".")[2] for mutant in mutants]
     unknown = [word for word in words if word not in homes]
     if unknown:
@@ -73,20 +71,22 @@ def main() -> int:
     return len(survived)
 
 
-def _try_random(
-    console: Console, mutants: list["Mutant"], asked: argparse.Namespace
-) -> int:
-    """Return how many random bugs no test found."""
-    from tests.mutants.operators import find_survivors
+def _search(console: Console, asked: argparse.Namespace) -> int:
+    """Return how many bugs no test found."""
+    from tests.mutants.search import draw_bugs, read_bugs, search
 
-    survived = 0
     folder = asked.words[0] if asked.words else ""
-    for slip, case in find_survivors(mutants, asked.random, asked.seed, folder):
-        survived += not case
-        said = f"[green]found by {case}[/]" if case else "[bold red]SURVIVED[/]"
-        console.print(f"{said} {slip.place.module}:{slip.place.name} ", end="")
-        console.print(slip.change, markup=False, soft_wrap=True)
-    console.print(f"{asked.random - survived} of {asked.random} found")
+    drawn = asked.file is None
+    bugs = (
+        draw_bugs(asked.random, asked.seed, folder) if drawn else read_bugs(asked.file)
+    )
+    survived = 0
+    for bug, test in search(bugs):
+        survived += not test
+        said = f"[green]found by {test}[/]" if test else "[bold red]SURVIVED[/]"
+        console.print(f"{said} {bug.place} ", end="")
+        console.print(f"{bug.change} {bug.says}", markup=False, soft_wrap=True)
+    console.print(f"{len(bugs) - survived} of {len(bugs)} found")
     return survived
 
 

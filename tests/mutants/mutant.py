@@ -15,7 +15,7 @@ from typing import Any
 import attrs
 
 from tests.mutants.cases import Case, find_case, find_module
-from tests.mutants.change import change_function
+from tests.mutants.change import Function, change_function
 from tests.mutants.places import Place, find_place
 
 
@@ -71,13 +71,7 @@ class Mutant:
         except (ValueError, SyntaxError) as error:
             msg = f"mutant {self.says!r}: {error}. Plant the bug anew in the table."
             raise ValueError(msg) from error
-        tree = ast.fix_missing_locations(ast.Module([changed], []))
-        whole = compile(tree, inspect.getsourcefile(place.function) or "", "exec")
-        return next(
-            each
-            for each in whole.co_consts
-            if isinstance(each, CodeType) and each.co_name == changed.name
-        )
+        return compile_function(place.function, changed)
 
     @property
     def _found_place(self) -> Place:
@@ -93,6 +87,17 @@ class Mutant:
         except LookupError as error:
             msg = f"mutant {self.says!r}: {error.args[0]}"
             raise LookupError(msg) from error
+
+
+def compile_function(function: FunctionType, changed: Function) -> CodeType:
+    """Return the code of a function's changed syntax tree."""
+    tree = ast.fix_missing_locations(ast.Module([changed], []))
+    whole = compile(tree, inspect.getsourcefile(function) or "", "exec")
+    return next(
+        each
+        for each in whole.co_consts
+        if isinstance(each, CodeType) and each.co_name == changed.name
+    )
 
 
 @contextmanager

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs that no row of the table has: does any test of the suite find them?
+
+The fast tests run once to note which tests enter the functions with bugs. Then each bug is
+planted for a run of the tests that enter its function, those first that enter the fewest.
+"""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import attrs
+
+from tests.mutants.operators import possible_changes
+from tests.mutants.places import all_places
+from tests.mutants.plugin import BUG, PLACES
+
+_MOST_TESTS = 200
+_SECONDS = 300
+_PARALLEL = "2"
+_PYTEST = (
+    *(sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin"),
+    *("-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-profile=ci"),
+)
+
+
+@attrs.frozen
+class Bug:
+    """A bug to look for.
+
+    Attributes:
+        place: the qualified name of the function that has it; see `places`.
+        change: what is changed in it, as `old → new`; see `change`.
+        says: what is wrong.
+    """
+
+    place: str
+    change: str
+    says: str = ""
+
+
+def read_bugs(path: Path) -> list[Bug]:
+    """Read bugs from lines of place, change and sentence between tabs.
+
+    Raises:
+        LookupError, ValueError: a bug does not fit its function.
+    """
+    return [Bug(*line.split("\t")) for line in path.read_text().splitlines() if line]
+
+
+def draw_bugs(count: int, seed: int, folder: str) -> list[Bug]:
+    """Draw random slips of one operator, number, condition or call in a folder's functions."""
+    places = [p for p in all_places() if f"accelfn.{folder}" in p.module]
+    choose = random.Random(seed)  # noqa: S311 - a choice of bugs, no secret
+    bugs: list[Bug] = []
+    while len(bugs) < count:
+        place = choose.choice(places)
+        if changes := list(possible_changes(place)):
+            name = f"{place.module.removeprefix('accelfn.')}:{place.name}"
+            bugs.append(Bug(name, choose.choice(changes)))
+    return bugs
+
+
+def search(bugs: Sequence[Bug]) -> Iterator[tuple[Bug, str]]:
+    """Yield each bug with the test that found it, "" if none did."""
+    reaching = _tests_by_place({each.place for each in bugs})
+    reach = Counter(test for tests in reaching.values() for test in tests)
+
+    def find(bug: Bug) -> tuple[Bug, str]:
+        tests = sorted(reaching.get(bug.place, []), key=lambda test: reach[test])
+        return bug, _first_failure(bug, tests[:_MOST_TESTS])
+
+    with ThreadPoolExecutor(int(_PARALLEL)) as pool:
+        yield from pool.map(find, bugs)
+
+
+def _tests_by_place(places: set[str]) -> dict[str, list[str]]:
+    """Run the fast tests, and return by place the tests that enter it."""
+    with TemporaryDirectory() as directory:
+        watched = json.dumps([sorted(places), directory])
+        side_by_side = "-n", _PARALLEL, "--dist", "loadgroup"
+        subprocess.run(
+            [*_PYTEST, *side_by_side, "tests"],
+            env=os.environ | {PLACES: watched},
+            check=False,
+            stdout=sys.stderr,
+        )
+        found: dict[str, list[str]] = {}
+        for path in Path(directory).iterdir():
+            for place, tests in json.loads(path.read_text()).items():
+                found.setdefault(place, []).extend(tests)
+    return found
+
+
+def _first_failure(bug: Bug, tests: Sequence[str]) -> str:
+    """Plant a bug, and return the test that fails first, or ""."""
+    if not tests:
+        return ""
+    planted = os.environ | {BUG: json.dumps([bug.place, bug.change])}
+    command = [*_PYTEST, "-x", "--tb=no", *tests]
+    try:
+        done = subprocess.run(
+            command,
+            env=planted,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return f"a test that takes longer than {_SECONDS} s"
+    if done.returncode == 0:
+        return ""
+    failed = [
+        line
+        for line in done.stdout.splitlines()
+        if line.startswith(("FAILED", "ERROR"))
+    ]
+    return failed[0] if failed else f"a process that ended with {done.returncode}"
