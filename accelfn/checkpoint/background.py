@@ -277,7 +277,7 @@ class Writing:
         """Return this rank's own error as an error of the save."""
         rank = self.save.rank
         is_there = files.is_there(self.save.final)
-        begins = self.save.not_verified if is_there else self.save.not_saved
+        begins = self.save.not_finished if is_there else self.save.not_saved
         known = CheckpointWriteError(
             f"{begins}: rank {rank} failed: {commit.format_error(error)}"
         )

@@ -58,8 +58,9 @@ class Phase(Enum):
     COMMIT = "write the manifest"
     """Rank 0 acts alone. If its disk was too full to report the outcome, the existence of the
     final directory decides."""
-    VERIFY = "read it back"
-    """After the commit, so another error than `CheckpointError` leaves the checkpoint."""
+    FINISH = "finish"
+    """The work after the commit. `CheckpointError` says that the new checkpoint is damaged, and
+    was removed. Any other error leaves it."""
 
 
 class Verdict(StrEnum):
@@ -68,15 +69,15 @@ class Verdict(StrEnum):
     DONE = "done"
     FAILED = "failed"
     IN_USE = "in-use"
-    UNVERIFIED = "unverified"
+    UNFINISHED = "unfinished"
 
     @classmethod
     def of(cls, error: Exception, phase: Phase) -> "Verdict":
         """Return the verdict on a phase that ended with an error."""
         if isinstance(error, DirectoryInUseError):
             return cls.IN_USE
-        if phase is Phase.VERIFY and not isinstance(error, CheckpointError):
-            return cls.UNVERIFIED
+        if phase is Phase.FINISH and not isinstance(error, CheckpointError):
+            return cls.UNFINISHED
         return cls.FAILED
 
 
@@ -164,9 +165,9 @@ class Save:
         return f"The state of step {self.step} was not saved"
 
     @property
-    def not_verified(self) -> str:
-        """The beginning of an error about a saved checkpoint that may be damaged."""
-        return f"The state of step {self.step} was saved, but not verified"
+    def not_finished(self) -> str:
+        """The beginning of an error in the work after the commit."""
+        return f"The state of step {self.step} was saved, but the work after it is not done"
 
     def run_on_all(
         self,
@@ -211,10 +212,10 @@ class Save:
             if self.rank == 0 and (phase is not Phase.BEGIN or failure is None):
                 with suppress(OSError):
                     files.remove(self.partial)
-            saved = (
-                self.not_verified if verdict == Verdict.UNVERIFIED else self.not_saved
-            )
-            msg = f"{saved}: rank {rank} could not {task}: {said}"
+            if verdict == Verdict.UNFINISHED:
+                msg = f"{self.not_finished}: rank {rank} failed: {said}"
+            else:
+                msg = f"{self.not_saved}: rank {rank} could not {task}: {said}"
             in_use = verdict == Verdict.IN_USE
             raise (DirectoryInUseError if in_use else CheckpointWriteError)(
                 msg

@@ -603,12 +603,12 @@ class CheckpointStore:
                 except Exception as own:  # noqa: BLE001 - the other rank's error is raised
                     error.add_note(f"After the commit: {commit.format_error(own)}")
             raise
-        job.run_on_all(None if self.async_ else exchange, Phase.VERIFY, act)
+        job.run_on_all(None if self.async_ else exchange, Phase.FINISH, act)
 
     def _after_commit(self, job: Save) -> None:
-        """Verify the new checkpoint, and remove old ones, on rank 0.
+        """Verify the new checkpoint, and remove old ones; rank 0 acts.
 
-        Runs after each commit: on all ranks, in `save` or in its thread, or on rank 0 alone if
+        Called after each commit: on all ranks by `save` or its thread, and on rank 0 alone if
         another rank fails after the commit. So it must not call collectives. If it raises, the
         checkpoint stays (unless it is damaged), and the save raises `CheckpointWriteError`.
         """

@@ -33,7 +33,7 @@ PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "describe its contents": (commit, "_describe_states", lambda job, *_: job.rank),
     "write its file": (files, "write_tensors", lambda path, *_: int(path.name[5:10])),
     "write the manifest": (files, "rename", lambda *_: 0),
-    "read it back": (manifest, "verify", lambda *_: 0),
+    "finish": (manifest, "verify", lambda *_: 0),
     "divide": (commit, "divide_writes", lambda _contents, _ranks, rank: rank),
 }
 
@@ -54,10 +54,8 @@ def causes(error: BaseException | None) -> list[BaseException]:
 @example(
     size=1, rank=0, what="write its file", error="OSError", async_=False, joint=False
 )
-@example(size=2, rank=0, what="read it back", error="bad", async_=True, joint=False)
-@example(
-    size=2, rank=0, what="read it back", error="SystemExit: 3", async_=True, joint=False
-)
+@example(size=2, rank=0, what="finish", error="bad", async_=True, joint=False)
+@example(size=2, rank=0, what="finish", error="SystemExit: 3", async_=True, joint=False)
 @example(
     size=2, rank=1, what="divide", error="ValueError: boom", async_=True, joint=False
 )
@@ -74,8 +72,8 @@ def test_a_save_names_whose_error_it_was(
     if not async_ and what == "divide":
         return
     stopped = what == "divide" or error.startswith("SystemExit")
-    of_rank_0 = what in ("write the manifest", "read it back")
-    is_there = what == "read it back" and error != "bad"
+    of_rank_0 = what in ("write the manifest", "finish")
+    is_there = what == "finish" and error != "bad"
     rank = 0 if of_rank_0 else rank % size
     owner, name, rank_of = PLACES[what]
     raised, act, told = ERRORS[error](), getattr(owner, name), list[str]()
@@ -107,8 +105,8 @@ def test_a_save_names_whose_error_it_was(
         simulate(size, train)
     assert len(told) == size
     assert len(set(told)) == 1
-    how = "failed" if stopped else f"could not {what}"
-    saved = "saved, but not verified" if is_there else "not saved"
+    how = "failed" if stopped or is_there else f"could not {what}"
+    saved = "saved, but the work after it is not done" if is_there else "not saved"
     assert f"step 1 was {saved}: rank {rank} {how}: {error}. " in told[0]
 
 
@@ -152,7 +150,9 @@ def test_a_disk_that_breaks_fails_saves(size: int, at: int, async_: bool) -> Non
         assert is_of(root / "step-00000003", 3)
         assert len(failed) in (0, size)
         for text in failed:
-            is_there = "step 2 was saved, but not verified: rank" in text
+            is_there = (
+                "step 2 was saved, but the work after it is not done: rank" in text
+            )
             assert is_there or "step 2 was not saved: rank" in text
             assert not is_there or is_of(root / "step-00000002", 2)
             assert os.strerror(errno.EIO) in text
