@@ -176,8 +176,8 @@ if _TYPE_CHECKING:
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
 
-# imported when first used, for a program does without most of them; a name that its module
-# bears too is not among them, for the import of the module would stand in its place
+# Imported when first used, because a program needs few of them. A name that a module of this
+# package has too cannot be here: importing that module would replace it.
 _LATER = {
     "accelfn": ("megatron", "track"),
     "accelfn.checkpoint": (

@@ -93,4 +93,6 @@ def public() -> set[type]:
 
 if __name__ == "__main__":
     for path in (PAGE, DEEPSPEED):
+        is_new = path.read_text(encoding="utf-8") != page(path)
         path.write_text(page(path), encoding="utf-8")
+        print(f"{path}: {'changed' if is_new else 'as it was'}")  # noqa: T201

@@ -14,7 +14,7 @@ from typing import Any
 
 import accelfn as af
 from accelfn import orders, testing, track
-from tests.internals import OPTIONS, ddp, precision
+from tests.internals import OPTIONS, data_parallel, precision
 from tests.internals import parser as command_line
 
 FILE = Path(__file__).with_name("defaults.txt")
@@ -26,7 +26,7 @@ _MODULES = {
     "accelfn.testing": testing,
 }
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
-    "af.compress": ddp._DEFAULTS,
+    "af.compress": data_parallel._DEFAULTS,
     "af.autocast": precision._SCALING,
 }
 """What is taken where an option's default is None."""
@@ -104,4 +104,6 @@ def _shown(value: object) -> str:
 
 
 if __name__ == "__main__":
+    is_new = FILE.read_text().splitlines() != lines()
     FILE.write_text("\n".join([*lines(), ""]))
+    print(f"{FILE}: {'changed' if is_new else 'as it was'}")  # noqa: T201

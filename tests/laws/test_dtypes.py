@@ -13,7 +13,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.catalog import public_transforms
+from tests.catalog import CATALOG, public_transforms
 from tests.internals import NOT_DRAWN, Update
 from tests.laws.worlds import single
 
@@ -48,7 +48,6 @@ ROWS = {
     "check_replicas": af.chain(DDP, af.check_replicas(every=1)),
     "ema": af.chain(DDP, af.ema(0.5)),
     "ema, slow": af.chain(DDP, af.ema(0.998)),
-    "plateau": af.chain(DDP, af.plateau(0.5, patience=0)),
     "context_parallel": af.chain(DDP, af.context_parallel()),
     "context_parallel, ring": af.chain(DDP, af.context_parallel(ring=True)),
     "sync_batchnorm": af.chain(DDP, af.sync_batchnorm()),
@@ -71,6 +70,12 @@ ELSEWHERE = {
     af.schedule_free: "another optimizer",
     af.tensor_parallel: "layers of a plan: tests/laws/test_tensor_parallel.py",
     af.wrap_fsdp: "a unit is of one dtype: tests/unit/test_wrap_fsdp.py",
+}
+NAMED = {type(each) for row in ROWS.values() for each in af.chain(row)}
+ROWS |= {
+    each.name: af.chain(DDP, each.transform)
+    for each in CATALOG
+    if type(each.transform) not in NAMED | ELSEWHERE.keys() | NOT_DRAWN
 }
 ACROSS = (
     *(af.shard_data, af.wrap_ddp, af.compress, af.local_sgd, af.check_replicas),

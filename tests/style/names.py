@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find names that are a bare participle, adverb or pronoun: they do not say what they hold."""
+"""Find names that are a bare participle, adverb or pronoun: they do not say what they hold.
+
+`python -m tests.style.names FILE...` lists them.
+"""
 
 import ast
 import re
+import sys
 from pathlib import Path
 
 _WORDS = (
@@ -53,3 +57,9 @@ def bare_variables(path: Path) -> list[str]:
 
 def _is_bare(name: str) -> bool:
     return bool(_BARE.fullmatch(name)) and name not in _NOUNS
+
+
+if __name__ == "__main__":
+    for each in map(Path, sys.argv[1:]):
+        for name in (*bare_functions(each), *bare_variables(each)):
+            sys.stdout.write(f"{each}: {name}\n")

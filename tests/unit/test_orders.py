@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.data import IterableDataset, RandomSampler
 
 import accelfn as af
-from tests.internals import Plan, epoch
+from tests.internals import Plan, plan
 from tests.states import linear_state
 
 torch.set_num_threads(1)
@@ -324,15 +324,15 @@ def asked_of_order(num_ranks, share, updates, *, order=None):
     """Return how many samples a rank asks an order for, at each time."""
     batch = num_ranks * share
     data = af.Data(range(batch * updates), batch_size=batch, order=order)
-    whole, asked = epoch.epoch_of(data, seed=0, number=0), []
+    whole, asked = plan.epoch_of(data, seed=0, number=0), []
 
     def noted(positions):
         asked.append(len(positions))
         return positions
 
-    plan = Plan(num_shares=num_ranks, rank=3, world_rank=3, world_size=num_ranks)
+    ranks_plan = Plan(num_shares=num_ranks, rank=3, world_rank=3, world_size=num_ranks)
     of_rank = attrs.evolve(whole, order=noted)
-    assert len(list(epoch.portions(of_rank, plan, af.Cursor()))) == updates
+    assert len(list(plan.portions(of_rank, ranks_plan, af.Cursor()))) == updates
     return asked
 
 
@@ -347,7 +347,7 @@ def test_an_order_costs_a_rank_as_much_on_any_number(share, updates):
 def test_an_order_that_sorts_is_asked_for_less_at_once(monkeypatch):
     """All positions in between are sorted, so that a rank would wait long for many."""
     ranks, share, updates = 1024, 4, 8
-    monkeypatch.setattr(epoch, "_MOST_SORTED", ranks * share)
+    monkeypatch.setattr(plan, "_MOST_SORTED", ranks * share)
     order = af.orders.bucketed([1] * ranks * share * updates)
     assert asked_of_order(ranks, share, updates, order=order) == [share] * updates
     assert asked_of_order(ranks, share, updates) == [share * updates]
