@@ -20,6 +20,7 @@ GIVEN = {
     "data/reading.py": "errors name the rank of the state's world",
     "state/state.py": "compares what the ranks of the caller's world hold",
     "state/beginning.py": "a model is drawn by all ranks of the state's world",
+    "engine/runner.py": "an order of calls is that of one group of ranks",
     "engine/doctor.py": "all ranks of the state's world build an engine together",
 }
 """What takes the world as it is, and why."""

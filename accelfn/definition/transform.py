@@ -176,8 +176,8 @@ FACTS: Mapping[str, str] = {
     "sees_skips": "its `after_update` is called after a skipped update, too",
     "skips_alone": "its `grads` does no more than leave out updates that are not finite, for an"
     " engine that does so itself",
-    "skips_on_device": "its `after_update` runs also after a skipped update of which only the"
-    " device knows",
+    "skips_on_device": "its `after_update` runs also after updates that only the device knows to"
+    " be skipped",
     "small_buckets": "buckets are smaller than 1 MiB",
     "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
     " layers",

@@ -61,7 +61,7 @@ def variance(world: af.World) -> Loss:
         views = torch.cat([model.a(x), model.b(x)])
         everyone = af.gather(views, world, grad=True)
         centred = everyone - everyone.mean(0)
-        return (centred.T @ centred / len(everyone)).square().sum()
+        return (centred.T @ centred / len(everyone)).square().mean()
 
     return loss
 

@@ -29,7 +29,6 @@ ROWS = {
     "wrap_ddp, no views": af.chain(
         af.shard_data(), af.wrap_ddp(gradient_as_bucket_view=False)
     ),
-    "accumulate": af.chain(af.accumulate(num_micro_batches=2), DDP),
     "autocast": af.chain(af.autocast("bf16"), DDP),
     "autocast, fp16": af.chain(af.autocast("fp16", init_scale=8.0), DDP),
     "clip_grad_norm": af.chain(DDP, af.clip_grad_norm(0.25)),
@@ -42,15 +41,11 @@ ROWS = {
         af.shard_data(), af.local_sgd(sync_every=1, buffers=True, opt_state=True)
     ),
     "diloco": af.chain(af.shard_data(), af.diloco(sync_every=1)),
-    "skip_nonfinite": af.chain(DDP, af.skip_nonfinite()),
     "skip_nonfinite, apart": af.chain(af.local_sgd(sync_every=2), af.skip_nonfinite()),
-    "checkpoint_activations": af.chain(DDP, af.checkpoint_activations()),
     "check_replicas": af.chain(DDP, af.check_replicas(every=1)),
     "ema": af.chain(DDP, af.ema(0.5)),
     "ema, slow": af.chain(DDP, af.ema(0.998)),
-    "context_parallel": af.chain(DDP, af.context_parallel()),
     "context_parallel, ring": af.chain(DDP, af.context_parallel(ring=True)),
-    "sync_batchnorm": af.chain(DDP, af.sync_batchnorm()),
     "compress, fp16": af.chain(DDP, af.compress("fp16")),
     "compress, bf16": af.chain(DDP, af.compress("bf16")),
     "compress, powersgd": af.chain(
