@@ -11,7 +11,6 @@ tutorial, or start here:
         state, metrics = step(state, batch)
 """
 
-from importlib import import_module as _import_module
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 from types import ModuleType as _Module
@@ -20,6 +19,8 @@ from typing import TYPE_CHECKING as _TYPE_CHECKING
 from accelfn import orders as orders
 from accelfn import schedules as schedules
 from accelfn.base.arguments import find_hint as _find_hint
+from accelfn.base.arguments import import_later as _import_later
+from accelfn.base.arguments import names_for_later as _names_for_later
 from accelfn.base.tree import Pending as Pending
 from accelfn.collectives import all_ranks as all_ranks
 from accelfn.collectives import all_to_all as all_to_all
@@ -103,6 +104,8 @@ from accelfn.step.step import sync_grads as sync_grads
 from accelfn.step.value_and_grad import value_and_grad as value_and_grad
 from accelfn.world import World as World
 
+# Imported when first used, because a program needs few of them. A name that a module of this
+# package has too cannot be here: importing that module would replace it.
 if _TYPE_CHECKING:
     __version__: str
     from accelfn import megatron as megatron
@@ -176,79 +179,6 @@ if _TYPE_CHECKING:
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
 
-# Imported when first used, because a program needs few of them. A name that a module of this
-# package has too cannot be here: importing that module would replace it.
-_LATER = {
-    "accelfn": ("megatron", "track"),
-    "accelfn.checkpoint": (
-        "CheckpointStore",
-        "Loaded",
-        "load",
-        "load_part",
-        "regroup",
-        "save",
-        "with_world",
-    ),
-    "accelfn.deepspeed.transform": ("wrap_deepspeed",),
-    "accelfn.interop.accelerate": ("import_state",),
-    "accelfn.interop.torch_files": ("import_torch_weights",),
-    "accelfn.launching.function": ("launch",),
-    "accelfn.loop.control": (
-        "RankLogger",
-        "assert_replicas_agree",
-        "logger",
-        "main_first",
-        "on_main",
-        "on_rank",
-        "print_in_order",
-        "print_once",
-    ),
-    "accelfn.loop.evaluate": (
-        "evaluate",
-        "gather_valid",
-        "observe",
-        "predict",
-        "split",
-    ),
-    "accelfn.loop.memory": ("find_batch_size", "memory", "memory_estimate"),
-    "accelfn.loop.profiling": ("profile",),
-    "accelfn.loop.run": ("epochs", "run", "salvage"),
-    "accelfn.model.optimizer": ("lomo",),
-    "accelfn.placing.placed": ("placed",),
-    "accelfn.placing.plan": ("DeviceMap", "place"),
-    "accelfn.transforms.accumulate": ("accumulate", "micro_batches"),
-    "accelfn.transforms.averaging": ("ema", "schedule_free"),
-    "accelfn.transforms.clip": ("clip_grad_norm", "clip_grad_value"),
-    "accelfn.transforms.compile": ("compile",),
-    "accelfn.transforms.context_parallel": ("context_parallel",),
-    "accelfn.transforms.data_parallel": (
-        "check_replicas",
-        "compress",
-        "shard_data",
-        "sync_batchnorm",
-        "wrap_ddp",
-        "wrap_fsdp",
-    ),
-    "accelfn.transforms.diloco": ("diloco",),
-    "accelfn.transforms.local_sgd": ("local_sgd",),
-    "accelfn.transforms.plateau": ("plateau",),
-    "accelfn.transforms.precision": (
-        "autocast",
-        "full_precision",
-        "identity",
-        "skip_nonfinite",
-    ),
-    "accelfn.transforms.saving_memory": (
-        "checkpoint_activations",
-        "optimizer_in_backward",
-    ),
-    "accelfn.transforms.tensor_parallel": ("tensor_parallel",),
-    "accelfn.weights.export": ("export_model", "full_params", "save_pretrained"),
-    "accelfn.weights.importing": ("empty_weights", "import_model"),
-}
-_MODULE_OF = {name: module for module, names in _LATER.items() for name in names}
-
-
 _PUBLIC_MODULES = "megatron", "orders", "schedules", "track"
 
 
@@ -264,24 +194,19 @@ def __getattr__(name: str) -> object:
     """Import a name that costs time."""
     if name == "__version__":
         return _installed_version()
-    if (
-        name == "__all__"
-    ):  # what `from accelfn import *` takes: the public names, no rooms
+    if name == "__all__":  # for `from accelfn import *`: the public names, no folders
         public = {each for each in globals() if not each.startswith("_")}
-        rooms = {each for each in public if isinstance(globals()[each], _Module)}
-        return sorted({*(public - rooms), *_MODULE_OF, *_PUBLIC_MODULES})
-    if name not in _MODULE_OF:
+        modules = {each for each in public if isinstance(globals()[each], _Module)}
+        return sorted(
+            {*(public - modules), *_names_for_later(__name__), *_PUBLIC_MODULES}
+        )
+    if name not in _names_for_later(__name__):
         hint = _find_hint(__name__, name)
         msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
         raise RecordError(msg)
-    module = _MODULE_OF[name]
-    if module == __name__:
-        return _import_module(f"{module}.{name}")
-    value = getattr(_import_module(module), name)
-    globals()[name] = value
-    return value
+    return _import_later(__name__, name)
 
 
 def __dir__() -> list[str]:
     """Return all names, those too that are not imported yet."""
-    return sorted({*globals(), *_MODULE_OF})
+    return sorted({*globals(), *_names_for_later(__name__)})

@@ -4,6 +4,7 @@
 Python counts True as the integer 1; these checks reject it as a likely mistake.
 """
 
+import ast
 import difflib
 import errno
 import functools
@@ -16,6 +17,7 @@ import sys
 import tomllib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
@@ -133,6 +135,30 @@ else:
 def qualname(function: Any) -> str:
     """Return a function's qualified name, or the repr of a `partial` or another object."""
     return getattr(function, "__qualname__", None) or repr(function)
+
+
+# Names that a module imports when they are first used.
+#
+# They stand once, under the module's `if TYPE_CHECKING`, where type checkers see them too.
+
+
+@functools.cache
+def names_for_later(module: str) -> Mapping[str, str]:
+    """Return the names that a module imports for type checkers only, each with its module."""
+    loader: Any = sys.modules[module].__loader__
+    statements = ast.parse(loader.get_source(module)).body
+    (block,) = (each for each in statements if isinstance(each, ast.If))
+    imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
+    return {each.names[0].name: cast("str", each.module) for each in imports}
+
+
+def import_later(module: str, name: str) -> object:
+    """Import one of `names_for_later`, and keep it in the module."""
+    home = import_module(names_for_later(module)[name])
+    # `vars`, because `getattr` would ask the module for a name that it does not have yet
+    value = vars(home).get(name) or import_module(f"{home.__name__}.{name}")
+    setattr(sys.modules[module], name, value)
+    return value
 
 
 Number: TypeAlias = float | torch.Tensor
