@@ -21,8 +21,8 @@ from accelfn.base import arguments
 from accelfn.base.devices import host_memory
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Save
-from accelfn.collectives import gather_text
 from accelfn.collectives.failures import named
+from accelfn.collectives.packed import gather_text
 from accelfn.errors import (
     CheckpointWriteError,
     PeerFailedError,

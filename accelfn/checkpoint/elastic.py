@@ -36,7 +36,7 @@ from accelfn.checkpoint.slices import (
     dtensor_like,
     slice_of,
 )
-from accelfn.collectives import broadcast_
+from accelfn.collectives.packed import broadcast_
 from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState
 from accelfn.world import World

@@ -42,7 +42,8 @@ from accelfn.checkpoint.save import (
     states_of,
     with_fields,
 )
-from accelfn.collectives import by_calls, gather_text
+from accelfn.collectives.packed import gather_text
+from accelfn.collectives.replicas import by_calls
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.model.optimizer import OTHERS, entries_of, group_key
 from accelfn.state.beginning import reset_slots

@@ -26,7 +26,8 @@ from accelfn.checkpoint.elastic import (
 from accelfn.checkpoint.load import restore_from
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of
-from accelfn.collectives import broadcast_object, gather_text
+from accelfn.collectives.packed import gather_text
+from accelfn.collectives.trees import broadcast_object
 from accelfn.definition.definition import check_axes
 from accelfn.definition.transform import chain
 from accelfn.errors import (

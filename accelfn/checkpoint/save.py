@@ -24,7 +24,8 @@ from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Phase, Save
 from accelfn.checkpoint.manifest import MEMBER
 from accelfn.checkpoint.slices import Slice, slice_of
-from accelfn.collectives import by_calls, gather_text
+from accelfn.collectives.packed import gather_text
+from accelfn.collectives.replicas import by_calls
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import has_field
 from accelfn.errors import (

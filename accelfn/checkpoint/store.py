@@ -39,7 +39,8 @@ from accelfn.checkpoint.save import (
     save_of,
     states_of,
 )
-from accelfn.collectives import broadcast_object, gather_text
+from accelfn.collectives.packed import gather_text
+from accelfn.collectives.trees import broadcast_object
 from accelfn.errors import (
     ArgumentError,
     CheckpointCorruptError,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Labeled collectives on trees of tensors, with clear errors when ranks disagree."""
+"""Labeled collectives, with clear errors when ranks disagree; the names here serve satellites."""
 
 from accelfn.collectives.failures import break_off as break_off
 from accelfn.collectives.failures import format_tensor as format_tensor
@@ -7,40 +7,12 @@ from accelfn.collectives.failures import naming as naming
 from accelfn.collectives.failures import site as site
 from accelfn.collectives.failures import table as table
 from accelfn.collectives.packed import all_gather as all_gather
-from accelfn.collectives.packed import all_gather_rows as all_gather_rows
 from accelfn.collectives.packed import all_reduce_ as all_reduce_
-from accelfn.collectives.packed import average_ as average_
-from accelfn.collectives.packed import barrier as barrier
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import carries as carries
-from accelfn.collectives.packed import gather_bytes as gather_bytes
 from accelfn.collectives.packed import gather_text as gather_text
-from accelfn.collectives.packed import is_same_text as is_same_text
-from accelfn.collectives.packed import pack as pack
 from accelfn.collectives.packed import reduce_to_holders_ as reduce_to_holders_
-from accelfn.collectives.packed import scatter_bytes as scatter_bytes
 from accelfn.collectives.packed import start_sum_ as start_sum_
 from accelfn.collectives.packed import sum_ as sum_
-from accelfn.collectives.packed import sum_named as sum_named
-from accelfn.collectives.packed import unpack_ as unpack_
-from accelfn.collectives.replicas import by_calls as by_calls
-from accelfn.collectives.replicas import check_replicas as check_replicas
-from accelfn.collectives.replicas import check_rows as check_rows
-from accelfn.collectives.replicas import check_sums as check_sums
-from accelfn.collectives.replicas import check_values as check_values
-from accelfn.collectives.replicas import checksum as checksum
-from accelfn.collectives.replicas import first_difference as first_difference
 from accelfn.collectives.replicas import gather_full as gather_full
-from accelfn.collectives.trees import all_ranks as all_ranks
-from accelfn.collectives.trees import all_to_all as all_to_all
-from accelfn.collectives.trees import any_rank as any_rank
-from accelfn.collectives.trees import broadcast as broadcast
-from accelfn.collectives.trees import broadcast_object as broadcast_object
-from accelfn.collectives.trees import gather as gather
-from accelfn.collectives.trees import gather_objects as gather_objects
-from accelfn.collectives.trees import gather_ragged as gather_ragged
 from accelfn.collectives.trees import join_rows as join_rows
-from accelfn.collectives.trees import pad_across as pad_across
-from accelfn.collectives.trees import reduce as reduce
-from accelfn.collectives.trees import scatter as scatter
-from accelfn.collectives.trees import start_reduce as start_reduce

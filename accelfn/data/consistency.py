@@ -21,12 +21,8 @@ from torch.utils.data import Subset
 
 from accelfn.base import tree
 from accelfn.base.arguments import advise
-from accelfn.collectives import (
-    check_rows,
-    first_difference,
-    gather_text,
-    is_same_text,
-)
+from accelfn.collectives.packed import gather_text, is_same_text
+from accelfn.collectives.replicas import check_rows, first_difference
 from accelfn.data.loaders import skip_seeding
 from accelfn.data.order import Sequential, Shuffled
 from accelfn.data.plan import (

@@ -26,8 +26,8 @@ from torch.utils.data import (
 from torch.utils.data._utils import worker as torch_worker
 
 from accelfn.base import codec, draws
-from accelfn.collectives import all_gather, scatter_bytes
 from accelfn.collectives.failures import check_world
+from accelfn.collectives.packed import all_gather, scatter_bytes
 from accelfn.data.loaders import (
     Collate,
     Place,

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import tree
 from accelfn.base.tree import Pending
-from accelfn.collectives import by_calls
+from accelfn.collectives.replicas import by_calls
 from accelfn.definition.transform import facts_of
 from accelfn.errors import ArgumentError
 from accelfn.world import World

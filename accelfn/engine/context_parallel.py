@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from accelfn.base.draws import NOTHING
-from accelfn.collectives import naming
+from accelfn.collectives.failures import naming
 from accelfn.collectives.neighbors import Homewards, owners, pass_ring
 from accelfn.errors import LossError
 from accelfn.world import World

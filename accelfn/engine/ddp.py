@@ -17,7 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn.base import draws
-from accelfn.collectives import naming, pack, sum_, unpack_
+from accelfn.collectives.failures import naming
+from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.engine.doctor import reject_unused
 from accelfn.engine.optimizer import LiveUpdate
 from accelfn.engine.runner import (

@@ -23,7 +23,8 @@ from accelfn.base import devices, draws, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import on_host
 from accelfn.base.tree import cut_axes, is_shard, local
-from accelfn.collectives import all_gather, all_reduce_, check_replicas, checksum
+from accelfn.collectives.packed import all_gather, all_reduce_
+from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.data import Batch
 from accelfn.data.consistency import (
     LeftOut,

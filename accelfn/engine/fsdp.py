@@ -28,7 +28,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from accelfn.base import devices, tree
-from accelfn.collectives import all_reduce_, gather_text, naming, packed
+from accelfn.collectives import packed
+from accelfn.collectives.failures import naming
+from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.definition import Definition
 from accelfn.engine.doctor import reject_unused
 from accelfn.engine.modules import Regions, has_forward, select_modules

@@ -13,8 +13,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
-from accelfn.collectives import all_gather, sum_
 from accelfn.collectives.failures import await_turn
+from accelfn.collectives.packed import all_gather, sum_
 from accelfn.definition.transform import check_returned
 from accelfn.engine.runner import CallOrder
 from accelfn.errors import ArgumentError, ModelError

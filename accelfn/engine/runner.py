@@ -25,8 +25,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import qualname
 from accelfn.base.devices import readable
 from accelfn.base.tree import is_shard, local
-from accelfn.collectives import broadcast_
-from accelfn.collectives.packed import all_gather, gather_text, sum_
+from accelfn.collectives.packed import all_gather, broadcast_, gather_text, sum_
 from accelfn.data import Batch
 from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer import OptStateView

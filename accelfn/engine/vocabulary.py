@@ -16,7 +16,8 @@ import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
 from accelfn.base.tree import tree_map
-from accelfn.collectives import naming, packed
+from accelfn.collectives import packed
+from accelfn.collectives.failures import naming
 from accelfn.errors import LossError
 from accelfn.world import World
 

@@ -9,8 +9,8 @@ from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 from accelfn.base.arguments import is_integer
-from accelfn.collectives import barrier, gather_text
 from accelfn.collectives.failures import check_world
+from accelfn.collectives.packed import barrier, gather_text
 from accelfn.definition.transform import by_rank
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState, check_same_values, shared_slots

@@ -19,14 +19,10 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import local
-from accelfn.collectives import (
-    all_gather,
-    broadcast_,
-    check_rows,
-    gather_bytes,
-    join_rows,
-)
 from accelfn.collectives.failures import check_world
+from accelfn.collectives.packed import all_gather, broadcast_, gather_bytes
+from accelfn.collectives.replicas import check_rows
+from accelfn.collectives.trees import join_rows
 from accelfn.data import Batch, Data, Plan
 from accelfn.data.consistency import LeftOut, check_same_data
 from accelfn.data.plan import even_part

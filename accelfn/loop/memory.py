@@ -31,8 +31,8 @@ from torch.utils._python_dispatch import (
 from accelfn.base import devices, tree
 from accelfn.base.arguments import check_integer, format_bytes
 from accelfn.base.tree import Pending, computes_on, is_shard, local
-from accelfn.collectives import all_gather, barrier, naming
-from accelfn.collectives.failures import check_world, wake
+from accelfn.collectives.failures import check_world, naming, wake
+from accelfn.collectives.packed import all_gather, barrier
 from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.layout import cuts_of, largest_part

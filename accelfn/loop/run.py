@@ -19,8 +19,8 @@ from accelfn.base.arguments import (
     qualname,
     question,
 )
-from accelfn.collectives import reduce
 from accelfn.collectives.failures import check_world
+from accelfn.collectives.trees import reduce
 from accelfn.errors import ArgumentError
 from accelfn.loop.batches import batches
 from accelfn.state.results import Metrics

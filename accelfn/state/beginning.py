@@ -13,8 +13,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_shared_memory, local
-from accelfn.collectives import check_replicas
-from accelfn.collectives.replicas import checksum
+from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.definition.definition import (
     Definition,
     as_data,

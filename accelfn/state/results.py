@@ -19,8 +19,8 @@ from accelfn.base.arguments import (
     is_number,
 )
 from accelfn.base.tree import have_memory_in_common, is_shard, split_as
-from accelfn.collectives import sum_named
 from accelfn.collectives.failures import check_world
+from accelfn.collectives.packed import sum_named
 from accelfn.data.plan import Cursor
 from accelfn.errors import (
     ArgumentError,

@@ -21,9 +21,8 @@ from accelfn.base.arguments import explain_call_errors, hint_attributes
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import Pending, ReadOnly, is_shard
-from accelfn.collectives import check_replicas, check_rows
 from accelfn.collectives.failures import format_tensor
-from accelfn.collectives.replicas import sums_of
+from accelfn.collectives.replicas import check_replicas, check_rows, sums_of
 from accelfn.data import Data
 from accelfn.data.plan import Cursor
 from accelfn.definition import transform as entries

@@ -12,7 +12,7 @@ from accelfn.base import draws
 from accelfn.base.arguments import check_word, explain_call_errors
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_on_write, local
-from accelfn.collectives import gather_full
+from accelfn.collectives.replicas import gather_full
 from accelfn.errors import ArgumentError, StateError
 from accelfn.state.beginning import begin_slot, untouched_slots
 from accelfn.state.state import TrainState, check_state

@@ -23,7 +23,8 @@ from torch.autograd import profiler
 from accelfn.base.arguments import advise, explain_call_errors
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import cut_axes, local
-from accelfn.collectives import all_reduce_, check_sums
+from accelfn.collectives.packed import all_reduce_
+from accelfn.collectives.replicas import check_sums
 from accelfn.definition.transform import check_copied, facts_of
 from accelfn.engine.doctor import compare_ranks
 from accelfn.engine.engine import Engine, engine_of

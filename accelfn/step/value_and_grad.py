@@ -20,7 +20,7 @@ from accelfn.base.arguments import (
     signature,
 )
 from accelfn.base.draws import NOTHING, own_modes, span
-from accelfn.collectives import sum_named
+from accelfn.collectives.packed import sum_named
 from accelfn.data import Batch
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import chain, check_returned, facts_of

@@ -11,7 +11,7 @@ from torch import nn
 from accelfn.base import tree
 from accelfn.base.arguments import advise, integer, option, qualname, truth
 from accelfn.base.devices import is_positive, on_host
-from accelfn.collectives import all_gather
+from accelfn.collectives.packed import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.context_parallel import Attending, Heads, Ring
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model

@@ -20,7 +20,7 @@ from accelfn.base.arguments import (
     satisfies,
     truth,
 )
-from accelfn.collectives import check_values
+from accelfn.collectives.replicas import check_values
 from accelfn.data import Plan
 from accelfn.definition.layout import by_rows
 from accelfn.definition.transform import facts_of, transform

@@ -21,13 +21,14 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.devices import is_positive
 from accelfn.base.tree import Pending, cut_axes, is_shard, local, with_local
-from accelfn.collectives import average_, start_reduce
 from accelfn.collectives.few_bits import (
     mean_of,
     reduce_quantized,
     start_mean,
     start_parts,
 )
+from accelfn.collectives.packed import average_
+from accelfn.collectives.trees import start_reduce
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer import (
     LiveOptimizer,

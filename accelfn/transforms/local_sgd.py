@@ -12,7 +12,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.arguments import Number, integer, is_integer, mebibytes, truth
 from accelfn.base.devices import readable
-from accelfn.collectives import all_gather, average_
+from accelfn.collectives.packed import all_gather, average_
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState

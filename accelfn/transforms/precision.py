@@ -16,7 +16,7 @@ from accelfn.base.arguments import (
     qualname,
 )
 from accelfn.base.tree import computes_on
-from accelfn.collectives import all_reduce_, gather_text
+from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
 from accelfn.engine.modules import Chosen, check_installed, to_float8
 from accelfn.engine.runner import LossFunction

@@ -11,7 +11,7 @@ from torch import nn
 from accelfn.base import draws
 from accelfn.base.arguments import qualname, truth
 from accelfn.base.devices import on_host
-from accelfn.collectives import all_gather
+from accelfn.collectives.packed import all_gather
 from accelfn.definition.transform import transform
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
 from accelfn.engine.optimizer import check_elements

@@ -28,7 +28,7 @@ from accelfn.checkpoint.commit import Phase, Save
 from accelfn.checkpoint.files import reader_of
 from accelfn.checkpoint.save import exchange_of, save_of
 from accelfn.checkpoint.slices import Slice
-from accelfn.collectives import by_calls
+from accelfn.collectives.replicas import by_calls
 from accelfn.errors import (
     ArgumentError,
     CheckpointCorruptError,
