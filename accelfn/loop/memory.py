@@ -7,7 +7,6 @@ transforms really keep, and needs no formula for each.
 """
 
 import gc
-import traceback
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar, cast
@@ -51,6 +50,7 @@ from accelfn.model.optimizer import NamedParameters, prototype_of, rebuilt
 from accelfn.state.state import TrainState, check_state
 from accelfn.world import World
 from accelfn.world.axes import extents, fold_cp
+from accelfn.world.connection import clear_frames
 
 OptimizerFactory: TypeAlias = Callable[[NamedParameters], Optimizer]
 _ATEN = torch.ops.aten
@@ -661,7 +661,7 @@ def _call_in_branch(
         failure = error
     finally:
         world.connection.is_lent = False
-    _clear_frames(failure)
+    clear_frames(failure)
     return [], failure
 
 
@@ -671,18 +671,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, Error):
         return False
     return any(sign in str(error) for sign in _SIGNS)
-
-
-def _clear_frames(error: BaseException) -> None:
-    """Clear the variables of all functions that an error and its causes went through."""
-    cleared: set[int] = set()
-    pending: list[BaseException | None] = [error]
-    while pending:
-        link = pending.pop()
-        if link is not None and id(link) not in cleared:
-            cleared.add(id(link))
-            traceback.clear_frames(link.__traceback__)
-            pending += [link.__cause__, link.__context__]
 
 
 def _check_same_start(start: int, world: World) -> None:

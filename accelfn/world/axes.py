@@ -61,15 +61,9 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
                 " dp_replicate=2,dp_shard=4."
             )
             raise ArgumentError(msg)
-        sizes[name] = _number(extent)
+        is_number = extent.removeprefix("-").isdecimal()
+        sizes[name] = int(extent) if is_number else extent
     return _fill_in(word, sizes, size)
-
-
-def _number(text: str) -> int | str:
-    try:
-        return int(text)
-    except ValueError:
-        return text
 
 
 def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[str, int]:

@@ -11,16 +11,18 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from ipaddress import ip_address
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
-from attrs import asdict, frozen
+from attrs import asdict, define, field, frozen
 
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 # `Activity`: a rank's present operation, for errors, crash bundles and logs of simulations.
 
 
+@define(eq=False)
 class Activity:
     """The present operation of one rank, in all of its worlds.
 
@@ -54,31 +57,17 @@ class Activity:
             program ends without an error.
     """
 
-    __slots__ = (
-        *(
-            "before_call",
-            "has_coupled",
-            "is_between",
-            "label",
-            "num_updates",
-            "on_close",
-        ),
-        *("on_update", "samples", "step", "structure", "trail"),
-    )
-
-    def __init__(self) -> None:
-        """Create an empty activity."""
-        self.label: str | None = None
-        self.structure: str | None = None
-        self.step: int | None = None
-        self.samples: Any = None
-        self.has_coupled = False
-        self.is_between = False
-        self.num_updates = 0
-        self.trail: deque[tuple[str, int | None]] = deque(maxlen=20)
-        self.on_update: Callable[[int], None] | None = None
-        self.before_call: Callable[[str, Any], None] | None = None
-        self.on_close: dict[str, Callable[[], None]] = {}
+    label: str | None = None
+    structure: str | None = None
+    step: int | None = None
+    samples: Any = None
+    has_coupled: bool = False
+    is_between: bool = False
+    num_updates: int = 0
+    trail: deque[tuple[str, int | None]] = field(factory=partial(deque, maxlen=20))
+    on_update: Callable[[int], None] | None = None
+    before_call: Callable[[str, Any], None] | None = None
+    on_close: dict[str, Callable[[], None]] = field(factory=dict)
 
     def close(self) -> None:
         """Call the functions of `on_close`, once."""
@@ -283,6 +272,7 @@ _SETTLES = 0.05
 """Seconds until each thread has run once on a busy machine."""
 
 
+@define(eq=False, slots=False)
 class Connection:
     """The process group of a world's ranks, until the world is closed.
 
@@ -307,33 +297,28 @@ class Connection:
         is_branch: whether it is a branch: it joins the same processes by its own process group.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        *,
-        activity: Activity | None = None,
-        roll_call: RollCall | None = None,
-        simulated: Any = None,
-        regrouping: Any = None,
-    ) -> None:
-        """Take a process group, or None in a world of 1."""
-        if group is not None and not isinstance(group, dist.ProcessGroup):
-            msg = f"World(group={group!r}): expected a torch ProcessGroup or None."
+    group: dist.ProcessGroup | None
+    activity: Activity = field(factory=Activity)
+    roll_call: RollCall | None = None
+    simulated: Any = None
+    regrouping: Any = None
+    parts: dict[tuple[str, ...], Connection] = field(factory=dict)
+    mesh: Any = None
+    successor: Any = None
+    is_broken: bool = False
+    is_ours: bool = False
+    is_closed: bool = False
+    is_lent: bool = False
+    is_branch: bool = False
+    _holders: list[weakref.WeakMethod[Callable[[], None]]] = field(factory=list)
+
+    def __attrs_post_init__(self) -> None:
+        """Check the group, and let no newcomer train alone."""
+        if self.group is not None and not isinstance(self.group, dist.ProcessGroup):
+            msg = f"World(group={self.group!r}): expected a torch ProcessGroup or None."
             raise ArgumentError(msg)
-        self.group = group
-        self.activity = Activity() if activity is None else activity
-        self.roll_call = roll_call
-        self.simulated = simulated
-        self.regrouping = regrouping
-        if regrouping is not None and regrouping.is_newcomer:
+        if self.regrouping is not None and self.regrouping.is_newcomer:
             self.activity.on_update = _refuse_alone
-        self.successor: Any = None
-        self.is_broken = False
-        self.parts: dict[tuple[str, ...], Connection] = {}
-        self.mesh: Any = None
-        self.is_ours = self.is_closed = False
-        self.is_lent = self.is_branch = False
-        self._holders: list[weakref.WeakMethod[Callable[[], None]]] = []
 
     def add_part(
         self,
@@ -341,10 +326,10 @@ class Connection:
         group: dist.ProcessGroup | None,
         simulated: Any = None,
     ) -> None:
-        """Add the connection along some of the world's axes."""
-        part = Connection(group, activity=self.activity, simulated=simulated)
-        part.parts = self.parts
-        self.parts[names] = part
+        """Add the connection along some of the world's axes, which has the same parts."""
+        self.parts[names] = Connection(
+            group, self.activity, simulated=simulated, parts=self.parts
+        )
 
     def hold(self, let_go: Callable[[], None]) -> None:
         """Register a bound method to call when the world is closed."""
@@ -472,6 +457,18 @@ def _refuse_alone(update: int) -> None:
         f" update {update}. Let it come in before the first step: state = af.regroup(state)."
     )
     raise WorldError(msg)
+
+
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the variables of all functions that an error and its causes went through."""
+    cleared: set[int] = set()
+    pending = [error]
+    while pending:
+        link = pending.pop()
+        if link is not None and id(link) not in cleared:
+            cleared.add(id(link))
+            traceback.clear_frames(link.__traceback__)
+            pending += [link.__cause__, link.__context__]
 
 
 # A store that stops waiting for values of a process that has ended.

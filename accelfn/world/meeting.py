@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
-from attrs import frozen
+from attrs import define, frozen
 
 from accelfn.errors import PeerFailedError, WorldError
 from accelfn.world.connection import (
@@ -24,6 +23,7 @@ from accelfn.world.connection import (
     Connection,
     RollCall,
     WatchedStore,
+    clear_frames,
     list_unjoined,
     open_store,
 )
@@ -411,30 +411,33 @@ def regrouping_of(
     )
 
 
+@define(eq=False)
 class Launched:
     """A process of an elastic launch, and how it makes another world with the others.
 
     Attributes:
+        store: the launcher's store.
+        name: this process, as the store names it.
+        names: the processes of its world, in the order of their ranks.
+        backend: as a world's; None for the default.
+        device: the device of its tensors.
+        timeout: seconds that a collective, or a wait for the others, may take.
         is_newcomer: whether it is in no world with others yet.
+        number: the number of its world.
     """
 
-    def __init__(
-        self,
-        store: dist.Store,
-        name: str,
-        names: list[str],
-        *,
-        backend: str | None,
-        device: torch.device,
-        timeout: float,
-        is_newcomer: bool,
-    ) -> None:
-        """Take the launcher's store, who makes the first world, and how one is opened."""
-        self._store, self._words, self._name = store, Words.at(store), name
-        self._backend, self._device, self._timeout = backend, device, timeout
-        self._number = 0
-        self._names = names
-        self.is_newcomer = is_newcomer
+    store: dist.Store
+    name: str
+    names: list[str]
+    backend: str | None
+    device: torch.device
+    timeout: float
+    is_newcomer: bool
+    number: int = 0
+
+    @property
+    def _words(self) -> Words:
+        return Words.at(self.store)
 
     def is_awaited(self) -> bool:
         """Return whether a newcomer waits to join."""
@@ -447,59 +450,58 @@ class Launched:
             PeerFailedError: one that lives did not come in time; it is named.
             WorldError: torch cannot join those that came.
         """
-        _forget_frames()  # they refer to what refers to the group
+        # they refer to what refers to the group, as a DistributedDataParallel does
+        clear_frames(sys.exc_info()[1])
         world.connection.end()
         world.connection.close()
         activity = Activity() if self.is_newcomer else world.connection.activity
         names = self._next()
         while (joined := self._joined(names, activity)) is None:
             names = self._next()
-        return world.followed(names.index(self._name), len(names), joined)
+        return world.followed(names.index(self.name), len(names), joined)
 
     def _next(self) -> list[str]:
         """Return the members of the next world from the launcher."""
-        if self.is_newcomer and self._number == 0:
-            self._words.ask_in(self._name)
+        if self.is_newcomer and self.number == 0:
+            self._words.ask_in(self.name)
             # for as long as others train: the launcher, which knows when they end, ends this too
-            while (number := self._words.taken(self._name)) is None:
+            while (number := self._words.taken(self.name)) is None:
                 time.sleep(_ASKS_EVERY)
-            self._number = number
+            self.number = number
         else:
-            self._number += 1
-            self._words.come(self._number, self._name)
-        until = time.monotonic() + self._timeout
-        while (names := self._words.called(self._number)) is None:
+            self.number += 1
+            self._words.come(self.number, self.name)
+        until = time.monotonic() + self.timeout
+        while (names := self._words.called(self.number)) is None:
             if time.monotonic() > until:
                 missing = self._missing()
-                self._number -= 1  # whoever asks again waits for the same world
+                self.number -= 1  # whoever asks again waits for the same world
                 raise PeerFailedError(missing)
             time.sleep(_ASKS_EVERY)
-        self._names = names
+        self.names = names
         return names
 
     def _missing(self) -> str:
         late = [
             str(rank)
-            for rank, name in enumerate(self._names)
-            if not self._words.has_come(self._number, name)
+            for rank, name in enumerate(self.names)
+            if not self._words.has_come(self.number, name)
             and not self._words.is_gone(name)
         ]
         return (
-            f"Rank {self._names.index(self._name)} of {len(self._names)} waited"
-            f" {self._timeout:g} s in af.regroup(state), and rank"
+            f"Rank {self.names.index(self.name)} of {len(self.names)} waited"
+            f" {self.timeout:g} s in af.regroup(state), and rank"
             f" {' and '.join(late) or 'none'}, which is alive, did not come. Call it on all"
             " ranks of a world."
         )
 
     def _all_arrive(self, names: list[str]) -> bool:
         """Wait until all who make a world know of it; return False where one is gone before."""
-        self._words.arrive(self._number, self._name)
-        until = time.monotonic() + self._timeout
+        self._words.arrive(self.number, self.name)
+        until = time.monotonic() + self.timeout
         left = list(names)
         while left and time.monotonic() < until:
-            left = [
-                each for each in left if not self._words.is_here(self._number, each)
-            ]
+            left = [each for each in left if not self._words.is_here(self.number, each)]
             if any(map(self._words.is_gone, left)):
                 return False
             time.sleep(_ASKS_EVERY if left else 0)
@@ -507,13 +509,13 @@ class Launched:
 
     def _joined(self, names: list[str], activity: Activity) -> Connection | None:
         """Return what joins those who make a world; None where one is gone meanwhile."""
-        store = dist.PrefixStore(f"accelfn world {self._number}", self._store)
+        store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
         if not (self._all_arrive(names) and self._opened(names, store)):
             return None
         self.is_newcomer = False
         if len(names) == 1:
             return Connection(None, activity=activity, regrouping=self)
-        rank = names.index(self._name)
+        rank = names.index(self.name)
         return Connection(
             dist.group.WORLD,
             activity=activity,
@@ -532,11 +534,11 @@ class Launched:
         try:
             open_default_group(
                 self._watched(store, names),
-                names.index(self._name),
+                names.index(self.name),
                 len(names),
-                backend=self._backend,
-                device=self._device,
-                timeout=self._timeout,
+                backend=self.backend,
+                device=self.device,
+                timeout=self.timeout,
             )
         except WorldError:
             if not self._loses_one(names):
@@ -550,27 +552,16 @@ class Launched:
         Where a device is no processor, its backend goes on to use a store in threads of its
         own, which had better not wait for Python: then a timeout ends what is waited for.
         """
-        if self._device.type != "cpu":
+        if self.device.type != "cpu":
             return store
         is_gone = self._words.is_gone
-        return WatchedStore(store, lambda: any(map(is_gone, names)), self._timeout)
+        return WatchedStore(store, lambda: any(map(is_gone, names)), self.timeout)
 
     def _loses_one(self, names: list[str]) -> bool:
         """Return whether one of these is gone, of whom the launcher may not know yet."""
-        until = time.monotonic() + min(self._timeout, _NOTICES_WITHIN)
+        until = time.monotonic() + min(self.timeout, _NOTICES_WITHIN)
         while not any(map(self._words.is_gone, names)):
             if time.monotonic() > until:
                 return False
             time.sleep(_ASKS_EVERY)
         return True
-
-
-def _forget_frames() -> None:
-    """Let go of what the frames hold that led to the error which is being handled.
-
-    A DistributedDataParallel is among it, which must be gone before its group is.
-    """
-    error = sys.exc_info()[1]
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__context__

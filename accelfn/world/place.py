@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from typing import Final
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Final, NoReturn
 from zlib import crc32
 
 from attrs import evolve, frozen
@@ -16,7 +17,7 @@ Environment = Mapping[str, str]
 THIS_MACHINE: Final = "127.0.0.1"
 
 
-@frozen(kw_only=True)
+@frozen
 class Place:
     """A process's rank and size in its run.
 
@@ -31,11 +32,11 @@ class Place:
     """
 
     launcher: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_rank: int
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
     address: str | None = None
     port: int | None = None
     attempt: int = 0
@@ -134,51 +135,37 @@ class Variables:
     """The environment variables of an MPI implementation."""
 
     launcher: str
-    rank: str
-    size: str
-    local_rank: str
-    local_size: str
+    names: tuple[str, ...]  # of rank, size, local rank and local size
     export: str  # the option of its mpirun that passes {} to all ranks
     job: str | None = None  # the variable with the name of the run
 
-    @property
-    def names(self) -> tuple[str, str, str, str]:
-        """The variables of rank, size, local rank and local size."""
-        return self.rank, self.size, self.local_rank, self.local_size
-
     def is_meant(self, env: Environment) -> bool:
         """Whether an mpirun has started this process; SLURM sets some of PMI's variables."""
-        if self.rank == "PMI_RANK" and "SLURM_PROCID" in env:
-            return self.local_rank in env
-        return self.rank in env or self.size in env
+        rank, size, local_rank, _ = self.names
+        if rank == "PMI_RANK" and "SLURM_PROCID" in env:
+            return local_rank in env
+        return rank in env or size in env
 
 
-_OPEN_MPI: Final = Variables(
-    "Open MPI",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "mpirun -x {}={}",
-    job="PMIX_NAMESPACE",
+_WORDS = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+MPI_VARIABLES: Final = (
+    Variables(
+        "Open MPI",
+        tuple(f"OMPI_COMM_WORLD_{word}" for word in _WORDS),
+        "mpirun -x {}={}",
+        job="PMIX_NAMESPACE",
+    ),
+    Variables(
+        "MVAPICH2",
+        tuple(f"MV2_COMM_WORLD_{word}" for word in _WORDS),
+        "mpirun_rsh ... {}={}",
+    ),
+    Variables(
+        "MPICH or Intel MPI",
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+        "mpiexec -genv {} {}",
+    ),
 )
-_MVAPICH: Final = Variables(
-    "MVAPICH2",
-    "MV2_COMM_WORLD_RANK",
-    "MV2_COMM_WORLD_SIZE",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-    "mpirun_rsh ... {}={}",
-)
-_PMI: Final = Variables(
-    "MPICH or Intel MPI",
-    "PMI_RANK",
-    "PMI_SIZE",
-    "MPI_LOCALRANKID",
-    "MPI_LOCALNRANKS",
-    "mpiexec -genv {} {}",
-)
-MPI_VARIABLES = (_OPEN_MPI, _MVAPICH, _PMI)
 
 
 def place_by_mpi(env: Environment, variables: Variables) -> Place:
@@ -191,27 +178,36 @@ def place_by_mpi(env: Environment, variables: Variables) -> Place:
     rank, size, local_rank, local_size = (
         integer(env, name) for name in variables.names
     )
-    place = Place(
-        launcher=variables.launcher,
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node_rank=0,
-    )
+    place = Place(variables.launcher, rank, size, local_rank, local_size)
     check_place(place, variables.names)
     place = evolve(place, node_rank=machine_of(env, place))
-    if size == 1:
+    return _with_address(
+        env,
+        place,
+        partial(_address, variables, place),
+        partial(_port_of_run, env, variables, place),
+    )
+
+
+def _with_address(
+    env: Environment,
+    place: Place,
+    find_address: Callable[[], str],
+    find_port: Callable[[], int],
+) -> Place:
+    """Return a place with the address and port at which several ranks meet."""
+    if place.size == 1:
         return place
-    address = _address(env, variables, place)
-    return evolve(place, address=address, port=_port_of_run(env, variables, place))
-
-
-def _address(env: Environment, variables: Variables, place: Place) -> str:
     if "MASTER_ADDR" in env:
-        return env["MASTER_ADDR"]
-    if place.local_size == place.size:
-        return THIS_MACHINE
+        address = env["MASTER_ADDR"]
+    else:
+        is_local = place.local_size == place.size
+        address = THIS_MACHINE if is_local else find_address()
+    port = given_port(env) if "MASTER_PORT" in env else find_port()
+    return evolve(place, address=address, port=port)
+
+
+def _address(variables: Variables, place: Place) -> NoReturn:
     msg = (
         f"{variables.launcher} started {place.size} ranks on several machines. Give MASTER_ADDR,"
         f" the name of rank 0's machine: {variables.export.format('MASTER_ADDR', 'HOST')}."
@@ -220,8 +216,6 @@ def _address(env: Environment, variables: Variables, place: Place) -> str:
 
 
 def _port_of_run(env: Environment, variables: Variables, place: Place) -> int:
-    if "MASTER_PORT" in env:
-        return given_port(env)
     if variables.job is not None and variables.job in env:
         return derived_port(crc32(env[variables.job].encode()))
     name = "" if variables.job is None else f" ({variables.job})"
@@ -246,9 +240,7 @@ def place_by_slurm(env: Environment) -> Place:
     refuse_unstarted_by_slurm(env)
     started = _started_by_srun(env)
     if started == 0 or (started == 1 and "SLURM_NTASKS" not in env):
-        # the script of sbatch, or the shell of salloc
-        first = dict.fromkeys(("rank", "local_rank", "node_rank"), 0)
-        return Place(launcher="SLURM", size=1, local_size=1, **first)
+        return Place("SLURM")  # the script of sbatch, or the shell of salloc
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
     _check_complete(env, names, "srun or `accelfn launch`")
     size = integer(env, "SLURM_NTASKS")
@@ -266,25 +258,12 @@ def place_by_slurm(env: Environment) -> Place:
             f" and the tasks of each machine, {per_node}, contradict each other."
         )
         raise WorldError(msg)
-    place = Place(
-        launcher="SLURM",
-        rank=rank,
-        size=size,
-        local_rank=integer(env, "SLURM_LOCALID"),
-        local_size=per_node[node_rank],
-        node_rank=node_rank,
+    local_rank = integer(env, "SLURM_LOCALID")
+    place = Place("SLURM", rank, size, local_rank, per_node[node_rank], node_rank)
+    check_place(place, (*names[:3], "tasks per node"))
+    return _with_address(
+        env, place, partial(_first_machine, env), partial(_port_of_job, env)
     )
-    check_place(
-        place, ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "tasks per node")
-    )
-    if size == 1:
-        return place
-    port = given_port(env) if "MASTER_PORT" in env else _port_of_job(env)
-    if "MASTER_ADDR" in env:
-        address = env["MASTER_ADDR"]
-    else:
-        address = THIS_MACHINE if place.local_size == size else _first_machine(env)
-    return evolve(place, address=address, port=port)
 
 
 def refuse_unstarted_by_slurm(env: Environment) -> None:
@@ -318,14 +297,13 @@ def _of_step(env: Environment, *names: str) -> str:
 
 def _tasks_per_node(env: Environment) -> list[int]:
     """Read how many tasks each machine has, as in `2(x3),1`: three machines with two, one."""
-    text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+    name = "SLURM_TASKS_PER_NODE"
+    text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", name)
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
         if found is None:
-            msg = (
-                f"SLURM_TASKS_PER_NODE is {text!r}; expected a text such as '2(x3),1'."
-            )
+            msg = f"{name} is {text!r}; expected a text such as '2(x3),1'."
             raise WorldError(msg)
         counts += [int(found[1])] * int(found[2] or 1)
     return counts
@@ -372,12 +350,11 @@ def place_by_torchrun(env: Environment) -> Place:
         name = "LOCAL_WORLD_SIZE"
         local_size = integer(env, name) if name in env else size
     place = Place(
-        launcher="torchrun",
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        node_rank=0,
+        "torchrun",
+        rank,
+        size,
+        local_rank,
+        local_size,
         address=env["MASTER_ADDR"],
         port=given_port(env),
         attempt=_attempt(env),
@@ -459,7 +436,7 @@ def read_place(env: Environment) -> Place | None:
 
 def asked_size(env: Environment) -> tuple[str, int]:
     """Return the variable with a launcher's number of processes, and its value."""
-    names = ["WORLD_SIZE", *(variables.size for variables in MPI_VARIABLES)]
+    names = ["WORLD_SIZE", *(variables.names[1] for variables in MPI_VARIABLES)]
     if "SLURM_PROCID" in env:
         names.append("SLURM_STEP_NUM_TASKS")
     for name in names:

@@ -34,7 +34,7 @@ from accelfn.world.meeting import (
     refuse_open_group,
     regrouping_of,
 )
-from accelfn.world.place import Environment, Place, read_place
+from accelfn.world.place import Environment, Place, asked_size, read_place
 
 
 def _connection_of(group: "dist.ProcessGroup | Connection | None") -> Connection:
@@ -112,9 +112,6 @@ class World:
             WorldError: the environment asks for several processes, this is a simulated rank, or
                 the device does not exist.
         """
-        # imported here, so that `import accelfn` stays fast
-        from accelfn.world.place import asked_size  # noqa: PLC0415
-
         name, size = asked_size(os.environ)
         if size > 1:
             msg = (
@@ -122,10 +119,7 @@ class World:
                 " af.World.from_env(), and pass the world."
             )
             raise WorldError(msg)
-        if dist.is_initialized():
-            from accelfn.world.meeting import refuse_open_group  # noqa: PLC0415
-
-            refuse_open_group()
+        refuse_open_group()
         return cls(device=choose_device(device, local_rank=0))
 
     @classmethod
@@ -278,16 +272,25 @@ class World:
             msg = f"{written}: this is a part of a world. Split the whole: world.whole."
             raise WorldError(msg)
         assert self.group is not None or self.size == 1  # noqa: S101 - it raises if closed
-        place = self.connection, self.device
-        if size is None:
-            rows = of_nodes(nodes_of(self.node_rank, *place, size=self.size))
-        else:
-            rows = of_size(size, self.size)
+        rows = self._rows_by_node() if size is None else of_size(size, self.size)
         if call == "World.across":
             rows = across(written, rows)
-        joins = open_part(written, rows, self.rank, *place)
         (mine,) = (row for row in rows if self.rank in row)
+        name = written.removeprefix("World.")
+        joins = open_part(name, rows, mine, self.connection, self.device)
         return self._part(mine, joins, axes={})
+
+    def _rows_by_node(self) -> "Rows":
+        """Return the ranks of each machine, by a collective of 8 bytes per rank."""
+        mine = torch.tensor([self.node_rank], device=self.device)
+        nodes = [mine] * self.size
+        if self.size > 1:
+            nodes = [torch.empty_like(mine) for _ in nodes]
+            dist.all_gather(nodes, mine, group=self.group)
+        by_node: dict[int, list[int]] = {}
+        for rank, node in enumerate(nodes):
+            by_node.setdefault(int(node), []).append(rank)
+        return [tuple(ranks) for ranks in by_node.values()]
 
     def _part(
         self, ranks: Sequence[int], joins: Connection, *, axes: Mapping[str, int]
@@ -410,14 +413,6 @@ def of_size(size: int, num_ranks: int) -> Rows:
     return [tuple(range(at, at + size)) for at in range(0, num_ranks, size)]
 
 
-def of_nodes(nodes: Sequence[int]) -> Rows:
-    """Return the ranks of each machine, from the machine of each rank."""
-    by_node: dict[int, list[int]] = {}
-    for rank, node in enumerate(nodes):
-        by_node.setdefault(node, []).append(rank)
-    return [tuple(ranks) for ranks in by_node.values()]
-
-
 def across(written: str, rows: Rows) -> Rows:
     """Return the ranks at each place of the parts.
 
@@ -432,55 +427,39 @@ def across(written: str, rows: Rows) -> Rows:
     return [tuple(sorted(each)) for each in zip(*rows, strict=True)]
 
 
-def nodes_of(
-    node: int, connection: Connection, device: torch.device, *, size: int
-) -> list[int]:
-    """Return the machine of each rank, by a collective of 8 bytes per rank."""
-    if size == 1:
-        return [node]
-    mine = torch.tensor([node], device=device)
-    nodes = [torch.empty_like(mine) for _ in range(size)]
-    dist.all_gather(nodes, mine, group=connection.group)
-    return [int(each) for each in nodes]
-
-
 def open_part(
-    written: str, rows: Rows, rank: int, connection: Connection, device: torch.device
-) -> Connection:
-    """Return the connection of a rank's part; all ranks open all parts, once."""
-    name = written.removeprefix("World.")
-    (mine,) = (row for row in rows if rank in row)
-    if len(rows) == 1:
-        return connection
-    if (name,) not in connection.parts:
-        if connection.simulated is None:
-            group, simulated = _open_groups(name, rows, mine, connection, device), None
-        elif len(mine) > 1:
-            group, simulated = connection.simulated.part(name, mine)
-        else:
-            group = simulated = None
-        connection.add_part((name,), group, simulated)
-        connection.parts[name,].parts = {}
-    return connection.parts[name,]
-
-
-def _open_groups(
     name: str,
     rows: Rows,
     mine: tuple[int, ...],
     connection: Connection,
     device: torch.device,
-) -> Any:
-    """Open the groups of all parts of several ranks, in one order, and return this rank's."""
-    everyone = dist.get_process_group_ranks(connection.group)
-    seconds = connection.timeout(device)
+) -> Connection:
+    """Return the connection of a rank's part; all ranks open all parts, once."""
+    if len(rows) == 1:
+        return connection
+    if (name,) not in connection.parts:
+        group = simulated = None
+        if connection.simulated is None:
+            everyone = dist.get_process_group_ranks(connection.group)
+            of_run = [tuple(everyone[rank] for rank in row) for row in rows]
+            seconds = connection.timeout(device)
+            group = open_rows(of_run, of_run[rows.index(mine)][0], seconds, name)
+        elif len(mine) > 1:
+            group, simulated = connection.simulated.part(name, mine)
+        connection.add_part((name,), group, simulated)
+        connection.parts[name,].parts = {}
+    return connection.parts[name,]
+
+
+def open_rows(rows: Rows, rank: int, seconds: float | None, name: str) -> Any:
+    """Open the group of each row of several ranks, in one order; return that of a rank."""
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    opened: dict[tuple[int, ...], Any] = {
-        row: dist.new_group([everyone[i] for i in row], timeout, group_desc=name)
-        for row in rows
-        if len(row) > 1
-    }
-    return opened.get(mine)
+    mine = None
+    for row in rows:
+        if len(row) > 1:
+            group = dist.new_group(row, timeout, group_desc=name)
+            mine = group if rank in row else mine
+    return mine
 
 
 # The ranks that share a model's shards: gradients along "cp" are summed as along "dp_shard".
@@ -524,14 +503,10 @@ def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
 
     All ranks open all groups, in one order.
     """
-    groups: Groups = {}
-    for names in arithmetic.neighbor_runs(axes):
-        for ranks in arithmetic.rows(axes, names):
-            seconds, name = timedelta(seconds=timeout), " x ".join(names)
-            group: Any = dist.new_group(ranks, timeout=seconds, group_desc=name)
-            if rank in ranks:
-                groups[names] = group
-    return groups
+    return {
+        names: open_rows(arithmetic.rows(axes, names), rank, timeout, " x ".join(names))
+        for names in arithmetic.neighbor_runs(axes)
+    }
 
 
 def mesh_of(
@@ -559,7 +534,7 @@ def mesh_of(
 
 
 _CALL = "World.from_env"
-_ALONE = Place(launcher="none", rank=0, size=1, local_rank=0, local_size=1, node_rank=0)
+_ALONE = Place(launcher="none")
 
 
 def open_world(
