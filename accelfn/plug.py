@@ -22,14 +22,20 @@ if TYPE_CHECKING:
     # The kinds and the number of devices, and where memory is pinned.
     from accelfn.base import devices as devices
 
+    # The random number generators of a rank, and their keys.
+    from accelfn.base import draws as draws
+
     # Trees of tensors: map, copy and move them, and take a rank's part.
     from accelfn.base import tree as tree
 
-    # Lets a record answer another library's names with the code to write.
-    from accelfn.base.arguments import hint_attributes as hint_attributes
+    # Saves that a thread writes while training continues.
+    from accelfn.checkpoint import background as background
 
     # Safetensors files, written with digests and read a tensor at a time.
     from accelfn.checkpoint import files as files
+
+    # Makes a state of the tensors that another library saved.
+    from accelfn.checkpoint import foreign as foreign
 
     # Boxes of a tensor, as ranks have and files hold them.
     from accelfn.checkpoint import slices as slices
@@ -40,17 +46,17 @@ if TYPE_CHECKING:
     # A checkpoint to read: its manifest, its fields and its tensors.
     from accelfn.checkpoint.elastic import Source as Source
 
-    # The tensors of a training that another library saved.
-    from accelfn.checkpoint.foreign import Found as Found
-
-    # A tensor in files, which is read in boxes.
-    from accelfn.checkpoint.foreign import Piece as Piece
-
-    # Makes a state of the tensors that a function finds in a folder.
-    from accelfn.checkpoint.foreign import load_found as load_found
-
     # The checkpoints in the directory of a store, by step.
     from accelfn.checkpoint.manifest import checkpoints_in as checkpoints_in
+
+    # The fields of a state, as a checkpoint saves them.
+    from accelfn.checkpoint.save import fields_of as fields_of
+
+    # A state with the fields of another, as they were saved.
+    from accelfn.checkpoint.save import with_fields as with_fields
+
+    # The fields and facts of a transform.
+    from accelfn.definition import transform as transform
 
     # How each parameter is cut over the ranks.
     from accelfn.definition.layout import Layout as Layout
@@ -91,38 +97,32 @@ if TYPE_CHECKING:
     # The base class of a layer that splits itself along tp.
     from accelfn.engine.tensor_parallel import SelfSplittingLayer as SelfSplittingLayer
 
+    # Hands a signal to the loop that waits for one.
+    from accelfn.loop.run import deliver as deliver
+
+    # The entries of an optimizer's state, by parameter and by group.
+    from accelfn.model import optimizer as optimizer
+
     # Lets only the forward pass of a model work in a with block.
     from accelfn.model.model import mark_placed as mark_placed
 
-    # Whether an optimizer's entry is a count, and not a value of a parameter.
-    from accelfn.model.optimizer import is_count as is_count
+    # Runs a method of all transforms, in the order of the chain.
+    from accelfn.state import update as update
 
-    # Opens safetensors files, a folder of them or an index.
-    from accelfn.weights.export import open_weights as open_weights
+    # What is known of gradients: the weight that divides them, and by whom.
+    from accelfn.state.results import GradInfo as GradInfo
 
-    # Reads a model from one file, or from several with an index.
-    from accelfn.weights.export import read_parts as read_parts
+    # Reads and writes safetensors files of models, and indices of several files.
+    from accelfn.weights import export as export
 
-    # The tensors of another library's model, which are read one by one.
-    from accelfn.weights.importing import Incoming as Incoming
-
-    # A memory-mapped tensor of a file, whose pages can be released.
-    from accelfn.weights.importing import Mapped as Mapped
-
-    # Fills a model with tensors that are read one by one.
-    from accelfn.weights.importing import fill_model as fill_model
-
-    # Maps all tensors of safetensors files without reading them.
-    from accelfn.weights.importing import map_weights as map_weights
+    # Fills models with tensors of files, read one by one or mapped.
+    from accelfn.weights import importing as importing
 
     # The names and sizes of a world's axes, and the ranks along them.
     from accelfn.world import axes as axes
 
-    # An error's kind and its first line, as other ranks read it.
-    from accelfn.world.connection import name_error as name_error
-
-    # The store at which processes meet, on a free port.
-    from accelfn.world.connection import open_store as open_store
+    # What joins ranks: groups, the store where they meet, and what each does.
+    from accelfn.world import connection as connection
 
     # What an elastic launcher and its processes tell each other at a store.
     from accelfn.world.meeting import Words as Words

@@ -204,11 +204,12 @@ _NAMES = {
         "RollCall",
         "Standing",
         "WatchedStore",
+        "open_groups",
         "open_store",
     ),
     "accelfn.world.meeting": ("Launched", "Words"),
     "accelfn.world.place": ("Place", "_port_of_job", "asked_size", "read_place"),
-    "accelfn.world.world": ("fold_axes", "open_groups"),
+    "accelfn.world.world": ("fold_axes",),
 }
 _PLACES = {
     name.rpartition(" as ")[2]: (module, name.partition(" as ")[0])

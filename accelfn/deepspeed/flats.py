@@ -14,7 +14,7 @@ import torch
 
 from accelfn import World, all_to_all
 from accelfn.errors import OptimizerError, StateError
-from accelfn.plug import Layout, is_count, tree
+from accelfn.plug import Layout, optimizer, tree
 
 # Redistributing elements of parameters between two shardings.
 #
@@ -420,7 +420,9 @@ def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
     """Whether a value has its parameter's shape; counts of scalars do not count."""
     if not isinstance(value, torch.Tensor):
         return False
-    return value.shape == where.layout.shapes[name] and not is_count(key, value)
+    return value.shape == where.layout.shapes[name] and not optimizer.is_count(
+        key, value
+    )
 
 
 def _check_alike(

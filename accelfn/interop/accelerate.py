@@ -12,7 +12,7 @@ import torch
 from accelfn import Loaded, TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.interop import deepspeed, torch_files
-from accelfn.plug import Found, Piece, arguments, files, load_found, open_weights
+from accelfn.plug import arguments, export, files, foreign
 
 OPTIMIZER = "optimizer.bin"
 MODELS = (
@@ -24,14 +24,16 @@ MODELS = (
 """Names of model files; the first that a folder has is read."""
 
 
-def weights_of(folder: Path) -> dict[str, Piece]:
+def weights_of(folder: Path) -> dict[str, foreign.Piece]:
     """Return the tensors of a folder's model."""
     if not any(arguments.exists(folder / name) for name in MODELS[:2]):
         held = torch_files.state_dict_of(folder)
-        return {name: Piece.of(tensor) for name, tensor in held.items()}
-    there = open_weights(folder)
+        return {name: foreign.Piece.of(tensor) for name, tensor in held.items()}
+    there = export.open_weights(folder)
     return {
-        name: Piece(meta.dtype, tuple(meta.shape), partial(there.read_box, name))
+        name: foreign.Piece(
+            meta.dtype, tuple(meta.shape), partial(there.read_box, name)
+        )
         for name, meta in there.tensors().items()
     }
 
@@ -90,7 +92,9 @@ def entries_of(
     by_place = {place: str(name) for place, name in pairs}
     return {
         by_place[place]: {
-            str(key): Piece.of(value) if isinstance(value, torch.Tensor) else value
+            str(key): foreign.Piece.of(value)
+            if isinstance(value, torch.Tensor)
+            else value
             for key, value in entry.items()
         }
         for place, entry in state.items()
@@ -156,10 +160,10 @@ def import_state(
         raise ArgumentError(msg)
     call = "af.import_state(state, directory)"
     find = partial(_find_training, state, under=under)
-    return load_found(call, state, directory, find, strict=strict)
+    return foreign.load_found(call, state, directory, find, strict=strict)
 
 
-def _find_training(state: TrainState, folder: Path, under: str | None) -> Found:
+def _find_training(state: TrainState, folder: Path, under: str | None) -> foreign.Found:
     """Return the tensors of a training in a folder of any supported format.
 
     Raises:
@@ -185,9 +189,9 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> Found:
 
 def _in_parts(
     state: TrainState, folder: Path, split: Iterable[Path], under: str | None
-) -> Found:
+) -> foreign.Found:
     """Return the tensors of a training in distributed checkpoints."""
-    pieces, others = dict[str, Piece](), list[str]()
+    pieces, others = dict[str, foreign.Piece](), list[str]()
     for each in split:
         some, rest = torch_files.pieces_of(each)
         pieces |= some
@@ -199,7 +203,7 @@ def _in_parts(
     )
 
 
-def _of_accelerate(state: TrainState, folder: Path) -> Found:
+def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
     """Return the tensors of a training in a folder of `save_state`."""
     weights = weights_of(folder)
     names = {*_params(state), *state.buffers}
@@ -212,7 +216,7 @@ def _of_accelerate(state: TrainState, folder: Path) -> Found:
     file = folder / OPTIMIZER
     entries = entries_of(file, groups, [*metas]) if arguments.exists(file) else {}
     read = {*MODELS, OPTIMIZER}
-    return Found(
+    return foreign.Found(
         weights={n: piece for n, piece in weights.items() if n in names},
         entries=entries,
         strange=tuple(name for name in weights if name not in names),

@@ -15,7 +15,7 @@ import torch
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.interop import torch_files
-from accelfn.plug import Found, Piece, arguments
+from accelfn.plug import arguments, foreign
 
 # The optimizer files of ZeRO: each rank wrote a part of every flat group.
 #
@@ -165,13 +165,13 @@ def shapes_of(said: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
 
 def put_together(
     tag: Path, parts: Sequence[Part], said: Sequence[Mapping[str, Iterable[int]]]
-) -> tuple[dict[str, Piece], dict[str, dict[str, Any]]]:
+) -> tuple[dict[str, foreign.Piece], dict[str, dict[str, Any]]]:
     """Return the weights and the optimizer's entries, by parameter name.
 
     Raises:
         CheckpointCorruptError: the groups or their sizes do not fit the model.
     """
-    weights: dict[str, Piece] = {}
+    weights: dict[str, foreign.Piece] = {}
     entries: dict[str, dict[str, Any]] = {}
     for part in parts:
         if len(part.masters) != len(said):
@@ -247,9 +247,9 @@ def _cut_each(
 
 def _piece(
     shape: tuple[int, ...], held: Sequence[torch.Tensor], places: Iterable[_Place]
-) -> Piece:
+) -> foreign.Piece:
     runs = [held[rank].narrow(0, begin, length) for rank, begin, length in places]
-    return Piece.of_runs(shape, runs)
+    return foreign.Piece.of_runs(shape, runs)
 
 
 def _entry(
@@ -280,9 +280,11 @@ def _entry(
             found[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
         elif key == "step":
             step = torch.as_tensor(first, dtype=torch.float32)
-            found[key] = Piece.of(step)
+            found[key] = foreign.Piece.of(step)
         else:
-            found[key] = Piece.of(first) if isinstance(first, torch.Tensor) else first
+            found[key] = (
+                foreign.Piece.of(first) if isinstance(first, torch.Tensor) else first
+            )
     return found
 
 
@@ -340,7 +342,7 @@ def _has_parts(folder: Path) -> bool:
 
 def found_in(
     folder: Path, tag: Path, *, params: Collection[str], names: Collection[str]
-) -> Found:
+) -> foreign.Found:
     """Return the tensors of a training in a folder of DeepSpeed.
 
     Args:
@@ -374,7 +376,7 @@ def found_in(
     if tag != folder:
         beside = {each.name for each in folder.iterdir()} - {LATEST, tag.name}
         left += sorted(beside - _SCRIPTS)
-    return Found(
+    return foreign.Found(
         weights={name: each for name, each in weights.items() if name in names},
         entries={name: each for name, each in kept.items() if name in params},
         step=None if any("step" in each for each in kept.values()) else steps,
@@ -415,7 +417,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
 
 def _model(
     tag: Path, parts: Sequence[Part]
-) -> tuple[Mapping[str, Any], dict[str, Piece]]:
+) -> tuple[Mapping[str, Any], dict[str, foreign.Piece]]:
     """Return the model file's contents, and the tensors that are in no optimizer."""
     cuts_each = parts[0].cuts_each
     each = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -433,8 +435,10 @@ def _model(
         raise CheckpointCorruptError(msg)
     module = cast("Mapping[str, torch.Tensor]", model["module"])
     if not cuts_each:
-        return model, {name: Piece.of(tensor) for name, tensor in module.items()}
-    weights = {name: Piece.of(module[name]) for name in model["buffer_names"]}
+        return model, {
+            name: foreign.Piece.of(tensor) for name, tensor in module.items()
+        }
+    weights = {name: foreign.Piece.of(module[name]) for name in model["buffer_names"]}
     shapes = shapes_of(model.get("frozen_param_shapes") or {})
     if shapes:
         others = [load_file(tag / name) for name in names[1:]]
@@ -444,5 +448,5 @@ def _model(
             for fragments in held:
                 runs.append(fragments[name][:open_])
                 open_ -= len(runs[-1])
-            weights[name] = Piece.of_runs(shape, runs)
+            weights[name] = foreign.Piece.of_runs(shape, runs)
     return model, weights

@@ -23,16 +23,7 @@ import torch
 from torch import nn
 
 from accelfn.errors import CheckpointCorruptError, CheckpointError
-from accelfn.plug import (
-    Found,
-    Incoming,
-    Piece,
-    arguments,
-    files,
-    fill_model,
-    read_parts,
-    slices,
-)
+from accelfn.plug import arguments, export, files, foreign, importing, slices
 
 # Files of `torch.save`: the only pickles that accelfn reads, with `weights_only=True`, by an
 # unpickler that creates tensors and plain data and calls nothing else.
@@ -79,11 +70,11 @@ def import_torch_weights(
         "af.import_torch_weights(model, file)", file, "a file or folder"
     )
 
-    def open_files() -> Incoming:
+    def open_files() -> importing.Incoming:
         held = state_dict_of(path)
-        return Incoming(str(file), held, lambda name: _dense(held[name]))
+        return importing.Incoming(str(file), held, lambda name: _dense(held[name]))
 
-    return fill_model(
+    return importing.fill_model(
         "af.import_torch_weights",
         model,
         open_files,
@@ -109,7 +100,7 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
     if not arguments.is_directory(path) and path.name.endswith(ends):
         msg = f"{path} is nothing that torch.save wrote.{files.reader_of(path)}"
         raise CheckpointError(msg)
-    return read_parts(path, WEIGHTS, INDEX, _of_file)
+    return export.read_parts(path, WEIGHTS, INDEX, _of_file)
 
 
 class _Shut:
@@ -318,7 +309,7 @@ class _Window(io.RawIOBase):
         return count
 
 
-def pieces_of(folder: Path) -> tuple[dict[str, Piece], list[str]]:
+def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
     """Return a folder's tensors, and the names of its other contents.
 
     Raises:
@@ -352,7 +343,7 @@ def _piece(
     name: str,
     said: Any,
     places: Mapping[tuple[str, tuple[int, ...]], Any],
-) -> Piece:
+) -> foreign.Piece:
     shape = tuple(map(int, said.size))
     chunks = list[_Chunk]()
     for each in said.chunks:
@@ -380,18 +371,18 @@ def _piece(
         )
         return slices.assemble(box, dtype, parts)
 
-    return Piece(dtype, shape, read)
+    return foreign.Piece(dtype, shape, read)
 
 
 def found_in(
     folder: Path,
-    pieces: Mapping[str, Piece],
+    pieces: Mapping[str, foreign.Piece],
     others: Collection[str],
     *,
     params: Collection[str],
     names: Collection[str],
     under: str | None,
-) -> Found:
+) -> foreign.Found:
     """Find the tensors of a training among tensors with any prefix.
 
     Names of the model have one prefix, such as "model."; names of an optimizer are
@@ -421,12 +412,14 @@ def found_in(
     strange = tuple(key for name, key in inside.items() if name not in names)
     seen = taken | set(inside.values())
     left = (*(key for key in pieces if key not in seen), *others)
-    return Found(
+    return foreign.Found(
         weights=weights, entries=entries, step=step, strange=strange, left=left
     )
 
 
-def _count(pieces: Mapping[str, Piece]) -> tuple[int | None, dict[str, Piece]]:
+def _count(
+    pieces: Mapping[str, foreign.Piece],
+) -> tuple[int | None, dict[str, foreign.Piece]]:
     """Return the number of updates, if `step` is present, and the other tensors."""
     others = dict(pieces)
     said = others.get("step")

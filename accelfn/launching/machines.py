@@ -29,7 +29,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from accelfn.errors import LaunchError
-from accelfn.plug import open_store
+from accelfn.plug import connection
 
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
@@ -175,7 +175,9 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     store = None
     if machines.is_here:
         with suppress(DistError):  # another launcher of this machine has opened it
-            store = open_store(host, port, timeout, is_local=machines.most == 1)
+            store = connection.open_store(
+                host, port, timeout, is_local=machines.most == 1
+            )
     if store is None:
         store = TCPStore(host, port, is_master=False, timeout=timeout)
     params = RendezvousParameters(
@@ -240,7 +242,9 @@ class NumberedRendezvous(RendezvousHandler):
 
     def _open_store(self, port: int, size: int | None = None) -> TCPStore:
         is_local = self._machines.most == 1
-        return open_store(self._host, port, self._timeout, size=size, is_local=is_local)
+        return connection.open_store(
+            self._host, port, self._timeout, size=size, is_local=is_local
+        )
 
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
         """Return the port for ranks of a later attempt, which machine 0 chooses."""

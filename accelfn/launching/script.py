@@ -28,7 +28,7 @@ from attrs import evolve, frozen
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, Plan, interface_of
 from accelfn.launching.worker import ASKS_WHERE, LEADS, where_file
-from accelfn.plug import Words, arguments, axes, name_error
+from accelfn.plug import Words, arguments, axes, connection
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
@@ -550,7 +550,7 @@ def report(
 def _one_line(failure: Failure) -> str:
     if failure.error:
         kind, _, text = failure.error.partition(": ")
-        return f"rank {failure.rank} followed: {name_error(kind, text)}"
+        return f"rank {failure.rank} followed: {connection.name_error(kind, text)}"
     if failure.was_told_to_end:
         return f"rank {failure.rank} was ended by SIGTERM"
     return f"rank {failure.rank} followed: {failure.ending}"

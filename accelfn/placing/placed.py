@@ -15,11 +15,10 @@ from torch import nn
 from accelfn.errors import ArgumentError, CheckpointError, ModelError
 from accelfn.placing.plan import DISK, DeviceMap, Part, calls_of, units_of
 from accelfn.plug import (
-    Mapped,
     arguments,
     devices,
     files,
-    map_weights,
+    importing,
     mark_placed,
     tree,
 )
@@ -34,7 +33,7 @@ class Guest:
     param: torch.Tensor
     home: torch.Tensor
     device: torch.device
-    file: Mapped | None = None
+    file: importing.Mapped | None = None
     ahead: torch.Tensor | None = None
     uses: int = 0
 
@@ -277,7 +276,7 @@ def _values(
     model: nn.Module,
     named: Mapping[str, torch.Tensor],
     weights: str | os.PathLike[str] | None,
-) -> dict[int, Mapped]:
+) -> dict[int, importing.Mapped]:
     """Map values for parameters on meta, by the parameter's identity."""
     empty = [name for name, tensor in named.items() if tensor.is_meta]
     if not empty and weights is not None:
@@ -295,7 +294,7 @@ def _values(
             " where they are: af.placed(model, plan, weights=folder)."
         )
         raise ModelError(msg)
-    found = map_weights(
+    found = importing.map_weights(
         arguments.as_path("af.placed(weights=...)", weights, "a folder")
     )
     values = {id(named[name]): found[name] for name in empty if name in found}
@@ -318,7 +317,9 @@ def _values(
 
 
 def _fill_buffers(
-    model: nn.Module, found: Mapping[str, Mapped], weights: str | os.PathLike[str]
+    model: nn.Module,
+    found: Mapping[str, importing.Mapped],
+    weights: str | os.PathLike[str],
 ) -> None:
     """Read persistent buffers of the weights, such as running statistics.
 
@@ -345,8 +346,8 @@ def _fill_buffers(
 
 @contextmanager
 def _fill_parameters(
-    model: nn.Module, values: Mapping[int, Mapped]
-) -> Generator[dict[int, Mapped]]:
+    model: nn.Module, values: Mapping[int, importing.Mapped]
+) -> Generator[dict[int, importing.Mapped]]:
     """Replace parameters on meta by parameters with values; yield their mapped files."""
     made: dict[int, nn.Parameter] = {}
     places = [
@@ -378,7 +379,7 @@ def _settle(
     model: nn.Module,
     plan: DeviceMap,
     units: list[list[Part]],
-    there: Mapping[int, Mapped],
+    there: Mapping[int, importing.Mapped],
 ) -> None:
     """Move each unit to its place, and add hooks for offloaded units."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
@@ -443,8 +444,8 @@ def _homes(
     params: Mapping[str, torch.Tensor],
     place: str,
     plan: DeviceMap,
-    files_of: Mapping[int, Mapped],
-) -> list[tuple[torch.Tensor, Mapped | None]]:
+    files_of: Mapping[int, importing.Mapped],
+) -> list[tuple[torch.Tensor, importing.Mapped | None]]:
     """Move parameters to their offloaded places, and return these places."""
     there = {n: files_of.get(id(p)) for n, p in params.items()}
     write = {n: p for n, p in params.items() if place == DISK and there[n] is None}
@@ -459,7 +460,7 @@ def _homes(
         files.write_tensors(
             path, {n: p.data for n, p in write.items()}, {"format": "pt"}
         )
-        there |= map_weights(path)
+        there |= importing.map_weights(path)
     for name, param in params.items():
         file = there[name]
         if name in write and file is not None:

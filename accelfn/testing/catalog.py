@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from accelfn import Transform, chain
-from accelfn.definition.transform import FIELDS
 from accelfn.errors import ArgumentError
+from accelfn.plug import transform as contract
 
 Arguments: TypeAlias = dict[str, Any]
 
@@ -240,7 +240,7 @@ def public_transforms() -> frozenset[type]:
 def fields_of(transform: Any) -> frozenset[str]:
     """Return the methods of a transform, or of a class of transforms."""
     cls = transform if isinstance(transform, type) else type(transform)
-    return frozenset(field for field in FIELDS if hasattr(cls, field))
+    return frozenset(field for field in contract.FIELDS if hasattr(cls, field))
 
 
 def row_of(cls: Any) -> Row:

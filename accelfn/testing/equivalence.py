@@ -26,13 +26,11 @@ from accelfn import (
     wrap_ddp,
 )
 from accelfn.errors import ArgumentError, LawError
-from accelfn.model.optimizer import OptimizerSource
 from accelfn.plug import arguments, tree
-from accelfn.step.step import Step
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 from accelfn.testing.simulate import simulate
 
-Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Step]]
+Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Callable[..., Any]]]
 """Returns the first state of a world and setup, and its step."""
 Held: TypeAlias = Mapping[str, Any]
 """The contents of a rank's state and metrics, by name, causes first."""
@@ -43,7 +41,7 @@ def assert_equivalent(
     setup_b: Any,
     *,
     make: Make | None = None,
-    optimizer: OptimizerSource | None = None,
+    optimizer: Any | None = None,
     updates: int = 4,
     sizes: Sequence[int] = (1, 2, 4),
     rtol: float = 0.0,
@@ -251,8 +249,8 @@ def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
 
 
 def dyadic_problem(
-    optimizer: OptimizerSource | None, world: World, setup: chain
-) -> tuple[TrainState, Step]:
+    optimizer: Any | None, world: World, setup: chain
+) -> tuple[TrainState, Callable[..., Any]]:
     """Return a state and a step with exact sums in any order."""
     rows = torch.arange(len(_WEIGHTS))
     inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)

@@ -30,8 +30,8 @@ from accelfn import (
     observe,
     save,
 )
-from accelfn.definition.transform import by_rank
 from accelfn.plug import devices, tree
+from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison, entries, first_difference
 from accelfn.testing.processes import Pool
 from accelfn.testing.rank import pack
@@ -205,7 +205,10 @@ def state_contents(states: States, metrics: Any) -> dict[str, Any]:
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
-        own = [f"slots[{slot!r}][{entry!r}]" for slot, entry in by_rank(state.setup)]
+        own = [
+            f"slots[{slot!r}][{entry!r}]"
+            for slot, entry in contract.by_rank(state.setup)
+        ]
         for path, leaf in entries(state, gather=True).items():
             is_own = path.startswith(tuple(own))
             contents[f"{prefix}{OWN if is_own else ''}{path}"] = leaf

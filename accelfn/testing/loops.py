@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 
 from accelfn import Batch, Grads, TrainState
 from accelfn.errors import ArgumentError, LawError
-from accelfn.model.optimizer import group_key, named_state
-from accelfn.plug import arguments, devices, tree
-from accelfn.state.update import next_hyper
+from accelfn.plug import arguments, devices, tree, update
+from accelfn.plug import optimizer as entries
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 
 Quantities: TypeAlias = Mapping[str, Any]
@@ -201,19 +200,19 @@ def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
     if optimizer is not None:
         names = {id(param): name for name, param in model.named_parameters()}
         found |= _hyperparameters(optimizer, optimizer.param_groups)
-        found["opt_state"] = named_state(optimizer, names)
+        found["opt_state"] = entries.named_state(optimizer, names)
     return found
 
 
 def _of_state(state: TrainState) -> dict[str, Any]:
     prototype = state.definition.optimizer
     groups: list[dict[str, Any]] = [
-        {**group, **state.opt_state.get(group_key(i), {})}
+        {**group, **state.opt_state.get(entries.group_key(i), {})}
         for i, group in enumerate(prototype.param_groups)
     ]
-    for (i, key), value in next_hyper(state, state.slots).items():
+    for (i, key), value in update.next_hyper(state, state.slots).items():
         groups[i][key] = value
-    ours = {group_key(i) for i in range(len(groups))}
+    ours = {entries.group_key(i) for i in range(len(groups))}
     return {
         "params": dict(state.params),
         "buffers": dict(state.buffers),

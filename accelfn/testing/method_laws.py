@@ -29,12 +29,10 @@ from accelfn import (
     reduce,
 )
 from accelfn import transform as transform_of
-from accelfn.definition.transform import facts_of, has_field
 from accelfn.errors import CompositionError, GradsError
-from accelfn.model.optimizer import Hyper
-from accelfn.plug import tree
-from accelfn.state.results import GradInfo
-from accelfn.state.update import apply_transforms, override_hyper
+from accelfn.plug import GradInfo, tree
+from accelfn.plug import transform as contract
+from accelfn.plug import update as moment
 from accelfn.testing.comparing import (
     copy_leaf,
     entries,
@@ -232,7 +230,7 @@ def watch_mean(transform: Any, seen: Seen) -> Any:
 
 def sends_all(members: Sequence[Any]) -> Law:
     """Return the law that gradients left out are sent later, though ranks join or leave."""
-    merging = [each for each in members if has_field(each, "merge")]
+    merging = [each for each in members if contract.has_field(each, "merge")]
 
     def law(subject: Subject) -> str | None:
         def begin(world: World) -> _Reduced:
@@ -281,7 +279,9 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:
         at = attrs.evolve(update, state=attrs.evolve(state, step=step))
-        result, update = apply_transforms("reduce", grads.map(torch.clone), at, Grads)
+        result, update = moment.apply_transforms(
+            "reduce", grads.map(torch.clone), at, Grads
+        )
         for name, grad in result.tensors.items():
             sums[name] = sums[name] + grad.double() / result.taken.scale
     means = {name: mean * len(steps) for name, mean in _mean(grads, world).items()}
@@ -300,7 +300,9 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
     """Return the laws about methods that the transforms have, by name."""
 
     def have(*fields: str) -> bool:
-        return any(has_field(each, field) for each in members for field in fields)
+        return any(
+            contract.has_field(each, field) for each in members for field in fields
+        )
 
     def reported_by(watch: Callable[[Any, Seen], Any]) -> Law:
         """Return the law that watched transforms report no mistake in a run."""
@@ -343,7 +345,7 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
     def law(subject: Subject) -> str | None:
         setup = around(members).transforms
         names = {each.name for each in setup}
-        expected = {each.name for each in setup if has_field(each, "init")}
+        expected = {each.name for each in setup if contract.has_field(each, "init")}
 
         def rank(world: World) -> str | None:
             state = subject.start(world)
@@ -421,14 +423,21 @@ def _watch_groups(transform: Any, seen: Seen) -> Any:
     """Return an equal transform that reports groups that depend on another group."""
 
     def call(
-        _: str, method: Any, self: Any, hyper: Hyper, slot: Any, update: Update
+        _: str,
+        method: Any,
+        self: Any,
+        hyper: Mapping[Any, Any],
+        slot: Any,
+        update: Update,
     ) -> Any:
         changed = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
         with torch.random.fork_rng(devices=[]):  # both calls draw the same numbers
             other = method(self, MappingProxyType(changed), tree.clone(slot), update)
         returned = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
-        one, two = (override_hyper(groups, {}, each[0]) for each in (returned, other))
+        one, two = (
+            moment.override_hyper(groups, {}, each[0]) for each in (returned, other)
+        )
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             seen(
                 f"{self!r}.hyper gives parameter group 1 other numbers if group 0 has another"
@@ -494,7 +503,8 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
     """Return the law that a skipped update leaves parameters, optimizer and slots alone."""
     # observing between updates changes slots too
     is_moved = any(
-        "sees_skips" in facts_of(each) or has_field(each, "observe") for each in members
+        "sees_skips" in contract.facts_of(each) or contract.has_field(each, "observe")
+        for each in members
     )
     parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
 
@@ -546,7 +556,7 @@ class skips_often:
 
 def _passes_on(members: Sequence[Any], around: Around) -> Law:
     """Return the law that wrappers of a loss or a gradient pass on their arguments."""
-    splits = any(has_field(each, "data") for each in members)
+    splits = any(contract.has_field(each, "data") for each in members)
     outside = None if splits else accumulate(num_micro_batches=2)
 
     def law(subject: Subject) -> str | None:
@@ -658,7 +668,7 @@ def _owes_once(subject: Subject) -> str | None:
 
 def _merges_all(members: Sequence[Any]) -> Law:
     """Return the law that every rank's own entries have a part in the result of `merge`."""
-    merging = [each for each in members if has_field(each, "merge")]
+    merging = [each for each in members if contract.has_field(each, "merge")]
 
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
@@ -674,10 +684,11 @@ def _merges_all(members: Sequence[Any]) -> Law:
                         f" ranks, gives another slot: {kept}"
                     )
                 if lost is not None:
+                    entries = list(contract.facts_of(each).get("by_rank", ()))
                     return (
-                        f"{each!r}.merge gives the same, whatever rank {lost} has in"
-                        f" {list(facts_of(each).get('by_rank', ()))}, which is then lost on"
-                        " another number of ranks. Use every slot of the argument."
+                        f"{each!r}.merge gives the same, whatever rank {lost} has in {entries},"
+                        " which is then lost on another number of ranks. Use every slot of the"
+                        " argument."
                     )
             return None
 
@@ -700,7 +711,7 @@ def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | 
     again = merge([result[1]] * world.size)
     differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
     kept = next((str(each[0]) for each in differences.values()), None)
-    other = _plus_one(slot, facts_of(transform).get("by_rank", ()))
+    other = _plus_one(slot, contract.facts_of(transform).get("by_rank", ()))
     for place in range(
         world.size if first_difference(named(slot), named(other)) else 0
     ):

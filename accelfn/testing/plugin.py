@@ -26,9 +26,8 @@ import torch
 from pytest_accelfn import register_profiles
 
 from accelfn import Batch, Cursor, World
-from accelfn.checkpoint.save import fields_of, with_fields
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
-from accelfn.plug import codec, tree
+from accelfn.plug import codec, fields_of, tree, with_fields
 from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry

@@ -29,8 +29,7 @@ import torch.distributed as dist
 
 from accelfn import World
 from accelfn.errors import ArgumentError
-from accelfn.world.connection import Connection
-from accelfn.world.world import Groups, open_groups
+from accelfn.plug import connection as connections
 
 _COLLECTIVE_SECONDS = 30.0
 
@@ -204,7 +203,7 @@ def _result(
     except Exception as error:
         msg = f"The rank cannot import what it is to run: {error!r}. Is it on sys.path?"
         raise ArgumentError(msg) from error
-    connection = Connection(group)
+    connection = connections.Connection(group)
     for names, part in _groups(rank, axes).items():
         connection.add_part(names, part)
     world = World(
@@ -221,12 +220,12 @@ def _result(
         world.connection.close()
 
 
-_opened: dict[tuple[tuple[str, int], ...], Groups] = {}
+_opened: dict[tuple[tuple[str, int], ...], connections.Groups] = {}
 """The groups of axes, by these: they stay open for the next program, as the world's does."""
 
 
-def _groups(rank: int, axes: Mapping[str, int]) -> Groups:
+def _groups(rank: int, axes: Mapping[str, int]) -> connections.Groups:
     named = tuple(axes.items())
     if named not in _opened:
-        _opened[named] = open_groups(axes, rank, _COLLECTIVE_SECONDS)
+        _opened[named] = connections.open_groups(axes, rank, _COLLECTIVE_SECONDS)
     return _opened[named]

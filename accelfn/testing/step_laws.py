@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn import TrainState, World, accumulate, chain, mean, wrap_fsdp
 from accelfn import batches as batches_of
-from accelfn.definition.transform import facts_of, has_field
 from accelfn.errors import ArgumentError, CompositionError, LawError
 from accelfn.errors import Warning as AdviceWarning
 from accelfn.plug import arguments
+from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison
 from accelfn.testing.laws import (
     COMMON,
@@ -297,8 +297,10 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
     The reference is one rank with whole updates, without transforms that only split them.
     """
     rough = "reduces_to_mean" in chain(*members).gives_up()
-    lossy = rough or any("apart" in facts_of(each) for each in members)
-    draws = any(has_field(each, field) for each in members for field in _DRAWING)
+    lossy = rough or any("apart" in contract.facts_of(each) for each in members)
+    draws = any(
+        contract.has_field(each, field) for each in members for field in _DRAWING
+    )
     whole = [each for each in members if lossy or not _only_splits(each)]
 
     def law(subject: Subject) -> str | None:
@@ -344,7 +346,7 @@ def _compare(
     broken = _differ(wanted, histories, NEARLY_EQUAL)
     if broken and _is_coarse(subject, setup):
         # whether scaled losses overflow depends on how large the sums of a part are
-        scales = any(has_field(each, "loss_scale") for each in setup)
+        scales = any(contract.has_field(each, "loss_scale") for each in setup)
         broken = None if scales else _differ(wanted, histories, _COARSE)
     return broken and f"differ {broken}"
 
@@ -363,7 +365,7 @@ def _distance(wanted: History, found: History) -> float:
 def _only_splits(transform: Any) -> bool:
     """Whether a transform splits updates and does not change their result."""
     splits, results = (
-        any(has_field(transform, field) for field in fields)
+        any(contract.has_field(transform, field) for field in fields)
         for fields in (_SPLITTING, _RESULT)
     )
     return splits and not results
@@ -376,7 +378,7 @@ def _split_setups(
 
     If ranks may differ, or send a part of their gradients later, they take the same samples.
     """
-    splits = {f for f in _SPLITTING if any(has_field(m, f) for m in members)}
+    splits = {f for f in _SPLITTING if any(contract.has_field(m, f) for m in members)}
     several = f"on {size} ranks"
     options: dict[str, dict[str, Any]] = {}
     if size > 1 and lossy and "data" not in splits:

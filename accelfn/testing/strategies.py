@@ -32,9 +32,9 @@ from accelfn import (
     wrap_ddp,
 )
 from accelfn import schedules as rates
-from accelfn.definition.transform import FIELDS, has_field, is_transform
 from accelfn.errors import ArgumentError
 from accelfn.plug import arguments
+from accelfn.plug import transform as contract
 from accelfn.schedules import Schedule
 from accelfn.testing.catalog import CATALOG, Row, fields_of, row_of
 from accelfn.testing.simulation.calls import (
@@ -76,8 +76,8 @@ def chains(
     Example:
         >>> around_mine = chains(include=[af.ema(0.5)], exclude=[af.local_sgd])
     """
-    if field is not None and field not in FIELDS:
-        msg = f"chains(field={field!r}): expected one of {', '.join(FIELDS)}."
+    if field is not None and field not in contract.FIELDS:
+        msg = f"chains(field={field!r}): expected one of {', '.join(contract.FIELDS)}."
         raise ArgumentError(msg)
     musts = [_must(each) for each in include]
     present = {type(each.value) if each.value else each.row.cls for each in musts}
@@ -115,7 +115,7 @@ class _Place:
 def _must(each: Any) -> _Place:
     if isinstance(each, type):
         return _Place(row_of(each))
-    if not is_transform(each) or isinstance(each, chain):
+    if not contract.is_transform(each) or isinstance(each, chain):
         msg = f"chains(include=[{each!r}]): expected a transform, or a class of one."
         raise ArgumentError(msg)
     known = [row for row in CATALOG if row.cls is type(each)]
@@ -162,7 +162,7 @@ def _draw_transform(
     }
     field, drawn = place.field, place.row.transforms(beside)
     if field is not None:
-        drawn = drawn.filter(lambda made: has_field(made, field))
+        drawn = drawn.filter(lambda made: contract.has_field(made, field))
     return draw(drawn)
 
 

@@ -29,9 +29,9 @@ from accelfn import (
     shard_data,
     wrap_ddp,
 )
-from accelfn.definition.transform import facts_of, has_field, is_transform
 from accelfn.errors import ArgumentError, LawError, NonFiniteGradsError
 from accelfn.plug import arguments, collectives
+from accelfn.plug import transform as contract
 from accelfn.testing.comparing import (
     copy_leaf,
     entries,
@@ -128,7 +128,7 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
         method_name(each, field, skipped=field in _seeing_skips(each))
         for each in transforms
         for field in (*_ACTS, *_WRAPS)
-        if has_field(each, field) and callable(getattr(each, field))
+        if contract.has_field(each, field) and callable(getattr(each, field))
         if size > 1 or field not in _OVER_RANKS
     ]
     return [name for name in methods if name not in acts]
@@ -177,7 +177,7 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
 
 def _seeing_skips(transform: Any) -> Sequence[str]:
     """Return the methods that must act after a skipped update."""
-    return ["after_update"] if "sees_skips" in facts_of(transform) else []
+    return ["after_update"] if "sees_skips" in contract.facts_of(transform) else []
 
 
 def method_name(transform: Any, field: str, *, skipped: bool) -> str:
@@ -198,7 +198,7 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
         # after a skip, without this method, the slot before the update would stay
         kept = update.state.slots.get(self.name) if update.skipped else slot
         # counting until ranks next communicate is not the method's purpose
-        counts = field == "after_update" and "apart" in facts_of(self)
+        counts = field == "after_update" and "apart" in contract.facts_of(self)
         before = _copy_values(field, value, kept, counts=counts)
         num_calls = len(world.connection.activity.trail)
         returned = method(self, value, slot, update)
@@ -253,7 +253,7 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
 
 def fact_law(members: Sequence[Any], around: Around) -> Law:
     """Return the law that declared facts are true, and true facts declared."""
-    declared = {fact for each in members for fact in facts_of(each)}
+    declared = {fact for each in members for fact in contract.facts_of(each)}
     laws: Mapping[str, Law] = {
         "by_rank": lambda subject: _no_entry(subject, members),
         "judges_finite": _not_judged,
@@ -275,7 +275,7 @@ def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
 
     slots = simulate(1, rank)[0]
     for each in members:
-        for name in facts_of(each).get("by_rank", ()):
+        for name in contract.facts_of(each).get("by_rank", ()):
             slot = slots.get(each.name)
             if slot is not None and not (isinstance(slot, Mapping) and name in slot):
                 return (
@@ -456,7 +456,7 @@ rank, up to rounding |
         >>> import accelfn as af
         >>> check_transform(af.clip_grad_norm(1.0), sizes=[2])
     """
-    if not is_transform(transform):
+    if not contract.is_transform(transform):
         msg = f"check_transform({transform!r}): expected a transform; see af.transform."
         raise ArgumentError(msg)
     members = transform.transforms if isinstance(transform, chain) else (transform,)
@@ -529,9 +529,9 @@ def _setup(
     """Return a chain of transforms and the sharding and engine that they do not replace."""
     if any(isinstance(each, shard_data) for each in members):
         shares = None
-    if any(has_field(each, field) for each in members for field in _REDUCING):
+    if any(contract.has_field(each, field) for each in members for field in _REDUCING):
         engine = None
-    skips = any("sees_skips" in facts_of(each) for each in members)
+    skips = any("sees_skips" in contract.facts_of(each) for each in members)
     return chain(outside, shares, engine, *members, skips_once() if skips else None)
 
 

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from accelfn import Metrics, World
 from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
-from accelfn.plug import arguments, devices, hint_attributes
+from accelfn.plug import arguments, devices
 
 # Checks of tracked values, and their conversion to plain data for backends.
 
@@ -349,7 +349,7 @@ class Outlet:
                 yield f"{self.name} did not close: {type(error).__name__}: {error}."
 
 
-@hint_attributes()
+@arguments.hint_attributes()
 class Tracker:
     """Sends metrics to backends: `tracker(metrics, step)`.
 

@@ -25,9 +25,11 @@ import torch.distributed as dist
 from attrs import asdict, define, field, frozen
 
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
+from accelfn.world.axes import neighbor_runs, rows
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TypeAlias
 
 # pyright: reportIncompatibleMethodOverride=false
 
@@ -599,3 +601,33 @@ def _bound_to_loopback(host: str, port: int) -> socket.socket | None:
                 return None
             return bound
     return None
+
+
+# The process groups of axes.
+
+
+def open_rows(
+    run: Sequence[tuple[int, ...]], rank: int, seconds: float | None, name: str
+) -> Any:
+    """Open the group of each row of several ranks, in one order; return that of a rank."""
+    timeout = None if seconds is None else timedelta(seconds=seconds)
+    mine = None
+    for row in run:
+        if len(row) > 1:
+            group = dist.new_group(row, timeout, group_desc=name)
+            mine = group if rank in row else mine
+    return mine
+
+
+Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
+
+
+def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
+    """Open the groups of all runs of neighboring axes, and return the groups of this rank.
+
+    All ranks open all groups, in one order.
+    """
+    return {
+        names: open_rows(rows(axes, names), rank, timeout, " x ".join(names))
+        for names in neighbor_runs(axes)
+    }

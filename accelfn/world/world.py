@@ -6,7 +6,6 @@ A `World` is passed, never looked up. This is the one file that reads the enviro
 
 import os
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from functools import cached_property
 from types import TracebackType
 from typing import Any, Self, TypeAlias
@@ -25,7 +24,7 @@ from accelfn.base.arguments import (
 from accelfn.base.devices import choose_device, parse_device
 from accelfn.errors import ArgumentError, PeerFailedError, WorldError
 from accelfn.world import axes as arithmetic
-from accelfn.world.connection import Connection
+from accelfn.world.connection import Connection, open_groups, open_rows
 from accelfn.world.meeting import (
     Meeting,
     check_backend,
@@ -451,17 +450,6 @@ def open_part(
     return connection.parts[name,]
 
 
-def open_rows(rows: Rows, rank: int, seconds: float | None, name: str) -> Any:
-    """Open the group of each row of several ranks, in one order; return that of a rank."""
-    timeout = None if seconds is None else timedelta(seconds=seconds)
-    mine = None
-    for row in rows:
-        if len(row) > 1:
-            group = dist.new_group(row, timeout, group_desc=name)
-            mine = group if rank in row else mine
-    return mine
-
-
 # The ranks that share a model's shards: gradients along "cp" are summed as along "dp_shard".
 
 
@@ -493,20 +481,6 @@ def fold_axes(world: World) -> World:
 
 
 # Process groups of a world's axes, and torch's record of them, a DeviceMesh.
-
-
-Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]
-
-
-def open_groups(axes: Mapping[str, int], rank: int, timeout: float) -> Groups:
-    """Open the groups of all runs of neighboring axes, and return the groups of this rank.
-
-    All ranks open all groups, in one order.
-    """
-    return {
-        names: open_rows(arithmetic.rows(axes, names), rank, timeout, " x ".join(names))
-        for names in arithmetic.neighbor_runs(axes)
-    }
 
 
 def mesh_of(

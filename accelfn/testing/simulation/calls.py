@@ -12,8 +12,7 @@ import torch
 from torch.nn.parallel import distributed
 
 from accelfn.errors import ArgumentError
-from accelfn.loop.run import deliver
-from accelfn.plug import arguments, collectives
+from accelfn.plug import arguments, collectives, deliver
 
 if TYPE_CHECKING:
     from types import FrameType

@@ -23,7 +23,7 @@ from accelfn.errors import (
     RankCrashedError,
     SimulationError,
 )
-from accelfn.plug import collectives, devices
+from accelfn.plug import collectives, connection, devices
 from accelfn.testing.simulation.calls import (
     Call,
     Crashed,
@@ -43,7 +43,6 @@ from accelfn.testing.simulation.calls import (
     strike,
 )
 from accelfn.testing.simulation.turns import Regroup
-from accelfn.world.connection import Activity
 
 if TYPE_CHECKING:
     from accelfn.testing.simulation.turns import Turns
@@ -517,9 +516,9 @@ class Exchange:
         )
         self._status.exit(call.rank)
 
-    def activity(self, rank: int) -> Activity:
+    def activity(self, rank: int) -> connection.Activity:
         """Return the activity of a rank at its start; it reports updates if faults are planned."""
-        activity = Activity()
+        activity = connection.Activity()
         if self.faults or self._gone:
             activity.on_update = partial(self.begin_update, rank)
         return activity

@@ -24,10 +24,9 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import device_mesh
 
 from accelfn.errors import ArgumentError, DefaultGroupError, Error, SimulationError
-from accelfn.plug import collectives
+from accelfn.plug import collectives, connection
 from accelfn.testing.simulation.calls import Call, Entry, Members
 from accelfn.testing.simulation.exchange import can_carry_out
-from accelfn.world.connection import Activity
 
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
 # torch's stubs name the same parameter differently from method to method
@@ -53,7 +52,7 @@ class SimulatedGroup(dist.ProcessGroup):
         members: Members,
         post: Post,
         log: "Sequence[Entry]" = (),
-        activity: Activity | None = None,
+        activity: connection.Activity | None = None,
     ) -> None:
         """Take a rank of the run, its group, the function that posts calls, and the log."""
         size = len(members.ranks)
@@ -64,7 +63,7 @@ class SimulatedGroup(dist.ProcessGroup):
         self._name: Any = None  # torch declares a private type
         self.members = members
         self.log = log
-        self.activity = Activity() if activity is None else activity
+        self.activity = connection.Activity() if activity is None else activity
 
     @property
     def rank_of_run(self) -> int:
@@ -220,7 +219,9 @@ class SimulatedGroup(dist.ProcessGroup):
         """Wait for all ranks."""
         return self._post([self._call("barrier", [], [])], [])
 
-    def among(self, members: Members, activity: Activity) -> "SimulatedGroup":
+    def among(
+        self, members: Members, activity: connection.Activity
+    ) -> "SimulatedGroup":
         """Return this rank's group of other members, with separate collectives."""
         return SimulatedGroup(self._rank, members, self._post, self.log, activity)
 

@@ -24,9 +24,8 @@ from torch.distributed import distributed_c10d
 from torch.utils import _device
 
 from accelfn import World
-from accelfn.base import draws
-from accelfn.checkpoint import background
-from accelfn.plug import axes, devices
+from accelfn.plug import axes, background, devices, draws
+from accelfn.plug import connection as connections
 from accelfn.testing.simulation import group
 from accelfn.testing.simulation.calls import Crashed, Members
 from accelfn.testing.simulation.exchange import Exchange, SharedValues, SimulatedWork
@@ -38,7 +37,6 @@ from accelfn.testing.simulation.group import (
 )
 from accelfn.testing.simulation.plan import Plan, Run
 from accelfn.testing.simulation.turns import Turns
-from accelfn.world.connection import Activity, Connection
 
 # pyright: reportPrivateUsage=false
 
@@ -346,9 +344,9 @@ class _Room:
     is_newcomer: bool = False
     _num_branches: "count[int]" = attrs.field(factory=lambda: count(1))
 
-    def connection(self) -> Connection:
+    def connection(self) -> connections.Connection:
         """Return the connection of these ranks."""
-        return Connection(
+        return connections.Connection(
             self.group,
             activity=self.group.activity,
             simulated=self,
@@ -373,7 +371,9 @@ class _Room:
         joins = attrs.evolve(room, is_newcomer=False).connection()
         return world.followed(room.group.rank(), room.group.size(), joins)
 
-    def among(self, members: Members, activity: Activity | None = None) -> "_Room":
+    def among(
+        self, members: Members, activity: connections.Activity | None = None
+    ) -> "_Room":
         """Return this rank's view of another group, and register the group with torch."""
         group = self.group.among(members, activity or self.group.activity)
         self._registry.add(group)
@@ -403,7 +403,7 @@ class _Room:
         """Return a world of the same ranks with a new group, and a function to close it."""
         name = f"branch {next(self._num_branches)}"
         members = attrs.evolve(self.group.members, name=name)
-        room = self.among(members, Activity())
+        room = self.among(members, connections.Activity())
         connection = room.connection()
         inner = attrs.evolve(world, group=connection)
 
