@@ -304,7 +304,9 @@ def own_cut(param: torch.Tensor) -> int | None:
 
 
 class _Linear(Parallel, nn.Linear):
-    """A split linear layer."""
+    """A linear layer, split by output features unless its class has other `cuts`."""
+
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
@@ -322,8 +324,6 @@ class _Linear(Parallel, nn.Linear):
 class ColumnLinear(_Linear):
     """A linear layer split by output features."""
 
-    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
-
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return this rank's features, for a row layer to take."""
         made = self._features(input)
@@ -334,8 +334,6 @@ class ColumnLinear(_Linear):
 
 class GatheredLinear(_Linear):
     """A linear layer split by output features, which it gathers."""
-
-    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return all features."""
@@ -348,8 +346,6 @@ class GatheredLinear(_Linear):
 
 class VocabularyLinear(_Linear):
     """An output head split by words; returns split scores."""
-
-    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
         """Return this rank's part of the scores."""
@@ -647,20 +643,14 @@ def check_model(
         ModelError: a name matches nothing, a module cannot be split as planned, or a tied
         parameter is split differently in two places.
     """
-    names = [name for name, _ in module.named_modules()]
-    for pattern in plan:
-        if not any(_matches(pattern, name) for name in names):
-            _refuse_name(pattern, module, caller)
-    for name, each, word in planned_modules(plan, module):
-        _check_layer(name, each, word, size, caller)
-        _check_inside(name, each, word, plan, caller)
+    for problem in _problems(plan, module, size):
+        msg = f"{caller}: {problem}"
+        raise ModelError(msg)
     split_themselves = 0
     for name, each in module.named_modules():
         if isinstance(each, SelfSplittingLayer):
             each.check(size, name, caller, sequence=sequence)
             split_themselves += 1
-        elif any(own_cut(p) is not None for p in each.parameters(recurse=False)):
-            _refuse_foreign(name, each, caller)
     if not plan and not split_themselves:
         msg = (
             f"{caller}: the plan names no layer, and {type(module).__name__} has none of"
@@ -668,115 +658,96 @@ def check_model(
             ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
         )
         raise ModelError(msg)
-    _check_ties(plan, module, caller)
 
 
-def _refuse_foreign(name: str, module: nn.Module, caller: str) -> None:
-    """Reject a foreign layer whose parameters are already shards.
+def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator[str]:
+    """Yield what does not fit between a plan and a model."""
+    modules = dict(module.named_modules())
+    for pattern in plan:
+        if not any(_matches(pattern, name) for name in modules):
+            yield _explain_name(pattern, module)
+    for name, each, word in planned_modules(plan, module):
+        yield from _layer_problems(name, each, word, size)
+        if word in (REPLICATED, SEQUENCE):
+            yield from _inner_problems(name, each, word, plan)
+    for name, each in modules.items():
+        splits_itself = isinstance(each, SelfSplittingLayer)
+        own = () if splits_itself else each.parameters(recurse=False)
+        if any(own_cut(param) is not None for param in own):
+            kind = type(each)
+            yield (
+                f"{name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
+                " each rank has a part of them. Make it by af.megatron.layers(world), which"
+                " makes it whole, and each rank's part of it here."
+            )
+    first: dict[int, str] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        known = first.setdefault(id(param), name)
+        if cut_of(plan, known, param) != cut_of(plan, name, param):
+            yield (
+                f"{known!r} and {name!r} are one parameter, which would be split in one place"
+                " and not so in the other. Name both layers: a head that is tied to a"
+                ' "vocabulary" is "gathered".'
+            )
 
-    Raises:
-        ModelError: always.
-    """
-    kind = type(module)
-    msg = (
-        f"{caller}: {name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
-        " each rank has a part of them. Make it by af.megatron.layers(world), which makes it"
-        " whole, and each rank's part of it here."
-    )
-    raise ModelError(msg)
 
-
-def _refuse_name(pattern: str, module: nn.Module, caller: str) -> None:
-    """Reject a pattern without a match, and name similar modules.
-
-    Raises:
-        ModelError: always.
-    """
+def _explain_name(pattern: str, module: nn.Module) -> str:
+    """Say that a pattern has no match, and name similar modules."""
     there = dict.fromkeys(
         re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
         for name, each in module.named_modules()
         if isinstance(each, (nn.Linear, nn.Embedding))
     )
     near = difflib.get_close_matches(pattern, there, n=5, cutoff=0.3) or list(there)[:5]
-    msg = (
-        f"{caller}: {pattern!r} is no module of {type(module).__name__}. Near to it are"
+    return (
+        f"{pattern!r} is no module of {type(module).__name__}. Near to it are"
         f" {', '.join(map(repr, near)) or 'no layers at all'}."
     )
-    raise ModelError(msg)
 
 
-def _check_layer(
-    name: str, module: nn.Module, word: str, size: int, caller: str
-) -> None:
+def _layer_problems(
+    name: str, module: nn.Module, word: str, size: int
+) -> Iterator[str]:
     if isinstance(module, SelfSplittingLayer):
-        msg = (
-            f"{caller}: {name!r} is to be {word!r}, and is a layer of af.megatron.layers, which"
-            " says for itself how it is split. Leave it out of the plan."
+        yield (
+            f"{name!r} is to be {word!r}, and is a layer of af.megatron.layers, which says for"
+            " itself how it is split. Leave it out of the plan."
         )
-        raise ModelError(msg)
     if word not in LAYERS:
         return
     kinds = LAYERS[word]
     if type(module) not in kinds:
-        msg = (
-            f"{caller}: {name!r} is to be {word!r}, for which it must be an"
+        yield (
+            f"{name!r} is to be {word!r}, for which it must be an"
             f" {' or '.join(f'nn.{each.__name__}' for each in kinds)}, with its own forward;"
             f" it is a {type(module).__module__}.{type(module).__name__}."
         )
-        raise ModelError(msg)
     wrong = [option for option in _REFUSED if getattr(module, option, None)]
     if wrong:
-        msg = (
-            f"{caller}: the embedding {name!r} has {', '.join(wrong)}, which looks at all"
-            " words of a batch, and a rank has some of them. Make it without, or leave it out"
-            " of the plan."
+        yield (
+            f"the embedding {name!r} has {', '.join(wrong)}, which looks at all words of a"
+            " batch, and a rank has some of them. Make it without, or leave it out of the plan."
         )
-        raise ModelError(msg)
     dim = next(iter(kinds.values())).cuts["weight"]
-    shape = tuple(module.get_parameter("weight").shape)
-    if shape[dim] % size:
-        what = (
-            "words" if word == "vocabulary" else "output features",
-            "input features",
-        )
-        msg = (
-            f"{caller}: {name!r} has {shape[dim]} {what[dim]}, which {size} ranks along"
+    count = module.get_parameter("weight").shape[dim]
+    if count % size:
+        made = "words" if word == "vocabulary" else "output features"
+        yield (
+            f"{name!r} has {count} {(made, 'input features')[dim]}, which {size} ranks along"
             ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
         )
-        raise ModelError(msg)
 
 
-def _check_inside(
-    name: str, module: nn.Module, word: str, plan: Mapping[str, str], caller: str
-) -> None:
-    """Reject summing gradients of a module that contains split or named modules.
-
-    Raises:
-        ModelError: the module contains such modules.
-    """
-    if word not in (REPLICATED, SEQUENCE):
-        return
+def _inner_problems(
+    name: str, module: nn.Module, word: str, plan: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield modules in a module that are split or named, so gradients are summed twice."""
     for inner, each in module.named_modules(prefix=name):
         told = word_of(plan, inner)
         if inner == name or (told is None and not isinstance(each, SelfSplittingLayer)):
             continue
         what = f"is {told!r}" if told else "is split"
-        msg = (
-            f"{caller}: {name!r} is to be {word!r}, which is about all modules in it, and"
-            f" {inner!r} {what}. Name those in it that are {word!r}, each for itself."
+        yield (
+            f"{name!r} is to be {word!r}, which is about all modules in it, and {inner!r}"
+            f" {what}. Name those in it that are {word!r}, each for itself."
         )
-        raise ModelError(msg)
-
-
-def _check_ties(plan: Mapping[str, str], module: nn.Module, caller: str) -> None:
-    """Reject a tied parameter that is split differently in two places."""
-    first: dict[int, str] = {}
-    for name, param in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(param), name)
-        if cut_of(plan, known, param) != cut_of(plan, name, param):
-            msg = (
-                f"{caller}: {known!r} and {name!r} are one parameter, which would be split in"
-                " one place and not so in the other. Name both layers: a head that is tied to"
-                ' a "vocabulary" is "gathered".'
-            )
-            raise ModelError(msg)

@@ -9,7 +9,7 @@ at the cost of a gathered head.
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -34,110 +34,66 @@ _LABEL = "tensor_parallel"
 
 def copy_to_ranks(inputs: torch.Tensor, ranks: World) -> torch.Tensor:
     """Return the input on each rank; the backward pass all-reduces its gradient."""
-    return cast("Any", _Hand).apply(inputs, ranks)
+    return _differentiable(inputs, 0, ranks, _same, _sum)
 
 
 def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
     """All-reduce; the backward pass copies the gradient to each rank."""
-    return cast("Any", _Sum).apply(part, ranks)
+    return _differentiable(part, 0, ranks, _sum, _same)
 
 
 def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """All-gather along a dim; each rank gets the gradient of its own part."""
-    return cast("Any", _Gather).apply(part, dim, ranks)
+    return _differentiable(part, dim, ranks, all_parts, _own_part)
 
 
 def scatter_to_ranks(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return this rank's part along a dim; the backward pass all-gathers."""
-    return cast("Any", _Take).apply(whole, dim, ranks)
+    return _differentiable(whole, dim, ranks, _own_part, all_parts)
 
 
 def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """All-gather along a dim; the backward pass reduce-scatters."""
-    return cast("Any", _GatherAndHand).apply(part, dim, ranks)
+    return _differentiable(part, dim, ranks, all_parts, _sum_of_part)
 
 
 def reduce_scatter(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Reduce-scatter along a dim; the backward pass all-gathers."""
-    return cast("Any", _SumAndTake).apply(whole, dim, ranks)
+    return _differentiable(whole, dim, ranks, _sum_of_part, all_parts)
 
 
-class _Hand(torch.autograd.Function):
+Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
+
+
+def _differentiable(
+    given: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
+) -> torch.Tensor:
+    """Run a collective; the backward pass runs another, and its backward pass the first."""
+    return cast("Any", _Collective).apply(given, dim, ranks, run, back)
+
+
+class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        return inputs.view_as(inputs)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return reduce_from_ranks(gradients[0], ctx.ranks), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, ranks: World) -> torch.Tensor:
-        ctx.ranks = ranks
-        total = part.clone(memory_format=torch.contiguous_format)
-        with naming(_LABEL, ranks):
-            dist.all_reduce(total, group=ranks.group)
-        return total
+    def forward(ctx: Any, given: torch.Tensor, *how: Any) -> torch.Tensor:
+        ctx.how = dim, ranks, run, _ = how
+        return run(given, dim, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return copy_to_ranks(gradients[0], ctx.ranks), None
+        dim, ranks, run, back = ctx.how
+        gradient = _differentiable(gradients[0], dim, ranks, back, run)
+        return gradient, None, None, None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return all_parts(part, dim, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return scatter_to_ranks(gradients[0], ctx.dim, ctx.ranks), None, None
+def _same(given: torch.Tensor, *_: object) -> torch.Tensor:
+    return given.view_as(given)
 
 
-class _Take(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return whole.chunk(ranks.size, dim)[ranks.rank].contiguous()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gather_from_ranks(gradients[0], ctx.dim, ctx.ranks), None, None
-
-
-class _GatherAndHand(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        return all_parts(part, dim, ranks)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return reduce_scatter(gradients[0], ctx.dim, ctx.ranks), None, None
-
-
-class _SumAndTake(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-        ctx.dim, ctx.ranks = dim, ranks
-        rows = torch.cat(whole.chunk(ranks.size, dim)).contiguous()
-        shape = list(whole.shape)
-        shape[dim] //= ranks.size
-        total = whole.new_empty(shape)
-        with naming(_LABEL, ranks):
-            if packed.carries(ranks.group, total.device):
-                packed.reduce_scatter_(total, rows, ranks.group)
-            else:
-                dist.reduce_scatter_single(total, rows, group=ranks.group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        return gather_and_copy(gradients[0], ctx.dim, ctx.ranks), None, None
+def _sum(part: torch.Tensor, _: int, ranks: World) -> torch.Tensor:
+    total = part.clone(memory_format=torch.contiguous_format)
+    with naming(_LABEL, ranks):
+        dist.all_reduce(total, group=ranks.group)
+    return total
 
 
 def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
@@ -147,6 +103,22 @@ def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     with naming(_LABEL, ranks):
         dist.all_gather(parts, part, group=ranks.group)
     return torch.cat(parts, dim)
+
+
+def _own_part(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    return whole.chunk(ranks.size, dim)[ranks.rank].contiguous()
+
+
+def _sum_of_part(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    parts = whole.chunk(ranks.size, dim)
+    total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    rows = torch.cat(parts).contiguous()
+    with naming(_LABEL, ranks):
+        if packed.carries(ranks.group, total.device):
+            packed.reduce_scatter_(total, rows, ranks.group)
+        else:
+            dist.reduce_scatter_single(total, rows, group=ranks.group)
+    return total
 
 
 # Cross entropy of split scores.
@@ -205,7 +177,7 @@ def cross_entropy(
 
 def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:
     largest = part.detach().amax(-1)
-    with naming("tensor_parallel", ranks):
+    with naming(_LABEL, ranks):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
     return largest
 
@@ -336,10 +308,9 @@ def _size(scores: Scores, dim: int | None = None) -> Any:
 
 
 def _transpose(scores: Scores, a: int = -2, b: int = -1) -> Scores:
-    part = _part(scores)
-    a, b, dim = a % part.ndim, b % part.ndim, scores._dim
-    moved = {a: b, b: a}.get(dim, dim)
-    return Scores.of(part.transpose(a, b), scores._ranks, moved)
+    order = list(range(_part(scores).ndim))
+    order[a], order[b] = order[b], order[a]
+    return _permute(scores, order)
 
 
 def _permute(scores: Scores, *dims: Any) -> Scores:
