@@ -188,6 +188,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in the dtype of long sums: float32 or wider."""
+    return tensor.float() if tensor.dtype.itemsize < 4 else tensor
+
+
 def have_shards(tensors: Iterable[Any]) -> bool:
     """Return whether any tensor is a DTensor."""
     return any(map(is_shard, tensors))

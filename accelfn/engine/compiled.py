@@ -18,10 +18,8 @@ from torch import nn
 from accelfn.base import tree
 from accelfn.base.arguments import qualname
 from accelfn.engine.runner import (
-    Delegating,
     LossFunction,
     ReadLoss,
-    Runner,
     Samples,
     like,
     read_loss,
@@ -78,6 +76,11 @@ class Compiler:
     def step(self) -> int | None:
         """The number of the current update."""
         return self._activity.step
+
+    def count_pass(self, loss_fn: LossFunction, _: Samples) -> LossFunction:
+        """Count a pass; return its loss function, whose parts may be compiled."""
+        self.num_passes += 1
+        return loss_fn
 
     def loss(
         self, loss_fn: Callable[..., Any], make: Callable[[], Callable[..., Any]]
@@ -265,7 +268,7 @@ class OneGraphRunner:
         del sync
         compiler, module = self._compiler, self._module
         value, extras = samples.value, samples.extras
-        compiler.num_passes += 1
+        compiler.count_pass(loss_fn, samples)
         compiled = compiler.loss(loss_fn, lambda: _one_graph(loss_fn, self._trained))
         try:
             is_loss, plain, grads = compiled.differentiating(module, value, extras)
@@ -328,26 +331,24 @@ class OneGraphRunner:
         ]
 
 
-class TwoGraphsRunner(Delegating):
-    """Runs a compiled loss in another runner; its backward pass is compiled too.
+class TwoGraphs:
+    """Compiled losses whose backward pass is compiled too, for a runner that calls them.
 
     torch cannot compile a loss that itself computes gradients as two graphs, only as one. Then
     all gradients are complete before the first is reduced.
     """
 
-    def __init__(self, inner: Runner, compiler: Compiler, *, whole: bool) -> None:
-        """Take the inner runner, the compiler, and whether a single graph is allowed."""
-        super().__init__(inner)
+    def __init__(self, compiler: Compiler, *, whole: bool) -> None:
+        """Take the compiler, and whether a single graph is allowed."""
         self._compiler, self._whole = compiler, whole
         self._made: dict[LossFunction, LossFunction] = {}
 
-    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
+    def compiled(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
         """Return the loss, compiled."""
-        self._compiler.num_passes += 1
-        compiled_fn = self._made.get(loss_fn)
-        if compiled_fn is None:
-            compiled_fn = self._made[loss_fn] = self._compile_loss(loss_fn)
-        return compiled_fn
+        self._compiler.count_pass(loss_fn, samples)
+        if loss_fn not in self._made:
+            self._made[loss_fn] = self._compile_loss(loss_fn)
+        return self._made[loss_fn]
 
     def _compile_loss(self, loss_fn: LossFunction) -> LossFunction:
         compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
@@ -398,20 +399,6 @@ class _WithGrads(torch.autograd.Function):
     def backward(ctx: Any, *seeds: torch.Tensor) -> Any:
         """Return the gradients times the gradient of the total."""
         return None, None, *(grad * seeds[0] for grad in ctx.grads)
-
-
-class RegionsRunner(Delegating):
-    """Runs an uncompiled loss over a model with some compiled modules."""
-
-    def __init__(self, inner: Runner, compiler: Compiler) -> None:
-        """Take the inner runner and the modules' compiler."""
-        super().__init__(inner)
-        self._compiler = compiler
-
-    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Count a pass; return the loss function unchanged."""
-        self._compiler.num_passes += 1
-        return loss_fn
 
 
 def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:

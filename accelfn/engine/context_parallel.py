@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 from accelfn.base.draws import NOTHING
+from accelfn.base.tree import wide
 from accelfn.collectives.failures import naming
 from accelfn.collectives.neighbors import Homewards, owners, pass_ring
 from accelfn.errors import LossError
@@ -362,11 +363,6 @@ class Block:
         is_fit = self.query.dtype in (torch.float16, torch.bfloat16)
         is_fit = is_fit and features % 8 == 0 and features <= 256 and self.mask is None
         return _OnCuda if is_fit and _has_flash(self.query.device) else None
-
-
-def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in the dtype of sums over blocks: float32 or wider."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def join(

@@ -5,7 +5,6 @@ import re
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import attrs
@@ -16,7 +15,8 @@ from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn.base import draws
+from accelfn.base import draws, tree
+from accelfn.base.draws import NOTHING
 from accelfn.collectives.failures import naming
 from accelfn.collectives.packed import pack, sum_, unpack_
 from accelfn.engine.doctor import reject_unused
@@ -162,7 +162,7 @@ class LowRank:
         return (rows + columns) * rank * self._rate < rows * columns
 
     def _matrix(self, name: str, gradient: torch.Tensor) -> _Matrix:
-        wide = _wide(gradient).reshape(_shape(gradient)).contiguous()
+        wide = tree.wide(gradient).reshape(_shape(gradient)).contiguous()
         rows = wide / self._unit.to(wide)
         if name in self._errors:
             rows = rows + self._errors[name]
@@ -207,10 +207,6 @@ class LowRank:
 def _shape(gradient: torch.Tensor) -> tuple[int, int]:
     """Return the shape of a gradient as a matrix: the first dimension by all others."""
     return gradient.shape[0], gradient.numel() // gradient.shape[0]
-
-
-def _wide(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.float() if gradient.dtype.itemsize < 4 else gradient
 
 
 Compression: TypeAlias = Narrow | LowRank
@@ -290,7 +286,7 @@ class LeanDDP(DistributedDataParallel):
     def lay_out(self) -> None:
         """Build the final buckets now; torch would after a step."""
         self.reducer._push_all_rebuilt_params()
-        with _KeepsOrder() if self.device.type == "meta" else nullcontext():
+        with _KeepsOrder() if self.device.type == "meta" else NOTHING:
             self.reducer._rebuild_buckets()
 
     def learn(self) -> None:
@@ -430,14 +426,11 @@ class DDPRunner:
         # torch treats a pass after `no_sync` as a continuation of that one
         ddp.require_forward_param_sync = samples.begins
         with self._forward:
-            if sync:
-                if self._learns:
-                    ddp.learn()
-                    self._learns = False
+            if sync and self._learns:
+                ddp.learn()
+                self._learns = False
+            with NOTHING if sync else ddp.no_sync():
                 self._roots = ddp(loss_fn, samples)
-            else:
-                with ddp.no_sync():
-                    self._roots = ddp(loss_fn, samples)
         read = self._reads.pop()
         self._reads.clear()  # results of a forward that raised
         return read
@@ -456,11 +449,8 @@ class DDPRunner:
         # 16 bits cannot hold a count; it was summed before
         seeds = (seed, like(root, 0 if early else weight))
         with self._backward:
-            if self._sync:
+            with NOTHING if self._sync else self._ddp.no_sync():
                 run_backward((scalar, root), seeds)
-            else:
-                with self._ddp.no_sync():
-                    run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
         if self._sync:
             self._check_all_came()

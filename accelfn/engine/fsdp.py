@@ -44,7 +44,6 @@ from accelfn.engine.runner import (
     ShardedParams,
     build_module,
     like,
-    local_parameter,
     run_backward,
 )
 from accelfn.engine.vocabulary import gather_scores
@@ -375,11 +374,11 @@ class Splitter:
 
     mesh: DeviceMesh
     units: Callable[[nn.Module], Sequence[nn.Module]]
-    reshard_after_forward: bool
-    gather_dtype: torch.dtype | None
-    reduce_dtype: torch.dtype | None
     device: torch.device
-    cpu_offload: bool
+    reshard_after_forward: bool = True
+    gather_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    cpu_offload: bool = False
 
     @property
     def pins(self) -> bool:
@@ -454,7 +453,7 @@ class ShardBinding:
         self.params: dict[str, nn.Parameter] = {
             name: inside[name]
             if name in whole
-            else local_parameter(value, inside[name])
+            else nn.Parameter(tree.local(value), inside[name].requires_grad)
             for name, value in params.items()
         }
         self.trained = {name: self.params[name] for name in skeleton.trainable}
@@ -648,11 +647,7 @@ def sharded_lender(
     splitter = Splitter(
         mesh=definition.splits.mesh,
         units=partial(units_of, regions=None, owner=caller),
-        reshard_after_forward=True,
-        gather_dtype=None,
-        reduce_dtype=None,
         device=definition.world.device,
-        cpu_offload=False,
     )
 
     def lend(

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]
 
+from accelfn.base import tree
 from accelfn.collectives.failures import await_turn
 from accelfn.collectives.packed import all_gather, sum_
 from accelfn.definition.transform import check_returned
@@ -347,7 +348,7 @@ class _Normed(torch.autograd.Function):
         counts: bool,  # noqa: FBT001
         label: str,
     ) -> tuple[torch.Tensor, ...]:
-        wide = _wide(inputs)
+        wide = tree.wide(inputs)
         await_turn(label, ranks)
         count, mean, var = _combine_statistics(
             _local(wide, counts=counts), ranks, label
@@ -366,7 +367,7 @@ class _Normed(torch.autograd.Function):
         ctx: Any, *grads: torch.Tensor
     ) -> Any:
         inputs, weight, mean, var, count = ctx.saved_tensors
-        wide = _wide(inputs)
+        wide = tree.wide(inputs)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
         nothing = mean.new_empty(0)  # CUDA needs an empty tensor for "none"
@@ -406,11 +407,6 @@ def _through_statistics(
     slope = scale * inverse * inverse * by_weight
     offset = scale * inverse * by_bias - slope * mean
     return wide * _channels(slope, wide) + _channels(offset, wide)
-
-
-def _wide(inputs: torch.Tensor) -> torch.Tensor:
-    """Return a tensor in float32 or wider, for sums."""
-    return inputs.float() if inputs.dtype.itemsize < 4 else inputs
 
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

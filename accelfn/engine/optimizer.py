@@ -45,7 +45,7 @@ from accelfn.state.state import TrainState
 
 
 _set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
-_MEANT = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
+_READ = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
 """Options of a group that are read at each step."""
 _OTHERS = ("amsgrad", "capturable", "differentiable")
 Group: TypeAlias = tuple[
@@ -82,11 +82,6 @@ class FusedAdam:
             kernel = tree.fused_adamw_ if adamw else tree.fused_adam_
             found.append((group, kernel, (params, *state), counts))
         return cls(found)
-
-    @staticmethod
-    def reads(option: str) -> bool:
-        """Whether an option may change from step to step."""
-        return option in _MEANT
 
     def step(
         self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
@@ -486,7 +481,7 @@ class LiveOptimizer:
         }
         for (i, key), value in {**over, **hyper}.items():
             group = self._torch.param_groups[i]
-            if not FusedAdam.reads(key):
+            if key not in _READ:
                 self._kernel = None
             if isinstance(group[key], torch.Tensor):
                 group[key].fill_(value)
@@ -654,8 +649,8 @@ def check_elements(
 
 def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
     """Return the parameters that differ when they are sharded at a dim."""
-    whole, _ = _try_optimizer(state, optimizer, part=(dim, slice(None)))
-    parts = [_try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
+    whole, _ = try_optimizer(state, optimizer, part=(dim, slice(None)))
+    parts = [try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
         name
         for name, param in whole.items()
@@ -670,29 +665,13 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool(((one - other).abs() <= few * (1 + one.abs())).all())
 
 
-def try_optimizer(
-    state: TrainState,
-    *,
-    alone: bool = False,
-    part: tuple[int, slice] = (0, slice(None)),
-) -> dict[str, torch.Tensor]:
-    """Return small parameters after two updates by the state's optimizer, two of each kind.
-
-    Args:
-        state: the state, which does not change.
-        alone: whether parameters are updated one by one, the last one first.
-        part: a dim and the slice of each parameter and its gradients that the optimizer gets.
-    """
-    return _try_optimizer(state, state.definition.optimizer, alone=alone, part=part)[0]
-
-
 def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
     """Whether an update changes numbers of the optimizer's parameter groups.
 
     The state's optimizer is tried, unless `optimizer` is given.
     """
     optimizer = optimizer or state.definition.optimizer
-    _, kept = _try_optimizer(state, optimizer)
+    _, kept = try_optimizer(state, optimizer)
     groups = optimizer.param_groups
     return any(
         not isinstance(value, torch.Tensor)
@@ -701,14 +680,21 @@ def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) ->
     )
 
 
-def _try_optimizer(
+def try_optimizer(
     state: TrainState,
     optimizer: Optimizer,
     *,
     alone: bool = False,
     part: tuple[int, slice] = (0, slice(None)),
 ) -> tuple[dict[str, torch.Tensor], State]:
-    """Return small parameters and the optimizer's state after two updates."""
+    """Return small parameters, two of each kind, and the optimizer's state after two updates.
+
+    Args:
+        state: the state, which does not change.
+        optimizer: a prototype of the optimizer.
+        alone: whether parameters are updated one by one, the last one first.
+        part: a dim and the slice of each parameter and its gradients that the optimizer gets.
+    """
     dim, within = part
     skeleton = state.definition.skeleton
     metas = _two_of_a_kind(

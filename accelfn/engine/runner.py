@@ -6,11 +6,9 @@ whether a parameter is a whole tensor on each rank, or a shard. A `Runner` runs 
 in that module, forward and backward, and checks what the function returns.
 """
 
-import dataclasses
 import itertools
 import math
 import zlib
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn, Protocol, TypeAlias, cast
@@ -19,7 +17,6 @@ import attrs
 import torch
 from torch import nn
 from torch.autograd import Variable
-from torch.distributed.tensor import DTensor
 
 from accelfn.base import tree
 from accelfn.base.arguments import qualname
@@ -238,9 +235,6 @@ def lend_module(
 # Optimizer state of sharded parameters.
 
 
-# torch has no public constructor of a DTensor from local shards that runs no operator
-
-
 class ShardedParams:
     """Converts optimizer state between local shards, as stepped, and a state's DTensors."""
 
@@ -262,7 +256,7 @@ class ShardedParams:
             return entry
         value, param = self.state[name], self._params[name]
         return {
-            key: part_like(value, part) if _fits(part, param) else part
+            key: tree.with_local(value, part) if _fits(part, param) else part
             for key, part in entry.items()
         }
 
@@ -272,21 +266,6 @@ class ShardedParams:
             name: {key: _local(value) for key, value in entry.items()}
             for name, entry in opt_state.items()
         }
-
-
-def local_parameter(
-    value: torch.Tensor, like: torch.nn.Parameter
-) -> torch.nn.Parameter:
-    """Return a parameter over a value's local shard, sharing its memory."""
-    return torch.nn.Parameter(tree.local(value), requires_grad=like.requires_grad)
-
-
-def part_like(value: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a DTensor of `part` in the layout of `value`, with the dtype of `part`."""
-    spec = value._spec
-    meta = spec.tensor_meta._replace(dtype=part.dtype)
-    spec = dataclasses.replace(spec, tensor_meta=meta)
-    return DTensor(part, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def _fits(part: Any, param: torch.Tensor) -> bool:
@@ -532,43 +511,25 @@ class Runner(Protocol):
         ...
 
 
-class Delegating(ABC):
-    """Delegates to another runner, and may replace the loss function."""
+class Delegating:
+    """Runs another loss function in a runner: the one that `replace` returns."""
 
-    def __init__(self, inner: Runner) -> None:
-        """Take the inner runner."""
-        self._inner = inner
+    lone_module = None
 
-    @property
-    def reduces(self) -> bool:
-        """Whether a synchronising backward pass averages gradients over ranks."""
-        return self._inner.reduces
-
-    @property
-    def expects_unused(self) -> bool:
-        """Whether parameters without a gradient are allowed."""
-        return self._inner.expects_unused
-
-    @property
-    def lone_module(self) -> None:
-        """None: this runner does more than the loss."""
-        return
-
-    @abstractmethod
-    def before(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Return the loss function for the inner runner."""
+    def __init__(
+        self,
+        inner: Runner,
+        replace: Callable[[LossFunction, Samples], LossFunction],
+    ) -> None:
+        """Take the inner runner, and a function of a loss function and its samples."""
+        self.reduces, self.expects_unused = inner.reduces, inner.expects_unused
+        self.backward, self._inner, self._replace = inner.backward, inner, replace
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
         """Return the loss."""
-        return self._inner.forward(self.before(loss_fn, samples), samples, sync=sync)
-
-    def backward(
-        self, scalar: torch.Tensor, scale: Number | None, weight: Number
-    ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`."""
-        return self._inner.backward(scalar, scale, weight)
+        return self._inner.forward(self._replace(loss_fn, samples), samples, sync=sync)
 
 
 class LocalRunner:

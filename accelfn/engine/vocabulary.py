@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 
-from accelfn.base.tree import tree_map
+from accelfn.base.tree import tree_map, wide
 from accelfn.collectives import packed
 from accelfn.collectives.failures import naming
 from accelfn.errors import LossError
@@ -150,8 +150,7 @@ def cross_entropy(
     """
     dtype, counts = part.dtype, target != ignore_index
     number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
-    if part.element_size() < 4:  # as torch does internally
-        part = part.float()
+    part = wide(part)  # as torch does internally
     part = part - _largest(part, ranks).unsqueeze(-1)
     told = [part.exp().sum(-1), _target_scores(part, word, ranks)]
     if label_smoothing:

@@ -673,11 +673,7 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     if ranks.size == 1:
         return attrs.evolve(grads, reduced=True)
     if grads.taken.owned_by_engine:
-        msg = (
-            "sync_grads: DeepSpeed holds these gradients. Let the last micro-batch reduce them:"
-            " value_and_grad(state, batch, into=grads), with sync=True."
-        )
-        raise GradsError(msg)
+        raise GradsError(_UNFINISHED)
     if grads.reduced:
         msg = "sync_grads: these gradients are reduced over the ranks already."
         raise GradsError(msg)

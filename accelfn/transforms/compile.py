@@ -14,13 +14,12 @@ from accelfn.engine.compiled import (
     Compiler,
     OneGraphRunner,
     Options,
-    RegionsRunner,
-    TwoGraphsRunner,
+    TwoGraphs,
     compile_regions,
 )
 from accelfn.engine.engine import MakeRunner
 from accelfn.engine.modules import Regions, are_regions, select_modules
-from accelfn.engine.runner import Runner
+from accelfn.engine.runner import Delegating, Runner
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
 
@@ -155,11 +154,11 @@ class compile:  # noqa: A001 - what torch calls it
             if self.regions is not None:
                 found = select_modules(module, self.regions, f"{self!r}")
                 compile_regions(found, compiler)
-                return RegionsRunner(make(module), compiler)
+                return Delegating(make(module), compiler.count_pass)
             runner = make(module)
             if whole and runner.lone_module is not None:
                 return OneGraphRunner(runner.lone_module, compiler)
-            return TwoGraphsRunner(runner, compiler, whole=whole)
+            return Delegating(runner, TwoGraphs(compiler, whole=whole).compiled)
 
         return compiling
 

@@ -20,7 +20,7 @@ from accelfn.base.arguments import (
     satisfies,
 )
 from accelfn.base.devices import is_positive
-from accelfn.base.tree import Pending, cut_axes, is_shard, local, with_local
+from accelfn.base.tree import Pending, cut_axes, is_shard, local, wide, with_local
 from accelfn.collectives.few_bits import (
     mean_of,
     reduce_quantized,
@@ -62,7 +62,7 @@ Flight: TypeAlias = dict[str, Any]
 
 def param_deltas(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
     """Return anchor minus parameters of this rank's shards, in float32 or wider."""
-    return {name: _wide(local(a)) - local(params[name]) for name, a in anchor.items()}
+    return {name: wide(local(a)) - local(params[name]) for name, a in anchor.items()}
 
 
 @attrs.frozen(kw_only=True)
@@ -196,10 +196,6 @@ def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tens
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, new, old)
     return new.clone() if weight else old
-
-
-def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dtype.itemsize >= 4 else tensor.float()
 
 
 def _dtype_of(parts: Mapping[str, torch.Tensor]) -> torch.dtype:

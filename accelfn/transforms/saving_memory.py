@@ -236,11 +236,11 @@ class optimizer_in_backward:
 
     def init(self, state: TrainState) -> None:
         """Reject an optimizer that couples parameters."""
-        kind = type(state.definition.optimizer).__name__
+        optimizer = state.definition.optimizer
+        kind = type(optimizer).__name__
         try:
-            whole, alone = (
-                try_optimizer(state, alone=alone) for alone in (False, True)
-            )
+            whole, _ = try_optimizer(state, optimizer)
+            alone, _ = try_optimizer(state, optimizer, alone=True)
         except Exception as error:
             msg = (
                 f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"

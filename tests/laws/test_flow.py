@@ -78,19 +78,11 @@ class Maps:
         return state.with_params(self._moved(state.params)), slot
 
     def runner(self, make: Any, state: af.TrainState) -> Any:
-        return lambda module: MapsLoss(make(module), self._of)
+        def replace(loss_fn: Any, samples: Samples) -> Any:
+            del samples
+            return lambda *given: self._of(loss_fn(*given))
 
-
-class MapsLoss(Delegating):
-    """Gives the runner inside a loss that is mapped."""
-
-    def __init__(self, inner: Any, of: Any) -> None:
-        super().__init__(inner)
-        self._of = of
-
-    def before(self, loss_fn: Any, samples: Samples) -> Any:
-        del samples
-        return lambda *given: self._of(loss_fn(*given))
+        return lambda module: Delegating(make(module), replace)
 
 
 def mapping(field: str, maps: list[Affine]) -> af.chain:
