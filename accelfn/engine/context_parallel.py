@@ -183,7 +183,9 @@ class Heads:
             (attention.query, attention.key, attention.value), ranks, (HEADS, POSITIONS)
         )
         attention.check_mask(query.shape[POSITIONS], key.shape[POSITIONS])
-        mask = _of_heads(attention.attn_mask, ranks)
+        mask = attention.attn_mask
+        if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
+            mask = mask.chunk(ranks.size, -3)[ranks.rank]
         options = attrs.asdict(attention, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
         attended = F.scaled_dot_product_attention(**options)
@@ -202,13 +204,6 @@ def _check_heads(attention: Attention, ranks: World) -> None:
                 " af.context_parallel(ring=True), which shares no heads out."
             )
             raise LossError(msg)
-
-
-def _of_heads(mask: torch.Tensor | None, ranks: World) -> torch.Tensor | None:
-    """Return the mask of this rank's heads."""
-    if mask is not None and mask.ndim > 2 and mask.shape[-3] > 1:
-        return mask.chunk(ranks.size, -3)[ranks.rank]
-    return mask
 
 
 def exchange_heads(

@@ -452,8 +452,10 @@ class DDPRunner:
             with NOTHING if self._sync else self._ddp.no_sync():
                 run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
-        if self._sync:
-            self._check_all_came()
+        # an earlier micro-batch's gradient is only reduced if the last one uses the parameter
+        missing = self._ddp.params_missing() if self._sync else []
+        if missing:
+            reject_unused((self._names[id(p)] for p in missing), are_held=False)
         averaged, carrier.grad = carrier.grad, None
         if not self._sync or averaged is None:
             return None
@@ -461,18 +463,6 @@ class DDPRunner:
             return self._weight.to(averaged)[0]
         # with gradient_as_bucket_view the next pass overwrites it in its bucket
         return averaged if averaged._base is None else averaged.clone()
-
-    def _check_all_came(self) -> None:
-        """Raise unless gradients of all parameters were reduced.
-
-        Gradients of earlier micro-batches are only reduced if the last one uses the parameter.
-
-        Raises:
-            UnusedParametersError: names the parameters that were not reduced.
-        """
-        missing = self._ddp.params_missing()
-        if missing:
-            reject_unused((self._names[id(p)] for p in missing), are_held=False)
 
     def _sum(self, weight: Number) -> None:
         """All-reduce the weight before the gradients, for compression and early updates."""

@@ -507,13 +507,9 @@ class Engine:
         trained = self.binding.trained
         if len(gradients) < len(trained):
             doctor.reject_frozen(trained, gradients)
-        if (
-            reduced
-            and len(gradients) < len(trained)
-            and not self._runner.expects_unused
-        ):
-            unused = [name for name in trained if name not in gradients]
-            doctor.reject_unused(unused, are_held=holder is not None)
+            if reduced and not self._runner.expects_unused:
+                unused = [name for name in trained if name not in gradients]
+                doctor.reject_unused(unused, are_held=holder is not None)
         if not gradients:
             doctor.reject_disconnected()
         if self._doctor is not None:

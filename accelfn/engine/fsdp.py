@@ -107,22 +107,46 @@ def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
         ModelError: a parameter is in two units, a unit has parameters of two dtypes, or a
             layer has sparse gradients.
     """
-    _refuse_sparse(module, whose)
+    for problem in _problems(module, units):
+        msg = f"{whose}: {problem}"
+        raise ModelError(msg)
+
+
+def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
+    for name, each in module.named_modules():
+        if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
+            yield (
+                f"the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and torch"
+                " reduces parts of dense ones alone. Make that layer with sparse=False, or"
+                " train it by af.wrap_ddp()."
+            )
     names = {id(unit): name for name, unit in module.named_modules()}
-    members: dict[str, dict[str, nn.Parameter]] = {}
+    unit_ids = set(map(id, units))
+    dtypes: dict[str, dict[torch.dtype, str]] = {}
     owner: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        unit = _unit_of(name, module, {id(each) for each in units}, names)
+        unit = _unit_of(name, module, unit_ids, names)
         if owner.setdefault(id(param), unit) != unit:
-            msg = (
-                f"{whose}: {name!r} is tied to a parameter of another unit: of"
-                f" {owner[id(param)]}, and of {unit}. Each would gather it for itself. Give"
-                " units= that have both in one, or in none."
+            yield (
+                f"{name!r} is tied to a parameter of another unit: of {owner[id(param)]}, and"
+                f" of {unit}. Each would gather it for itself. Give units= that have both in"
+                " one, or in none."
             )
-            raise ModelError(msg)
-        members.setdefault(unit, {})[name] = param
-    for unit, params in members.items():
-        _check_dtypes(unit, params, whose)
+        if param.ndim:  # scalars are not sharded
+            dtypes.setdefault(unit, {}).setdefault(param.dtype, name)
+    for unit, first in dtypes.items():
+        for dtype, name in first.items():
+            if dtype.is_complex:
+                yield (
+                    f"{name!r} is complex, and torch gathers real numbers alone. Hold its real"
+                    " view (torch.view_as_real) as the parameter."
+                )
+        if len(first) > 1:
+            listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
+            yield (
+                f"{unit} has parameters of several dtypes, but is gathered as one tensor:"
+                f" {listed}. Make them of one dtype, or give units= that have one each."
+            )
 
 
 def _unit_of(
@@ -135,40 +159,6 @@ def _unit_of(
         if id(each) in units:
             return f"unit {names[id(each)]!r}"
     return ROOT
-
-
-def _refuse_sparse(module: nn.Module, owner: str) -> None:
-    """Reject layers with sparse gradients, which torch cannot reduce-scatter."""
-    for name, each in module.named_modules():
-        if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
-            msg = (
-                f"{owner}: the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and"
-                " torch reduces parts of dense ones alone. Make that layer with sparse=False,"
-                " or train it by af.wrap_ddp()."
-            )
-            raise ModelError(msg)
-
-
-def _check_dtypes(unit: str, params: Mapping[str, nn.Parameter], owner: str) -> None:
-    """Reject mixed dtypes, because a unit is gathered as one tensor, and complex ones."""
-    first: dict[torch.dtype, str] = {}
-    for name, param in params.items():
-        if param.ndim:  # scalars are not sharded
-            first.setdefault(param.dtype, name)
-    if any(dtype.is_complex for dtype in first):
-        name = next(name for dtype, name in first.items() if dtype.is_complex)
-        msg = (
-            f"{owner}: {name!r} is complex, and torch gathers real numbers alone. Hold its"
-            " real view (torch.view_as_real) as the parameter."
-        )
-        raise ModelError(msg)
-    if len(first) > 1:
-        listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
-        msg = (
-            f"{owner}: {unit} has parameters of several dtypes, but is gathered as one"
-            f" tensor: {listed}. Make them of one dtype, or give units= that have one each."
-        )
-        raise ModelError(msg)
 
 
 # All-gather and reduce-scatter of units with the Gloo backend.
@@ -650,12 +640,7 @@ def sharded_lender(
         device=definition.world.device,
     )
 
-    def lend(
-        params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
-    ) -> Callable[..., Any]:
-        return lend_sharded(definition, splitter, dict(params), buffers)
-
-    return lend
+    return partial(lend_sharded, definition, splitter)
 
 
 def lend_sharded(
@@ -665,7 +650,7 @@ def lend_sharded(
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
     """Return a callable that runs functions of a sharded model in evaluation mode."""
-    home = ShardBinding(definition, splitter, params, buffers)
+    home = ShardBinding(definition, splitter, dict(params), buffers)
     lent = FunctionModule(home.module.eval())
     home.split(lent)
 

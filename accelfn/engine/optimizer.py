@@ -73,9 +73,13 @@ class FusedAdam:
                 return None
             if not all(entries) or len({(p.device, p.dtype) for p in params}) != 1:
                 return None
-            if len({_kind(entry["step"]) for entry in entries}) != 1:
+            steps = [entry["step"] for entry in entries]
+            if len({(n.shape, n.dtype, n.device) for n in steps}) != 1:
                 return None
-            counts = _join_counts(entries)
+            with torch.no_grad():
+                counts = torch.stack(steps)  # of which each entry gets a view
+            for entry, own in zip(entries, counts.unbind(), strict=True):
+                entry["step"] = own
             names = ("exp_avg", "exp_avg_sq", "step")
             state = tuple([entry[name] for entry in entries] for name in names)
             adamw = group["decoupled_weight_decay"]
@@ -126,19 +130,6 @@ def _call_kernel(
         counts.sub_(found_inf)
 
 
-def _kind(count: torch.Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
-    return count.shape, count.dtype, count.device
-
-
-def _join_counts(entries: Iterable[dict[str, Any]]) -> torch.Tensor:
-    """Join the parameters' step counts into one tensor; each entry gets a view."""
-    with torch.no_grad():
-        counts = torch.stack([entry["step"] for entry in entries])
-    for entry, own in zip(entries, counts.unbind(), strict=True):
-        entry["step"] = own
-    return counts
-
-
 # Tensor versions: whether an update that raised had changed anything.
 #
 # # torch increments a tensor's version at each in-place operation, so no copy is needed. It
@@ -156,7 +147,10 @@ class Versions:
         """Take the optimizer; an untrusted optimizer is not checked."""
         is_known = all(map(_is_known, parts_of(optimizer)))
         states = list(cast("Any", optimizer.state).values()) if is_known else []
-        self._tensors = _tensors_of(states, optimizer.param_groups) if is_known else []
+        groups = optimizer.param_groups if is_known else []
+        params = [param for group in groups for param in group["params"]]
+        values = [value for each in (*states, *groups) for value in each.values()]
+        self._tensors = params + [v for v in values if isinstance(v, torch.Tensor)]
         self._is_sure = is_known and all(map(_counts, self._tensors))
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]]
         self._entries = [(entry, dict(entry)) for entry in states]
@@ -182,14 +176,6 @@ class Versions:
         if not self._is_sure or self._count != sum(map(_version, self._tensors)):
             return False
         return all(_is_same(entry, kept) for entry, kept in self._entries)
-
-
-def _tensors_of(
-    states: Iterable[dict[str, Any]], groups: Iterable[dict[str, Any]]
-) -> list[torch.Tensor]:
-    params = [param for group in groups for param in group["params"]]
-    held = [each for entry in (*states, *groups) for each in entry.values()]
-    return params + [each for each in held if isinstance(each, torch.Tensor)]
 
 
 def _counts(tensor: torch.Tensor) -> bool:
@@ -788,6 +774,7 @@ class LiveUpdate:
     Attributes:
         is_planned: whether the next pass takes an update.
         by_buckets: whether gradients are complete only after their bucket is reduced.
+        hold: defers interrupts until the end of the planned update.
     """
 
     def __init__(
@@ -798,7 +785,7 @@ class LiveUpdate:
         self._optimizer = optimizer
         self._named = dict(named)
         self._names = {id(param): name for name, param in named.items()}
-        self._hold: Callable[[], None] = _nothing
+        self.hold: Callable[[], object] = tuple
         self._begin: Callable[[], None] | None = None
         self._hyper: Assignments = {}
         self._divisor: Number = 1
@@ -821,21 +808,17 @@ class LiveUpdate:
             OptimizerError: a schedule-free optimizer is not in training mode.
         """
         self._optimizer.expect(hyper)
-        self._hyper, self._hold, self._begin = hyper, hold, begin
+        self._hyper, self.hold, self._begin = hyper, hold, begin
         self._done = []
         self.is_planned = True
 
     def forget(self) -> None:
         """Cancel the planned update."""
-        self.is_planned, self._hold, self._begin = False, _nothing, None
+        self.is_planned, self.hold, self._begin = False, tuple, None
 
     def divide_by(self, weight: Number) -> None:
         """Set the weight of the losses before gradients are computed: see `divide_`."""
         self._divisor = never_zero(weight)
-
-    def hold(self) -> None:
-        """Defer interrupts until the end of the update."""
-        self._hold()
 
     def take(self, param: torch.Tensor) -> None:
         """Step a parameter with a complete gradient, and free the gradient."""
@@ -861,6 +844,3 @@ class LiveUpdate:
     def stepped_params(self) -> dict[str, torch.Tensor]:
         """Return the parameters that were stepped, by name."""
         return {name: self._named[name] for name in self._done}
-
-
-def _nothing() -> None: ...

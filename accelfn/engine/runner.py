@@ -49,22 +49,17 @@ from accelfn.world import World
 
 
 class ParamBinding(Protocol):
-    """Points a module at a state's tensors, and collects the module's gradients."""
+    """Points a module at a state's tensors, and collects the module's gradients.
 
-    @property
-    def module(self) -> nn.Module:
-        """The module that computes the loss; runners wrap it."""
-        ...
+    Attributes:
+        module: the module that computes the loss; runners wrap it.
+        params: the parameters that the optimizer steps, by name.
+        trained: the trained parameters, by name.
+    """
 
-    @property
-    def params(self) -> Mapping[str, nn.Parameter]:
-        """The parameters that the optimizer steps, by name."""
-        ...
-
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """The trained parameters, by name."""
-        ...
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    trained: dict[str, nn.Parameter]
 
     @property
     def opt_state_view(self) -> OptStateView | None:
@@ -478,17 +473,15 @@ LossFunction: TypeAlias = Callable[..., Any]
 
 
 class Runner(Protocol):
-    """Runs a loss over a module forward and backward; gradients go to `param.grad`."""
+    """Runs a loss over a module forward and backward; gradients go to `param.grad`.
 
-    @property
-    def reduces(self) -> bool:
-        """Whether a synchronising backward pass averages gradients over ranks."""
-        ...
+    Attributes:
+        reduces: whether a synchronising backward pass averages gradients over ranks.
+        expects_unused: whether parameters without a gradient are allowed.
+    """
 
-    @property
-    def expects_unused(self) -> bool:
-        """Whether parameters without a gradient are allowed."""
-        ...
+    reduces: bool
+    expects_unused: bool
 
     @property
     def lone_module(self) -> nn.Module | None:

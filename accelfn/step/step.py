@@ -178,20 +178,19 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
 def resolve_skip(
     update: Update, wish: Skip, engine: Engine
 ) -> tuple[Update, torch.Tensor | None]:
-    """Decide whether to skip an update, or return the flag for the device to decide."""
-    grads, flag = update.grads, _agree_on_skip(wish, update.world)
+    """Decide whether to skip an update, or return the flag for the device to decide.
+
+    The flag is 1 if any rank wants to skip, else 0, and nothing waits for the device.
+    """
+    grads = update.grads
+    if not wish.agreed:
+        all_reduce_([wish.flag], update.world, label="skip the update?")
+    flag = (wish.flag != 0).to(torch.float32)
     if _device_can_skip(update, engine):
         return update.with_grads(grads.with_metrics(skipped=flag)), flag
     skip = bool(flag)
     update_with_flag = update.with_grads(grads.with_metrics(skipped=float(skip)))
     return attrs.evolve(update_with_flag, skipped=skip), None
-
-
-def _agree_on_skip(skip: Skip, world: World) -> torch.Tensor:
-    """Return 1 if any rank wants to skip, else 0, without waiting for the device."""
-    if not skip.agreed:
-        all_reduce_([skip.flag], world, label="skip the update?")
-    return (skip.flag != 0).to(torch.float32)
 
 
 def _reads_at_once(device: torch.device) -> bool:

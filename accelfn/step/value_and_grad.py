@@ -70,16 +70,15 @@ def count_update(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
     """
     totals: dict[str, float] | None = None
     for part in parts:
-        counts = _count_part(count, part)
-        if counts is None:
+        if isinstance(part, Batch) and part.weights[0] == 0:  # of an empty share
             continue
+        counts = _call(count, part.value if isinstance(part, Batch) else part)
         if totals is not None and totals.keys() != counts.keys():
             msg = f"{qualname(count)} counted {sorted(totals)}, and then {sorted(counts)}."
             raise LossError(msg)
         totals = {n: (totals or {}).get(n, 0) + each for n, each in counts.items()}
     if totals is None:  # an empty share: its stand-in gives the names
-        stand_in = _check_count(count, count(parts[0].value))
-        totals = dict.fromkeys(stand_in, 0)
+        totals = dict.fromkeys(_call(count, parts[0].value), 0)
     if ranks.size > 1:
         named = {name: (each,) for name, each in totals.items()}
         label = "count the update"
@@ -110,7 +109,7 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
                 " af.Loss(part, 1, name=(total, weight))."
             )
             raise LossError(msg)
-        count_sum = sum(_check_count(count, count(batch)).values())
+        count_sum = sum(_call(count, batch).values())
         aux = {
             name: entry
             if isinstance(entry, tuple)
@@ -123,26 +122,20 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
     return loss_of_share
 
 
-def _count_part(count: Count, part: Any) -> dict[str, float] | None:
-    """Return the counts of a micro-batch, or None for the stand-in of an empty share."""
-    if not isinstance(part, Batch):
-        return _check_count(count, count(part))
-    is_stand_in = part.weights[0] == 0
-    return None if is_stand_in else _check_count(count, count(part.value))
-
-
-def _check_count(count: Count, returned: Any) -> dict[str, float]:
+def _call(count: Count, value: Any) -> dict[str, float]:
+    """Return the counts of a micro-batch, by name."""
+    returned = count(value)
     values = returned if isinstance(returned, Mapping) else {_ALONE: returned}
     counts: dict[str, float] = {}
-    for name, value in values.items():
-        scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-        if not (scalar or is_number(value)) or not 0 <= float(value) < math.inf:
+    for name, each in values.items():
+        scalar = isinstance(each, torch.Tensor) and each.numel() == 1
+        if not (scalar or is_number(each)) or not 0 <= float(each) < math.inf:
             msg = (
                 f"{qualname(count)} returned {returned!r}; expected a count of 0 or more, or"
                 " a dict of counts by name."
             )
             raise LossError(msg)
-        counts[name] = value.item() if isinstance(value, torch.Tensor) else value
+        counts[name] = each.item() if isinstance(each, torch.Tensor) else each
     return counts
 
 
