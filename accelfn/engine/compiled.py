@@ -65,17 +65,12 @@ class Compiler:
     def __init__(self, options: Options, world: World) -> None:
         """Take torch.compile's options, and the world, for the update's number."""
         self._options = options
-        self._activity = world.connection.activity
+        self.activity = world.connection.activity
         self._losses: dict[Callable[..., Any], Compiled] = {}
         self.num_passes = 0
         on_graphs = options.mode in {"reduce-overhead", "max-autotune"}
         self.reuses_memory = world.device.type == "cuda" and on_graphs
         """Whether a later call overwrites the results of an earlier call (CUDA graphs)."""
-
-    @property
-    def step(self) -> int | None:
-        """The number of the current update."""
-        return self._activity.step
 
     def count_pass(self, loss_fn: LossFunction, _: Samples) -> LossFunction:
         """Count a pass; return its loss function, whose parts may be compiled."""
@@ -93,7 +88,7 @@ class Compiler:
             if len(self._losses) == _MANY:
                 msg = (
                     f"{_MANY} loss functions were compiled for one model, the last of them"
-                    f" {qualname(loss_fn)} at update {self.step}. Call af.make_step once,"
+                    f" {qualname(loss_fn)} at update {self.activity.step}. Call af.make_step once,"
                     " before the loop, and give it what changes as an extra."
                 )
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
@@ -184,7 +179,7 @@ class Compiled:
             return
         self._num_again += 1
         msg = (
-            f"{self._name} was compiled again at update {self._compiler.step} (so far"
+            f"{self._name} was compiled again at update {self._compiler.activity.step} (so far"
             f" {self._num_again} times), because {self._reason()}. Give it batches of one"
             " shape, or say af.compile(dynamic=True); give numbers that change as tensors."
         )
@@ -410,7 +405,7 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
     for region in regions:
         kind, is_wrapped = type(region), "forward" in vars(region)
         if (kind, is_wrapped) not in by_class:
-            graph = _wrapped_graph() if is_wrapped else _class_graph(kind)
+            graph = _call_uncompiled if is_wrapped else _class_graph(kind)
             by_class[kind, is_wrapped] = compiler.compile(graph, kind.__qualname__)
         if is_wrapped:  # by a transform, as af.checkpoint_activations does
             vars(region)["_uncompiled"] = region.forward
@@ -432,11 +427,8 @@ def _class_graph(kind: type[nn.Module]) -> Callable[..., Any]:
     return region
 
 
-def _wrapped_graph() -> Callable[..., Any]:
-    def region(module: Any, args: Any, kwargs: Any) -> Any:
-        return module._uncompiled(*args, **kwargs)
-
-    return region
+def _call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
+    return module._uncompiled(*args, **kwargs)
 
 
 def _one_graph(

@@ -196,76 +196,62 @@ def examine_call(state: TrainState, batch: Any) -> None:
     if definition.world.batch.size == 1 or cache.saw_a_batch:
         return
     cache.saw_a_batch = True
-    is_sharded = definition.plan.num_shares > 1
-    is_own = state.data is not None and state.data.sharded  # each rank's own stream
-    if not isinstance(batch, Batch):
-        advice = _value_advice(state, batch) if is_sharded else None
-    elif batch.start is None or not _is_whole(batch) or is_own:
-        advice = None
-    else:
-        advice = _uncut_advice(state, batch) if is_sharded else _unsharded_advice(state)
+    advice = _advise_of_batch(state, batch)
     if advice is not None and is_main:
         advise(advice)
 
 
-def _is_whole(batch: Batch) -> bool:
-    """Whether this rank has all samples of an update that ranks could share."""
-    counted = sum(weight or 0 for weight in batch.weights)
-    return counted == batch.num_samples > 1
+def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
+    """Return advice about work that each rank does in full, or None."""
+    definition, size = state.definition, state.world.batch.size
+    is_sharded = definition.plan.num_shares > 1
+    if not isinstance(batch, Batch):
+        # a doctor warns of a value if the state has data
+        is_asked = is_sharded and state.data is None
+        return _SAME.format(size) if is_asked and _is_alike(batch, state) else None
+    has_all = sum(weight or 0 for weight in batch.weights) == batch.num_samples > 1
+    is_own = state.data is not None and state.data.sharded  # each rank's own stream
+    if batch.start is None or not has_all or is_own:
+        return None
+    if is_sharded:
+        return _UNCUT.format(batch.num_samples, size)
+    return _UNSHARDED.format(size) if definition.cache.has_same_data else None
 
 
-def _value_advice(state: TrainState, value: Any) -> str | None:
-    """Return advice about a plain value under `shard_data`, or None."""
-    size = state.world.batch.size
-    if state.data is not None or not _is_alike(value, state):
-        return None  # a doctor warns of a value if the state has data
-    return (
-        f"step(state, batch) got the same value on all {size} ranks: af.shard_data() cuts"
-        " batches of af.batches alone, so each rank trains on all samples, which is"
-        f" {size} times the work for the result of one rank. Give the dataset to the state,"
-        " TrainState.create(data=af.Data(dataset, batch_size=...)), and write `for batch in"
-        " af.batches(state, epochs=...):`; or give each rank its part, af.split(value,"
-        " world)."
-    )
+_SAME = (
+    "step(state, batch) got the same value on all {0} ranks: af.shard_data() cuts batches of"
+    " af.batches alone, so each rank trains on all samples, which is {0} times the work for the"
+    " result of one rank. Give the dataset to the state, TrainState.create(data=af.Data(dataset,"
+    " batch_size=...)), and write `for batch in af.batches(state, epochs=...):`; or give each"
+    " rank its part, af.split(value, world)."
+)
+_UNCUT = (
+    "This batch is not cut: its {} samples are all on this rank, one of {} that af.shard_data()"
+    " gives a part each. It is of another state, or was begun before this setup was given: write"
+    " `for batch in af.batches(state):` with the state that is trained, made with world= and its"
+    " setup."
+)
+_UNSHARDED = (
+    "Nothing in the setup gives ranks their part: each of the {0} ranks trains on all samples of"
+    " every batch, which is {0} times the work for the result of one. Write af.shard_data() into"
+    " the setup, as in af.chain(af.shard_data(), af.wrap_ddp())."
+)
 
 
 def _is_alike(value: Any, state: TrainState) -> bool:
     """Whether the value's tensors are equal on all ranks."""
     batch = state.world.batch
-    sums = [checksum(t) for t in tree.tensor_leaves(value) if _has_words(t)]
+    sums = [
+        checksum(tensor)
+        for tensor in tree.tensor_leaves(value)
+        if tensor.layout is torch.strided
+        and not tensor.is_nested
+        and tensor.numel() > 1
+    ]
     # without tensors to compare, use the rank, so that ranks differ
     mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
     all_sums = all_gather(mine.to(batch.device), batch, label="first batch")
     return len({int(value) for value in all_sums}) == 1
-
-
-def _has_words(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's checksum can be compared: not sparse, nested or a scalar."""
-    plain = tensor.layout is torch.strided and not tensor.is_nested
-    return plain and tensor.numel() > 1
-
-
-def _uncut_advice(state: TrainState, batch: Batch) -> str:
-    size = state.world.batch.size
-    return (
-        f"This batch is not cut: its {batch.num_samples} samples are all on this rank, one"
-        f" of {size} that af.shard_data() gives a part each. It is of another state, or was"
-        " begun before this setup was given: write `for batch in af.batches(state):` with"
-        " the state that is trained, made with world= and its setup."
-    )
-
-
-def _unsharded_advice(state: TrainState) -> str | None:
-    """Return advice if ranks have the same data and nothing shards it, or None."""
-    if not state.definition.cache.has_same_data:
-        return None
-    size = state.world.batch.size
-    return (
-        f"Nothing in the setup gives ranks their part: each of the {size} ranks trains on all"
-        f" samples of every batch, which is {size} times the work for the result of one."
-        " Write af.shard_data() into the setup, as in af.chain(af.shard_data(),"
-        " af.wrap_ddp())."
-    )
 
 
 # Ranks that train one model have equal definitions and parameters.

@@ -426,10 +426,6 @@ class Engine:
             return None
         return self._end_update(grads, opt_state, skip)
 
-    def reports(self) -> Mapping[str, Number]:
-        """Return the gradient holder's metrics of the last update."""
-        return {} if self._holder is None else self._holder.reports()
-
     def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import attrs
 import torch
@@ -418,7 +418,13 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 class ShardBinding:
-    """Binds sharded parameters to torch's FSDP units."""
+    """Binds sharded parameters to torch's FSDP units.
+
+    Attributes:
+        whole: the unsharded parameters, by name.
+        came: the parameters that had a gradient in the backward pass.
+        order: the common order of the units' collectives.
+    """
 
     holder = None
 
@@ -457,7 +463,7 @@ class ShardBinding:
         self._is_inner = splitter.mesh != self._layout.mesh
         self.whole = {name: inside[name] for name in whole}
         self._split: dict[str, FSDPParam] = {}
-        self._came = set[FSDPParam]()
+        self.came = set[FSDPParam]()
         self.order: UnitOrder
         self.opt_state_view = ShardedParams(self._split, self.params, params)
 
@@ -473,7 +479,7 @@ class ShardBinding:
         is_meta = self._splitter.device.type == "meta"
         for unit in units.values():
             unit.__class__ = Valueless if is_meta else Unit
-            cast("Unit", unit).came = self._came
+            cast("Unit", unit).came = self.came
             for param in unit.fsdp_params:
                 info = param._module_info
                 name = self._places[id(info.module), info.param_name]
@@ -533,16 +539,12 @@ class ShardBinding:
         """Whether some parameter has a gradient."""
         return any(param.grad is not None for param in self.trained.values())
 
-    def note_none(self) -> None:
-        """Reset the set of used parameters before a backward pass."""
-        self._came.clear()
-
     def used_params(self) -> dict[str, bool]:
         """Return for each trained parameter whether this rank's pass used it."""
         return {
             name: param.grad is not None
             if name in self.whole
-            else self._split[name] in self._came
+            else self._split[name] in self.came
             for name, param in self.trained.items()
         }
 
@@ -732,7 +734,7 @@ class FSDPRunner:
         if reduces is not self._sync:
             self._root.set_requires_gradient_sync(reduces)
         self._sync, self._ends = reduces, sync
-        self._home.note_none()
+        self._home.came.clear()
         try:
             with self._forward, self._home.order.begins(kind=reduces):
                 self._scalar = self._root(loss_fn, samples)
@@ -756,8 +758,11 @@ class FSDPRunner:
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused
                 unused = [name for name in used if misses and name not in self._used]
-                if any(order.end(len(unused))):
-                    self._refuse_unused(unused)
+                if any(order.end(len(unused))):  # on some rank, so all of them raise
+                    told = "\n".join(unused)
+                    texts = gather_text(told, self._ranks, label="unused parameters")
+                    names = filter(None, "\n".join(texts).split("\n"))
+                    reject_unused(dict.fromkeys(names), are_held=False)
             if not self._sync:
                 return None
             total = self._reduce_rest(weight, used)
@@ -781,13 +786,6 @@ class FSDPRunner:
             unused = (name for name, count in some if not count)
             home.drop_gradients(n for n in unused if n not in self._parts)
         return sums[0]
-
-    def _refuse_unused(self, unused: list[str]) -> NoReturn:
-        """Raise on all ranks, naming parameters unused on some rank."""
-        texts = gather_text("\n".join(unused), self._ranks, label="unused parameters")
-        reject_unused(
-            dict.fromkeys(filter(None, "\n".join(texts).split("\n"))), are_held=False
-        )
 
 
 def _explain(error: RuntimeError) -> None:

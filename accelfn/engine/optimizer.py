@@ -224,6 +224,10 @@ class LiveOptimizer:
 
     A parameter group's tensors, and numbers that the optimizer itself changes, are state. The
     rest are hyperparameters, which belong to the definition.
+
+    Attributes:
+        parts: the optimizers that it consists of.
+        skips: whether its kernel can skip an update by a flag.
     """
 
     def __init__(
@@ -239,7 +243,7 @@ class LiveOptimizer:
         self._opt_state_view, self._torch = opt_state_view, optimizer
         self._step = bare_step(self._torch)
         self.parts = parts_of(optimizer)
-        self._fused = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
+        self.skips = bool(getattr(self._torch, "_step_supports_amp_scaling", False))
         self._params = names
         self._names = {id(param): name for param, name in names.items()}
         self._base = [
@@ -260,7 +264,7 @@ class LiveOptimizer:
         places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
         self._parts = {
             places[id(group)]: part
-            for part in parts_of(self._torch)
+            for part in self.parts
             for group in part.param_groups
         }
         self._places = {
@@ -316,15 +320,10 @@ class LiveOptimizer:
         torch's fused optimizers do, as for a GradScaler, which saves a pass.
         """
         return (
-            self._fused
+            self.skips
             and isinstance(divisor, torch.Tensor)
             and divisor.dtype is torch.float32
         )
-
-    @property
-    def skips(self) -> bool:
-        """Whether the optimizer's kernel can skip an update by a flag."""
-        return self._fused
 
     def update(
         self,
@@ -346,7 +345,7 @@ class LiveOptimizer:
         profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         step = self._torch.step if everywhere or profiled else self._step
         scale = divisor if isinstance(divisor, torch.Tensor) else None
-        skip = skip if self._fused else None
+        skip = skip if self.skips else None
         kernel = self._kernel if step is self._step else None
         if kernel is None or not kernel.step(scale, skip):
             self._step_with(self._torch, step, grad_scale=scale, found_inf=skip)
@@ -546,12 +545,13 @@ def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
 
 
 class TakesUpdates(Protocol):
-    """Steps the parameters of a binding."""
+    """Steps the parameters of a binding.
 
-    @property
-    def skips(self) -> bool:
-        """Whether the kernel can skip an update by a flag on the device."""
-        ...
+    Attributes:
+        skips: whether the kernel can skip an update by a flag on the device.
+    """
+
+    skips: bool
 
     @property
     def is_untouched(self) -> bool:

@@ -269,7 +269,10 @@ def take_update(
                 )
                 if update.grads.taken.owned_by_engine:  # it may skip by itself
                     skipped = opt_state is None
-                    metrics = {**engine.reports(), "skipped": float(skipped)}
+                    metrics = {
+                        **engine.binding.holder.reports(),
+                        "skipped": float(skipped),
+                    }
                     new_grads = update.grads.with_metrics(**metrics)
                     update = attrs.evolve(update, grads=new_grads, skipped=skipped)
             if opt_state is None:
