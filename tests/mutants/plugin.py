@@ -7,6 +7,7 @@
 import ast
 import json
 import os
+import re
 from pathlib import Path
 from types import FunctionType
 
@@ -53,5 +54,6 @@ def plant(
 def note(place: str) -> None:
     """Note that the test that runs now has entered a function."""
     test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" ")[0]
+    test = re.sub(r"@[^@\]]*$", "", test)  # its group, if tests run side by side
     if test:
         _entered.setdefault(place, {})[test] = None
