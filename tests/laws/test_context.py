@@ -63,6 +63,11 @@ def trained(world: af.World, text: Text, *engine: object) -> Found:
     engine=af.wrap_ddp(),
     dtype=torch.float64,
 )
+@example(  # what is learned of a mask has gradients from each part that goes round
+    run=({"cp": 2}, Text(2, 2, 4, heads=2, mask="learned", ring=True)),
+    engine=af.wrap_ddp(),
+    dtype=torch.float64,
+)
 def test_parts_of_sequences_train_what_the_whole_does(
     run: tuple[dict[str, int], Text], engine: object, dtype: torch.dtype
 ) -> None:

@@ -39,6 +39,11 @@ from tests.strategies import Run, differences, runs, tensors
     chosen={"sync_every": 6, "fragments": 4, "delay": 0, "mix": 0.0},
     outer={"lr": 0.5, "momentum": 0.0},
 )
+@example(  # what was sent comes back an update later
+    moves=Moves([[[4, 4, -3, -6], [5, 4, -8, 0]]] * 2, [[3, 3], [2, 1]], 2),
+    chosen={"sync_every": 2, "fragments": 2, "delay": 1, "mix": 0.5},
+    outer={"lr": 0.5, "momentum": 0.0},
+)
 def test_it_is_what_the_papers_say(
     moves: Moves, chosen: dict[str, Any], outer: dict[str, float]
 ) -> None:

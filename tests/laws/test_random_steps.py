@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -278,6 +278,9 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
+@example(
+    setup=Setup("weighted", ("halves", "looks", "halves"), "fsdp", 3, 1, 9, 1, 0, ())
+)
 @given(setup=setups())
 def test_any_step_is_the_loop_by_hand(setup: Setup) -> None:
     """Parameters, buffers, metrics and the place in the data are those of a plain loop."""

@@ -158,6 +158,12 @@ def test_a_period_goes_on_in_any_layout(
         assert differences(alone[rank // two[1].ranks], found, within=1e-13) == []
 
 
+@example(
+    run=Run(1, 1, "weighted", "sgd", in_list=True, micro=1),
+    apart=Apart(2, 2, af.wrap_fsdp()),
+    every=af.local_sgd(sync_every=2),
+    updates=1,
+)
 @given(run=trainings, apart=apart, every=every | outer, updates=st.integers(0, 3))
 def test_each_rank_has_its_part(
     run: Run, apart: Apart, every: Any, updates: int
@@ -201,6 +207,13 @@ def test_in_few_bits_copies_have_one_anchor(
         assert differences(first[0], first[1], within=1e-2) == []
 
 
+@example(  # their parameters agree, and what their optimizers remember does not
+    run=Run(1, 1, "weighted", "adagrad", in_list=True, micro=1),
+    split=Apart(2, 2, af.wrap_fsdp()),
+    every=af.local_sgd(sync_every=2),
+    updates=2,
+    to="together",
+)
 @given(
     run=trainings,
     split=st.builds(Apart, st.integers(1, 3), st.just(2), wraps),

@@ -140,6 +140,12 @@ whole = st.builds(Apart, st.sampled_from([1, 2, 4, 6]), st.just(1))
     every=af.local_sgd(sync_every=3),
     updates=(1, 0),
 )
+@example(  # along the same
+    run=Run(1, 1, "weighted", "adamw", in_list=True, micro=1),
+    two=(Apart(2, 2, af.wrap_ddp(within="dp_shard")),) * 2,
+    every=af.local_sgd(sync_every=3),
+    updates=(1, 2),
+)
 @given(
     run=trainings,
     two=st.tuples(workers, workers | split | whole) | st.tuples(split | whole, workers),
@@ -159,6 +165,13 @@ def test_a_period_goes_on_with_other_workers(
         assert differences(alone[copy], found, within=1e-13) == []
 
 
+@example(  # their parameters agree, and what their optimizers remember does not
+    run=Run(1, 1, "weighted", "adagrad", in_list=True, micro=1),
+    apart=Apart(2, 2, af.wrap_ddp(within="dp_shard")),
+    every=af.local_sgd(sync_every=2),
+    updates=2,
+    to="workers",
+)
 @given(
     run=trainings,
     apart=st.builds(
