@@ -7,7 +7,7 @@ import io
 import subprocess
 import sys
 import tokenize
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -76,6 +76,7 @@ def tracked(folder: str, ends: str = ".py") -> list[Path]:
     return [path for path in paths if (ROOT / path).exists()]
 
 
+@cache
 def lines_of_code(path: Path) -> int:
     """Return the lines of a source without comments, docstrings and empty ones."""
     source = (ROOT / path).read_text()
