@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import attrs
 import torch
 from torch import nn
 
@@ -40,35 +39,16 @@ _MANY = 8
 """The number of compiled loss functions at which an engine warns."""
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class Options:
-    """Options of torch.compile.
-
-    Attributes:
-        backend: the name of a torch backend, or a function that compiles a graph.
-        mode: inductor's mode, such as "max-autotune".
-        options: inductor's options by name.
-        dynamic: whether sizes are symbolic from the start; None: only sizes that changed.
-        fullgraph: whether a graph break is an error.
-    """
-
-    backend: str | Callable[..., Any]
-    mode: str | None
-    options: Mapping[str, Any] | None
-    dynamic: bool | None
-    fullgraph: bool
-
-
 class Compiler:
     """Compiles the functions of one engine."""
 
-    def __init__(self, options: Options, world: World) -> None:
-        """Take torch.compile's options, and the world, for the update's number."""
+    def __init__(self, options: Mapping[str, Any], world: World) -> None:
+        """Take the arguments of torch.compile, and the world, for the update's number."""
         self._options = options
         self.activity = world.connection.activity
         self._losses: dict[Callable[..., Any], Compiled] = {}
         self.num_passes = 0
-        on_graphs = options.mode in {"reduce-overhead", "max-autotune"}
+        on_graphs = options["mode"] in {"reduce-overhead", "max-autotune"}
         self.reuses_memory = world.device.type == "cuda" and on_graphs
         """Whether a later call overwrites the results of an earlier call (CUDA graphs)."""
 
@@ -96,18 +76,8 @@ class Compiler:
 
     def compile(self, fn: Callable[..., Any], name: str) -> "Compiled":
         """Compile a function, with independent caches."""
-        given = self._options
-        options = None if given.options is None else dict(given.options)
         compiler: Any = torch.compile
-        under = compiler(
-            fn,
-            backend=given.backend,
-            mode=given.mode,
-            options=options,
-            dynamic=given.dynamic,
-            fullgraph=given.fullgraph,
-            isolate_recompiles=True,
-        )
+        under = compiler(fn, **self._options, isolate_recompiles=True)
         return Compiled(under, name, self)
 
 

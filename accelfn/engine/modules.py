@@ -4,7 +4,7 @@
 import importlib.util
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -381,32 +381,19 @@ class _Normed(torch.autograd.Function):
         sum_(sums, ctx.ranks, label=label)
         input_grad = None
         if ctx.needs_input_grad[0]:
-            total = (sums / count.to(sums)).split(len(mean))
-            by_statistics = _through_statistics(wide, total, scale, mean, var + ctx.eps)
+            weight_total, bias_total = (sums / count.to(sums)).split(len(mean))
+            inverse = torch.rsqrt(var + ctx.eps)
+            slope = scale * inverse * inverse * weight_total
+            offset = scale * inverse * bias_total - slope * mean
+            through = wide * _channels(slope, wide) + _channels(offset, wide)
             # samples that did not count do not affect the statistics
-            input_grad = plain - by_statistics if ctx.counts else plain
-            input_grad = input_grad.to(inputs.dtype)
+            input_grad = (plain - through if ctx.counts else plain).to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
             each.to(weight.dtype) if need and weight is not None else None
             for each, need in zip((by_weight, by_bias), needs, strict=True)
         ]
         return input_grad, *parameters, None, None, None, None
-
-
-def _through_statistics(
-    wide: torch.Tensor,
-    total: Sequence[torch.Tensor],
-    scale: torch.Tensor,
-    mean: torch.Tensor,
-    var: torch.Tensor,
-) -> torch.Tensor:
-    """Return the gradient through mean and variance."""
-    by_weight, by_bias = total
-    inverse = torch.rsqrt(var)
-    slope = scale * inverse * inverse * by_weight
-    offset = scale * inverse * by_bias - slope * mean
-    return wide * _channels(slope, wide) + _channels(offset, wide)
 
 
 def _channels(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

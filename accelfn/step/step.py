@@ -443,12 +443,12 @@ def _step_optimizer(
     state.lease.end(StateDonatedError, _INTERRUPTED, update=grads.taken.update)
     is_profiling = profiler._is_profiler_enabled
     try:
-        with span("accelfn optimizer") if is_profiling else NOTHING:
-            if state.definition.has_torchs_optimizer:
-                opt_state = engine.update(grads, assignments, flag)
-            else:
-                with draws_for(state, "optimizer"):  # an optimizer may add noise
-                    opt_state = engine.update(grads, assignments, flag)
+        is_torchs = state.definition.has_torchs_optimizer  # another may add noise
+        with (
+            span("accelfn optimizer") if is_profiling else NOTHING,
+            NOTHING if is_torchs else draws_for(state, "optimizer"),
+        ):
+            opt_state = engine.update(grads, assignments, flag)
     except BaseException:
         _undo(state, engine)
         raise

@@ -13,7 +13,6 @@ from accelfn.definition.transform import transform
 from accelfn.engine.compiled import (
     Compiler,
     OneGraphRunner,
-    Options,
     TwoGraphs,
     compile_regions,
 )
@@ -150,7 +149,7 @@ class compile:  # noqa: A001 - what torch calls it
         whole = self.fullgraph and not apart
 
         def compiling(module: nn.Module) -> Runner:
-            compiler = Compiler(self._compile_options(), state.world)
+            compiler = Compiler(self._torch_options(), state.world)
             if self.regions is not None:
                 found = select_modules(module, self.regions, f"{self!r}")
                 compile_regions(found, compiler)
@@ -162,14 +161,15 @@ class compile:  # noqa: A001 - what torch calls it
 
         return compiling
 
-    def _compile_options(self) -> Options:
-        return Options(
-            backend=self.backend,
-            mode=self.mode,
-            options=self.options,
-            dynamic=self.dynamic,
-            fullgraph=self.fullgraph,
-        )
+    def _torch_options(self) -> dict[str, Any]:
+        """Return the arguments of torch.compile."""
+        return {
+            "backend": self.backend,
+            "mode": self.mode,
+            "options": None if self.options is None else dict(self.options),
+            "dynamic": self.dynamic,
+            "fullgraph": self.fullgraph,
+        }
 
     @property
     def _is_eager(self) -> bool:
