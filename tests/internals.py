@@ -128,7 +128,7 @@ _NAMES = {
         "reduce_scatter_by_gloo",
     ),
     "accelfn.engine.runner": ("Delegating", "Samples"),
-    "accelfn.engine.optimizer": ("FusedAdam",),
+    "accelfn.engine.optimizer": ("fused_step",),
     "accelfn.engine.vocabulary": ("Scores", "gather_scores"),
     "accelfn.interop": ("deepspeed",),
     "accelfn.interop.accelerate": ("entries_of",),

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, Self, TypeAlias, cast
+from typing import Any, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -51,83 +51,72 @@ _OTHERS = ("amsgrad", "capturable", "differentiable")
 Group: TypeAlias = tuple[
     dict[str, Any], Any, tuple[list[torch.Tensor], ...], torch.Tensor
 ]
+"""A group's options, its kernel, its parameters with their state, and their counts."""
+FusedStep: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor | None], bool]
 
 
-class FusedAdam:
-    """The kernel calls of one optimizer, valid while its state's tensors do not change."""
+def fused_step(optimizer: Optimizer) -> FusedStep | None:
+    """Return the kernel calls of an optimizer's step; None if it is not a fused Adam.
 
-    def __init__(self, groups: list[Group]) -> None:
-        """Take options, kernel, parameters with their state, and counts, of each group."""
-        self._groups = groups
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> Self | None:
-        """Return the kernel calls of an optimizer's step; None if it is not a fused Adam."""
-        if type(optimizer) not in (Adam, AdamW):
+    They are valid while the tensors of the optimizer's state do not change.
+    """
+    if type(optimizer) not in (Adam, AdamW):
+        return None
+    found: list[Group] = []
+    for group in optimizer.param_groups:
+        params = cast("list[torch.Tensor]", group["params"])
+        entries = [cast("Any", optimizer.state).get(param) for param in params]
+        if not group["fused"] or any(group[name] for name in _OTHERS):
             return None
-        found: list[Group] = []
-        for group in optimizer.param_groups:
-            params = cast("list[torch.Tensor]", group["params"])
-            entries = [cast("Any", optimizer.state).get(param) for param in params]
-            if not group["fused"] or any(group[name] for name in _OTHERS):
-                return None
-            if not all(entries) or len({(p.device, p.dtype) for p in params}) != 1:
-                return None
-            steps = [entry["step"] for entry in entries]
-            if len({(n.shape, n.dtype, n.device) for n in steps}) != 1:
-                return None
-            with torch.no_grad():
-                counts = torch.stack(steps)  # of which each entry gets a view
-            for entry, own in zip(entries, counts.unbind(), strict=True):
-                entry["step"] = own
-            names = ("exp_avg", "exp_avg_sq", "step")
-            state = tuple([entry[name] for entry in entries] for name in names)
-            adamw = group["decoupled_weight_decay"]
-            kernel = tree.fused_adamw_ if adamw else tree.fused_adam_
-            found.append((group, kernel, (params, *state), counts))
-        return cls(found)
-
-    def step(
-        self, grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
-    ) -> bool:
-        """Update the parameters; if some have no gradient, do nothing and return False."""
-        grads = [[p.grad for p in params] for _, _, (params, *_), _ in self._groups]
-        if [grad for each in grads for grad in each if grad is None]:
-            return False
-        # a call in C takes a tenth of the time of a `no_grad` block
-        before = torch.is_grad_enabled()
-        _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
-        try:
-            for group, own in zip(self._groups, grads, strict=True):
-                _call_kernel(group, own, grad_scale, found_inf)
-        finally:
-            _set_grad_enabled(before)
-        return True
+        if not all(entries) or len({(p.device, p.dtype) for p in params}) != 1:
+            return None
+        steps = [entry["step"] for entry in entries]
+        if len({(n.shape, n.dtype, n.device) for n in steps}) != 1:
+            return None
+        with torch.no_grad():
+            counts = torch.stack(steps)  # of which each entry gets a view
+        for entry, own in zip(entries, counts.unbind(), strict=True):
+            entry["step"] = own
+        names = ("exp_avg", "exp_avg_sq", "step")
+        state = tuple([entry[name] for entry in entries] for name in names)
+        adamw = group["decoupled_weight_decay"]
+        kernel = tree.fused_adamw_ if adamw else tree.fused_adam_
+        found.append((group, kernel, (params, *state), counts))
+    return partial(_step_groups, found)
 
 
-def _call_kernel(
-    group: Group,
-    grads: list[torch.Tensor | None],
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-) -> None:
-    options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
-    counts.add_(1)
-    beta1, beta2 = options["betas"]
-    kernel(
-        *(params, grads, exp_avgs, exp_avg_sqs, [], steps),
-        amsgrad=False,
-        lr=options["lr"],
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=options["weight_decay"],
-        eps=options["eps"],
-        maximize=options["maximize"],
-        grad_scale=grad_scale,
-        found_inf=found_inf,
-    )
-    if found_inf is not None:  # the kernel skipped the update
-        counts.sub_(found_inf)
+def _step_groups(
+    groups: list[Group], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
+) -> bool:
+    """Update the parameters; if some have no gradient, do nothing and return False."""
+    grads = [[p.grad for p in params] for _, _, (params, *_), _ in groups]
+    if [grad for each in grads for grad in each if grad is None]:
+        return False
+    # a call in C takes a tenth of the time of a `no_grad` block
+    before = torch.is_grad_enabled()
+    _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
+    try:
+        for group, own in zip(groups, grads, strict=True):
+            options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
+            counts.add_(1)
+            beta1, beta2 = options["betas"]
+            kernel(
+                *(params, own, exp_avgs, exp_avg_sqs, [], steps),
+                amsgrad=False,
+                lr=options["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=options["weight_decay"],
+                eps=options["eps"],
+                maximize=options["maximize"],
+                grad_scale=grad_scale,
+                found_inf=found_inf,
+            )
+            if found_inf is not None:  # the kernel skipped the update
+                counts.sub_(found_inf)
+    finally:
+        _set_grad_enabled(before)
+    return True
 
 
 # Tensor versions: whether an update that raised had changed anything.
@@ -254,7 +243,7 @@ class LiveOptimizer:
         self._expected = [dict(group) for group in self._torch.param_groups]
         self._changed: list[dict[str, Any]] = [{} for _ in self._base]
         self._assigned: Assignments = {}
-        self._kernel: FusedAdam | None = None
+        self._kernel: FusedStep | None = None
         self._versions: Versions | None = None
         self._has_begun = self._is_watched = False
         self._num_entries = -1
@@ -347,7 +336,7 @@ class LiveOptimizer:
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         skip = skip if self.skips else None
         kernel = self._kernel if step is self._step else None
-        if kernel is None or not kernel.step(scale, skip):
+        if kernel is None or not kernel(scale, skip):
             self._step_with(self._torch, step, grad_scale=scale, found_inf=skip)
         return self.finish()
 
@@ -408,7 +397,7 @@ class LiveOptimizer:
             self._versions = None  # rebuild with the new entries
             # an optimizer with hooks of its own is stepped by torch
             bare = isinstance(self._step, partial)
-            self._kernel = FusedAdam.of(self._torch) if bare else None
+            self._kernel = fused_step(self._torch) if bare else None
         return self._state
 
     @property

@@ -308,38 +308,37 @@ class _Linear(Parallel, nn.Linear):
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+        """Return what `give` makes of this rank's features, or all while layers are compared."""
+        weight, bias = self._tensors()
+        if self.layers.is_whole:
+            return F.linear(input, weight, bias)
+        return self.give(F.linear(self.layers.enter(input), weight, bias))
+
+    def give(self, made: torch.Tensor) -> torch.Tensor:
+        """Return the layer's result from this rank's features."""
+        raise NotImplementedError
+
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
         bias: torch.Tensor | None = self.bias
         weight = self.now("weight", self.weight)
         return weight, bias if bias is None else self.now("bias", bias)
 
-    def _features(self, given: torch.Tensor) -> torch.Tensor:
-        """Return this rank's features, or all features while layers are compared."""
-        weight, bias = self._tensors()
-        if not self.layers.is_whole:
-            given = self.layers.enter(given)
-        return F.linear(given, weight, bias)
-
 
 class ColumnLinear(_Linear):
-    """A linear layer split by output features."""
+    """A linear layer split by output features, for a row layer to take."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return this rank's features, for a row layer to take."""
-        made = self._features(input)
-        if not self.layers.is_whole:
-            self.layers.begin_region(self.place, training=self.training)
+    def give(self, made: torch.Tensor) -> torch.Tensor:
+        """Return this rank's features."""
+        self.layers.begin_region(self.place, training=self.training)
         return made
 
 
 class GatheredLinear(_Linear):
     """A linear layer split by output features, which it gathers."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+    def give(self, made: torch.Tensor) -> torch.Tensor:
         """Return all features."""
-        made = self._features(input)
-        if self.layers.is_whole:
-            return made
         self.layers.end_sequence()
         return self.layers.gather_features(made)
 
@@ -347,11 +346,8 @@ class GatheredLinear(_Linear):
 class VocabularyLinear(_Linear):
     """An output head split by words; returns split scores."""
 
-    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
+    def give(self, made: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the scores."""
-        made = self._features(input)
-        if self.layers.is_whole:
-            return made
         self.layers.end_sequence()
         return Scores.of(made, self.layers.ranks)
 
