@@ -16,13 +16,7 @@ from torch import nn
 
 from accelfn.base import tree
 from accelfn.base.arguments import qualname
-from accelfn.engine.runner import (
-    LossFunction,
-    ReadLoss,
-    Samples,
-    like,
-    read_loss,
-)
+from accelfn.engine.runner import LossFunction, ReadLoss, Samples, like, read_loss
 from accelfn.errors import CompileError, RecompilationWarning
 from accelfn.state.results import Loss, Number
 from accelfn.world import World

@@ -13,11 +13,7 @@ import torch.nn.functional as F  # noqa: N812 - as everybody calls it
 from torch.amp.autocast_mode import is_autocast_available
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import (
-    CheckpointFunction,
-    checkpoint,
-    noop_context_fn,
-)
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, noop_context_fn
 
 from accelfn.base.draws import NOTHING
 from accelfn.base.tree import wide

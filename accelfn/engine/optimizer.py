@@ -422,9 +422,7 @@ class LiveOptimizer:
 
     @staticmethod
     def _step_with(
-        optimizer: Optimizer,
-        step: Callable[[], object],
-        **handed: torch.Tensor | None,
+        optimizer: Optimizer, step: Callable[[], object], **handed: torch.Tensor | None
     ) -> None:
         """Call `step`, and pass tensors to fused kernels as a GradScaler does."""
         own = vars(optimizer)

@@ -510,9 +510,7 @@ class Delegating:
     lone_module = None
 
     def __init__(
-        self,
-        inner: Runner,
-        replace: Callable[[LossFunction, Samples], LossFunction],
+        self, inner: Runner, replace: Callable[[LossFunction, Samples], LossFunction]
     ) -> None:
         """Take the inner runner, and a function of a loss function and its samples."""
         self.reduces, self.expects_unused = inner.reduces, inner.expects_unused
