@@ -122,10 +122,7 @@ def _add_launching(commands: Any) -> None:
         default = "" if option.default is None else f" (default {option.default})"
         short = [_SHORT[name]] if name in _SHORT else []
         launch.add_argument(
-            *short,
-            flag(name),
-            metavar=option.metavar,
-            help=option.help + default,
+            *short, flag(name), metavar=option.metavar, help=option.help + default
         )
     _add_file(launch)
     launch.add_argument(
@@ -213,10 +210,7 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
         directory="DIR",
     )
     export = add(
-        "export",
-        "write a model to a new directory",
-        directory="DIR",
-        out="OUT",
+        "export", "write a model to a new directory", directory="DIR", out="OUT"
     )
     export.add_argument("--slot", help="with the parameters of a slot, such as ema")
     export.add_argument(

@@ -96,10 +96,7 @@ class ReadOnly(Mapping[str, V]):
     __slots__ = ("_check", "_name", "_values")
 
     def __init__(
-        self,
-        values: dict[str, V],
-        name: str,
-        check: Callable[[], None] = lambda: None,
+        self, values: dict[str, V], name: str, check: Callable[[], None] = lambda: None
     ) -> None:
         """Create a view of a dict.
 
@@ -571,10 +568,7 @@ fused_adamw_ = torch._fused_adamw_  # pyright: ignore[reportPrivateUsage]
 
 
 def add_(
-    tensors: Iterable[torch.Tensor],
-    others: Iterable[torch.Tensor],
-    *,
-    alpha: float = 1,
+    tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor], *, alpha: float = 1
 ) -> None:
     """Add `alpha` times another tensor to each."""
     parts = _parts(tensors)

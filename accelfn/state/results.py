@@ -64,10 +64,7 @@ class Loss:
     aux: Mapping[str, Number | tuple[Number, Number]]
 
     def __init__(
-        self,
-        total: torch.Tensor,
-        weight: Number,
-        **aux: Number | tuple[Number, Number],
+        self, total: torch.Tensor, weight: Number, **aux: Number | tuple[Number, Number]
     ) -> None:
         """Take a total, its weight, and further totals by name."""
         if not isinstance(total, torch.Tensor):

@@ -140,7 +140,7 @@ class wrap_ddp:
         """Transforms that break torch's DDP or leave it without work."""
         refused = {
             "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
-            " Leave out one of the two.",
+            " Leave out one of the two."
         }
         if self.within is None:
             refused["stays"] = (
@@ -295,7 +295,7 @@ class compress:
         return {
             "finds_unused": "keeps what is left out of a gradient for the next update, and"
             " would lose that of parameters that {other!r} allows to be unused. Leave out"
-            " {told}.",
+            " {told}."
         }
 
     @property

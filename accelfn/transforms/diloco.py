@@ -36,12 +36,7 @@ from accelfn.engine.optimizer import (
     check_elements,
     counts_by_group,
 )
-from accelfn.errors import (
-    ArgumentError,
-    CompositionError,
-    OptimizerError,
-    StateError,
-)
+from accelfn.errors import ArgumentError, CompositionError, OptimizerError, StateError
 from accelfn.model.optimizer import owned_names, prototype_of
 from accelfn.state.state import TrainState
 from accelfn.state.update import Update

@@ -114,10 +114,7 @@ class local_sgd:
         default=25.0, validator=mebibytes(), kw_only=True
     )
     neighbours: Mapping[int, int] = attrs.field(
-        default=_NONE,
-        validator=_are_parts,
-        hash=False,
-        kw_only=True,
+        default=_NONE, validator=_are_parts, hash=False, kw_only=True
     )
 
     @property

@@ -9,12 +9,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import (
-    integer,
-    is_integer,
-    is_number,
-    qualname,
-)
+from accelfn.base.arguments import integer, is_integer, is_number, qualname
 from accelfn.base.tree import computes_on
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform

@@ -9,9 +9,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 from torch import nn
-from torch.overrides import (
-    _get_current_function_mode_stack,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.overrides import _get_current_function_mode_stack  # pyright: ignore[reportPrivateUsage]
 from torch.utils.checkpoint import checkpoint
 
 from accelfn.definition.transform import transform
