@@ -315,6 +315,22 @@ def option(default: Any, validator: Validator | None = None, **more: Any) -> Any
     return attrs.field(default=default, validator=validator, kw_only=True, **more)
 
 
+def option_of(field: str, choice: str, validator: Validator) -> Any:
+    """Return an attrs field for an option that only one choice of another field has."""
+
+    def check(owner: Any, option: Any, value: object) -> None:
+        if value is None:
+            return
+        chosen = getattr(owner, field)
+        if chosen != choice:
+            call = f"af.{type(owner).__name__}({chosen!r}, {option.name}={value!r})"
+            msg = f"{call}: only {choice!r} has this option. Leave it out."
+            raise ArgumentError(msg)
+        validator(owner, option, value)
+
+    return attrs.field(default=None, validator=check, kw_only=True)
+
+
 def mebibytes() -> Validator:
     """Return an attrs validator for a transform's size in MiB."""
     return satisfies(

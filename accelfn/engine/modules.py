@@ -26,11 +26,11 @@ Predicate: TypeAlias = Callable[[str, nn.Module], bool]
 Regions: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | Predicate
 
 
-def are_regions(call: str, value: object) -> None:
-    """Reject anything but a module class, a tuple of classes, or a predicate.
+def are_regions(owner: object, field: Any, value: object) -> None:
+    """Check an option: a module class, a tuple of classes, a predicate or None.
 
     Raises:
-        ArgumentError: `value` is something else; the error names `call`.
+        ArgumentError: `value` is something else.
     """
     several = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
     classes = [isinstance(each, type) for each in several]
@@ -40,8 +40,8 @@ def are_regions(call: str, value: object) -> None:
     predicate = callable(value) and not isinstance(value, nn.Module) and not classes[0]
     if value is not None and not (several and fit) and not predicate:
         msg = (
-            f"{call}: expected a class of modules, a tuple of them, or a function (name,"
-            " module) -> bool."
+            f"af.{type(owner).__name__}({field.name}={value!r}): expected a class of modules,"
+            " a tuple of them, or a function (name, module) -> bool."
         )
         raise ArgumentError(msg)
 

@@ -283,17 +283,11 @@ def _is_factor(owner: object, field: Any, value: Any) -> None:
         raise ArgumentError(msg)
 
 
-def _factor(default: float | None = None) -> Any:
-    if default is None:
-        return attrs.field(validator=_is_factor)
-    return attrs.field(default=default, validator=_is_factor)
-
-
 @attrs.frozen
 class constant:
     """Keep the learning rate at `factor` times the optimizer's own."""
 
-    factor: float = _factor(1.0)
+    factor: float = attrs.field(default=1.0, validator=_is_factor)
 
     def __call__(self, step: int, /) -> float:
         """Return the same factor for any update."""

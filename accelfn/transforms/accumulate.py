@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, is_integer
+from accelfn.base.arguments import integer, is_integer, option
 from accelfn.data import Batch, Plan
 from accelfn.data.plan import even_part
 from accelfn.definition.transform import transform
@@ -17,11 +17,7 @@ from accelfn.state.results import Grads, Metrics
 from accelfn.state.state import TrainState
 from accelfn.step.value_and_grad import ValueAndGrad
 
-
-def _count() -> Any:
-    return attrs.field(
-        default=None, validator=attrs.validators.optional(integer(1)), kw_only=True
-    )
+_is_count = attrs.validators.optional(integer(1))
 
 
 @transform
@@ -58,8 +54,8 @@ class accumulate:
         af.accumulate(num_micro_batches=4)
     """
 
-    num_micro_batches: int | None = _count()
-    micro_batch_size: int | None = _count()
+    num_micro_batches: int | None = option(None, _is_count)
+    micro_batch_size: int | None = option(None, _is_count)
 
     def __attrs_post_init__(self) -> None:
         """Reject neither or both of the two counts."""

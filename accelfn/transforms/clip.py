@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import tree
-from accelfn.base.arguments import is_number, satisfies, truth
+from accelfn.base.arguments import is_number, option, satisfies, truth
 from accelfn.base.tree import computes_on, is_shard, local
 from accelfn.definition.transform import transform
 from accelfn.errors import GradsError, OptimizerError
@@ -66,8 +66,8 @@ class clip_grad_norm:
     """
 
     max_norm: float = attrs.field(validator=_is_positive)
-    norm_type: float = attrs.field(default=2.0, validator=_is_positive, kw_only=True)
-    per_group: bool = attrs.field(default=False, validator=truth(), kw_only=True)
+    norm_type: float = option(2.0, _is_positive)
+    per_group: bool = option(default=False, validator=truth())
 
     @property
     def tells(self) -> Mapping[str, Any]:

@@ -35,10 +35,6 @@ def _is_backend(_owner: object, _field: object, value: Any) -> None:
         raise ArgumentError(msg)
 
 
-def _are_regions(_owner: object, _field: object, value: object) -> None:
-    are_regions(f"af.compile(regions={value!r})", value)
-
-
 def _modes() -> Mapping[str, Any]:
     """Return inductor's modes; importing it takes a second."""
     from torch._inductor import list_mode_options  # noqa: PLC0415
@@ -100,7 +96,7 @@ class compile:  # noqa: A001 - what torch calls it
     options: Mapping[str, Any] | None = option(None, hash=False)
     dynamic: bool | None = option(None, attrs.validators.optional(truth()))
     fullgraph: bool = option(default=True, validator=truth())
-    regions: Regions | None = option(None, _are_regions)
+    regions: Regions | None = option(None, are_regions)
 
     def __attrs_post_init__(self) -> None:
         """Reject options that the backend would not read, and a mode with options."""

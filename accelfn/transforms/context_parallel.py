@@ -4,7 +4,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import attrs
 import torch
 from torch import nn
 
@@ -105,11 +104,7 @@ class context_parallel:
         " cannot trace. Leave out one of the two.",
         "splits_sequences": "and {other!r} would split a part once more. Leave out one.",
     }
-    seq_dim: int = attrs.field(
-        default=1,
-        validator=integer(1, "a dim behind that of the samples"),
-        kw_only=True,
-    )
+    seq_dim: int = option(1, integer(1, "a dim behind that of the samples"))
     ring: bool = option(default=False, validator=truth())
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:

@@ -2,7 +2,6 @@
 """Data parallelism: shard the data, and replicate the model or split it over the ranks."""
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
 
 import attrs
@@ -13,10 +12,10 @@ from torch import nn
 from accelfn.base.arguments import (
     advise,
     integer,
-    is_integer,
     is_number,
     one_of,
     option,
+    option_of,
     satisfies,
     truth,
 )
@@ -193,26 +192,9 @@ _DEFAULTS: Mapping[str, float] = {
 }
 
 
-def _of_powersgd(least: float) -> Any:
-    """Return an option of PowerSGD, a number of at least `least`."""
-
-    def check(owner: Any, field: Any, value: Any) -> None:
-        if value is None:
-            return
-        if owner.method != _POWERSGD:
-            msg = (
-                f"af.compress({owner.method!r}, {field.name}={value!r}): only 'powersgd'"
-                " has this option. Leave it out."
-            )
-            raise ArgumentError(msg)
-        whole = isinstance(_DEFAULTS[field.name], int)
-        is_kind = is_integer if whole else is_number
-        if not is_kind(value) or not value >= least:
-            what = "an integer" if whole else "a number"
-            msg = f"af.compress({field.name}={value!r}): expected {what} of at least {least}."
-            raise ArgumentError(msg)
-
-    return attrs.field(default=None, validator=check, kw_only=True)
+_is_rate = satisfies(
+    lambda value: is_number(value) and value >= 0, "a number of at least 0"
+)
 
 
 @transform
@@ -266,9 +248,11 @@ class compress:
         " af.wrap_ddp() into the chain, or leave it out."
     }
     method: str = attrs.field(validator=one_of(*_DTYPES, _POWERSGD))
-    matrix_approximation_rank: int | None = _of_powersgd(1)
-    start_powerSGD_iter: int | None = _of_powersgd(0)  # noqa: N815 - torch's name
-    min_compression_rate: float | None = _of_powersgd(0)
+    matrix_approximation_rank: int | None = option_of("method", _POWERSGD, integer(1))
+    start_powerSGD_iter: int | None = option_of(  # noqa: N815 - torch's name
+        "method", _POWERSGD, integer(0)
+    )
+    min_compression_rate: float | None = option_of("method", _POWERSGD, _is_rate)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -490,10 +474,6 @@ class check_replicas:
 # Split the model over the ranks with torch's fully_shard.
 
 
-def _are_units(_owner: object, _field: object, value: object) -> None:
-    are_regions(f"af.wrap_fsdp(units={value!r})", value)
-
-
 _is_dtype = satisfies(
     lambda value: (
         value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
@@ -601,7 +581,7 @@ class wrap_fsdp:
         "one_graph": "gathers units between the parts of the model, and {other!r} makes one"
         " graph of it. Give regions=, the units.",
     }
-    units: Regions | None = attrs.field(default=None, validator=_are_units)
+    units: Regions | None = attrs.field(default=None, validator=are_regions)
     reshard_after_forward: bool = option(default=True, validator=truth())
     gather_dtype: torch.dtype | None = option(None, _is_dtype)
     reduce_dtype: torch.dtype | None = option(None, _is_dtype)
@@ -655,18 +635,18 @@ class wrap_fsdp:
             cpu_offload=self.cpu_offload,
         )
         home = ShardBinding(state.definition, splitter, state.params, state.buffers)
-        make = partial(
-            FSDPRunner,
-            ranks=state.definition.copy,
-            in_parts=self.accumulate == "sharded",
-            finds_unused=self.find_unused_parameters,
-        )
 
-        def runner(module: nn.Module, live: object) -> "FSDPRunner":
+        def make(module: nn.Module, live: object) -> "FSDPRunner":
             del live
-            return make(module, home)
+            return FSDPRunner(
+                module,
+                home,
+                ranks=state.definition.copy,
+                in_parts=self.accumulate == "sharded",
+                finds_unused=self.find_unused_parameters,
+            )
 
-        return build_engine(state, home, runner)
+        return build_engine(state, home, make)
 
     def _units(self, module: nn.Module) -> list[nn.Module]:
         from accelfn.engine.fsdp import units_of  # noqa: PLC0415 - a slow import

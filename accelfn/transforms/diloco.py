@@ -17,6 +17,7 @@ from accelfn.base.arguments import (
     is_number,
     mebibytes,
     one_of,
+    option,
     satisfies,
 )
 from accelfn.base.devices import is_positive
@@ -55,9 +56,11 @@ Flight: TypeAlias = dict[str, Any]
 """
 
 
-def param_deltas(params: Mapping[str, Any], anchor: Mapping[str, Any]) -> Tensors:
+def param_deltas(
+    params: Mapping[str, Any], anchor: Mapping[str, Any], names: Iterable[str]
+) -> Tensors:
     """Return anchor minus parameters of this rank's shards, in float32 or wider."""
-    return {name: wide(local(a)) - local(params[name]) for name, a in anchor.items()}
+    return {name: wide(local(anchor[name])) - local(params[name]) for name in names}
 
 
 @attrs.frozen(kw_only=True)
@@ -242,38 +245,6 @@ def _like(laid: Any, part: torch.Tensor) -> torch.Tensor:
 _MIB = 1 << 20
 
 
-@attrs.frozen
-class Timetable:
-    """When fragments are sent, and when their means are used.
-
-    Attributes:
-        fragments: the number of fragments.
-        sync_every: updates between two exchanges of a fragment.
-        delay: updates between an exchange and its use.
-    """
-
-    fragments: int
-    sync_every: int
-    delay: int
-
-    def leaving(self, updates: int) -> Iterator[int]:
-        """Yield the fragments to send after this number of updates."""
-        for i in range(self.fragments):
-            if updates and (updates - self._first(i)) % self.sync_every == 0:
-                yield i
-
-    def due(self, updates: int, sent: int) -> bool:
-        """Whether a fragment sent after `sent` updates is used now."""
-        return updates - sent == self.delay
-
-    def half_way(self, updates: int, sent: int) -> bool:
-        """Whether the second half of a fragment's exchange starts now."""
-        return updates - sent == -(-self.delay // 2)
-
-    def _first(self, i: int) -> int:
-        return i * self.sync_every // self.fragments
-
-
 def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Cut parameters, given by their sizes, into `count` runs; some may be empty."""
     whole = max(1, sum(sizes.values()))
@@ -359,17 +330,13 @@ class Outer:
 
     def from_state(self, opt_state: State) -> State:
         """Return the state with local shards."""
-        return _map_tensors(opt_state, _part)
+        return _map_tensors(opt_state, lambda _, each: local(each))
 
     def _shard_like(self, name: str, each: torch.Tensor) -> torch.Tensor:
         anchor = self.anchor.get(name)
         if anchor is None or not is_shard(anchor) or each.shape != local(anchor).shape:
             return each
         return with_local(anchor, each)
-
-
-def _part(_name: str, each: torch.Tensor) -> torch.Tensor:
-    return local(each)
 
 
 def _map_tensors(
@@ -478,20 +445,14 @@ class diloco:
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
-    outer: Callable[..., torch.optim.Optimizer] | None = attrs.field(
-        default=None, validator=_is_factory, eq=as_value, kw_only=True
+    outer: Callable[..., torch.optim.Optimizer] | None = option(
+        None, _is_factory, eq=as_value
     )
-    fragments: int = attrs.field(default=1, validator=integer(1), kw_only=True)
-    delay: int = attrs.field(
-        default=0, validator=integer(0, "a number of updates"), kw_only=True
-    )
-    mix: float = attrs.field(default=0.0, validator=_is_share, kw_only=True)
-    bits: Literal[32, 16, 8, 4] = attrs.field(
-        default=32, validator=one_of(32, 16, 8, 4), kw_only=True
-    )
-    bucket_cap_mb: float = attrs.field(
-        default=25.0, validator=mebibytes(), kw_only=True
-    )
+    fragments: int = option(1, integer(1))
+    delay: int = option(0, integer(0, "a number of updates"))
+    mix: float = option(0.0, _is_share)
+    bits: Literal[32, 16, 8, 4] = option(32, one_of(32, 16, 8, 4))
+    bucket_cap_mb: float = option(25.0, mebibytes())
 
     def __attrs_post_init__(self) -> None:
         """Raise if options contradict each other."""
@@ -533,15 +494,17 @@ class diloco:
         """Add up this rank's weight; send and apply the fragments that are due."""
         slot = self._fit_slot(slot, state.step - 1)
         slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
-        timetable = Timetable(self.fragments, self.sync_every, self.delay)
         updates = state.step - slot["since"]
-        for i in timetable.leaving(updates):
-            slot = self._exchange_fragment(state, slot, i, self._fragments(state)[i])
+        for i in range(self.fragments):
+            first = i * self.sync_every // self.fragments
+            if (updates - first) % self.sync_every == 0:
+                names = self._fragments(state)[i]
+                slot = self._exchange_fragment(state, slot, i, names)
         for key, flight in list(slot["flights"].items()):
-            sent = flight["sent"] - slot["since"]
-            if timetable.half_way(updates, sent):
+            flown = state.step - flight["sent"]
+            if flown == -(-self.delay // 2):  # half-way
                 slot = self._continue_flight(state, slot, key)
-            if timetable.due(updates, sent):
+            if flown == self.delay:
                 slot = self._apply_flight(state, slot, key)
         return state, slot
 
@@ -689,7 +652,7 @@ class diloco:
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Average parameters without quantization, and step the anchor."""
-        deltas = self._deltas(state, slot, names)
+        deltas = param_deltas(state.params, slot["anchor"], names)
         for name in names if slot["error"] else ():
             deltas[name] += local(slot["error"][name])
         slot = {**slot, "error": without(slot["error"], names)}
@@ -706,10 +669,11 @@ class diloco:
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
         """Start to send parameters of a fragment."""
-        deltas, weight = self._deltas(state, slot, names), slot["weights"][i]
-        exchange, error = self._exchange(state), slot["error"]
-        like = slot["anchor"]
-        flight, error = exchange.send(deltas, error, weight, state.step, like=like)
+        weight, error, anchor = slot["weights"][i], slot["error"], slot["anchor"]
+        deltas = param_deltas(state.params, anchor, names)
+        flight, error = self._exchange(state).send(
+            deltas, error, weight, state.step, like=anchor
+        )
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
@@ -742,11 +706,6 @@ class diloco:
             else:
                 param.copy_(target)
         return {**slot, "outer": after}
-
-    def _deltas(self, state: TrainState, slot: Slot, names: Sequence[str]) -> Tensors:
-        return param_deltas(
-            state.params, {name: slot["anchor"][name] for name in names}
-        )
 
     def _exchange(self, state: TrainState) -> Exchange:
         return Exchange(ranks=state.definition.copies, bits=self.bits, label=_LABEL)

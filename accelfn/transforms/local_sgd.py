@@ -10,7 +10,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import Number, integer, is_integer, mebibytes, truth
+from accelfn.base.arguments import Number, integer, is_integer, mebibytes, option, truth
 from accelfn.base.devices import readable
 from accelfn.collectives.packed import all_gather, average_
 from accelfn.definition.transform import transform
@@ -108,14 +108,10 @@ class local_sgd:
     sync_every: int = attrs.field(
         validator=integer(1, "a number of updates"), kw_only=True
     )
-    buffers: bool = attrs.field(default=False, validator=truth(), kw_only=True)
-    opt_state: bool = attrs.field(default=False, validator=truth(), kw_only=True)
-    bucket_cap_mb: float = attrs.field(
-        default=25.0, validator=mebibytes(), kw_only=True
-    )
-    neighbours: Mapping[int, int] = attrs.field(
-        default=_NONE, validator=_are_parts, hash=False, kw_only=True
-    )
+    buffers: bool = option(default=False, validator=truth())
+    opt_state: bool = option(default=False, validator=truth())
+    bucket_cap_mb: float = option(25.0, mebibytes())
+    neighbours: Mapping[int, int] = option(_NONE, _are_parts, hash=False)
 
     @property
     def tells(self) -> Mapping[str, Any]:

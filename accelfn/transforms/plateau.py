@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 import attrs
 import torch
 
-from accelfn.base.arguments import integer, is_number, one_of, satisfies
+from accelfn.base.arguments import integer, is_number, one_of, option, satisfies
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.model.optimizer import Hyper
@@ -76,27 +76,23 @@ class plateau:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     factor: float = attrs.field(default=0.1, validator=_is_factor)
-    mode: Literal["min", "max"] = attrs.field(
-        default="min", validator=one_of("min", "max")
-    )
-    patience: int = attrs.field(
-        default=10, validator=integer(0, "a number of observed values")
-    )
-    threshold: float = attrs.field(default=1e-4, validator=_is_size)
-    threshold_mode: Literal["rel", "abs"] = attrs.field(
-        default="rel", validator=one_of("rel", "abs")
-    )
-    cooldown: int = attrs.field(
-        default=0, validator=integer(0, "a number of observed values")
-    )
-    min_lr: float | Sequence[float] = attrs.field(
-        default=0.0, validator=_are_rates, converter=_frozen
-    )
-    eps: float = attrs.field(default=1e-8, validator=_is_size)
+    mode: Literal["min", "max"] = option("min", one_of("min", "max"))
+    patience: int = option(10, integer(0, "a number of observed values"))
+    threshold: float = option(1e-4, _is_size)
+    threshold_mode: Literal["rel", "abs"] = option("rel", one_of("rel", "abs"))
+    cooldown: int = option(0, integer(0, "a number of observed values"))
+    min_lr: float | Sequence[float] = option(0.0, _are_rates, converter=_frozen)
+    eps: float = option(1e-8, _is_size)
 
     def init(self, state: TrainState) -> Slot:
         """Begin with nothing observed."""
-        self._check_number_of_rates(state)
+        groups = state.definition.optimizer.param_groups
+        if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):
+            msg = (
+                f"{self!r}: expected one min_lr, or one for each of the {len(groups)}"
+                f" parameter groups, got {len(self.min_lr)}."
+            )
+            raise ArgumentError(msg)
         worst = math.inf if self.mode == "min" else -math.inf
         return {"best": worst, "num_bad": 0, "cooling": 0, "num_reductions": 0}
 
@@ -147,13 +143,3 @@ class plateau:
             held = isinstance(rate, torch.Tensor)
             now = torch.tensor(lower, dtype=rate.dtype).item() if held else lower
         return now
-
-    def _check_number_of_rates(self, state: TrainState) -> None:
-        """Reject a `min_lr` with another number of rates than parameter groups."""
-        groups = state.definition.optimizer.param_groups
-        if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):
-            msg = (
-                f"{self!r}: expected one min_lr, or one for each of the {len(groups)}"
-                f" parameter groups, got {len(self.min_lr)}."
-            )
-            raise ArgumentError(msg)

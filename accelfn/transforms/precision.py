@@ -2,14 +2,22 @@
 """Mixed precision, and updates that are not finite: `autocast`, `skip_nonfinite`, `identity`."""
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, is_integer, is_number, qualname
+from accelfn.base.arguments import (
+    integer,
+    is_integer,
+    is_number,
+    option,
+    option_of,
+    qualname,
+    satisfies,
+)
 from accelfn.base.tree import computes_on
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
@@ -44,38 +52,18 @@ def _is_precision(_owner: object, _field: object, value: object) -> None:
         check_installed("af.autocast('fp8')")
 
 
-def _is_choice(owner: Any, _field: object, value: object) -> None:
-    if value is not None and owner.precision != "fp8":
-        msg = f"af.autocast({owner.precision!r}, layers=...): only fp8 chooses layers."
-        raise ArgumentError(msg)
-    if value is not None and not callable(value):
-        msg = (
-            f"af.autocast(layers={value!r}): expected a function (name, layer) -> bool."
-        )
-        raise ArgumentError(msg)
-
-
-def _between(low: float, high: float) -> Any:
+def _between(
+    low: float, high: float, is_kind: Callable[[object], bool] = is_number
+) -> Any:
     """Return an option of fp16: a number between two bounds."""
+    is_valid = satisfies(
+        lambda value: is_kind(value) and low < value < high,
+        f"a number above {low:g} and below {high:g}",
+    )
+    return option_of("precision", "fp16", is_valid)
 
-    def check(owner: Any, field: Any, value: Any) -> None:
-        if value is None:
-            return
-        is_kind = is_integer if isinstance(_SCALING[field.name], int) else is_number
-        if owner.precision != "fp16":
-            msg = (
-                f"af.autocast({owner.precision!r}, {field.name}={value!r}): only fp16"
-                " scales its losses. Leave it out."
-            )
-            raise ArgumentError(msg)
-        if not is_kind(value) or not low < value < high:
-            msg = (
-                f"af.autocast({field.name}={value!r}): expected a number above {low:g} and"
-                f" below {high:g}."
-            )
-            raise ArgumentError(msg)
 
-    return attrs.field(default=None, validator=check, kw_only=True)
+_is_choice = satisfies(callable, "a function (name, layer) -> bool")
 
 
 @transform
@@ -137,10 +125,8 @@ class autocast:
     init_scale: float | None = _between(0, 2.0**100)
     growth_factor: float | None = _between(1, 2.0**20)
     backoff_factor: float | None = _between(0, 1)
-    growth_interval: int | None = _between(0, 2**31)
-    layers: Chosen | None = attrs.field(
-        default=None, validator=_is_choice, kw_only=True
-    )
+    growth_interval: int | None = _between(0, 2**31, is_integer)
+    layers: Chosen | None = option_of("precision", "fp8", _is_choice)
 
     @property
     def tells(self) -> Mapping[str, Any]:
@@ -370,9 +356,7 @@ class skip_nonfinite:
         "skips_alone": True,
         "skips_on_device": True,
     }
-    max_consecutive: int = attrs.field(
-        default=10, validator=integer(0, "a number of updates"), kw_only=True
-    )
+    max_consecutive: int = option(10, integer(0, "a number of updates"))
 
     def init(self, state: TrainState) -> Slot:
         """Start with no skipped updates."""

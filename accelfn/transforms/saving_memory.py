@@ -19,10 +19,6 @@ from accelfn.errors import OptimizerError
 from accelfn.state.state import TrainState
 
 
-def _are_regions(_owner: object, _field: object, value: object) -> None:
-    are_regions(f"af.checkpoint_activations({value!r})", value)
-
-
 @transform
 class checkpoint_activations:
     """Recompute activations of some modules in the backward pass (activation checkpointing).
@@ -63,7 +59,7 @@ class checkpoint_activations:
         "recomputes": "and {other!r} may mean the same modules. Leave out one, and give the"
         " other a tuple of classes, or a function."
     }
-    regions: Regions | None = attrs.field(default=None, validator=_are_regions)
+    regions: Regions | None = attrs.field(default=None, validator=are_regions)
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Checkpoint the calls of some modules of the engine's module."""

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from accelfn.base import draws
-from accelfn.base.arguments import qualname, truth
+from accelfn.base.arguments import option, qualname, truth
 from accelfn.base.devices import on_host
 from accelfn.collectives.packed import all_gather
 from accelfn.definition.transform import transform
@@ -130,7 +130,7 @@ class tensor_parallel:
         " frees each as soon as it is there. Leave out one of the two.",
     }
     plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=parse_plan)
-    sequence: bool = attrs.field(default=False, kw_only=True, validator=truth())
+    sequence: bool = option(default=False, validator=truth())
 
     def __attrs_post_init__(self) -> None:
         """Reject words that need sequence=True."""
