@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, cast
 
 import attrs
@@ -474,9 +473,10 @@ def _wrap_call(function: Callable[..., Any], name: str) -> Callable[..., Any]:
         try:
             return function(*args, **kwargs)
         except TypeError:
-            if call_mismatch(function, *args, **kwargs) is None:
+            mismatch = call_mismatch(function, *args, **kwargs)
+            if mismatch is None:
                 raise
-            msg = _describe_mismatch(function, name, args, kwargs)
+            msg = _describe_mismatch(function, name, args, kwargs, mismatch)
         raise CallError(msg) from None
 
     return call
@@ -487,6 +487,7 @@ def _describe_mismatch(
     name: str,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
+    error: TypeError,
 ) -> str:
     """Return the error text of a wrong call, with the code to write."""
     all_params = list(signature(function).parameters.values())
@@ -508,24 +509,7 @@ def _describe_mismatch(
     has_rest = any(each.kind is each.VAR_POSITIONAL for each in params)
     if len(args) > len(by_position) and not has_rest:
         return f"{begin} {_suggest_keywords(name, args, by_position, names)}"
-    usage = _usage(name, params)
-    positional_only = [each.name for each in params if each.kind in _BY_PLACE]
-    misnamed = [each for each in kwargs if each in positional_only]
-    if misnamed and len(params) == len(all_params):
-        return f"{begin} {misnamed[0]} has no name in a call. Write {usage}."
-    twice = [each for each in by_position[: len(args)] if each in kwargs]
-    if twice:
-        return f"{begin} {twice[0]} is given twice. Write {usage}."
-    missing = [
-        each.name
-        for each in params
-        if each.default is each.empty
-        and each.kind is not each.VAR_POSITIONAL
-        and each.name not in by_position[: len(args)]
-        and each.name not in kwargs
-    ]
-    verb = "is" if len(missing) == 1 else "are"
-    return f"{begin} {' and '.join(missing)} {verb} missing. Write {usage}."
+    return f"{begin} {error}. Write {_usage(name, params)}."
 
 
 def _suggest_keywords(
@@ -596,51 +580,6 @@ def _format_argument(value: object) -> str:
     if isinstance(value, type):
         return value.__name__
     return f"<{type(value).__name__}>"
-
-
-# Boolean methods that raise if a condition omits their parentheses.
-
-
-def question(method: F) -> F:
-    """Make a condition without the method's parentheses raise `CallError`.
-
-    `if store.due:` would always be true, because a method is true.
-
-    Law: a call of the method behaves as without this decorator.
-    """
-    return cast("F", _UncalledGuard(method))
-
-
-class _UncalledGuard:
-    """The descriptor that replaces a method in its class."""
-
-    def __init__(self, method: Callable[..., Any]) -> None:
-        self._method = method
-        functools.update_wrapper(cast("Any", self), method)
-
-    def __get__(self, record: object, kind: type | None = None) -> Callable[..., Any]:
-        return self._method if record is None else _GuardedMethod(self._method, record)
-
-
-class _GuardedMethod:
-    """A bound method that raises when used as a condition."""
-
-    def __init__(self, method: Callable[..., Any], record: object) -> None:
-        self._bound = MethodType(method, record)
-        functools.update_wrapper(self, self._bound)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._bound(*args, **kwargs)
-
-    def __bool__(self) -> NoReturn:
-        msg = (
-            f"{name_of(self._bound)} is asked without being called: a method is always true."
-            " Write its parentheses."
-        )
-        raise CallError(msg)
-
-    def __repr__(self) -> str:
-        return repr(self._bound)
 
 
 # Warnings about valid calls that are likely mistakes.

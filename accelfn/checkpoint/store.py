@@ -25,7 +25,6 @@ from accelfn.base.arguments import (
     explain_call_errors,
     hint_attributes,
     is_integer,
-    question,
 )
 from accelfn.checkpoint import commit, files, manifest
 from accelfn.checkpoint.commit import Contents, Lock, Phase, Save
@@ -408,7 +407,6 @@ class CheckpointStore:
         found = best_of(self.directory, self.keep_best, self.best_is)
         return self.directory / manifest.name_of(found[0]) if found else None
 
-    @question
     def due(self, state: Given) -> bool:
         """Return whether to save now, the same on all ranks; of several states, the first's.
 

@@ -296,8 +296,6 @@ def _is_split(tensor: Any) -> bool:
 
 def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
     """Return this rank's shard of a full tensor, with another tensor's placements."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset  # noqa: PLC0415 - it is loaded by now
-
     size, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )

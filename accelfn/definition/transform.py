@@ -15,7 +15,6 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from types import WrapperDescriptorType
 from typing import (
     Any,
-    NoReturn,
     Protocol,
     TypeAlias,
     TypeVar,
@@ -37,7 +36,7 @@ from accelfn.base.arguments import (
     readonly,
 )
 from accelfn.base.tree import is_within
-from accelfn.errors import ArgumentError, CallError, CompositionError, StateError
+from accelfn.errors import ArgumentError, CompositionError, StateError
 
 # The fields of a transform: its methods, and the arguments that they are called with.
 #
@@ -553,7 +552,6 @@ def transform(cls: type[T]) -> type[T]:
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
-    named.__add__ = named.__or__ = named.__rshift__ = _not_by_operator
     made = attrs.frozen(cls, repr=False, field_transformer=_with_name)
     changing = cast("Any", made)
     changing.__init__.__annotations__ |= {  # attrs shows the type that the converter takes
@@ -572,11 +570,6 @@ def transform(cls: type[T]) -> type[T]:
 def is_transform(value: object) -> bool:
     """Return whether `value` was made by `transform`, or is a chain."""
     return getattr(type(value), "__accelfn_transform__", False)
-
-
-def _not_by_operator(self: object, other: object) -> NoReturn:
-    msg = f"{self!r} and {other!r}: transforms are composed by af.chain(first, second)."
-    raise CallError(msg)
 
 
 def _is_name(owner: object, _field: object, value: object) -> None:
@@ -704,7 +697,6 @@ class chain:
     """
 
     __accelfn_transform__ = True
-    __add__ = __or__ = __rshift__ = _not_by_operator
 
     transforms: tuple[Transform, ...]
     owners: Mapping[str, tuple[Any, ...]] = attrs.field(eq=False, repr=False)

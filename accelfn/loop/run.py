@@ -17,7 +17,6 @@ from accelfn.base.arguments import (
     integer,
     is_integer,
     qualname,
-    question,
 )
 from accelfn.collectives.failures import check_world
 from accelfn.collectives.trees import reduce
@@ -43,7 +42,6 @@ class Stop:
         self._world, self._agreed = world, 0
         self.received = 0  # the signal of this rank alone
 
-    @question
     def requested(self) -> bool:
         """Return whether any rank received a signal; call it on all ranks.
 

@@ -407,17 +407,10 @@ class join:
                 " torch.optim.lr_scheduler.SequentialLR."
             )
             raise ArgumentError(msg)
-        for pair in pairs:
-            if not _is_part(pair):
-                msg = (
-                    "schedules.join: expected (num_updates, schedule) before the last,"
-                    f" got {pair!r}."
-                )
-                raise ArgumentError(msg)
-        if not callable(last):
+        if not all(map(_is_part, pairs)) or not callable(last):
             msg = (
-                "schedules.join: the last argument is the schedule of all the rest, got"
-                f" {last!r}."
+                f"schedules.join{parts!r}: expected (num_updates, schedule) pairs, and then a"
+                " schedule of all the rest."
             )
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]

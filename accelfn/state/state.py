@@ -70,7 +70,10 @@ def check_same_values(
         return
     rows = {name: row for field in fields for name, row in _rows(field, fields[field])}
     if is_split:  # the checksum is of all parts together
-        shapes = {n: format_tensor(r) if _is_tensor(r) else r for n, r in rows.items()}
+        shapes = {
+            name: format_tensor(row) if isinstance(row, torch.Tensor) else row
+            for name, row in rows.items()
+        }
         check_rows(shapes, world, label=_LABEL, advice=advice)
     check_rows(_add_checksums(rows, world), world, label=_LABEL, advice=advice)
 
@@ -79,12 +82,16 @@ def shared_slots(
     slots: Mapping[str, Any], own: Collection[tuple[str, str]]
 ) -> dict[str, Any]:
     """Return slots without per-rank entries, which `own` lists as (slot, entry)."""
-    return {name: _without_own(name, slot, own) for name, slot in slots.items()}
+    shared = dict(slots)
+    for name, entry in own:
+        if isinstance(shared.get(name), Mapping):
+            shared[name] = {k: v for k, v in shared[name].items() if k != entry}
+    return shared
 
 
 def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
     """Replace the tensors in rows by their shapes and checksums."""
-    tensors = {name: row for name, row in rows.items() if _is_tensor(row)}
+    tensors = {name: row for name, row in rows.items() if isinstance(row, torch.Tensor)}
     if not tensors:
         return dict(rows)
     sums = sums_of(tensors.values(), world, label=_LABEL).tolist()
@@ -93,17 +100,6 @@ def _add_checksums(rows: Mapping[str, Any], world: World) -> dict[str, str]:
         name: f"{format_tensor(row)}, checksum {named[name]}" if name in named else row
         for name, row in rows.items()
     }
-
-
-def _is_tensor(row: Any) -> bool:
-    return isinstance(row, torch.Tensor)
-
-
-def _without_own(name: str, slot: Any, own: Collection[tuple[str, str]]) -> Any:
-    """Return a slot without its per-rank entries."""
-    if not isinstance(slot, Mapping) or not any(name == owner for owner, _ in own):
-        return slot
-    return {entry: each for entry, each in slot.items() if (name, entry) not in own}
 
 
 def _rows(path: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -147,11 +143,6 @@ class Values:
     buffers: dict[str, torch.Tensor]
     opt_state: OptState
     slots: dict[str, Any]
-
-    @property
-    def by_field(self) -> dict[str, Any]:
-        """The fields by name, without copies."""
-        return attrs.asdict(self, recurse=False)
 
 
 def carry_over(values: Values, before: Definition, after: Definition) -> Values:
@@ -559,7 +550,9 @@ class TrainState:
         definition = attrs.evolve(self.definition, setup=new_setup)
         values = Values(self._params, self._buffers, self._opt_state, slots)
         values = carry_over(values, self.definition, definition)
-        state = attrs.evolve(self, **values.by_field, definition=definition)
+        state = attrs.evolve(
+            self, **attrs.asdict(values, recurse=False), definition=definition
+        )
         begin_slots(state, values.slots)
         return state
 

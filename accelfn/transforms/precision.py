@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeAlias
 import attrs
 import torch
 
-from accelfn.base import tree
+from accelfn.base import devices, tree
 from accelfn.base.arguments import (
     integer,
     is_integer,
@@ -18,6 +18,7 @@ from accelfn.base.arguments import (
     qualname,
     satisfies,
 )
+from accelfn.base.draws import NOTHING
 from accelfn.base.tree import computes_on
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
@@ -165,7 +166,8 @@ class autocast:
             if self.precision == "fp8":  # an evaluation's model was not converted
                 to_float8(model, self.layers, repr(self))
             try:
-                with _casting(kind, dtype):
+                # meta tensors have no autocast
+                with torch.autocast(kind, dtype) if kind != "meta" else NOTHING:
                     return loss_fn(model, batch, *extras)
             finally:
                 torch.clear_autocast_cache()
@@ -287,21 +289,9 @@ def full_precision(*values: Any) -> Generator[Any]:
     """
     wide = tuple(tree.tree_map(_widen, value) for value in values)
     with contextlib.ExitStack() as stack:
-        for kind in {"cpu", _accelerator()}:
+        for kind in {"cpu", devices.kind()}:
             stack.enter_context(torch.autocast(kind, enabled=False))
         yield wide[0] if len(wide) == 1 else wide or None
-
-
-def _casting(kind: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Return torch's autocast, or a null context on meta tensors."""
-    if kind == "meta":
-        return contextlib.nullcontext()
-    return torch.autocast(kind, dtype=dtype)
-
-
-def _accelerator() -> str:
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if device is None else device.type
 
 
 def _widen(leaf: Any) -> Any:

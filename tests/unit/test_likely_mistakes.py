@@ -2,7 +2,6 @@
 """What runs and is likely not meant is told: mistakes that passed in silence."""
 
 import copy
-import inspect
 import json
 import math
 import pickle
@@ -504,53 +503,6 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
     assert told(exact, parts) == 0
     # an update of one mean counts beside no other; an evaluation is of several
     assert bool(expected) == told(plain, af.chain())
-
-
-def of_a_store(directory):
-    return af.CheckpointStore(directory, every=2)
-
-
-def of_a_stop(_):
-    with af.stopping(af.World.single()) as stop:
-        return stop
-
-
-ANSWERING = {"CheckpointStore.due": of_a_store, "Stop.requested": of_a_stop}
-
-
-def test_methods_that_answer_are_known():
-    """A method of a public record that says yes or no is in the table above."""
-    found = {
-        f"{kind.__name__}.{name}"
-        for kind in map(partial(getattr, af), af.__all__)
-        if inspect.isclass(kind)
-        for name, method in vars(kind).items()
-        if not name.startswith("_")
-        and not any(hasattr(base, name) for base in kind.__mro__[1:])  # as of a logger
-        and inspect.isfunction(function := inspect.unwrap(method))
-        and inspect.signature(function).return_annotation is bool
-    }
-    assert found <= ANSWERING.keys()
-    assert found
-
-
-@pytest.mark.parametrize("name", ANSWERING)
-def test_a_method_is_not_taken_for_its_answer(name, tmp_path):
-    """`if store.due:` would hold always; it says what is missing, and a call is as it was."""
-    kind, method = name.split(".")
-    record = ANSWERING[name](tmp_path)
-    asked = getattr(record, method)
-    with pytest.raises(af.CallError, match=rf"{name} is asked .* its parentheses"):
-        bool(asked)
-    plain = getattr(type(record), method)
-    assert inspect.isfunction(plain)
-    assert (kind, method) == (type(record).__name__, plain.__name__)
-    assert asked.__doc__ == plain.__doc__
-    assert method in repr(asked)
-    arguments = list(inspect.signature(plain).parameters.values())[1:]
-    assert list(inspect.signature(asked).parameters.values()) == arguments
-    given_ = [state_of()] if arguments else []
-    assert asked(*given_) is plain(record, *given_) is False
 
 
 NAMES = st.text("ab", max_size=1)
