@@ -9,10 +9,10 @@ import os
 import select
 import signal
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accelfn import __version__
 from accelfn.errors import CheckpointError, Error, LaunchError
 from accelfn.launching.machines import Plan
 from accelfn.launching.script import describe_plan, launch_script, say
@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 class _Parser(argparse.ArgumentParser):
     """A parser that rejects unknown options itself; argparse leaves them to the outermost."""
 
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+
     # its overloads are many
     def parse_known_args(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, args: Any = None, namespace: Any = None
@@ -58,10 +61,8 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = _Parser(
-        prog="accelfn", description="Train PyTorch models.", allow_abbrev=False
-    )
-    made.add_argument("--version", action="version", version=_version())
+    made = _Parser(prog="accelfn", description="Train PyTorch models.")
+    made.add_argument("--version", action="version", version=f"accelfn {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="command")
     _add_launching(commands)
     replay = commands.add_parser(
@@ -71,14 +72,12 @@ def parser() -> argparse.ArgumentParser:
             "Run the step of a crash bundle, which accelfn.testing.crash_bundles left,"
             " again on simulated ranks in this process. What it raises is shown."
         ),
-        allow_abbrev=False,
     )
     replay.add_argument("directory", help="where the ranks left their bundles")
     checkpoint = commands.add_parser(
         "checkpoint",
         help="list, verify or export checkpoints",
         description="Say what is in checkpoints, from their files alone.",
-        allow_abbrev=False,
     )
     _add_acts(checkpoint)
     _add_traffic(commands)
@@ -93,7 +92,6 @@ def _add_traffic(commands: Any) -> None:
             "Run functions of a world on a few simulated ranks, and print what an update of"
             " each sends, by label, on any number of ranks."
         ),
-        allow_abbrev=False,
     )
     traffic.add_argument(
         "programs", nargs="+", metavar="FILE.py:FUNCTION", help="trains some updates"
@@ -116,7 +114,6 @@ def _add_launching(commands: Any) -> None:
             " environment of torchrun. Options of accelfn come before the script. What the"
             f" command line does not say is read from {FILE}, if it is here."
         ),
-        allow_abbrev=False,
     )
     for name, option in OPTIONS.items():
         default = "" if option.default is None else f" (default {option.default})"
@@ -145,7 +142,6 @@ def _add_launching(commands: Any) -> None:
             f"Write {FILE}: ask for each setting, or take them from --set. What the"
             " file has already stays, where nothing else is said."
         ),
-        allow_abbrev=False,
     )
     _add_file(config)
     config.add_argument(
@@ -163,7 +159,6 @@ def _add_launching(commands: Any) -> None:
         "env",
         help="show what a bug report needs",
         description="Show versions, devices, settings and variables of this machine.",
-        allow_abbrev=False,
     )
     env.add_argument("--json", dest="as_json", action="store_true", help="as JSON")
     _add_file(env)
@@ -174,7 +169,6 @@ def _add_launching(commands: Any) -> None:
             "Test this machine, in two minutes at most: ranks meet, communicate, train a"
             " step together and save a checkpoint."
         ),
-        allow_abbrev=False,
     )
     test.add_argument("--nproc", default="2", metavar="N", help="how many (default 2)")
 
@@ -196,9 +190,7 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
     acts = checkpoint.add_subparsers(dest="act", required=True, metavar="act")
 
     def add(act: str, says: str, **paths: str) -> argparse.ArgumentParser:
-        made = acts.add_parser(
-            act, help=says, description=f"{says.capitalize()}.", allow_abbrev=False
-        )
+        made = acts.add_parser(act, help=says, description=f"{says.capitalize()}.")
         for name, path in paths.items():
             made.add_argument(name, metavar=path, help=_PATHS[path])
         return made
@@ -220,13 +212,6 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
         default="safetensors",
         help="model.safetensors, or torch's distributed checkpoint, with the optimizer's state",
     )
-
-
-def _version() -> str:
-    try:
-        return f"accelfn {metadata.version('accelfn')}"
-    except metadata.PackageNotFoundError:
-        return "accelfn, from a source tree that is not installed"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

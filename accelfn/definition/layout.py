@@ -109,11 +109,9 @@ class Layout:
 
     def same(self, other: "Layout | None") -> bool:
         """Return whether another layout has the same shards on the same device."""
-        return other is not None and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        return self.cuts, self.mesh, self.device
+        if other is None or self.cuts != other.cuts:
+            return False
+        return self.mesh == other.mesh and self.device == other.device
 
     def spec(self, name: str, like: torch.Tensor) -> DTensorSpec:
         """Return the DTensorSpec of a parameter, or of a tensor with its shape."""

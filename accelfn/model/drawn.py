@@ -285,18 +285,14 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
         raise ModelError(msg)
     check_factory(source)
     with draws.seeded(draws.key(seed, name, "init"), _CPU):
-        try:
-            with record_operations() as acts, parameters_on_meta(acts.begins):
-                module = source()
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            if not _is_of_meta(error):
-                raise
-            msg = (
-                f'TrainState.create(init="shard"): the factory {source!r} asks for values of'
-                f" parameters, which have none while it runs: {error}. Write"
-                f" reset_parameters() for what sets them, {_WHOLE}."
-            )
-            raise ModelError(msg) from error
+        asks = f"the factory {source!r} asks for values of parameters, which have none while it runs"
+        advice = "Write reset_parameters() for what sets them"
+        with (
+            _explain_meta(asks, advice),
+            record_operations() as acts,
+            parameters_on_meta(acts.begins),
+        ):
+            module = source()
     check_module(module, source)
     check_values(module, drawn=False)
     for own, param in module.named_parameters():
@@ -342,18 +338,9 @@ def draw_params(
             due = drawing.due(where)
             if not due:
                 break
-            key = draws.key(seed, name, "init", where)
-            try:
-                drawing.by(way, said, due, key)
-            except (RuntimeError, TypeError, NotImplementedError) as error:
-                if not _is_of_meta(error):
-                    raise
-                msg = (
-                    f'TrainState.create(init="shard"): {said} asks for values that are not'
-                    f" there while it draws: {error}. Let it set parameters of its own"
-                    f" module alone, {_WHOLE}."
-                )
-                raise ModelError(msg) from error
+            asks = f"{said} asks for values that are not there while it draws"
+            with _explain_meta(asks, "Let it set parameters of its own module alone"):
+                drawing.by(way, said, due, draws.key(seed, name, "init", where))
     for lacking, why in drawing.pending.items():
         _refuse(bare, lacking, why, len(drawing.pending))
     return {n: kept[n] for n, _ in bare.module.named_parameters()}
@@ -481,9 +468,17 @@ def _is_unset(values: torch.Tensor) -> bool:
     return bool(plain.min().isnan())
 
 
-def _is_of_meta(error: BaseException) -> bool:
-    said = str(error).lower()
-    return "meta" in said or "incompatible tensor type" in said
+@contextmanager
+def _explain_meta(asks: str, advice: str) -> Generator[None]:
+    """Raise a `ModelError` for an error of torch about tensors without values."""
+    try:
+        yield
+    except (RuntimeError, TypeError, NotImplementedError) as error:
+        said = str(error).lower()
+        if "meta" not in said and "incompatible tensor type" not in said:
+            raise
+        msg = f'TrainState.create(init="shard"): {asks}: {error}. {advice}, {_WHOLE}.'
+        raise ModelError(msg) from error
 
 
 def _why(said: str, setting: Collection[Act]) -> str:

@@ -598,34 +598,33 @@ def give_away(module: nn.Module, name: str) -> None:
 
 def _check(module: nn.Module) -> None:
     """Raise for parameters that cannot be trained; the error names them."""
-    given = [name for name, param in module.named_parameters() if param in _GIVEN]
-    if given:
-        msg = (
-            f"{type(module).__name__} has {len(given)} parameters that are another state's"
-            f" already: {', '.join(given[:5])}. {_NEW_MODEL}"
-        )
-        raise ModelError(msg)
+    params = dict(module.named_parameters())
+    given = [name for name, param in params.items() if param in _GIVEN]
     hooked = [
         name
-        for name, param in module.named_parameters()
+        for name, param in params.items()
         if param._backward_hooks  # pyright: ignore[reportPrivateUsage]
         or getattr(param, "_post_accumulate_grad_hooks", None)
     ]
-    if hooked:
-        msg = (
-            f"{type(module).__name__} has hooks on {len(hooked)} parameters:"
-            f" {', '.join(hooked[:5])}. A state trains copies without these hooks. Change"
-            " gradients in a transform that has `grads`; hooks of modules stay."
-        )
-        raise ModelError(msg)
-    named = [*module.named_parameters(), *module.named_buffers()]
+    named = [*params.items(), *module.named_buffers()]
     lazy = [name for name, tensor in named if is_lazy(tensor)]
-    if lazy:
-        msg = (
-            f"{type(module).__name__} has lazy parameters without a shape yet:"
-            f" {', '.join(lazy[:5])}. Call it once on an example before."
-        )
-        raise ModelError(msg)
+    hooks = (
+        "A state trains copies without these hooks. Change gradients in a transform that has"
+        " `grads`; hooks of modules stay."
+    )
+    for names, what, advice in (
+        (given, "parameters that are another state's already", _NEW_MODEL),
+        (hooked, "parameters with hooks", hooks),
+        (
+            lazy,
+            "lazy parameters without a shape yet",
+            "Call it once on an example before.",
+        ),
+    ):
+        if names:
+            listed = ", ".join(names[:5])
+            msg = f"{type(module).__name__} has {len(names)} {what}: {listed}. {advice}"
+            raise ModelError(msg)
     if not any(param.requires_grad for param in module.parameters()):
         count = sum(1 for _ in module.parameters())
         msg = (

@@ -296,8 +296,7 @@ class Metrics(Mapping[str, torch.Tensor]):
             raise LossError(msg)
         sums = dict(self._sums)
         for name, value in values.items():
-            own = value.clone() if isinstance(value, torch.Tensor) else value
-            sums[name] = WeightedSum(own, 1)
+            sums[name] = WeightedSum(own_number(value), 1)
         return Metrics(sums)
 
     def __repr__(self) -> str:

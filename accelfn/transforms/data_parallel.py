@@ -685,18 +685,15 @@ class wrap_fsdp:
             WorldError: there is no device, only one rank, or no CPU backend.
         """
         kind, several = world.device.type, world.loss.size > 1
-        why = ""
-        if several and kind == "cpu":
-            why = "this world computes on the CPU, where all lies in the host's memory already"
-        if kind != "cpu" and not several:
+        if several == (kind == "cpu"):
             why = (
-                "this world has one rank, whose device has the model whole, and nothing is"
-                " gathered"
+                "computes on the CPU, where all lies in the host's memory already"
+                if several
+                else "has one rank, whose device has the model whole"
             )
-        if why:
             msg = (
-                f"{self!r}: {why}. Leave cpu_offload out here; where a script runs on both:"
-                ' cpu_offload=world.size > 1 and world.device.type != "cpu".'
+                f"{self!r}: this world {why}. Leave cpu_offload out here; where a script runs on"
+                ' both: cpu_offload=world.size > 1 and world.device.type != "cpu".'
             )
             raise WorldError(msg)
         if several and not world.connection.joins(torch.device("cpu")):

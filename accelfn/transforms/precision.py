@@ -13,6 +13,7 @@ from accelfn.base.arguments import (
     integer,
     is_integer,
     is_number,
+    one_of,
     option,
     option_of,
     qualname,
@@ -24,7 +25,7 @@ from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
 from accelfn.engine.modules import Chosen, check_installed, to_float8
 from accelfn.engine.runner import LossFunction
-from accelfn.errors import ArgumentError, ModelError, NonFiniteGradsError
+from accelfn.errors import ModelError, NonFiniteGradsError
 from accelfn.state.results import Grads
 from accelfn.state.state import TrainState
 from accelfn.state.update import LOOK_EVERY, Update
@@ -42,13 +43,7 @@ _SCALING = {
 _SCALING_FIELDS = ("init", "loss_scale", "grads", "after_update")
 
 
-def _is_precision(_owner: object, _field: object, value: object) -> None:
-    if not isinstance(value, str) or value not in _DTYPES:
-        msg = (
-            f"af.autocast({value!r}): unknown precision; expected one of"
-            f" {', '.join(map(repr, _DTYPES))}."
-        )
-        raise ArgumentError(msg)
+def _is_installed(_owner: object, _field: object, value: object) -> None:
     if value == "fp8":
         check_installed("af.autocast('fp8')")
 
@@ -122,7 +117,7 @@ class autocast:
         af.autocast('fp16', init_scale=1024.0)
     """
 
-    precision: str = attrs.field(validator=_is_precision)
+    precision: str = attrs.field(validator=[one_of(*_DTYPES), _is_installed])
     init_scale: float | None = _between(0, 2.0**100)
     growth_factor: float | None = _between(1, 2.0**20)
     backoff_factor: float | None = _between(0, 1)

@@ -283,7 +283,7 @@ CALLS = {
     ),
     "af.mean(metrics)": (
         lambda: af.mean(METRICS),
-        r"af\.mean\(<Metrics>\): required argument: 'world'. Write af\.mean\(metrics, world\)",
+        r"af\.mean\(<Metrics>\): missing .*'world'. Write af\.mean\(metrics, world\)",
     ),
     "twice": (
         lambda: af.mean(METRICS, metrics=METRICS),

@@ -140,7 +140,7 @@ def test_parameters_in_float16_are_refused():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"precision": "fp17"}, "unknown precision"),
+        ({"precision": "fp17"}, "expected 'bf16'"),
         ({"precision": "bf16", "init_scale": 2.0}, "only 'fp16'"),
         ({"precision": "fp16", "init_scale": 0.0}, "above 0"),
         ({"precision": "fp16", "init_scale": math.nan}, "above 0"),
