@@ -285,7 +285,9 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
         raise ModelError(msg)
     check_factory(source)
     with draws.seeded(draws.key(seed, name, "init"), _CPU):
-        asks = f"the factory {source!r} asks for values of parameters, which have none while it runs"
+        asks = (
+            f"the factory {source!r} asks for values of parameters, which have none yet"
+        )
         advice = "Write reset_parameters() for what sets them"
         with (
             _explain_meta(asks, advice),
