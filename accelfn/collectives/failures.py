@@ -274,7 +274,9 @@ def check_same_call(
     # a single rank makes no call that would consume the structure
     if connection.simulated is not None and world.size > 1:
         connection.activity.structure = tree.outline(values, partial(_star, grad=grad))
-    return _compare_calls(world, (kind, op, root, label), values, free, grad=grad)
+    return check_same_tensors(
+        world, kind, label, values, free=free, op=op, root=root, grad=grad
+    )
 
 
 def await_turn(label: str, world: World) -> None:
@@ -282,18 +284,6 @@ def await_turn(label: str, world: World) -> None:
     before_call = world.connection.activity.before_call
     if before_call is not None and world.size > 1:
         before_call(label, world)
-
-
-def check_same_tensors(
-    world: World,
-    kind: str,
-    label: str,
-    tensors: Sequence[torch.Tensor] = (),
-    *,
-    root: int | None = None,
-) -> World:
-    """Check that all ranks make the same call on a list of tensors."""
-    return _compare_calls(world, (kind, None, root, label), list(tensors), None)
 
 
 def check_world(call: str, world: object) -> None:
@@ -315,17 +305,20 @@ def _requires_grad(leaf: torch.Tensor) -> bool:
     return leaf.requires_grad and torch.is_grad_enabled()
 
 
-def _compare_calls(
+def check_same_tensors(
     world: World,
-    call: tuple[str, str | None, int | None, str],
-    values: Any,
-    free: int | EllipsisType | None,
+    kind: str,
+    label: str,
+    values: Any = None,
     *,
+    free: int | EllipsisType | None = None,
+    op: str | None = None,
+    root: int | None = None,
     grad: bool = False,
 ) -> World:
+    """Check, in a checked world, that all ranks make the same call on equal tensors."""
     if not world.checked or world.size == 1:
         return world
-    kind, op, root, label = call
     leaves = tree.leaves_by_key(values)
     said = {
         "kind": kind,

@@ -126,12 +126,7 @@ def start_parts(
     seen = torch.zeros(1, dtype=torch.float64, device=flat.device) + weight
     weights = seen.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
     outgoing = torch.cat([coded, weights], 1)
-    got = torch.empty_like(outgoing)
-    ranks = check_same_tensors(ranks, "all_to_all_single", label, [outgoing])
-    if ranks.size == 1:
-        return Pending.of(outgoing), error
-
-    return _start_exchange(start_swap, got, outgoing, ranks, label), error
+    return _start_exchange(start_swap, outgoing, ranks, label), error
 
 
 def start_mean(
@@ -155,12 +150,7 @@ def start_mean(
         the total weight. If the total weight is 0, the mean is 0.
     """
     coded, error, total = reduce_quantized(received, bits, dtype)
-    got = coded.new_empty(ranks.size, coded.numel())
-    ranks = check_same_tensors(ranks, "all_gather", label, [coded])
-    if ranks.size == 1:
-        return Pending.of(coded), error, total
-
-    return _start_exchange(start_spread, got, coded[0], ranks, label), error, total
+    return _start_exchange(start_spread, coded[0], ranks, label), error, total
 
 
 def reduce_quantized(
@@ -185,11 +175,14 @@ def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tens
 
 def _start_exchange(
     start: Callable[[torch.Tensor, torch.Tensor, World], Work],
-    got: torch.Tensor,
     outgoing: torch.Tensor,
     ranks: World,
     label: str,
 ) -> Pending:
+    got = outgoing.new_empty(ranks.size, outgoing.shape[-1])
+    if ranks.size == 1:
+        return Pending.of(outgoing.view_as(got))
+    ranks = check_same_tensors(ranks, start.__name__, label, [outgoing])
     with naming(label, ranks):
         work = start(got, outgoing, ranks)
 

@@ -55,6 +55,14 @@ def split_vector(
     return _unflatten_dense_tensors(flat, tensors)
 
 
+def places_by_dtype(tensors: Sequence[torch.Tensor]) -> dict[torch.dtype, list[int]]:
+    """Return the places of the tensors of each dtype, in the order of the first ones."""
+    places: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        places.setdefault(tensor.dtype, []).append(i)
+    return places
+
+
 def unpack_(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Write a packed vector's elements back into its tensors."""
     sizes = [tensor.numel() for tensor in tensors]
@@ -107,8 +115,8 @@ def all_reduce_(tensors: Sequence[torch.Tensor], world: World, *, label: str) ->
     if world.size == 1:
         return
     world = check_same_tensors(world, "all_reduce", label, tensors)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for places in places_by_dtype(tensors).values():
+        same = [tensors[i] for i in places]
         flat = pack(same)
         sum_(flat, world, label=label)
         unpack_(flat, same)
@@ -121,8 +129,8 @@ def broadcast_(
     if world.size == 1:
         return
     world = check_same_tensors(world, "broadcast", label, tensors, root=root)
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        same = [tensor for tensor in tensors if tensor.dtype == dtype]
+    for places in places_by_dtype(tensors).values():
+        same = [tensors[i] for i in places]
         flat = pack(same)
         with naming(label, world):
             dist.broadcast(_as_sendable(flat), group=world.group, group_src=root)
@@ -166,8 +174,7 @@ def all_gather_rows(
             _pad_rows(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each
         ]
     gathered: dict[int, torch.Tensor] = {}
-    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        places = [i for i, tensor in enumerate(tensors) if tensor.dtype == dtype]
+    for places in places_by_dtype(tensors).values():
         filled = [_pad_rows(tensors[i], max(counts[i])) for i in places]
         sizes = [tensor.numel() for tensor in filled]
         flats = all_gather(pack(filled), world, label=label)

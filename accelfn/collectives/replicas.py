@@ -54,7 +54,7 @@ def check_replicas(
         for name, t in tensors.items()
     ]
     tables = _tables_apart(shown, world, label=label)
-    _refuse_difference(tables, "structure", _CREATED)
+    refuse_difference(tables, "models that differ in structure", _CREATED)
     if values:
         check_values(tensors, world, label=label, advice=_CREATED, sums=sums)
 
@@ -81,11 +81,11 @@ def check_values(
     if is_same_text(str(mine.tolist()), world, label=label):
         return
     rows = [row.tolist() for row in all_gather(mine, world, label=label)]
-    named = [
-        [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
-        for row in rows
-    ]
-    _refuse_difference(named, "values", advice)
+    tables = {
+        rank: [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
+        for rank, row in enumerate(rows)
+    }
+    refuse_difference(tables, "models that differ in values", advice)
 
 
 def check_rows(
@@ -101,24 +101,35 @@ def check_rows(
     if world.size == 1:
         return
     lines = [f"{name}: {row}" for name, row in rows.items()]
-    difference = first_difference(_tables_apart(lines, world, label=label))
-    if difference is not None:
-        msg = f"The ranks hold states that differ, first in:\n{difference}\n{advice}"
-        raise ReplicaMismatchError(msg)
+    tables = _tables_apart(lines, world, label=label)
+    refuse_difference(tables, "states that differ", advice)
 
 
-def _tables_apart(lines: list[str], world: World, *, label: str) -> list[list[str]]:
-    """Return the lines of all ranks if they differ; else an empty list."""
+def _tables_apart(
+    lines: list[str], world: World, *, label: str
+) -> dict[int, list[str]]:
+    """Return the lines of all ranks, by rank, if they differ; else nothing."""
     text = "\n".join(lines)
     if is_same_text(text, world, label=label):
-        return []
-    return [each.split("\n") for each in gather_text(text, world, label=label)]
+        return {}
+    texts = gather_text(text, world, label=label)
+    return {rank: each.split("\n") for rank, each in enumerate(texts)}
 
 
-def first_difference(tables: Sequence[Sequence[str]]) -> str | None:
-    """Return the first row that differs in the ranks' tables, one line per rank."""
-    difference = _first_difference(tables)
-    return None if difference is None else _format_ranks(difference[1])
+def refuse_difference(
+    tables: Mapping[int, Sequence[str]], what: str, advice: str
+) -> None:
+    """Raise for the first row that differs in the ranks' tables.
+
+    Raises:
+        ReplicaMismatchError: the error has the row of each rank.
+    """
+    for place in range(max(map(len, tables.values()), default=0)):
+        rows = {rank: [*t, "nothing"][min(place, len(t))] for rank, t in tables.items()}
+        if len(set(rows.values())) > 1:
+            listed = "\n".join(f"  rank {rank}: {row}" for rank, row in rows.items())
+            msg = f"The ranks hold {what}; the first difference is:\n{listed}\n{advice}"
+            raise ReplicaMismatchError(msg)
 
 
 def check_sums(
@@ -151,44 +162,14 @@ def check_sums(
     lines = [f"{name}: {row}" for name, row in rows.items()]
     other = simulated.compare(label, lines)
     if other is not None:
-        ranks, tables = zip(*sorted([other, (world.rank, lines)]), strict=True)
-        difference = _first_difference(list(tables))
-        assert difference is not None  # noqa: S101 - the tables are not equal
-        pairs = zip(ranks, difference[1], strict=True)
-        listed = "\n".join(f"  rank {rank}: {row}" for rank, row in pairs)
-        msg = f"Ranks {ranks[0]} and {ranks[1]} differ in {label}:\n{listed}\n{_SUMS}"
-        raise ReplicaMismatchError(msg)
+        tables = dict(sorted([other, (world.rank, lines)]))
+        refuse_difference(tables, f"different values in {label}", _SUMS)
 
 
 _SUMS = (
     "Return grads.with_sums(sums, weight) of values that are bitwise equal on all ranks, such"
     " as the results of af.reduce and af.gather."
 )
-
-
-def _refuse_difference(tables: list[list[str]], what: str, advice: str) -> None:
-    difference = _first_difference(tables)
-    if difference is not None:
-        place, rows = difference
-        msg = (
-            f"The ranks hold models that differ in {what}; tensor {place} is the first"
-            f" that differs:\n{_format_ranks(rows)}\n{advice}"
-        )
-        raise ReplicaMismatchError(msg)
-
-
-def _first_difference(
-    tables: Sequence[Sequence[str]],
-) -> tuple[int, list[str]] | None:
-    for place in range(max((len(table) for table in tables), default=0)):
-        rows = [t[place] if place < len(t) else "nothing" for t in tables]
-        if len(set(rows)) > 1:
-            return place, rows
-    return None
-
-
-def _format_ranks(rows: Sequence[str]) -> str:
-    return "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
 
 
 def sums_of(

@@ -35,6 +35,7 @@ from accelfn.collectives.packed import (
     gather_with_grad,
     in_default_floats,
     pack,
+    places_by_dtype,
     reduce_same,
     scatter_bytes,
     split_vector,
@@ -219,21 +220,16 @@ def start_reduce(
     if op == "mean" and uneven_counts(world, label) is not None:
         return Pending.of(reduce(values, world, op, label=label))
     ready = check_same_call(world, "start_reduce", label, values, op=op)
-    dtypes = dict.fromkeys(leaf.dtype for leaf in leaves)
-    places = {
-        dtype: [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
-        for dtype in dtypes
-    }
-    waits = {
-        dtype: start_reduce_same([leaves[i] for i in at], ready, op, label)
-        for dtype, at in places.items()
-    }
+    places = places_by_dtype(leaves).values()
+    waits = [
+        start_reduce_same([leaves[i] for i in at], ready, op, label) for at in places
+    ]
     outline = tree.with_leaves(values, [None] * len(leaves))
 
     def finish() -> Any:
         results: dict[int, torch.Tensor] = {}
-        for dtype, at in places.items():
-            results.update(zip(at, waits[dtype](), strict=True))
+        for at, wait in zip(places, waits, strict=True):
+            results.update(zip(at, wait(), strict=True))
         return tree.with_leaves(outline, [results[i] for i in range(len(results))])
 
     return Pending(finish)
@@ -407,12 +403,8 @@ def _by_dtype(
     how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> Any:
     """Map the leaves of a tree by `how`, all leaves of a dtype at once."""
-    dtypes = dict.fromkeys([leaf.dtype for leaf in leaves])
-    if len(dtypes) == 1:
-        return tree.with_leaves(values, how(leaves))
     mapped: dict[int, torch.Tensor] = {}
-    for dtype in dtypes:
-        places = [i for i, leaf in enumerate(leaves) if leaf.dtype == dtype]
+    for places in places_by_dtype(leaves).values():
         mapped.update(zip(places, how([leaves[i] for i in places]), strict=True))
     return tree.with_leaves(values, [mapped[i] for i in range(len(leaves))])
 

@@ -22,7 +22,7 @@ from torch.utils.data import Subset
 from accelfn.base import tree
 from accelfn.base.arguments import advise
 from accelfn.collectives.packed import gather_text, is_same_text
-from accelfn.collectives.replicas import check_rows, first_difference
+from accelfn.collectives.replicas import check_rows, refuse_difference
 from accelfn.data.loaders import skip_seeding
 from accelfn.data.order import Sequential, Shuffled
 from accelfn.data.plan import (
@@ -33,7 +33,7 @@ from accelfn.data.plan import (
     sample_at,
 )
 from accelfn.data.sources import Items, Joined, Rows, Source
-from accelfn.errors import BatchError, ReplicaMismatchError
+from accelfn.errors import BatchError
 from accelfn.world import World
 
 if TYPE_CHECKING:
@@ -49,6 +49,12 @@ _AGAIN = 4
 _SAMPLE, _FAILED = "sample ", "cannot be read: "
 
 _LABEL = "compare data"
+
+_DIFFERENT = (
+    "They would see some samples twice and others never. Make the dataset the same on all"
+    " ranks: give random_split a generator with a seed, and sort the files of a folder. If"
+    ' samples differ on purpose, give the data a name: af.Data(..., fingerprint="...").'
+)
 
 Digests: TypeAlias = list[str | None]
 """A digest of each leaf; None if the leaf changes from one reading to the next."""
@@ -149,16 +155,8 @@ def check_same_data(data: "Data", looks: Looks | None, world: World) -> None:
     forms, views = zip(*map(json.loads, texts), strict=True)
     rows = _rows_of([view or [] for view in views])
     form_rows = [[f"{k}: {v}" for k, v in form.items()] for form in forms]
-    difference = first_difference([a + b for a, b in zip(form_rows, rows, strict=True)])
-    if difference is not None:
-        msg = (
-            "The ranks hold data that differ; the first difference is:\n"
-            f"{difference}\nThey would see some samples twice and others never. Make the dataset"
-            " the same on all ranks: give random_split a generator with a seed, and sort the"
-            " files of a folder. If samples differ on purpose, give the data a name:"
-            ' af.Data(..., fingerprint="...").'
-        )
-        raise ReplicaMismatchError(msg)
+    tables = [a + b for a, b in zip(form_rows, rows, strict=True)]
+    refuse_difference(dict(enumerate(tables)), "data that differ", _DIFFERENT)
 
 
 def have_same_data(data: "Data", looks: Looks | None, world: World) -> bool:

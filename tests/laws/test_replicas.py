@@ -56,7 +56,7 @@ def test_the_next_check_finds_one_element_of_one_rank(
     updates, told = zip(*found.results, strict=True)
     assert updates == (due,) * size
     assert len(set(told)) == 1
-    assert f"first that differs:\n  rank 0: {name}: checksum " in told[0]
+    assert f"first difference is:\n  rank 0: {name}: checksum " in told[0]
     assert told[0].count(f": {name}: checksum ") == size
 
 
