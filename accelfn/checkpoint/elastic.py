@@ -99,15 +99,14 @@ class Source:
         return decode_fields(trees, {n: self._outline(n) for n in _names_in(trees)})
 
     def _outline(self, name: str) -> torch.Tensor:
-        whole = self.manifest.sharded.get(name)
-        if whole is None:
-            file = self.manifest.file_of(name, self.rank)
-            whole = attrs.asdict(self.manifest.files[file].tensors[name])
-        shape, dtype = torch.Size(whole["shape"]), files.DTYPES[whole["dtype"]]
+        saved = self.manifest.tensor(name, self.rank)
         cut = self.sharded.get(name)
-        if cut is not None and (cut.shape, cut.dtype) == (shape, dtype):
+        if cut is not None and (tuple(cut.shape), cut.dtype) == (
+            saved.shape,
+            saved.dtype,
+        ):
             return cut
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
 
     @property
     def names(self) -> set[str]:
@@ -132,102 +131,62 @@ class Source:
         return found | {n: dtensor_like(found[n], each) for n, each in wanted.items()}
 
     def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors as a rank had them; a slice where the state has a DTensor."""
-        apart = {n for n in names if self._is_apart(n)}
-        return self._reslice(rank, apart) | self._read_full(rank, names - apart)
+        """Return tensors as a rank had them; a slice where the state has a DTensor.
+
+        Reads each file once.
+        """
+        plans = {name: self._plan(rank, name) for name in names}
+        found: dict[str, torch.Tensor] = {}
+        parts: dict[str, list[tuple[Slice, torch.Tensor]]] = {n: [] for n in names}
+        for file in sorted({file for plan in plans.values() for file in plan.parts}):
+            here = {name for name, plan in plans.items() if file in plan.parts}
+            for name, tensor in self._read_file(file, here).items():
+                box = plans[name].parts[file]
+                if box == plans[name].target:
+                    is_shared = self.held is not None
+                    found[name] = tensor.to(self._device_of(name), copy=is_shared)
+                else:
+                    parts[name].append((box, tensor))
+        for name in names - found.keys():
+            plan = plans[name]
+            whole = assemble(plan.target, plan.dtype, parts[name])
+            found[name] = whole.to(self._device_of(name))
+        return found
 
     def places(self, rank: int, names: AbstractSet[str]) -> set[tuple[str, str]]:
         """Return the (file, tensor name) pairs that `of_rank` reads."""
-        return {
-            (file, name)
-            for name in names
-            for file in (
-                self._plan(rank, name).overlapping
-                if self._is_apart(name)
-                else [self.manifest.file_of(name, rank)]
-            )
-        }
+        return {(f, name) for name in names for f in self._plan(rank, name).parts}
 
-    def _is_apart(self, name: str) -> bool:
-        return name in self.manifest.sharded or name in self.sharded
-
-    def _read_full(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        places = {name: self.manifest.file_of(name, rank) for name in names}
-        found = self._read_files(
-            {(file, name) for name, file in places.items()}, self.device
-        )
-        return {name: found[file, name] for name, file in places.items()}
-
-    def _read_files(
-        self,
-        places: AbstractSet[tuple[str, str]],
-        device: str,
-        *,
-        is_copied: bool = False,
-    ) -> dict[tuple[str, str], torch.Tensor]:
-        """Return tensors by file and name, on a device; reads each file once."""
-        found: dict[tuple[str, str], torch.Tensor] = {}
-        for file in sorted({file for file, _ in places}):
-            here = {name for each, name in places if each == file}
-            tensors = self._read_file(file, here, device, is_copied=is_copied)
-            found |= {(file, name): tensor for name, tensor in tensors.items()}
-        return found
+    def _device_of(self, name: str) -> str | torch.device:
+        wanted = self.sharded.get(name)
+        return self.device if wanted is None else local(wanted).device
 
     def _read_file(
-        self, file: str, names: AbstractSet[str], device: str, *, is_copied: bool
-    ) -> dict[str, torch.Tensor]:
-        """Return tensors of a file, in new memory unless the caller copies them."""
+        self, file: str, names: AbstractSet[str]
+    ) -> Mapping[str, torch.Tensor]:
+        """Return tensors of a file, on the host unless they are in memory already."""
         if self.held is not None:
-            held = self.held[file]
-            return {n: held[n].to(device, copy=not is_copied) for n in names}
+            return {name: self.held[file][name] for name in names}
         return files.read_tensors(
             Path(self.folder) / file,
             self.manifest.files[file],
             names,
-            device=device,
             verify=self.verify,
             on_read=self.on_read,
         )
 
-    def _reslice(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
-        """Return tensors that were saved in slices, or are needed in slices."""
-        plans = {name: self._plan(rank, name) for name in names}
-        read = self._read_files(
-            {(f, name) for name, plan in plans.items() for f in plan.overlapping},
-            "cpu",
-            is_copied=True,
-        )
-        found: dict[str, torch.Tensor] = {}
-        for name, plan in plans.items():
-            parts = [(plan.parts[f], read[f, name]) for f in plan.overlapping]
-            wanted = self.sharded.get(name)
-            device = self.device if wanted is None else local(wanted).device
-            found[name] = assemble(plan.target, plan.dtype, parts).to(device)
-        return found
-
     def _plan(self, rank: int, name: str) -> "_Plan":
-        saved = self.manifest.sharded.get(name)
-        if saved is None:
-            file = self.manifest.file_of(name, rank)
-            entry = self.manifest.files[file].tensors[name]
-            dtype, shape = entry.dtype, tuple(entry.shape)
-            parts = {file: Slice.whole(shape)}
-        else:
-            dtype, shape = saved["dtype"], tuple(saved["shape"])
-            parts = {
-                file: Slice(shape, tuple(box["offset"]), tuple(box["size"]))
-                for file, box in self.manifest.slices_of(name, rank).items()
-            }
-        wanted = self.sharded.get(name)
-        target = None if wanted is None else slice_of(wanted)
-        if wanted is not None and target is not None and target.shape != shape:
+        saved, wanted = self.manifest.tensor(name, rank), self.sharded.get(name)
+        whole = Slice.whole(saved.shape)
+        target = whole if wanted is None else slice_of(wanted) or whole
+        if target.shape != saved.shape:
             msg = (
-                f"{self.folder}: {name} was saved as {shape} {files.DTYPES[dtype]}, and the"
-                f" state's is {target.shape} {wanted.dtype}. Load into a state of the model"
-                " that was saved."
+                f"{self.folder}: {name} was saved as {saved.shape} {saved.dtype}, and the"
+                f" state's is {target.shape}. Load into a state of the model that was saved."
             )
             raise CheckpointError(msg)
-        return _Plan(target or Slice.whole(shape), files.DTYPES[dtype], parts)
+        overlapping = {f: box for f, box in saved.parts.items() if target.within(box)}
+        return _Plan(target, saved.dtype, overlapping)
 
     def _means(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         if self.means is None:
@@ -258,16 +217,11 @@ class Source:
 
 @attrs.frozen
 class _Plan:
-    """A plan to assemble a slice from saved slices."""
+    """A slice to assemble, and the saved slices that overlap with it, by file."""
 
     target: Slice
     dtype: torch.dtype
     parts: Mapping[str, Slice]
-
-    @property
-    def overlapping(self) -> list[str]:
-        """The files that hold a part of the slice."""
-        return [f for f, part in self.parts.items() if self.target.within(part)]
 
 
 def source_of(
@@ -364,7 +318,7 @@ def _params_by_saved_name(
     found: dict[str, torch.Tensor] = {}
     units = {u: t for u, t in manifest.trees.items() if u not in ("params", "buffers")}
     for tensor, param in _params_of(units, layout.cuts):
-        if manifest.shape_of(tensor) == tuple(layout.shapes[param]):
+        if manifest.tensor(tensor, 0).shape == tuple(layout.shapes[param]):
             found[tensor] = state.params[param]
     return found
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
+import torch
 from blake3 import blake3
 
 from accelfn.base import arguments
@@ -29,8 +30,8 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 # it, and no value can cost much time or memory.
 
 
-Rule: TypeAlias = Callable[[Any], None]
-"""Raises `_UnexpectedError` for an invalid value."""
+Rule: TypeAlias = Callable[[Any, str], object]
+"""Takes a value and its place, and raises `ValueError` if the value is not valid there."""
 
 MEMBER = re.compile(r"[A-Za-z0-9_-]{1,100}")
 """The name of a state that is saved together with others, and of its directory."""
@@ -42,22 +43,9 @@ _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 80
 _SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 20
 
 
-class _UnexpectedError(ValueError):
-    """An invalid value, the expected kind, and the place, from the innermost key outwards."""
-
-    def __init__(self, expected: str, found: object) -> None:
-        self.text = f"{quote(found)} where {expected} is expected"
-        self.place: list[str] = []
-        super().__init__(self.text)
-
-
 def quote(value: object) -> str:
     """Return a value's shortened `repr`: a value from a file can have any size."""
     return _SHORT.repr(value)[:200]
-
-
-def _refuse(expected: str, found: object) -> NoReturn:
-    raise _UnexpectedError(expected, found)
 
 
 def check_structure(plain: Any) -> None:
@@ -66,12 +54,7 @@ def check_structure(plain: Any) -> None:
     Raises:
         ValueError: names the place, the value and the expected kind.
     """
-    try:
-        _MANIFEST(plain)
-    except _UnexpectedError as error:
-        place = ".".join(reversed(error.place))
-        msg = f"{place[:200] or 'it'} is {error.text}"
-        raise ValueError(msg) from None
+    _MANIFEST(plain, "")
 
 
 def check_files(world_size: int, files: dict[str, File]) -> None:
@@ -114,11 +97,11 @@ def check_sharded(
         shape, boxes = tuple(whole["shape"]), dict[str, Slice]()
         for file, box in whole["slices"].items():
             entry = files[file].tensors.get(name) if file in files else None
-            size, offset = tuple(box["size"]), tuple(box["offset"])
-            if entry is None or (entry.dtype, entry.shape) != (whole["dtype"], size):
+            boxes[file] = _slice(shape, box)
+            described = (whole["dtype"], boxes[file].size)
+            if entry is None or (entry.dtype, entry.shape) != described:
                 msg = f"{quote(file)} does not have the slice of {quote(name)} that is said"
                 raise ValueError(msg)
-            boxes[file] = Slice(shape, offset, size)
         of_each = of_copies(boxes, copies) or {0: boxes}
         is_of_all = len(of_each) in (1, len({*copies}))
         whole_each = all(cover(each.values(), shape) for each in of_each.values())
@@ -131,170 +114,168 @@ def check_sharded(
         bytes_in(whole["dtype"], shape)  # no file lists a tensor without elements
 
 
-def _is(kind: type, expected: str) -> Rule:
-    def rule(value: Any) -> None:
-        if type(value) is not kind:
-            _refuse(expected, value)
+def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
+    return Slice(shape, tuple(plain["offset"]), tuple(plain["size"]))
+
+
+def _expect(is_valid: object, expected: str, value: object, place: str) -> None:
+    if not is_valid:
+        msg = f"{place or 'it'} is {quote(value)} where {expected} is expected"
+        raise ValueError(msg)
+
+
+def _inside(place: str, key: object) -> str:
+    return f"{place}.{key}"[:200].removeprefix(".")
+
+
+def _text(value: Any, place: str) -> None:
+    _expect(isinstance(value, str), "text", value, place)
+
+
+def _whole(value: Any, place: str) -> None:
+    _expect(type(value) is int, "a whole number", value, place)
+
+
+def _count(value: Any, place: str) -> None:
+    is_count = type(value) is int and 0 <= value < _LARGEST_COUNT
+    _expect(is_count, "a count of less than 2**63", value, place)
+
+
+def _digest(value: Any, place: str) -> None:
+    is_digest = isinstance(value, str) and _DIGEST.fullmatch(value)
+    _expect(is_digest, "a digest of 64 digits", value, place)
+
+
+def _one_of(words: Collection[str], expected: str) -> Rule:
+    def rule(value: Any, place: str) -> None:
+        _expect(isinstance(value, str) and value in words, expected, value, place)
 
     return rule
 
 
-_TEXT = _is(str, "text")
-_WHOLE = _is(int, "a whole number")
-
-
-def _count(value: Any) -> None:
-    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
-        _refuse("a count of less than 2**63", value)
-
-
-def _one_of(words: Any, expected: str) -> Rule:
-    def rule(value: Any) -> None:
-        if not isinstance(value, str) or value not in words:
-            _refuse(expected, value)
-
-    return rule
-
-
-def _digest(value: Any) -> None:
-    if not isinstance(value, str) or not _DIGEST.fullmatch(value):
-        _refuse("a digest of 64 digits", value)
-
-
-def _inside(rule: Rule, place: object, value: Any) -> None:
-    try:
-        rule(value)
-    except _UnexpectedError as error:
-        error.place.append(str(place))
-        raise
+def _optional(rule: Rule) -> Rule:
+    return lambda value, place: value is None or rule(value, place)
 
 
 def _list_of(rule: Rule) -> Rule:
-    def rule_of_list(value: Any) -> None:
-        if not isinstance(value, list):
-            _refuse("a list", value)
-        for i, item in enumerate(cast("list[Any]", value)):
-            _inside(rule, i, item)
+    def rule_of_list(value: Any, place: str) -> None:
+        _expect(isinstance(value, list), "a list", value, place)
+        for i, item in enumerate(value):
+            rule(item, _inside(place, i))
 
     return rule_of_list
 
 
 def _table_of(rule: Rule) -> Rule:
-    def rule_of_table(value: Any) -> None:
-        if not isinstance(value, dict):
-            _refuse("a table", value)
-        for name, item in cast("dict[str, Any]", value).items():
-            _inside(rule, name, item)
+    def rule_of_table(value: Any, place: str) -> None:
+        _expect(isinstance(value, dict), "a table", value, place)
+        for name, item in value.items():
+            rule(item, _inside(place, name))
 
     return rule_of_table
 
 
 def _record(**rules: Rule) -> Rule:
-    def rule_of_record(value: Any) -> None:
-        if not isinstance(value, dict):
-            _refuse("a record", value)
-        record = cast("dict[str, Any]", value)
-        if record.keys() != rules.keys():
-            _refuse(f"a record of {', '.join(rules)}", sorted(record))
+    expected = f"a record of {', '.join(rules)}"
+
+    def rule_of_record(value: Any, place: str) -> None:
+        is_record = isinstance(value, dict) and value.keys() == rules.keys()
+        _expect(is_record, expected, value, place)
         for name, rule in rules.items():
-            _inside(rule, name, record[name])
+            rule(value[name], _inside(place, name))
 
     return rule_of_record
 
 
-def _tree(value: Any, depth: int = MAX_DEPTH, kinds: tuple[str, ...] = ()) -> None:
+def _row(*rules: Rule) -> Rule:
+    def rule_of_row(value: Any, place: str) -> None:
+        is_row = isinstance(value, list) and len(cast("list[Any]", value)) == len(rules)
+        _expect(is_row, f"a list of {len(rules)}", value, place)
+        for i, (item, rule) in enumerate(zip(value, rules, strict=True)):
+            rule(item, _inside(place, i))
+
+    return rule_of_row
+
+
+def _tree(
+    value: Any, place: str, depth: int = MAX_DEPTH, kinds: Collection[str] = ()
+) -> None:
     """Check a tree encoded by `accelfn.base.codec`; `kinds` are those allowed at the root."""
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
-    kinds = kinds or tuple(_KINDS)
+    kinds = kinds or _KINDS
     coded = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
     kind, inside = next(iter(coded.items()), ("", None))
-    if len(coded) != 1 or kind not in kinds or depth < 0:
-        _refuse(f"one of {', '.join(kinds)}", value)
-    _inside(lambda inside: _KINDS[kind](inside, depth - 1), kind, inside)
+    is_tree = len(coded) == 1 and kind in kinds and depth >= 0
+    _expect(is_tree, f"one of {', '.join(kinds)}", value, place)
+    _KINDS[kind](inside, _inside(place, kind), depth - 1)
 
 
-def _pairs(value: Any, depth: int) -> None:
-    def pair(item: Any) -> None:
-        if not isinstance(item, list) or len(cast("list[Any]", item)) != 2:
-            _refuse("a key and a value", item)
-        key, inside = cast("list[Any]", item)
-        if type(key) not in (str, int):
-            _refuse("a key", key)
-        _inside(lambda v: _tree(v, depth), key, inside)
-
-    _list_of(pair)(value)
-    if len({(type(key), key) for key, _ in value}) != len(value):
-        _refuse("each key once", value)
+def _subtree(depth: int) -> Rule:
+    return lambda value, place: _tree(value, place, depth)
 
 
-_KINDS: dict[str, Callable[[Any, int], None]] = {
-    "tensor": lambda value, _: _TEXT(value),
-    "float": lambda value, _: _one_of(("nan", "inf", "-inf"), "a float's name")(value),
-    "dict": lambda value, depth: _table_of(lambda v: _tree(v, depth))(value),
+def _key(value: Any, place: str) -> None:
+    _expect(type(value) in (str, int), "a key", value, place)
+
+
+def _pairs(value: Any, place: str, depth: int) -> None:
+    _list_of(_row(_key, _subtree(depth)))(value, place)
+    keys = {(type(key), key) for key, _ in value}
+    _expect(len(keys) == len(value), "each key once", value, place)
+
+
+_NOT_FINITE = _one_of(("nan", "inf", "-inf"), "a float's name")
+_KINDS: dict[str, Callable[[Any, str, int], object]] = {
+    "tensor": lambda value, place, _: _text(value, place),
+    "float": lambda value, place, _: _NOT_FINITE(value, place),
+    "dict": lambda value, place, depth: _table_of(_subtree(depth))(value, place),
     "pairs": _pairs,
     "object": _tree,
     "pending": _tree,
-    "list": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
-    "tuple": lambda value, depth: _list_of(lambda v: _tree(v, depth))(value),
+    "list": lambda value, place, depth: _list_of(_subtree(depth))(value, place),
+    "tuple": lambda value, place, depth: _list_of(_subtree(depth))(value, place),
 }
 
 
-def _number(value: Any) -> None:
-    if type(value) is int and abs(value) >= _LARGEST_COUNT:
-        _refuse("a number of less than 2**63", value)
+def _number(value: Any, place: str) -> None:
+    is_small = type(value) is not int or abs(value) < _LARGEST_COUNT
+    _expect(is_small, "a number of less than 2**63", value, place)
     if type(value) not in (int, float):
-        _tree(value, kinds=("float",))
+        _tree(value, place, kinds=("float",))
 
 
-def _data(value: Any, depth: int = MAX_DEPTH) -> None:
-    if depth < 0:
-        _refuse("something less deep", value)
+def _data(value: Any, place: str, depth: int = MAX_DEPTH) -> None:
+    _expect(depth >= 0, "something less deep", value, place)
     if isinstance(value, (dict, list)):
         inside = _table_of if isinstance(value, dict) else _list_of
-        inside(lambda item: _data(item, depth - 1))(value)
+        inside(lambda item, place: _data(item, place, depth - 1))(value, place)
 
 
-def _facts(value: Any) -> None:
-    if value is not None:
-        _table_of(_data)(value)
+def _units(value: Any, place: str) -> None:
+    _expect(isinstance(value, dict), "a table", value, place)
+    for name, coded in value.items():
+        is_unit = name in _UNITS or name.startswith("slots.")
+        _expect(is_unit, "a table of a state's fields", value, place)
+        _UNITS.get(name, _tree)(coded, _inside(place, name))
 
 
-def _definition(value: Any) -> None:
-    if value is not None:
-        _table_of(_TEXT)(value)
+def _all_units(value: Any, place: str) -> None:
+    _units(value, place)
+    has_all = _UNITS.keys() <= value.keys()
+    _expect(has_all, f"a table of {', '.join(_UNITS)}", value, place)
 
 
-def _units(value: Any) -> None:
-    _table_of(lambda _: None)(value)
-    for name, coded in cast("dict[str, Any]", value).items():
-        if name not in _UNITS and not name.startswith("slots."):
-            _refuse("a table of a state's fields", sorted(value))
-        _inside(_UNITS.get(name, _tree), name, coded)
-
-
-def _all_units(value: Any) -> None:
-    _units(value)
-    if _UNITS.keys() - cast("dict[str, Any]", value).keys():
-        _refuse(f"a table of {', '.join(_UNITS)}", sorted(value))
-
-
-def _cursor(value: Any) -> None:
-    _record(list=_list_of(_tree))(value)
-    if len(value["list"]) != 3:
-        _refuse("a position of 3 parts", value)
-    _inside(_count, "epoch", value["list"][0])
-    _inside(_count, "samples", value["list"][1])
-
-
-_TENSORS = _record(dict=_table_of(_record(tensor=_TEXT)))
+_TENSORS = _record(dict=_table_of(_record(tensor=_text)))
 _UNITS: dict[str, Rule] = {
     "params": _TENSORS,
     "buffers": _TENSORS,
-    "opt_state": _record(dict=_table_of(lambda v: _tree(v, kinds=("dict", "pairs")))),
+    "opt_state": _record(
+        dict=_table_of(lambda v, place: _tree(v, place, kinds=("dict", "pairs")))
+    ),
     "step": _count,
-    "cursor": _cursor,
-    "seed": _WHOLE,
+    "cursor": _record(list=_row(_count, _count, _tree)),
+    "seed": _whole,
     "num_skipped": _count,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
@@ -304,12 +285,12 @@ _MANIFEST = _record(
     format=_count,
     step=_count,
     world_size=_count,
-    optimizer=_TEXT,
-    transforms=_list_of(_TEXT),
-    data=_facts,
+    optimizer=_text,
+    transforms=_list_of(_text),
+    data=_optional(_table_of(_data)),
     trees=_all_units,
     trees_by_rank=_list_of(_units),
-    per_rank=_list_of(_TEXT),
+    per_rank=_list_of(_text),
     copies=_list_of(_count),
     sharded=_table_of(
         _record(
@@ -318,10 +299,10 @@ _MANIFEST = _record(
             slices=_table_of(_record(offset=_SHAPE, size=_SHAPE)),
         )
     ),
-    definition=_definition,
+    definition=_optional(_table_of(_text)),
     metrics=_table_of(_number),
     kept=_table_of(_digest),
-    persistent=_list_of(_TEXT),
+    persistent=_list_of(_text),
     files=_table_of(
         _record(
             size=_count,
@@ -343,10 +324,10 @@ def check_joint(plain: Any) -> None:
     Raises:
         ValueError: quotes the invalid value.
     """
-    _record(blake3=_digest, format=_count, states=_table_of(_digest))(plain)
-    for name in plain["states"] or [""]:
-        if not MEMBER.fullmatch(name):
-            _refuse("a state's name", name)
+    _record(blake3=_digest, format=_count, states=_table_of(_digest))(plain, "")
+    names = plain["states"]
+    are_names = names and all(map(MEMBER.fullmatch, names))
+    _expect(are_names, "a table of states by name", names, "states")
 
 
 # The contents of a manifest.
@@ -367,6 +348,15 @@ _JOINT = re.compile(rb'\{\n "[a-z0-9]+": "[^"\n]*",\n "format": 3,\n')
 """The beginning of a file that names states that were saved together."""
 _SEAL = re.compile(rb'\{\n "blake3": "([0-9a-f]{64})",\n')
 FORMAT = 2
+
+
+@attrs.frozen
+class Saved:
+    """A saved tensor: dtype, full shape, and its slice in each file that has a part of it."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: Mapping[str, Slice]
 
 
 @attrs.frozen(kw_only=True)
@@ -535,15 +525,23 @@ class Manifest:
         first = {copy: rank for rank, copy in reversed([*enumerate(copies)])}
         return tuple(first[copy] for copy in sorted(first))
 
-    def shape_of(self, tensor: str) -> tuple[int, ...]:
-        """Return the full shape of a tensor."""
-        if tensor in self.sharded:
-            return tuple(self.sharded[tensor]["shape"])
-        return next(
-            tuple(file.tensors[tensor].shape)
-            for file in self.files.values()
-            if tensor in file.tensors
-        )
+    def tensor(self, name: str, rank: int) -> Saved:
+        """Return the tensor of a name as a rank saved it.
+
+        Raises:
+            CheckpointCorruptError: no file has the tensor.
+        """
+        whole = self.sharded.get(name)
+        if whole is None:
+            file = self.file_of(name, rank)
+            entry = self.files[file].tensors[name]
+            return Saved(
+                DTYPES[entry.dtype], entry.shape, {file: Slice.whole(entry.shape)}
+            )
+        shape, by_copy = tuple(whole["shape"]), of_copies(whole["slices"], self.copies)
+        slices = by_copy[self.copies[rank]] if len(by_copy) > 1 else whole["slices"]
+        parts = {file: _slice(shape, box) for file, box in slices.items()}
+        return Saved(DTYPES[whole["dtype"]], shape, parts)
 
     @cached_property
     def with_mean(self) -> frozenset[str]:
@@ -560,12 +558,6 @@ class Manifest:
         return frozenset(
             n for n, kind in kinds.items() if kind.is_floating_point or kind.is_complex
         )
-
-    def slices_of(self, tensor: str, rank: int) -> Mapping[str, Any]:
-        """Return the slice of a sharded tensor in each file, for the copy of a rank."""
-        slices: Mapping[str, Any] = self.sharded[tensor]["slices"]
-        own = of_copies(slices, self.copies)
-        return own[self.copies[rank]] if len(own) > 1 else slices
 
     @cached_property
     def _places(self) -> Mapping[str, str]:
