@@ -157,7 +157,7 @@ class Save:
     @property
     def partial(self) -> Path:
         """The directory of the unfinished checkpoint."""
-        return partial_of(self.final)
+        return self.final.parent / f".tmp-{self.final.name}"
 
     @property
     def not_saved(self) -> str:
@@ -231,11 +231,6 @@ def format_error(error: BaseException) -> str:
     return text.encode(errors="backslashreplace").decode()  # a path may be any bytes
 
 
-def partial_of(final: Path) -> Path:
-    """Return the directory of an unfinished checkpoint."""
-    return final.parent / f".tmp-{final.name}"
-
-
 def begin(save: Save) -> None:
     """Make the directory; remove leftovers of an interrupted save of this name."""
     if save.rank:
@@ -291,11 +286,10 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
             path, step = save.partial / name / own, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
             try:
-                written[name] = files.write_tensors(
-                    path, each.mine, metadata
-                ).to_plain()
+                file = files.write_tensors(path, each.mine, metadata)
             except OSError as error:
                 explain(error, path, each.mine)
+            written[name] = attrs.asdict(file)
         return json.dumps(written)
 
     texts = save.run_on_all(exchange, Phase.WRITE, write_file)
@@ -463,7 +457,7 @@ def _tensors_to_write(
     """Return the tensors that this rank writes: its own, and its share of common ones."""
     rank, size = place
     common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
-    sizes = [tensors[n].numel() * tensors[n].dtype.itemsize for n in common]
+    sizes = [tensors[n].nbytes for n in common]
     total, before, mine = max(sum(sizes), 1), 0, set(own)
     mine |= {n for n, at in sharded.items() if rank_file(rank) in at["slices"]}
     for name, num_bytes in zip(common, sizes, strict=True):
@@ -480,7 +474,7 @@ def explain(
     """Raise the error again; if the disk is full, add the free and the needed bytes."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         raise error
-    needed = sum(t.numel() * t.dtype.itemsize for t in tensors.values())
+    needed = sum(t.nbytes for t in tensors.values())
     try:
         free = shutil.disk_usage(path.parent).free
     except OSError:
@@ -574,8 +568,7 @@ def _refuse_living(path: Path, text: str) -> str:
         return f"process {pid} of this host (since {since})"
     msg = (
         f"{path.parent} is in use: a job writes its checkpoints there, held by {host}:{pid}"
-        f" since {since}. Give each job a directory of its own; if that one is gone, remove"
-        f" {path}."
+        f" since {since}. Use another directory; if that job is gone, remove {path}."
     )
     raise DirectoryInUseError(msg)
 

@@ -60,9 +60,6 @@ _WRITE = 2
 def make(directory: Path) -> None:
     """Make a directory and its missing parents, and flush them."""
     if not arguments.is_directory(directory):
-        if directory.is_symlink():
-            what = f"a link to {directory.readlink()}, which is not a directory"
-            raise NotADirectoryError(errno.ENOTDIR, what, str(directory))
         make(directory.parent)
         directory.mkdir(exist_ok=True)
         flush(directory.parent)
@@ -388,13 +385,9 @@ class File:
     header_blake3: str
     tensors: Mapping[str, Entry]
 
-    def to_plain(self) -> dict[str, Any]:
-        """Return plain data."""
-        return attrs.asdict(self)
-
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the file that `to_plain` described.
+        """Return the file that `attrs.asdict` described.
 
         Raises:
             ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
@@ -442,34 +435,28 @@ def write_tensors(
     A second thread hashes the file. Both threads copy tensors that are on a device or not
     contiguous, one tensor at a time.
     """
-    order = _file_order(tensors)
-    header, places = _header({name: tensors[name] for name in order}, metadata)
+    header, entries = _header(tensors, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
-        hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in order))
-        values = (bytes_of(tensors[name]) for name in order)
+        hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in entries))
+        values = (bytes_of(tensors[name]) for name in entries)
         write(path, chain([header], chain.from_iterable(map(_blocks, values))))
-        return _describe(places, len(header), hashed.result())
+        return _describe(entries, len(header), hashed.result())
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
     """Return the description of a file that is not written; its digests are zeros."""
-    order = _file_order(tensors)
-    header, places = _header({name: tensors[name] for name in order}, {})
-    return _describe(places, len(header), [_NONE] * (1 + len(order)))
+    header, entries = _header(tensors, {})
+    return _describe(entries, len(header), [_NONE] * (1 + len(entries)))
 
 
-def _describe(
-    places: Mapping[str, tuple[str, tuple[int, ...], int, int]],
-    begin: int,
-    digests: Sequence[str],
-) -> File:
+def _describe(entries: Mapping[str, Entry], begin: int, digests: Sequence[str]) -> File:
     """Return a file's description from the digests up to its header and each tensor."""
-    entries = {
-        name: Entry(*place, digest)
-        for (name, place), digest in zip(places.items(), digests[1:], strict=True)
+    hashed = {
+        name: attrs.evolve(entry, blake3=digest)
+        for (name, entry), digest in zip(entries.items(), digests[1:], strict=True)
     }
     size = max((entry.end for entry in entries.values()), default=begin)
-    return File(size, digests[-1], digests[0], entries)
+    return File(size, digests[-1], digests[0], hashed)
 
 
 def ignore_progress(_count: int) -> None:
@@ -617,8 +604,10 @@ def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     return found
 
 
-def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return names in the order of their tensors in a file.
+def _header(
+    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """Return a file's header, and its entries in order; their digests are zeros.
 
     Tensors that fill whole lines of 64 bytes come first, so that all of them are aligned. The
     rest is sorted by item size, largest first, so that offsets are multiples of the item size.
@@ -626,32 +615,25 @@ def _file_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
 
     def place(name: str) -> tuple[bool, int, str]:
         each = tensors[name]
-        size = each.numel() * each.dtype.itemsize
-        return size % ALIGNED > 0, -each.dtype.itemsize, name
+        return each.nbytes % ALIGNED > 0, -each.dtype.itemsize, name
 
-    return sorted(tensors, key=place)
-
-
-def _header(
-    tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, tuple[str, tuple[int, ...], int, int]]]:
-    """Return a file's header, and each tensor's dtype, shape, begin and end."""
-    at, table = 0, {}
-    for name, tensor in tensors.items():
-        end = at + tensor.numel() * tensor.dtype.itemsize
-        table[name] = (name_of(tensor.dtype), tuple(tensor.shape), at, end)
-        at = end
+    at = 0
+    places: dict[str, Entry] = {}
     listed: dict[str, Any] = {"__metadata__": dict(metadata)}
-    for name, (dtype, shape, begin, end) in table.items():
-        listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    for name in sorted(tensors, key=place):
+        each = tensors[name]
+        dtype, shape, end = name_of(each.dtype), tuple(each.shape), at + each.nbytes
+        listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        places[name] = Entry(dtype, shape, at, end, _NONE)
+        at = end
     text = json.dumps(listed, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
     first = 8 + len(text)
-    places = {
-        name: (dtype, shape, begin + first, end + first)
-        for name, (dtype, shape, begin, end) in table.items()
+    entries = {
+        name: attrs.evolve(entry, begin=entry.begin + first, end=entry.end + first)
+        for name, entry in places.items()
     }
-    return len(text).to_bytes(8, "little") + text, places
+    return len(text).to_bytes(8, "little") + text, entries
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -414,7 +414,7 @@ class Manifest:
             "format": FORMAT,
             **fields,
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
-            "files": {name: file.to_plain() for name, file in self.files.items()},
+            "files": {name: attrs.asdict(file) for name, file in self.files.items()},
         }
         said = _lines(plain).encode().removeprefix(b"{\n")
         if len(said) > _LARGEST - 100:

@@ -266,7 +266,7 @@ def _hand_over(
         ranks = _renumber_copies([each for each in said if each is not None])
         division = commit.divide_writes(contents, ranks, givers.index(world.rank))
         mine = division.mine
-    text = json.dumps(files.describe_file(mine).to_plain())
+    text = json.dumps(attrs.asdict(files.describe_file(mine)))
     listed = gather_text(text, world, label="with_world: list tensors")
     written = [files.File.from_plain(json.loads(listed[rank])) for rank in givers]
     told = None

@@ -97,9 +97,8 @@ def _with_objects(saved: Any, current: Any, path: str) -> Any:
     if isinstance(saved, ObjectState):
         if not has_state(current):
             msg = (
-                f"{path} was saved of an object with a state_dict(), and the state that it"
-                f" is loaded into has {type(current).__name__} there. Give it such an"
-                f" object first, with state.with_slot."
+                f"{path} was saved of an object with a state_dict(), and the state has"
+                f" {type(current).__name__} there. Give it such an object with state.with_slot."
             )
             raise CheckpointError(msg)
         fresh: Any = copy.deepcopy(current)
@@ -271,11 +270,7 @@ def save(
 
 def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
     """Return a function that gathers each rank's outcome of a part of a save."""
-
-    def exchange(what: str, text: str) -> list[str]:
-        return gather_text(text, state.world, label=f"{doing}: {what}")
-
-    return exchange
+    return lambda what, text: gather_text(text, state.world, label=f"{doing}: {what}")
 
 
 def save_of(state: TrainState, directory: Path) -> Save:

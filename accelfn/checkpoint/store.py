@@ -72,7 +72,7 @@ def check_options(
 ) -> None:
     """Reject invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
-    if keep is not None and not is_integer(keep, 1):
+    if not (keep is None or is_integer(keep, 1)):
         said = f"keep={keep!r}): expected at least 1, or None for all."
     elif not (keep_best is None or isinstance(keep_best, str)):
         said = f"keep_best={keep_best!r}): expected a metric's name."
@@ -99,20 +99,8 @@ def check_writable(directory: Path) -> None:
         files.create(probe)
         files.remove(probe)
     except OSError as error:
-        msg = (
-            f"CheckpointStore({str(directory)!r}) cannot be written to: {error};"
-            f" {_mode_near(directory)}this is user {os.getuid()}."
-        )
+        msg = f"CheckpointStore({str(directory)!r}) cannot be written to: {error}."
         raise CheckpointWriteError(msg) from error
-
-
-def _mode_near(directory: Path) -> str:
-    """Return a text with the mode of the directory or its nearest existing parent."""
-    for each in (directory, *directory.parents):
-        if files.is_there(each):
-            with suppress(OSError):
-                return f"{each} has mode {oct(each.stat().st_mode & 0o7777)}, and "
-    return ""
 
 
 def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:

@@ -114,8 +114,9 @@ class Shards:
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor into new memory."""
-        path = self.places[name]
-        return files.read_tensors(path, self.tables[path], {name}, verify=False)[name]
+        tensor = self.tables[self.places[name]].tensors[name].empty()
+        self.read_to(name, tensor)
+        return tensor
 
     def read_to(self, name: str, tensor: torch.Tensor) -> None:
         """Read a tensor into the memory of a contiguous tensor of its shape.
@@ -465,7 +466,7 @@ def save_pretrained(
         CheckpointWriteError: on every rank, if the method failed; no directory of this name is
             left.
         ModelError: the model has no such method.
-        ArgumentError: `options` ask to upload the directory, or have `raw`.
+        ArgumentError: `options` ask to upload the directory.
     """
     call = "af.save_pretrained(state, directory)"
     check_state(call, state)
@@ -479,9 +480,6 @@ def save_pretrained(
             "af.save_pretrained(push_to_hub=True): it writes to a directory that has its name"
             " only afterwards. Upload that."
         )
-        raise ArgumentError(msg)
-    if "raw" in options:
-        msg = f'{call}, raw=: write at="train" instead of raw=True, at="eval" instead of raw=False.'
         raise ArgumentError(msg)
     params = params_at(state, call, at)
     job, exchange = save_of(state, path), exchange_of(state, "save_pretrained")
@@ -519,9 +517,8 @@ def _exported_tensors(
             continue
         if id(meta) not in values:
             msg = (
-                f"{name} in the model's state_dict() is a {type(meta).__name__}, not a"
-                " parameter or buffer, so an export cannot hold it. Use"
-                " torch.save(model.state_dict(), ...) on the module of af.bind(state)."
+                f"{name} in the model's state_dict() is a {type(meta).__name__}, not a tensor."
+                " Use torch.save(model.state_dict(), ...) on the module of af.bind(state)."
             )
             raise CheckpointError(msg)
         if not is_word(name):

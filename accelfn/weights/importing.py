@@ -313,23 +313,21 @@ class Placement:
         """Return a tensor on its device and in its dtype."""
         return value.to(self.device(name, old), self._dtype(value, old))
 
-    def has_room(self, value: torch.Tensor, name: str, old: torch.Tensor) -> bool:
-        """Return whether the model's tensor is on the host and can be read into directly."""
-        return (
-            old.device == torch.device("cpu") == self.device(name, old)
-            and old.dtype == self._dtype(value, old)
-            and old.is_contiguous()
-            and not (old.is_conj() or old.is_neg() or old.is_inference())
-        )
-
-    def conversion_buffer(
+    def room(
         self, value: torch.Tensor, name: str, old: torch.Tensor
     ) -> torch.Tensor | None:
-        """Return host memory to convert a tensor into; None if no conversion is needed."""
+        """Return host memory to read into: the model's own if possible, or some to convert in.
+
+        None if reading into new memory is as good.
+        """
         dtype, device = self._dtype(value, old), self.device(name, old)
-        if dtype == value.dtype or device != torch.device("cpu"):
+        if device != torch.device("cpu"):
             return None
-        return empty(value.shape, dtype)
+        is_plain = not (old.is_conj() or old.is_neg() or old.is_inference())
+        is_plain = is_plain and old.is_contiguous()
+        if is_plain and (old.device, old.dtype) == (device, dtype):
+            return old
+        return None if dtype == value.dtype else empty(value.shape, dtype)
 
     def _dtype(self, value: torch.Tensor, old: torch.Tensor) -> torch.dtype:
         if not value.is_floating_point():
@@ -365,7 +363,14 @@ def placement(
                 f" Its own are {list_names(modules)}."
             )
             raise ArgumentError(msg)
-        devices[prefix] = _device(caller, prefix, device)
+        try:
+            devices[prefix] = torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): {error}"
+            raise ArgumentError(msg) from error
+        if devices[prefix].type == "meta":
+            msg = f"{caller}(device_map={{{prefix!r}: 'meta'}}): meta tensors have no values."
+            raise ArgumentError(msg)
     return Placement(device_map=devices, dtype=dtype)
 
 
@@ -395,13 +400,7 @@ def fill_model(
     """
     model = build_model(call, source)
     place = placement(call, model, device_map, dtype)
-    _fill(model, open_files(), place, strict=strict)
-    return model
-
-
-def _fill(
-    model: nn.Module, incoming: Incoming, place: Placement, *, strict: bool
-) -> None:
+    incoming = open_files()
     targets = _targets(model)
     empty, made = _rebuild_missing(model, targets)
     pairs = _match_targets(targets, incoming, strict=strict)
@@ -419,6 +418,7 @@ def _fill(
         for name, left in _named_tensors(model).items():
             if id(left) not in given and not left.is_meta and place.device_map:
                 left.data = left.data.to(place.device(name, left))
+    return model
 
 
 def _give(
@@ -426,16 +426,15 @@ def _give(
 ) -> None:
     """Fill a tensor; keeps no reference to the values, so that the next can use the memory."""
     own, old = target.names[0], target.tensors[0]
-    if incoming.read_to and place.has_room(incoming.tensors[name], own, old):
-        incoming.read_to(name, old)
-        torch.autograd.graph.increment_version(old)  # as a copy does
-        return
-    room = place.conversion_buffer(incoming.tensors[name], own, old)
-    if incoming.read_to and room is not None:
+    room = place.room(incoming.tensors[name], own, old)
+    if incoming.read_to is None or room is None:
+        value = place.move(incoming.read(name), own, old)
+    else:
         incoming.read_to(name, room)
         value = room
-    else:
-        value = place.move(incoming.read(name), own, old)
+    if value is old:
+        torch.autograd.graph.increment_version(old)  # as a copy does
+        return
     for each in target.tensors:
         _set(each, value, places.get(id(each), []))
 
@@ -486,10 +485,8 @@ def _rebuild_missing(
     if left:
         msg = (
             f"{list_names(left)}: on the meta device, and not in the model's state dict, so"
-            " no file has values for it. Build the model in `with af.empty_weights():`, which"
-            " makes all but the parameters, or give a factory, as"
-            " af.import_model(lambda: Net(...), ...); or give it values first:"
-            " module.register_buffer(name, values, persistent=False)."
+            " no file has values for it. Build the model in `with af.empty_weights():`, or give"
+            " a factory, as af.import_model(lambda: Net(...), ...)."
         )
         raise ModelError(msg)
     return empty, made
@@ -619,18 +616,6 @@ def _named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def _within(name: str, prefix: str) -> bool:
     return not prefix or name == prefix or name.startswith(f"{prefix}.")
-
-
-def _device(caller: str, prefix: str, device: Any) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): {error}"
-        raise ArgumentError(msg) from error
-    if found.type == "meta":
-        msg = f"{caller}(device_map={{{prefix!r}: {device!r}}}): meta tensors have no values."
-        raise ArgumentError(msg)
-    return found
 
 
 @explain_call_errors

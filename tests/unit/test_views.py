@@ -202,20 +202,6 @@ def test_where_parameters_are_taken_is_one_word(call):
         call(make(), raw=True)
 
 
-def test_save_pretrained_hands_no_old_word_on(tmp_path):
-    """Its options go to the model's own method, which would be given `raw`."""
-
-    class Own(nn.Linear):
-        def save_pretrained(self, *_, **__):
-            pytest.fail("it was handed on")
-
-    state = af.TrainState.create(
-        model=lambda: Own(1, 1), optimizer=torch.optim.SGD, setup=af.ema(0.5)
-    )
-    with pytest.raises(af.ArgumentError, match='at="train" instead of raw=True'):
-        af.save_pretrained(state, tmp_path / "saved", raw=True)
-
-
 @pytest.mark.parametrize("part", [0, 1, 2, slice(None)])
 def test_a_module_is_called_in_its_block(part):
     """Behind it the module, and each part that had tensors, says what to write."""
