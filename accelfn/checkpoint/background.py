@@ -141,10 +141,8 @@ class Talk:
         if gone:
             how = f"the process of {named(gone)} has ended"
         else:
-            waited = time.monotonic() - begun
-            how = (
-                f"{named(absent)} failed, left or did not arrive within {waited:.3g} s"
-            )
+            seconds = f"{time.monotonic() - begun:.3g} s"
+            how = f"{named(absent)} failed, left or did not arrive within {seconds}"
         return (
             f"The save of step {self.save.step} was not seen to its end: rank"
             f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."

@@ -272,9 +272,15 @@ def with_merged_slots(state: TrainState, source: Source) -> Source:
     """
     if is_compatible(state, source):
         return source
-    if source.manifest.differs in ((), ("buffers",)):
-        return _merge_equal_slots(state, source)
-    return _merge_by_average(state, source)
+    manifest, merging = source.manifest, _merging(state, source.manifest)
+    if manifest.differs not in ((), ("buffers",)):
+        return _merge_by_average(state, source)
+    slots: dict[str, Any] = {}
+    for each in merging:
+        slot = _slot(source, each.name, 0)
+        equal = [slot] * len(manifest.firsts)
+        _, slots[each.name] = _call_merge(state, each, equal, source)
+    return attrs.evolve(source, slots=slots)
 
 
 def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
@@ -344,16 +350,6 @@ def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
     return [e for e in state.setup.owners["merge"] if e.name in saved]
 
 
-def _merge_equal_slots(state: TrainState, source: Source) -> Source:
-    """Return the source with merged slots, for ranks whose values were equal."""
-    slots: dict[str, Any] = {}
-    for each in _merging(state, source.manifest):
-        slot = _slot(source, each.name, 0)
-        count = len(source.manifest.firsts)
-        _, slots[each.name] = _call_merge(state, each, [slot] * count, source)
-    return attrs.evolve(source, slots=slots)
-
-
 def _call_merge(
     state: TrainState, transform: Any, slots: list[Any], source: Source
 ) -> tuple[list[float], Any]:
@@ -380,24 +376,14 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
     with_mean |= {f"slots.{each.name}" for each in state.setup}
-    apart = {
-        unit
-        for trees in manifest.trees_by_rank
-        for unit in trees
-        if unit not in {f"slots.{each.name}" for each in merging}
-    }
+    apart = set[str]().union(*manifest.trees_by_rank)
+    apart -= {f"slots.{each.name}" for each in merging}
     without = sorted((set(manifest.differs) - with_mean) | apart)
     if without or len(merging) != 1:
-        what, size = ", ".join(without or manifest.differs), state.world.size
-        here = (
-            f"this world has {size}. Load it on as many"
-            if size != manifest.world_size
-            else "these have other parts of the model. Load it with the setup and axes that"
-            " it was saved with"
-        )
         msg = (
-            f"{source.folder} was saved on {manifest.world_size} ranks whose {what}"
-            f" differed, and {here}, or save where ranks agree."
+            f"{source.folder} was saved on {manifest.world_size} ranks whose"
+            f" {', '.join(without or manifest.differs)} differed. Load it on as many, with the"
+            " setup and axes that it was saved with, or save where ranks agree."
         )
         raise CheckpointError(msg)
     (transform,) = merging
@@ -564,20 +550,11 @@ def receive(
 
 
 def _keep(
-    held: Held, arrived: Iterator[Arrival], wanted: AbstractSet[tuple[str, str]]
+    held: Held, arrived: Iterable[Arrival], wanted: AbstractSet[tuple[str, str]]
 ) -> None:
     for file, tensors in arrived:
-        _keep_some(held, file, tensors, wanted)
-
-
-def _keep_some(
-    held: Held,
-    file: str,
-    tensors: Mapping[str, torch.Tensor],
-    wanted: AbstractSet[tuple[str, str]],
-) -> None:
-    kept = {name: t.cpu() for name, t in tensors.items() if (file, name) in wanted}
-    held.setdefault(file, {}).update(kept)
+        kept = {name: t.cpu() for name, t in tensors.items() if (file, name) in wanted}
+        held.setdefault(file, {}).update(kept)
 
 
 def _completed_tensors(
@@ -594,7 +571,7 @@ def _completed_tensors(
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}
     for file, tensors in arrived:
-        _keep_some(held, file, tensors, source.places(rank, names & tensors.keys()))
+        _keep(held, [(file, tensors)], source.places(rank, names & tensors.keys()))
         there = {
             n
             for n in tensors

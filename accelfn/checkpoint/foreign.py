@@ -6,11 +6,10 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import attrs
 import torch
-from torch import nn
 
 from accelfn.base.arguments import advise, as_path
 from accelfn.base.tree import is_shard
@@ -23,6 +22,7 @@ from accelfn.checkpoint.load import (
 from accelfn.checkpoint.save import fields_of, optimizer_name, with_fields
 from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
 from accelfn.errors import CheckpointCorruptError, CheckpointError
+from accelfn.model.optimizer import entries_of
 from accelfn.state.state import TrainState, check_state
 
 # Tensors of another library's checkpoint, which are read in boxes.
@@ -256,13 +256,10 @@ def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
     return values.to(param.device, param.dtype if param.is_floating_point() else None)
 
 
-# The entries of an optimizer, found by a trial step on one element.
-
-
 def _check_kept(
     state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> None:
-    """Reject entries of another optimizer, if a trial step of the state's is possible.
+    """Reject entries of another optimizer, if the state's is one of torch's.
 
     Raises:
         CheckpointError: the entries differ, or belong to parameters that the model lacks.
@@ -271,34 +268,13 @@ def _check_kept(
     if unknown:
         msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
         raise CheckpointError(msg)
-    keeps = _keeps(state)
+    made = entries_of(state.definition.optimizer, state.definition.skeleton)
     for name, entry in kept.items():
-        own = keeps.get(name)
-        if own is not None and own != entry.keys():
+        own = made.get(name)
+        if own is not None and own.keys() != entry.keys():
             msg = (
                 f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
                 f" state's optimizer, keeps {sorted(own)}: it is another optimizer's, or its"
-                " options differ. strict=False does not help; load the weights alone, with"
-                " af.import_model."
+                " options differ. Load the weights alone, with af.import_model."
             )
             raise CheckpointError(msg)
-
-
-def _keeps(state: TrainState) -> dict[str, set[str]]:
-    """Return the entries of the state's optimizer, by parameter; {} if a trial step fails."""
-    metas = dict(state.definition.skeleton.module.named_parameters())
-    tiny = {
-        name: nn.Parameter(torch.zeros((1,) * meta.ndim, dtype=meta.dtype))
-        for name, meta in metas.items()
-    }
-    try:
-        optimizer = state.definition.optimizer_over(tiny)
-        for param in tiny.values():
-            param.grad = torch.zeros_like(param)
-        optimizer.step()
-    except MemoryError:
-        raise
-    except Exception:  # noqa: BLE001 - the optimizer needs more than parameters and gradients
-        return {}
-    held = cast("dict[Any, dict[str, Any]]", optimizer.state)
-    return {n: set(held[p]) for n, p in tiny.items() if p in held}

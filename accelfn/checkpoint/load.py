@@ -163,9 +163,8 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
     if manifest.optimizer != optimizer_name(state):
         msg = (
             f"{folder} holds the state of {manifest.optimizer[:_LONG]}, but this state's"
-            f" optimizer is {optimizer_name(state)}. Create the state with the optimizer that"
-            " was saved, or begin this one anew: af.load_part(state, directory, only) takes all"
-            " else."
+            f" optimizer is {optimizer_name(state)}. Create the state with the saved optimizer,"
+            " or load all else: af.load_part(state, directory, only)."
         )
         raise CheckpointError(msg)
 
@@ -186,23 +185,18 @@ def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) 
         raise CheckpointError(msg)
 
 
-def check_allowed(state: TrainState, manifest: Manifest, allow: Sequence[str]) -> None:
-    """Reject unknown words in `allow`."""
+def check_data(
+    state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
+) -> None:
+    """Reject unknown words in `allow`, and a checkpoint that was saved with other data."""
     facts = {} if state.data is None else state.data.facts
     known = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
     if not {*allow} <= {*known}:
         msg = f"af.load(allow={tuple(allow)!r}): expected some of {quote(known)}."
         raise ArgumentError(msg)
-
-
-def check_data(
-    state: TrainState, manifest: Manifest, folder: Path | str, allow: Sequence[str]
-) -> None:
-    """Reject a checkpoint that was saved with other data."""
     saved = manifest.data
     if saved is None or state.data is None:
         return
-    facts = state.data.facts
     names = dict.fromkeys((*saved, *facts))
     changed = [n for n in names if n not in allow and saved.get(n) != facts.get(n)]
     if changed:
@@ -690,7 +684,6 @@ def restore_from(
         source = open_source()
         check_transforms(state, source.manifest, where)
         check_optimizer(state, source.manifest, where)
-        check_allowed(state, source.manifest, allow)
         check_data(state, source.manifest, where, allow)
         check_values(state, source.outline(), source.manifest, where, allow)
         return source, source.fields()
@@ -756,7 +749,6 @@ def load_part(
         if "opt_state" in wanted.only:
             check_optimizer(state, source.manifest, folder)
         if "cursor" in wanted.only:
-            check_allowed(state, source.manifest, _several(allow))
             check_data(state, source.manifest, folder, _several(allow))
         return source, source.fields()
 

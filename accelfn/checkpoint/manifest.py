@@ -63,7 +63,7 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
     Raises:
         ValueError: names the unexpected files.
     """
-    expected = {f"rank-{rank:05d}.safetensors" for rank in range(len(files))}
+    expected = set(map(rank_file, range(len(files))))
     if len(files) != world_size or files.keys() != expected:
         others = quote(sorted(files.keys() - expected))
         msg = f"{len(files)} files are not those of {world_size} ranks; others are {others}"

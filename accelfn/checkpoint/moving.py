@@ -7,6 +7,7 @@ So the rules for dividing, resharding and merging are those of checkpoints.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import attrs
@@ -120,7 +121,12 @@ def move(
     def say() -> commit.Contents | None:
         return None if newcomer else contents_of(state, "write")
 
-    contents, said = _run_on_all("say what it holds", meeting, say, _describe)
+    contents, said = _run_on_all(
+        "say what it holds",
+        meeting,
+        say,
+        lambda contents: json.dumps(contents and commit.describe_contents(contents)),
+    )
     handed = _hand_over(contents, list(map(json.loads, said)), meeting, state)
     if isinstance(handed, StateError):
         if restore is None:
@@ -140,7 +146,6 @@ def move(
         "take the state over",
         meeting,
         take,
-        lambda _: "",
         can_tell=lambda: not arrivals.is_broken,
     )
     return taken
@@ -152,9 +157,8 @@ def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
     A separate step, because loading a split model calls collectives, which a rank that failed
     here would not join.
     """
-    fresh, _ = _run_on_all(
-        "begin anew", meeting, lambda: _fresh_state(state, world), lambda _: ""
-    )
+    begin = partial(_fresh_state, state, world)
+    fresh, _ = _run_on_all("begin anew", meeting, begin)
     return fresh
 
 
@@ -173,10 +177,7 @@ def _restore_lost(fresh: TrainState, restore: Restore, lost: StateError) -> Trai
         )
         raise ArgumentError(msg)
     if found is fresh or found.world is not fresh.world:
-        what = "in another world" if found is not fresh else "that it was given"
-        msg = (
-            f"{lost} restore={restore!r} gave the state {what}: it has loaded nothing."
-        )
+        msg = f"{lost} restore={restore!r} has loaded nothing into the state given."
         raise StateError(msg) from lost
     return found
 
@@ -203,7 +204,7 @@ def _run_on_all(
     what: str,
     world: World,
     act: Callable[[], T],
-    told: Callable[[T], str],
+    told: Callable[[T], str] = lambda _: "",
     *,
     can_tell: Callable[[], bool] = lambda: True,
 ) -> tuple[T, list[str]]:
@@ -234,10 +235,6 @@ def _run_on_all(
             raise StateError(msg)
         results.append(said)
     return outcome, results
-
-
-def _describe(contents: commit.Contents | None) -> str:
-    return json.dumps(contents and commit.describe_contents(contents))
 
 
 def _hand_over(
@@ -448,8 +445,8 @@ def _regrouping_of(world: World) -> Any:
         raise WorldError(msg)
     if world.axes:
         msg = (
-            f"{_REGROUP}: the world has axes, {dict(world.axes)}, and without a rank they are not"
-            " whole. Leave them out, or continue from the last checkpoint."
+            f"{_REGROUP}: the world has axes, {dict(world.axes)}. Leave them out, or continue"
+            " from the last checkpoint."
         )
         raise WorldError(msg)
     regrouping = world.connection.regrouping

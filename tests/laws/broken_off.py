@@ -80,8 +80,6 @@ KINDS: Mapping[str, type[BaseException]] = {
 PUT_BACK = ("__exit__", "__del__")
 SWALLOWED = ("Finalize.__call__",)
 """Callbacks of weak references, whose errors Python prints and drops."""
-TRIES = ("_keeps",)
-"""Functions of accelfn that try an optimizer, and take its errors for an answer."""
 
 Place = tuple[str, int, str]
 """A file, a line in it, and what is called there."""
@@ -147,13 +145,6 @@ def puts_back(frame: FrameType | None) -> bool:
                 and frame.f_lineno in cleaning(frame.f_code.co_filename)
             )
         ),
-    )
-
-
-def is_tried(frame: FrameType | None) -> bool:
-    """Whether an error of a call would be an answer to accelfn."""
-    return _is_below(
-        frame, lambda frame: is_own(frame.f_code) and frame.f_code.co_name in TRIES
     )
 
 
@@ -223,7 +214,7 @@ class Breaking:
         else:
             return
         file = caller.f_code.co_filename
-        if method in PUT_BACK or file.startswith(self._but) or self._is_left(caller):
+        if method in PUT_BACK or file.startswith(self._but) or puts_back(caller):
             return
         place = file, caller.f_lineno, name
         self.counts[place] += 1
@@ -231,11 +222,6 @@ class Breaking:
             self.place = None
             self.raised = self.kind("broken off")
             raise self.raised
-
-    def _is_left(self, caller: FrameType) -> bool:
-        """Whether a call is left alone: it puts back, or its error would be an answer."""
-        is_answer = issubclass(self.kind, Broken) and is_tried(caller)
-        return is_answer or puts_back(caller)
 
 
 def inside(value: Any) -> Any:

@@ -90,7 +90,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
         def fn(world: af.World) -> None:
             elastic(world, training, restore=af.CheckpointStore(folder).restore)
 
-        with pytest.raises(af.StateError, match="it has loaded nothing"):
+        with pytest.raises(af.StateError, match="has loaded nothing"):
             simulate(3, fn, faults=[Crash(1, step=3)], elastic=1)
 
 
