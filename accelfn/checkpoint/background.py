@@ -23,10 +23,7 @@ from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Save
 from accelfn.collectives.failures import named
 from accelfn.collectives.packed import gather_text
-from accelfn.errors import (
-    CheckpointWriteError,
-    PeerFailedError,
-)
+from accelfn.errors import CheckpointWriteError, PeerFailedError
 
 if TYPE_CHECKING:
     from accelfn.world import World

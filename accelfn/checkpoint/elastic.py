@@ -30,12 +30,7 @@ from accelfn.checkpoint.manifest import (
     read_manifests,
 )
 from accelfn.checkpoint.save import decode_fields, encode_fields, fields_of
-from accelfn.checkpoint.slices import (
-    Slice,
-    assemble,
-    dtensor_like,
-    slice_of,
-)
+from accelfn.checkpoint.slices import Slice, assemble, dtensor_like, slice_of
 from accelfn.collectives.packed import broadcast_
 from accelfn.errors import CheckpointError
 from accelfn.state.state import TrainState

@@ -13,12 +13,7 @@ import torch
 
 from accelfn.base.arguments import advise, as_path
 from accelfn.base.tree import is_shard
-from accelfn.checkpoint.load import (
-    Loaded,
-    convert_dtype,
-    differences,
-    read_all_or_none,
-)
+from accelfn.checkpoint.load import Loaded, convert_dtype, differences, read_all_or_none
 from accelfn.checkpoint.save import fields_of, optimizer_name, with_fields
 from accelfn.checkpoint.slices import Slice, dtensor_like, slice_of
 from accelfn.errors import CheckpointCorruptError, CheckpointError
@@ -223,13 +218,12 @@ def _check_names(
     there |= {n: torch.empty(0, device="meta") for n in strange}
     found = differences(there, asked)
     other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
-    named = attrs.evolve(found, dtypes=other)
-    if not strict:
-        named = attrs.evolve(named, missing=(), unexpected=())
-    if named:
-        raise CheckpointError(named.describe(str(folder)))
-    if found.missing or found.unexpected:
-        advise(attrs.evolve(found, dtypes={}).describe(str(folder)))
+    found = attrs.evolve(found, dtypes=other)
+    said = found.describe(str(folder))
+    if found.shapes or found.dtypes or (found and strict):
+        raise CheckpointError(said)
+    if found:
+        advise(said)
 
 
 def _place_piece(

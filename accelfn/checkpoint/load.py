@@ -14,12 +14,7 @@ from weakref import ref
 import attrs
 import torch
 
-from accelfn.base.arguments import (
-    advise,
-    as_path,
-    explain_call_errors,
-    list_names,
-)
+from accelfn.base.arguments import advise, as_path, explain_call_errors, list_names
 from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint.commit import format_error
@@ -94,22 +89,18 @@ class Differences:
     def describe(self, where: str, whose: str = "the state's") -> str:
         """Return the differences as text, with the nearest expected name for each."""
         rows = [f"{where} differ from {whose}:"]
-        for what, names, others in (
-            ("missing", self.missing, self.unexpected),
-            ("unexpected", self.unexpected, self.missing),
-        ):
-            shown = (
-                f"  {what} {n[:_LONG]}{_nearest_hint(n, others)}"
-                for n in names[:_SHOWN]
-            )
-            rows += shown
-            if len(names) > _SHOWN:
-                rows.append(f"  and {len(names) - _SHOWN} more {what}")
         both = {**self.shapes, **self.dtypes}
-        changed = [f"  {n[:_LONG]} {how}" for n, how in both.items()]
-        rows += changed[:_SHOWN]
-        if len(changed) > _SHOWN:
-            rows.append(f"  and {len(changed) - _SHOWN} more")
+        for some in (
+            [f"missing {n[:_LONG]}{_near(n, self.unexpected)}" for n in self.missing],
+            [
+                f"unexpected {n[:_LONG]}{_near(n, self.missing)}"
+                for n in self.unexpected
+            ],
+            [f"{n[:_LONG]} {how}" for n, how in both.items()],
+        ):
+            rows += [f"  {row}" for row in some[:_SHOWN]]
+            if len(some) > _SHOWN:
+                rows.append(f"  and {len(some) - _SHOWN} more")
         return "\n".join(rows)
 
     def __bool__(self) -> bool:
@@ -152,7 +143,7 @@ def differences(
     )
 
 
-def _nearest_hint(name: str, others: Iterable[str]) -> str:
+def _near(name: str, others: Iterable[str]) -> str:
     known = [each for each in list(others)[:1000] if len(each) <= _LONG]
     near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
     return f" (near {near[0]})" if near else ""

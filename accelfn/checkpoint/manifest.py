@@ -318,16 +318,7 @@ _MANIFEST = _record(
 )
 
 
-def check_joint(plain: Any) -> None:
-    """Reject JSON that does not name states that were saved together.
-
-    Raises:
-        ValueError: quotes the invalid value.
-    """
-    _record(blake3=_digest, format=_count, states=_table_of(_digest))(plain, "")
-    names = plain["states"]
-    are_names = names and all(map(MEMBER.fullmatch, names))
-    _expect(are_names, "a table of states by name", names, "states")
+_JOINT_MANIFEST = _record(blake3=_digest, format=_count, states=_table_of(_digest))
 
 
 # The contents of a manifest.
@@ -436,13 +427,9 @@ class Manifest:
             CheckpointError: the manifest has another format version.
         """
         try:
-            _check_density(data)
-            plain = _table(
-                json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
-            )
-            version = plain["format"]
-            if type(version) is not int:
-                raise ValueError(f"its format is {quote(version)}")  # noqa: TRY301, TRY003, EM102
+            plain = _parse(data)
+            version = plain.get("format") if isinstance(plain, dict) else None
+            _expect(type(version) is int, "a table with a format", plain, "")
             if version == FORMAT:
                 _compare(data)
                 return cls._of(plain)
@@ -674,14 +661,16 @@ def digests_in(folder: Path) -> dict[str, str | None]:
     if not _JOINT.match(data):
         return {"": None}
     try:
-        _check_density(data)
         _compare(data)
-        plain = _table(json.loads(data, object_pairs_hook=files.reject_duplicate_keys))
-        check_joint(plain)
+        plain = _parse(data)
+        _JOINT_MANIFEST(plain, "")
+        names = plain["states"]
+        are_names = names and all(map(MEMBER.fullmatch, names))
+        _expect(are_names, "a table of states by name", names, "states")
     except (ValueError, RecursionError, CheckpointCorruptError) as error:
         msg = f"{folder / NAME}: it names no states that were saved together: {error}"
         raise CheckpointCorruptError(msg) from error
-    return plain["states"]
+    return names
 
 
 def joint_bytes(digests: Mapping[str, str]) -> bytes:
@@ -767,14 +756,9 @@ def _lines(value: Any, depth: int = 0) -> str:
     return "{\n" + ",\n".join(lines) + f"\n{space}}}"
 
 
-def _table(plain: Any) -> dict[str, Any]:
-    """Check that JSON is an object with a format, as a manifest is."""
-    if not isinstance(plain, dict) or "format" not in plain:
-        is_object = isinstance(plain, dict)
-        lacks = "an object without one" if is_object else quote(plain)
-        msg = f'expected a JSON object with "format", and found {lacks}'
-        raise ValueError(msg)
-    return cast("dict[str, Any]", plain)
+def _parse(data: bytes) -> Any:
+    _check_density(data)
+    return json.loads(data, object_pairs_hook=files.reject_duplicate_keys)
 
 
 def _check_density(data: bytes) -> None:
@@ -878,8 +862,8 @@ def check_no_store(directory: Path) -> None:
     steps = () if arguments.exists(directory / NAME) else steps_in(directory)
     if steps:
         msg = (
-            f"{directory} is a store of {len(steps)} checkpoints, and not one of them."
-            f" Load the newest, {directory / name_of(steps[-1])}, or call"
+            f"{directory} is a store of {len(steps)} checkpoints. Load the newest,"
+            f" {directory / name_of(steps[-1])}, or call"
             f" af.CheckpointStore({str(directory)!r}).restore(state)."
         )
         raise CheckpointError(msg)

@@ -18,12 +18,7 @@ from accelfn.base.arguments import call_mismatch
 from accelfn.base.tree import is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Verdict
-from accelfn.checkpoint.elastic import (
-    Arrivals,
-    receive,
-    sendings,
-    to_merge,
-)
+from accelfn.checkpoint.elastic import Arrivals, receive, sendings, to_merge
 from accelfn.checkpoint.load import restore_from
 from accelfn.checkpoint.manifest import Manifest
 from accelfn.checkpoint.save import contents_of

@@ -12,13 +12,7 @@ import attrs
 import torch
 
 from accelfn.base.arguments import as_path, explain_call_errors
-from accelfn.base.codec import (
-    ObjectState,
-    Table,
-    decode,
-    encode,
-    has_state,
-)
+from accelfn.base.codec import ObjectState, Table, decode, encode, has_state
 from accelfn.base.tree import Pending, is_shard
 from accelfn.checkpoint import commit, files
 from accelfn.checkpoint.commit import Contents, Phase, Save
@@ -28,11 +22,7 @@ from accelfn.collectives.packed import gather_text
 from accelfn.collectives.replicas import by_calls
 from accelfn.data.plan import Cursor
 from accelfn.definition.transform import has_field
-from accelfn.errors import (
-    ArgumentError,
-    CheckpointError,
-    WorldError,
-)
+from accelfn.errors import ArgumentError, CheckpointError, WorldError
 from accelfn.model.optimizer import kind_of, place_opt_state
 from accelfn.state.results import Lease
 from accelfn.state.state import TrainState, check_state

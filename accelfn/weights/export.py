@@ -14,12 +14,7 @@ import attrs
 import torch
 
 from accelfn.base import arguments
-from accelfn.base.arguments import (
-    as_path,
-    explain_call_errors,
-    is_word,
-    parse_bytes,
-)
+from accelfn.base.arguments import as_path, explain_call_errors, is_word, parse_bytes
 from accelfn.base.codec import Table
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import is_shard
@@ -200,9 +195,17 @@ def read_parts(
         CheckpointError: a folder has neither.
         CheckpointCorruptError: the index is damaged, or does not fit the files.
     """
-    path = (
-        _file_in(source, weights, index) if arguments.is_directory(source) else source
-    )
+    path = source
+    if arguments.is_directory(source):
+        there = [n for n in (weights, index) if arguments.exists(source / n)]
+        if not there:
+            present = sorted(path.name for path in source.iterdir())[:10]
+            msg = (
+                f"{source} has neither {weights} nor {index}; it has"
+                f" {present}.{reader_of(source)}"
+            )
+            raise CheckpointError(msg)
+        path = source / there[0]
     if not path.name.endswith(".index.json"):
         return dict(read(path))
     named = _weight_map(path, Path(weights).suffix)
@@ -215,23 +218,6 @@ def read_parts(
     for file, tensors in parts.items():
         found |= {n: t for n, t in tensors.items() if named.get(n, file) == file}
     return found
-
-
-def _file_in(folder: Path, weights: str, index: str) -> Path:
-    """Return a folder's file of weights, or its index.
-
-    Raises:
-        CheckpointError: the folder has neither.
-    """
-    for name in (weights, index):
-        if arguments.exists(folder / name):
-            return folder / name
-    present = sorted(path.name for path in folder.iterdir())[:10]
-    msg = (
-        f"{folder} has neither {weights} nor {index}; it has"
-        f" {present}.{reader_of(folder)}"
-    )
-    raise CheckpointError(msg)
 
 
 def _weight_map(path: Path, ending: str) -> dict[str, str]:
@@ -287,27 +273,20 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
             msg = f"{name!r} has the dtype {entry['dtype']!r}, which accelfn does not read."
             raise CheckpointError(msg)
     listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
-    tensors = {name: _entry(entry, first) for name, entry in listed}
+    tensors: dict[str, Any] = {}
+    for name, entry in listed:
+        begin, end = entry["data_offsets"]
+        if type(begin) is not int or type(end) is not int:
+            msg = f"{begin!r} and {end!r} are not offsets"
+            raise ValueError(msg)
+        kind = {"dtype": entry["dtype"], "shape": entry["shape"], "blake3": ""}
+        tensors[name] = {**kind, "begin": first + begin, "end": first + end}
     blank = {"blake3": "", "header_blake3": ""}
     file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
     if min((each.begin for each in file.tensors.values()), default=first) != first:
         msg = "its tensors do not begin behind its header"
         raise ValueError(msg)
     return file
-
-
-def _entry(entry: Mapping[str, Any], first: int) -> dict[str, Any]:
-    begin, end = entry["data_offsets"]
-    if type(begin) is not int or type(end) is not int:
-        msg = f"{begin!r} and {end!r} are not offsets"
-        raise ValueError(msg)
-    return {
-        "dtype": entry["dtype"],
-        "shape": entry["shape"],
-        "begin": first + begin,
-        "end": first + end,
-        "blake3": "",
-    }
 
 
 def _bytes(path: Path, *, header: bool = False) -> bytes:

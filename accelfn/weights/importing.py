@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`import_model`: load weights from safetensors files into a model."""
 
-import inspect
 import math
 import mmap
 import os
@@ -77,22 +76,10 @@ class Valueless(TorchFunctionMode):
 
 def _needs_values(function: str, error: Exception) -> str:
     return (
-        f"{_building()} takes values of its parameters as it is built, by {function}, and in a"
-        f" block of af.empty_weights(), or in a factory that is imported into, they have none:"
-        f" {str(error).splitlines()[0].rstrip('.')}. Build this model with values, as"
-        " af.import_model(Net(), files); they are replaced."
+        f"The model takes values of its parameters as it is built, by {function}, and in"
+        f" af.empty_weights() or a factory they have none: {str(error).splitlines()[0]} Build"
+        " the model with values, as af.import_model(Net(), files)."
     )
-
-
-def _building() -> str:
-    """Return the class name of the innermost module that is being built."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module):
-            return type(owner).__name__
-        frame = frame.f_back
-    return "The model"
 
 
 # Models with parameters on meta and buffers with values.
