@@ -96,7 +96,9 @@ class Talk:
                 raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [_read_text(self._file(self.turn, rank)) for rank in self._ranks()]
+        return [
+            _read_text(self._file(self.turn, rank)) for rank in range(self.save.size)
+        ]
 
     def begin(self) -> BinaryIO | None:
         """Return an open lock file that shows other ranks that this process lives."""
@@ -108,15 +110,14 @@ class Talk:
         if self.save.size > 1:
             files.tell(self._file(_ENDED, self.save.rank), text)
 
-    def _ranks(self) -> range:
-        return range(self.save.size)
-
     def _file(self, turn: int | str, rank: int) -> Path:
         return talk_directory(self.save.final) / f"{turn}-{rank}"
 
     def _absent(self) -> list[int]:
         return [
-            r for r in self._ranks() if not arguments.exists(self._file(self.turn, r))
+            r
+            for r in range(self.save.size)
+            if not arguments.exists(self._file(self.turn, r))
         ]
 
     def _check_ended(self, absent: list[int]) -> None:
@@ -157,15 +158,6 @@ def _read_text(path: Path) -> str:
 def talk_directory(final: Path) -> Path:
     """Return the directory where ranks exchange texts about a checkpoint."""
     return final.parent / f".tmp-{final.name}.talk"
-
-
-def open_talk(save: Save) -> None:
-    """Make the directory for exchanges; if that fails, remove the unfinished checkpoint."""
-    try:
-        files.create(talk_directory(save.final))
-    except OSError:
-        files.remove(save.partial)
-        raise
 
 
 def close_talk(save: Save) -> None:

@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Any, NoReturn, Self, TypeAlias, cast
+from typing import Any, Self, TypeAlias, cast
 
 import attrs
 import torch
@@ -280,19 +280,15 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         for name, each in contents.items()
     }
 
-    def write_file() -> str:
+    def write_files() -> str:
         written: dict[str, Any] = {}
         for name, each in divisions.items():
             path, step = save.partial / name / own, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
-            try:
-                file = files.write_tensors(path, each.mine, metadata)
-            except OSError as error:
-                explain(error, path, each.mine)
-            written[name] = attrs.asdict(file)
+            written[name] = attrs.asdict(write_file(path, each.mine, metadata))
         return json.dumps(written)
 
-    texts = save.run_on_all(exchange, Phase.WRITE, write_file)
+    texts = save.run_on_all(exchange, Phase.WRITE, write_files)
 
     def name_it() -> None:
         if save.rank:
@@ -468,19 +464,21 @@ def _tensors_to_write(
     return {name: tensor for name, tensor in tensors.items() if name in mine}
 
 
-def explain(
-    error: OSError, path: Path, tensors: Mapping[str, torch.Tensor]
-) -> NoReturn:
-    """Raise the error again; if the disk is full, add the free and the needed bytes."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        raise error
-    needed = sum(t.nbytes for t in tensors.values())
+def write_file(
+    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+) -> files.File:
+    """Write a file of tensors; if the disk is full, the error has the free and needed bytes."""
     try:
-        free = shutil.disk_usage(path.parent).free
-    except OSError:
-        raise error from None
-    reason = f"{os.strerror(error.errno)} (needs {needed:,} bytes, {free:,} are free)"
-    raise OSError(error.errno, reason, str(path)) from error
+        return files.write_tensors(path, tensors, metadata)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise
+        needed = sum(t.nbytes for t in tensors.values())
+        room = f"needs {needed:,} bytes"
+        with suppress(OSError):
+            room += f", {shutil.disk_usage(path.parent).free:,} are free"
+        reason = f"{os.strerror(error.errno)} ({room})"
+        raise OSError(error.errno, reason, str(path)) from error
 
 
 # The lock: one job at a time writes to a directory of checkpoints.

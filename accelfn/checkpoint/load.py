@@ -19,7 +19,6 @@ from accelfn.base.codec import ObjectState, has_state
 from accelfn.base.tree import clone_shards, is_shard
 from accelfn.checkpoint.commit import format_error
 from accelfn.checkpoint.elastic import Source, source_of
-from accelfn.checkpoint.files import digests
 from accelfn.checkpoint.manifest import (
     Manifest,
     check_no_store,
@@ -32,13 +31,13 @@ from accelfn.checkpoint.save import (
     FIELDS,
     States,
     definition_of,
+    digests_of,
     fields_of,
     optimizer_name,
     states_of,
     with_fields,
 )
 from accelfn.collectives.packed import gather_text
-from accelfn.collectives.replicas import by_calls
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.model.optimizer import OTHERS, entries_of, group_key
 from accelfn.state.beginning import reset_slots
@@ -545,16 +544,13 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     if not kept:
         return {}
     here = {n: p for n, p in state.params.items() if n in kept}
-    found = digests({n: p for n, p in here.items() if not is_shard(p)})
-    for some in by_calls(here, state.world, label="compare frozen parameters"):
-        found |= digests(some)
+    found = digests_of(here, state.world)
     changed = [n for n in here if found[n] != kept[n]]
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())
         msg = (
-            f'{source.folder} was saved with frozen="hash", and the frozen parameters of the'
-            f" state that it is loaded into are not those: missing {list_names(gone)},"
-            f" with other values {list_names(changed)}. Import them first."
+            f'{source.folder} was saved with frozen="hash". The state lacks frozen parameters'
+            f" {list_names(gone)}, or has other values {list_names(changed)}. Import them first."
         )
         raise CheckpointError(msg)
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in here.items()}

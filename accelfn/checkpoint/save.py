@@ -26,6 +26,7 @@ from accelfn.errors import ArgumentError, CheckpointError, WorldError
 from accelfn.model.optimizer import kind_of, place_opt_state
 from accelfn.state.results import Lease
 from accelfn.state.state import TrainState, check_state
+from accelfn.world import World
 
 # The saved fields of a state.
 
@@ -281,9 +282,7 @@ def contents_of(
     if frozen == "hash":
         trained = state.definition.skeleton.once_trained
         held = {n: p for n, p in fields["params"].items() if n not in trained}
-        kept = files.digests({n: p for n, p in held.items() if not is_shard(p)})
-        for some in by_calls(held, state.world, label="hash frozen parameters"):
-            kept |= files.digests(some)
+        kept = digests_of(held, state.world)
         fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
     units, tensors = encode_fields(fields)
     copies = state.definition.copy_of_each
@@ -302,6 +301,14 @@ def contents_of(
             "definition": definition_of(state),
         },
     )
+
+
+def digests_of(params: Mapping[str, torch.Tensor], world: World) -> dict[str, str]:
+    """Return digests of full parameters by name; a collective if parameters are sharded."""
+    found = files.digests({n: p for n, p in params.items() if not is_shard(p)})
+    for some in by_calls(params, world, label="hash frozen parameters"):
+        found |= files.digests(some)
+    return found
 
 
 def definition_of(state: TrainState) -> dict[str, str]:

@@ -41,19 +41,6 @@ class Slice:
         shape = tuple(shape)
         return cls(shape, (0,) * len(shape), shape)
 
-    @classmethod
-    def even(cls, shape: Iterable[int], dim: int, index: int, count: int) -> Self:
-        """Return chunk `index` of `count` along a dim, as `torch.chunk`; it can be empty."""
-        whole = cls.whole(shape)
-        length = whole.shape[dim]
-        step = -(-length // count)
-        begin, end = (min(each * step, length) for each in (index, index + 1))
-        return cls(
-            whole.shape,
-            _with(whole.offset, dim, begin),
-            _with(whole.size, dim, end - begin),
-        )
-
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the box of a full tensor, as a view."""
         for dim, (start, length) in enumerate(zip(self.offset, self.size, strict=True)):
@@ -217,10 +204,6 @@ def dtensor_like(local: torch.Tensor, sharded: Any) -> torch.Tensor:
     torch's `from_local` would move the slice to the device of the mesh.
     """
     return tree.with_local(sharded, local.to(tree.local(sharded).device))
-
-
-def _with(numbers: tuple[int, ...], dim: int, number: int) -> tuple[int, ...]:
-    return (*numbers[:dim], number, *numbers[dim + 1 :])
 
 
 # Reading a box of a tensor from a file, without reading the rest of the tensor.

@@ -58,7 +58,7 @@ from accelfn.checkpoint.background import (
     PendingSave,
     Writing,
     close_talk,
-    open_talk,
+    talk_directory,
 )
 
 # Checks of a store's arguments, before anything is written.
@@ -160,31 +160,25 @@ def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
     return None
 
 
-def metrics_of(folder: Path) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint; states saved together share them."""
-    return next(iter(manifest.read_manifests(folder).values())).metrics
+def metrics_of(directory: Path) -> dict[int, Mapping[str, float]]:
+    """Return the metrics of each checkpoint by step; states saved together share them."""
+    found: dict[int, Mapping[str, float]] = {}
+    for step in manifest.steps_in(directory):
+        with suppress(CheckpointError):  # damaged: loading it raises the error
+            states = manifest.read_manifests(directory / manifest.name_of(step))
+            found[step] = next(iter(states.values())).metrics
+    return found
 
 
 def best_of(directory: Path, metric: str, mode: str) -> list[int]:
     """Return the steps of checkpoints that have a metric, the best first."""
-    found: list[tuple[float, int]] = []
-    for step in manifest.steps_in(directory):
-        try:
-            value = metrics_of(directory / manifest.name_of(step)).get(metric)
-        except CheckpointError:  # damaged: loading it raises the error
-            continue
-        if value is not None and not math.isnan(value):
-            found.append((-value if mode == "max" else value, step))
+    sign = -1 if mode == "max" else 1
+    found = [
+        (sign * metrics[metric], step)
+        for step, metrics in metrics_of(directory).items()
+        if not math.isnan(metrics.get(metric, math.nan))
+    ]
     return [step for _, step in sorted(found)]
-
-
-def metrics_in(directory: Path) -> set[str]:
-    """Return the names of all metrics in a directory's checkpoints."""
-    names = set[str]()
-    for step in manifest.steps_in(directory):
-        with suppress(CheckpointError):  # as above
-            names |= metrics_of(directory / manifest.name_of(step)).keys()
-    return names
 
 
 def discard(directory: Path, step: int) -> None:
@@ -282,7 +276,7 @@ class Retention:
         """Report once that no checkpoint has the metric of `keep_best`."""
         if self.best is None or self.has_said_no_best:
             return
-        names = metrics_in(self.directory)
+        names = set[str]().union(*metrics_of(self.directory).values())
         if self.best not in names:
             self.has_said_no_best = True
             sys.stderr.write(
@@ -567,9 +561,9 @@ class CheckpointStore:
                     " update; the same once more goes to a store of another directory."
                 )
                 raise CheckpointError(msg)
+            if self.async_:
+                files.create(talk_directory(job.final))
         commit.begin(job)
-        if self.async_ and job.rank == 0:
-            open_talk(job)
         return contents
 
     def _write(

@@ -529,11 +529,7 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _write_file(job: Save, file: str, held: Mapping[str, torch.Tensor]) -> None:
     if job.rank == 0:
-        path = job.partial / file
-        try:
-            files.write_tensors(path, held, {"format": "pt"})
-        except OSError as error:
-            commit.explain(error, path, held)
+        commit.write_file(job.partial / file, held, {"format": "pt"})
 
 
 def _by_its_own_method(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 import accelfn as af
 from tests.internals import Slice, assemble, cover
+from tests.slices import even_slice
 
 SHAPES = st.lists(st.integers(0, 5), min_size=1, max_size=3).map(tuple)
 """Lengths of 0 among them, and those smaller than a world."""
@@ -31,7 +32,7 @@ def cuts(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Slice]:
                 (*box.size[:dim], part.size[dim], *box.size[dim + 1 :]),
             )
             for box in boxes
-            for part in (Slice.even(shape, dim, rank, world) for rank in range(world))
+            for part in (even_slice(shape, dim, rank, world) for rank in range(world))
         ]
     return boxes
 
@@ -86,7 +87,7 @@ def test_even_parts_are_those_of_torch(
     chunks = list(whole.chunk(world, dim))
     nothing = whole.narrow(dim, 0, 0)
     chunks += [nothing] * (world - len(chunks))
-    parts = held(whole, [Slice.even(shape, dim, i, world) for i in range(world)])
+    parts = held(whole, [even_slice(shape, dim, i, world) for i in range(world)])
     assert [each.shape for each in chunks] == [each.shape for each in parts]
     assert all(map(torch.equal, chunks, parts))
 

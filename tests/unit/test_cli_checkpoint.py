@@ -20,7 +20,6 @@ import accelfn as af
 from accelfn.testing import simulate
 from tests.golden import make as golden
 from tests.internals import (
-    Slice,
     commit,
     contents_of,
     gather_text,
@@ -28,6 +27,7 @@ from tests.internals import (
     read_manifest,
     save_of,
 )
+from tests.slices import even_slice
 
 ONE, TWO = golden.FOLDER / "one-rank", golden.FOLDER / "two-ranks"
 X = torch.linspace(-1, 1, 24).reshape(8, 3)
@@ -253,7 +253,7 @@ def of_slices(folder, world):
     state = fresh(world=world)
     job, contents = save_of(state, folder), contents_of(state, "write")
     slices = {
-        name: Slice.even(tensor.shape, 0, world.rank, world.size)
+        name: even_slice(tensor.shape, 0, world.rank, world.size)
         for name, tensor in contents.tensors.items()
         if tensor.dim() == 2 and name.startswith("params.")
     }
