@@ -549,8 +549,9 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     if changed or here.keys() != kept.keys():
         gone = sorted(kept.keys() - here.keys())
         msg = (
-            f'{source.folder} was saved with frozen="hash". The state lacks frozen parameters'
-            f" {list_names(gone)}, or has other values {list_names(changed)}. Import them first."
+            f'{source.folder} was saved with frozen="hash", and the state has other frozen'
+            f" parameters: missing {list_names(gone)}, with other values"
+            f" {list_names(changed)}. Import them first."
         )
         raise CheckpointError(msg)
     return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in here.items()}

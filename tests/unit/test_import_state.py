@@ -288,18 +288,6 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path):
         assert "are no parameters of the model" in said
 
 
-def test_memory_that_is_short_is_no_answer(tmp_path):
-    """Where an optimizer is tried, what it keeps is not what it says when there is no room."""
-
-    class Short(torch.optim.AdamW):
-        def step(self, closure: Any = None) -> Any:
-            raise MemoryError
-
-    _, folder = saved(tmp_path)
-    with pytest.raises(MemoryError):
-        af.import_state(create(partial(Short, lr=0.1)), folder)
-
-
 def test_names_and_shapes_that_differ_are_told(tmp_path):
     """All of them, with the nearest; without strict, those that are missing are a warning."""
 
