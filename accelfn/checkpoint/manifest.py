@@ -429,7 +429,7 @@ class Manifest:
         try:
             plain = _parse(data)
             version = plain.get("format") if isinstance(plain, dict) else None
-            _expect(type(version) is int, "a table with a format", plain, "")
+            _expect(type(version) is int, 'a JSON object with "format"', plain, "")
             if version == FORMAT:
                 _compare(data)
                 return cls._of(plain)
