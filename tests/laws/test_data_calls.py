@@ -263,7 +263,7 @@ def calls(draw: st.DrawFn) -> Call:
         )
     )
     remainder = draw(REMAINDERS.filter(lambda each: not loader or each != "pad"))
-    n = draw(st.integers(1, 14))
+    n = draw(st.integers(1, 14) | st.integers(15, 90))
     form = draw(st.sampled_from(sorted(FORMS)))
     collates = draw(st.booleans()) and form in ("list", "items", "lists")
     if loader and form in ("pair", "dict", "nested", "array"):
@@ -286,8 +286,8 @@ def calls(draw: st.DrawFn) -> Call:
 
 @given(
     call=calls(),
-    size=st.integers(1, 4),
-    samples=st.integers(0, 13),
+    size=st.integers(1, 5),
+    samples=st.integers(0, 89),
     begin=st.integers(0, 1),
     more=st.integers(1, 2),
 )

@@ -62,6 +62,12 @@ AFTER_A_LOOK: Acts = [
     axes=AXES[0],
     acts=[("look apart", 0), ("look", 0), ("step", 0), ("look apart", 0), ("step", 0)],
 )
+@example(  # a state is bound behind one that has gone on
+    run=Run(4, 2, "mean", "momentum", in_list=False, micro=4),
+    wrap=af.wrap_fsdp(nn.Linear),
+    axes={"dp_replicate": 2, "dp_shard": 2},
+    acts=[("step", 1), ("step", 2), ("keep", 2)],
+)
 @given(
     run=runs(),
     wrap=wraps | lowered | st.just(af.wrap_ddp()),
