@@ -29,6 +29,7 @@ from accelfn.data.order import (
     Own,
     Sequential,
     Shuffled,
+    check_one_each,
     promised_length,
     refuse_distributed,
 )
@@ -168,7 +169,7 @@ def _check_indexed(data: "Data") -> None:
         raise DataError(msg)
     _advise_of_columns(data.dataset)
     if isinstance(data.batch_size, budget):
-        data.batch_size.check(len(data.source))
+        check_one_each("af.budget", "costs", data.batch_size.costs, len(data.source))
     if isinstance(data.batch_size, int) and not data.updates_per_epoch:
         msg = (
             f'af.Data(batch_size={data.batch_size}, remainder="drop"): the dataset has'
@@ -430,7 +431,7 @@ class Data:
                 " different numbers of updates; ask data.num_updates(epochs, seed=...)."
             )
             raise DataError(msg)
-        return EvenCut(len(self), self.batch_size, self.remainder).updates_per_epoch
+        return EvenCut(len(self), self.batch_size, self.remainder).num_batches(0)
 
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
         """Return how many updates so many epochs make, for a state of this seed.

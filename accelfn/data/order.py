@@ -281,18 +281,14 @@ def describe_values(values: npt.NDArray[Any]) -> str:
     return f"[{first}{', ...' if len(values) > 3 else ''}]"
 
 
-def check_one_each(order: str, what: str, values: Sized, n: int) -> None:
+def check_one_each(call: str, what: str, values: Sized, n: int) -> None:
     """Raise unless there is a value for each sample."""
     if len(values) != n:
-        msg = f"af.orders.{order}: {len(values)} {what} for a dataset of {n} samples."
+        msg = f"{call}: {len(values)} {what} for a dataset of {n} samples."
         raise DataError(msg)
 
 
 # `bucketed`: samples of similar lengths in a batch, for little padding.
-
-
-def _as_lengths(values: Any) -> Indices:
-    return as_counts(values, "af.orders.bucketed(lengths)")
 
 
 @attrs.frozen(eq=False, repr=False)
@@ -319,7 +315,9 @@ class bucketed:
         [[0, 2], [1, 3], [4, 5]]
     """
 
-    lengths: Indices = attrs.field(converter=_as_lengths)
+    lengths: Indices = attrs.field(
+        converter=partial(as_counts, where="af.orders.bucketed(lengths)")
+    )
     window: int = attrs.field(default=8192, kw_only=True)
     name: str = attrs.field(default="bucketed", init=False)
     shuffles_batches: bool = attrs.field(default=True, init=False)
@@ -337,7 +335,7 @@ class bucketed:
         Raises:
             DataError: there is not a length for each sample of the dataset.
         """
-        check_one_each("bucketed", "lengths", self.lengths, n)
+        check_one_each("af.orders.bucketed", "lengths", self.lengths, n)
         return n
 
     def of_epoch(
@@ -564,7 +562,7 @@ class weighted:
         Raises:
             DataError: there is not a weight for each sample of the dataset.
         """
-        check_one_each("weighted", "weights", self.weights, n)
+        check_one_each("af.orders.weighted", "weights", self.weights, n)
         if self.drawn is not None:
             return self.drawn
         return n if self.replacement else int(np.count_nonzero(self.weights))

@@ -4,6 +4,7 @@
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias, cast
 
@@ -49,11 +50,6 @@ class EvenCut:
     num_samples: int
     batch_size: int
     remainder: str = "short"
-
-    @property
-    def updates_per_epoch(self) -> int:
-        """How many batches an epoch has."""
-        return self.num_batches(0)
 
     def end(self, start: int) -> int:
         """Return the end of the batches from `start` on, without repeats.
@@ -358,10 +354,6 @@ class Batch:
 # Batches of as many samples as fit a budget, such as a number of tokens.
 
 
-def _as_costs(values: Any) -> Indices:
-    return as_counts(values, "af.budget(costs)")
-
-
 @attrs.frozen(eq=False, repr=False)
 class budget:
     """Let an update take as many samples, in their order, as fit a limit.
@@ -385,7 +377,7 @@ class budget:
         DataError: a sample alone costs more than the limit.
     """
 
-    costs: Indices = attrs.field(converter=_as_costs)
+    costs: Indices = attrs.field(converter=partial(as_counts, where="af.budget(costs)"))
     limit: int = attrs.field(validator=integer(1), kw_only=True)
     padded: bool = attrs.field(default=True, validator=truth(), kw_only=True)
 
@@ -404,12 +396,6 @@ class budget:
     def __repr__(self) -> str:
         """Show the limit, not the costs."""
         return f"a budget of {self.limit}"
-
-    def check(self, n: int) -> None:
-        """Raise unless there is a cost for each of n samples."""
-        if len(self.costs) != n:
-            msg = f"af.budget: {len(self.costs)} costs for a dataset of {n} samples."
-            raise DataError(msg)
 
     def cut(self, indices: Indices) -> UnevenCut:
         """Return the ends of batches of samples in this order."""

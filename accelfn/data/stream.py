@@ -333,23 +333,22 @@ def read_stream(
         yield portion, stream.values(portion, samples)
 
 
+@attrs.frozen(eq=False, slots=False)
 class Share(IterableDataset[Any]):
     """Every so many updates of a rank, which one of its workers reads."""
 
-    def __init__(
-        self, stream: Stream, plan: Plan, start: Cursor, epochs: int | None
-    ) -> None:
-        """Store what to read."""
-        self._stream, self._plan = stream, plan
-        self._start, self._epochs = start, epochs
+    stream: Stream
+    plan: Plan
+    start: Cursor
+    epochs: int | None
 
     def __iter__(self) -> Iterator[tuple[Portion, list[Any]]]:
         """Read the whole stream, and collate this worker's updates."""
         number, count = hide_worker_info()
-        updates = self._stream.portions([self._plan], self._start, self._epochs)
+        updates = self.stream.portions([self.plan], self.start, self.epochs)
         for i, ((portion,), samples) in enumerate(updates):
             if i % count == number:
-                yield portion, self._stream.values(portion, samples)
+                yield portion, self.stream.values(portion, samples)
 
 
 def hide_worker_info() -> tuple[int, int]:
@@ -564,7 +563,7 @@ class Sharded:
         """Return the number of samples of each rank, and whether any rank has more."""
         mine = torch.tensor([count, has_more], device=self.ranks.device)
         rows = [t.tolist() for t in all_gather(mine, self.ranks, label="lockstep")]
-        return [int(row[0]) for row in rows], any(row[1] for row in rows)
+        return [row[0] for row in rows], any(row[1] for row in rows)
 
     def _check_first(self, counts: list[int], cursor: Cursor) -> None:
         if cursor.samples or all(counts):

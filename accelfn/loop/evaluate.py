@@ -528,11 +528,9 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
     return take(values)
 
 
-def _check_world(world: object) -> None:
+def _check_world(world: World) -> None:
     """Reject other objects, and a world with ranks that share samples."""
-    if not isinstance(world, World):
-        msg = f"af.split: expected an af.World, got {world!r}."
-        raise ArgumentError(msg)
+    check_world("af.split", world)
     if world.whole is world and world.batch is not world:
         sharers = [n for n in ("cp", "tp") if world.axes.get(n, 1) > 1]
         msg = (
@@ -545,10 +543,11 @@ def _check_world(world: object) -> None:
 
 def _as_kind(values: Any, items: list[Any]) -> Any:
     """Return items in a sequence of the same kind as a slice of the values."""
-    part = values[:0]
-    if isinstance(part, str):
+    if isinstance(values, str):
         return "".join(items)
-    kind = {bytes: bytes, bytearray: bytearray, tuple: tuple}.get(type(part), list)
+    kind = {bytes: bytes, bytearray: bytearray, tuple: tuple}.get(
+        type(values[:0]), list
+    )
     return kind(items)
 
 

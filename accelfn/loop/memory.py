@@ -597,7 +597,11 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     check_world("af.find_batch_size(fn, start, world)", world)
     if world.size > 1:
         _check_group(world)
-        _check_same_start(start, world)
+        mine = torch.tensor([start], device=world.device)
+        starts = [int(other) for other in all_gather(mine, world, label=_LABEL)]
+        if len(set(starts)) > 1:
+            msg = f"af.find_batch_size: start differs between ranks: {starts}."
+            raise ArgumentError(msg)
     batch_size = start
     while not (result := _try_batch_size(fn, batch_size, start, world)):
         gc.collect()  # objects that refer to themselves
@@ -671,14 +675,6 @@ def _is_out_of_memory(error: Exception) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, Error):
         return False
     return any(sign in str(error) for sign in _SIGNS)
-
-
-def _check_same_start(start: int, world: World) -> None:
-    mine = torch.tensor([start], device=world.device)
-    starts = [int(other) for other in all_gather(mine, world, label=_LABEL)]
-    if len(set(starts)) > 1:
-        msg = f"af.find_batch_size: start differs between ranks: {starts}."
-        raise ArgumentError(msg)
 
 
 def _check_group(world: World) -> None:
