@@ -603,16 +603,13 @@ def _average_bucket_(
     flat[-1:] = 1
     flat.mul_(seen)
     sum_(flat, world, label=label)
-    if _may_be_zero(weight) and not is_positive(flat[-1].real):
+    # the check waits for a device, so a positive number on the host needs none
+    may_be_zero = isinstance(weight, torch.Tensor) or weight == 0
+    if may_be_zero and not is_positive(flat[-1].real):
         _average_bucket_(same, 1, world, label)
         return
     flat.div_(flat[-1].clone())
     unpack_(flat[:-1], same)
-
-
-def _may_be_zero(weight: Number) -> bool:
-    """Return whether to check the total weight; the check waits for a device."""
-    return isinstance(weight, torch.Tensor) or weight == 0
 
 
 def _buckets(

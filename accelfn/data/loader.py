@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a torch DataLoader into arguments of `Data`."""
 
+from functools import partial
 from math import prod
 from typing import Any, cast
 
-import attrs
 from torch.utils.data import BatchSampler, DataLoader, default_collate
 
 from accelfn.base.arguments import advise, check_integer
@@ -60,7 +60,10 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
     remainder = "drop" if loader.drop_last else "short"
     if is_stream(loader.dataset):
         if size is None:
-            return {"batch_size": parts, "collate": _Lone(loader.collate_fn)}
+            return {
+                "batch_size": parts,
+                "collate": partial(_convert_lone, loader.collate_fn),
+            }
         return {"batch_size": size * parts, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
@@ -106,15 +109,10 @@ def _refuse_own_iteration(loader: Any) -> None:
             raise DataError(msg)
 
 
-@attrs.frozen
-class _Lone:
+def _convert_lone(convert: Any, samples: list[Any]) -> Any:
     """Convert the single batch from a stream of batches, as the loader would."""
-
-    convert: Any
-
-    def __call__(self, samples: list[Any]) -> Any:
-        (sample,) = samples
-        return self.convert(sample)
+    (sample,) = samples
+    return convert(sample)
 
 
 def _advise_of_lost_options(loader: "DataLoader[Any]") -> None:

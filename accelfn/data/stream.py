@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import attrs
@@ -415,18 +415,12 @@ class Counted(IterableDataset[Any]):
         self._ended = state["ended"]
 
 
-@attrs.frozen(eq=False)
-class Collated:
-    """Collate the micro-batches of a share, in a worker."""
-
-    collate: Collate
-    num_parts: int
-
-    def __call__(self, samples: list[Any]) -> tuple[int, list[Any]]:
-        """Return the number of samples, and their micro-batches."""
-        count, parts = len(samples), range(self.num_parts)
-        spans = [even_part((0, count), i, self.num_parts) for i in parts]
-        return count, _collate_spans(self.collate, samples, spans)
+def _collate_share(
+    collate: Collate, num_parts: int, samples: list[Any]
+) -> tuple[int, list[Any]]:
+    """Return the number of samples of a share, and its collated micro-batches."""
+    spans = [even_part((0, len(samples)), i, num_parts) for i in range(num_parts)]
+    return len(samples), _collate_spans(collate, samples, spans)
 
 
 @attrs.frozen(eq=False)
@@ -461,7 +455,9 @@ class Sharded:
         batch = (0, self.data.batch_size)
         begin, end = even_part(batch, plan.world_rank, plan.world_size)
         num_parts = len(plan.parts(batch))
-        collate = Collated(self.data.collate or default_collate, num_parts)
+        collate = partial(
+            _collate_share, self.data.collate or default_collate, num_parts
+        )
         loader = self._loader(max(1, end - begin), collate, start)
         items = self._items(loader, start, update)
         item, cursor = next(items, None), start
@@ -522,7 +518,7 @@ class Sharded:
         for num_read, item in enumerate(items, 1):  # noqa: B007 - `due` reads it
             yield item
 
-    def _loader(self, share: int, collate: Collated, start: Cursor) -> Any:
+    def _loader(self, share: int, collate: Collate, start: Cursor) -> Any:
         # costs as much to import as all of accelfn
         from torchdata.stateful_dataloader import (  # noqa: PLC0415
             StatefulDataLoader,
@@ -536,7 +532,7 @@ class Sharded:
                 Counted(self.data, key, start.epoch),
                 batch_size=share,
                 num_workers=num_workers,
-                collate_fn=cast("Collate", collate),
+                collate_fn=collate,
                 timeout=self.data.timeout if num_workers else 0,
                 multiprocessing_context=start_method(num_workers),
                 generator=torch.Generator().manual_seed(key),

@@ -200,10 +200,6 @@ class RollCall:
         named = " and ".join(map(str, late))
         return f"rank {named}" if named else "another rank"
 
-    def leave(self, activity: Activity) -> None:
-        """Report to the other ranks that this rank has closed its world without an error."""
-        self.tell(_LEFT, activity, is_waiting=False)
-
     def tell(self, how: str, activity: Activity, *, is_waiting: bool) -> None:
         """Report a status to the other ranks, if the store still answers; the first counts."""
         if self._told is not None:
@@ -393,7 +389,7 @@ class Connection:
         if not self.is_ours or self.is_closed:
             return
         atexit.unregister(self._end_at_exit)
-        self.leave()
+        self.tell(_LEFT)
         roll_call = self.roll_call
         is_default = dist.is_initialized() and dist.group.WORLD is self.group
         self.close()
@@ -434,11 +430,6 @@ class Connection:
                 part.close()
         if self.successor is not None:
             self.successor.connection.close()
-
-    def leave(self) -> None:
-        """Report to the other ranks that this rank has left without an error."""
-        if self.roll_call is not None:
-            self.roll_call.leave(self.activity)
 
     def fail(self, error: BaseException) -> None:
         """Report this rank's error to the other ranks."""
