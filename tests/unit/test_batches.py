@@ -44,18 +44,6 @@ def shown(batch):
 STEP = af.make_step(lambda model, batch: model(batch).square().mean())
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
-def test_resume_at_every_cursor(remainder, workers):
-    """From the cursor of any batch on, the rest is bitwise the rest."""
-    state = make(remainder=remainder, num_workers=workers)
-    whole = [shown(batch) for batch in af.batches(state, epochs=2)]
-    for i, (_, cursor, *_) in enumerate(whole if workers == 0 else whole[:2]):
-        left = af.batches(attrs.evolve(state, cursor=cursor), epochs=2)
-        assert whole[i + 1 :] == [shown(batch) for batch in left]
-        assert len(whole) - i - 1 == len(left)
-
-
 def test_state_follows_the_batches():
     """A step takes the batch's cursor; a new loop goes on from there."""
     state = make()
@@ -82,25 +70,6 @@ def test_plain_values_leave_the_cursor():
     """A step over a plain value does not move the data's cursor."""
     state, _ = STEP(make(), X)
     assert (1, af.Cursor(0, 0)) == (state.step, state.cursor)
-
-
-@pytest.mark.parametrize(
-    ("setup", "sizes"),
-    [
-        (af.accumulate(num_micro_batches=3), [(2, 1, 1), (2, 1, 1), (1, 1, 1)]),
-        (af.accumulate(num_micro_batches=4), [(1,) * 4, (1,) * 4, (1, 1, 1, 0)]),
-        (af.accumulate(micro_batch_size=3), [(2, 2), (2, 2), (3,)]),
-        (af.accumulate(micro_batch_size=9), [(4,), (4,), (3,)]),
-        (af.shard_data(), [(4,), (4,), (3,)]),
-    ],
-)
-def test_micro_batches_differ_by_one(setup, sizes):
-    """Micro-batches differ by at most one sample and are the batch in order."""
-    plain, cut = af.batches(make(), epochs=1), af.batches(make(setup), epochs=1)
-    for whole, parts, expected in zip(plain, cut, sizes, strict=True):
-        assert expected == parts.weights
-        kept = parts.indices[~parts.filler]
-        assert whole.indices.tolist() == kept.tolist()
 
 
 def test_empty_micro_batch_has_a_stand_in():

@@ -127,17 +127,6 @@ def test_every_kind_of_dataset(name, shuffle):
         assert (X.dtype, Y.dtype) == (inputs.dtype, targets.dtype)
 
 
-def test_lone_tensor_array_and_dict():
-    """A tensor, an array or a dict of either is gathered in its own form."""
-    (alone,) = read(af.Data(X, batch_size=10))
-    (array,) = read(af.Data(X.numpy(), batch_size=10))
-    (both,) = read(af.Data({"x": X, "y": Y.numpy()}, batch_size=10))
-    assert torch.equal(X, alone.value)
-    assert torch.equal(X, array.value)
-    assert torch.equal(X, both.value["x"])
-    assert torch.equal(Y, both.value["y"])
-
-
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.bfloat16])
 def test_gathering_other_dtypes(dtype):
     """Tensors of any dtype are gathered."""
@@ -158,15 +147,6 @@ def test_collate_gets_samples(name):
     collate = lambda samples: [int(y) for _, y in samples]  # noqa: E731
     data = af.Data(DATASETS[name], batch_size=4, collate=collate)
     assert [b.value for b in read(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-
-
-def test_batches_are_tensors_of_their_own():
-    """Writing into a batch does not write into the dataset."""
-    rows = torch.zeros(4, 2)
-    for shuffle in (False, True):
-        for batch in read(af.Data(rows, batch_size=4, shuffle=shuffle)):
-            batch.value.add_(1)
-    assert torch.equal(torch.zeros(4, 2), rows)
 
 
 # What it may not be.
@@ -273,14 +253,6 @@ def test_own_order_is_not_shuffled():
 # Order.
 
 
-@pytest.mark.parametrize("n", [*range(1, 70), 127, 128, 129, 1000, 4096, 4097, 65_537])
-def test_shuffle_is_a_bijection(n):
-    """A shuffled epoch has each sample exactly once."""
-    data = af.Data(range(n), batch_size=n, shuffle=True, collate=len)
-    ((drawn),) = indices(data)
-    assert list(range(n)) == sorted(drawn)
-
-
 def test_shuffle_depends_on_seed_and_epoch():
     """Another seed or epoch has another order; the same have the same."""
     data = af.Data(X, batch_size=10, shuffle=True)
@@ -332,63 +304,6 @@ def test_order_that_is_none(case, name):
         read(data)
 
 
-# Lengths and remainders.
-
-
-@pytest.mark.parametrize("n", [1, 2, 7, 8, 9, 16])
-@pytest.mark.parametrize("size", [1, 3, 8, 20])
-@pytest.mark.parametrize("remainder", ["short", "pad", "drop"])
-def test_lengths_are_honest(n, size, remainder):
-    """`len`, `updates_per_epoch` and what is read agree, with each kind of remainder."""
-    if remainder == "drop" and size > n:
-        return
-    data = af.Data(torch.arange(n), batch_size=size, remainder=remainder)
-    state = make(data)
-    read_batches = list(af.batches(state, epochs=2))
-    assert len(data) == n
-    assert len(af.batches(state, epochs=2)) == len(read_batches)
-    assert 2 * data.updates_per_epoch == len(read_batches)
-    assert [b.ends_epoch for b in read_batches].count(True) == 2
-    seen = [i for b in read_batches for i in b.indices[~b.filler].tolist()]
-    whole = n - n % size if remainder == "drop" else n
-    assert list(range(whole)) * 2 == seen
-
-
-def test_padded_batch_repeats_the_start():
-    """remainder="pad" fills up from the start of the order, marked as filler."""
-    *_, last = read(af.Data(X, batch_size=4, remainder="pad"))
-    assert last.indices.tolist() == [8, 9, 0, 1]
-    assert last.filler.tolist() == [False, False, True, True]
-    assert (last.num_samples, len(last.value)) == (4, 4)
-
-
-def test_padding_goes_round():
-    """A batch larger than the dataset goes round it."""
-    (batch,) = read(af.Data(X[:3], batch_size=8, remainder="pad"))
-    assert batch.indices.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
-@pytest.mark.parametrize("remainder", ["short", "pad"])
-def test_fewer_samples_than_ranks(remainder):
-    """Ranks beyond the samples take part with weight 0, or with repeats if it is padded."""
-
-    def program(world):
-        data = af.Data(X[:2], batch_size=4, remainder=remainder)
-        (batch,) = read(data, world=world, setup=af.shard_data())
-        return batch.indices.tolist(), batch.weights, batch.filler.tolist()
-
-    rest = {
-        "short": (([1], (0,), [True]), ([1], (0,), [True])),
-        "pad": (([0], (1,), [True]), ([1], (1,), [True])),
-    }
-    expected = (([0], (1,), [False]), ([1], (1,), [False]), *rest[remainder])
-    assert expected == simulate(4, program).results
-    with pytest.raises(
-        af.DataError, match="2 samples, so every batch would be dropped"
-    ):
-        af.Data(X[:2], batch_size=4, remainder="drop")
-
-
 # Workers.
 
 
@@ -425,15 +340,6 @@ def test_augmentation_depends_on_the_sample_alone(name):
         rows = [inputs for batch in drawn for inputs, _ in batch.micro_batches]
         seen.append(torch.cat(rows)[:10])
     assert all(torch.equal(seen[0], other) for other in seen[1:])
-
-
-def test_augmentation_differs_by_epoch():
-    """The same sample has other noise in another epoch, and under another seed."""
-    data = af.Data(Noisy(), batch_size=10)
-    first, second = (batch.value[0] for batch in read(data, epochs=2))
-    (other,) = (batch.value[0] for batch in read(data, seed=1))
-    assert not torch.equal(first, second)
-    assert not torch.equal(first, other)
 
 
 def test_augmentation_leaves_the_generator():
