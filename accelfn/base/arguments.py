@@ -262,9 +262,8 @@ def integer(least: int, what: str | None = None, *, within: str = "af.") -> Vali
     """
 
     def check(owner: object, field: Any, value: object) -> None:
-        if (
-            type(value) is int and value >= least
-        ):  # fast path: two fields in every batch
+        # fast path: two fields in every batch
+        if type(value) is int and value >= least:
             return
         check_integer(f"{within}{type(owner).__name__}", field.name, value, least, what)
 

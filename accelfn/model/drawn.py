@@ -421,10 +421,8 @@ def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
             said = f"{type(around).__name__}._init_weights({kind})"
             ways.append((said, partial(convention, module)))
             break
-    for name in (
-        "reset_parameters",
-        "_reset_parameters",
-    ):  # attention's has the other name
+    # attention's has the other name
+    for name in ("reset_parameters", "_reset_parameters"):
         own: Any = getattr(module, name, None)
         if callable(own) and call_mismatch(own) is None:
             ways.append((f"{kind}.{name}()", own))

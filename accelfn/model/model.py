@@ -43,16 +43,6 @@ _NEW_MODEL = (
 )
 
 
-def seal_model(module: nn.Module, state: str) -> None:
-    """Seal a module and its submodules with tensors that a state now owns.
-
-    A submodule without tensors, such as an activation, stays usable.
-    """
-    parts = [each for each in module.modules() if _has_tensors(each)]
-    for each in parts:
-        _seal(each, _GivenModel, state)
-
-
 def seal_optimizer(source: object, state: str) -> None:
     """Seal an optimizer that a state has copied; a factory stays usable."""
     if isinstance(source, Optimizer):
@@ -75,11 +65,6 @@ def refuse_given(module: nn.Module) -> None:
             msg = f"model={shown}: {what} is another state's already, {state!r}. {_NEW_MODEL}"
             raise ModelError(msg)
         waiting += part.children()
-
-
-def _has_tensors(module: nn.Module) -> bool:
-    has_params = any(True for _ in module.parameters())
-    return has_params or any(True for _ in module.buffers())
 
 
 def _seal(given: object, kind: type, state: str) -> None:
@@ -590,10 +575,15 @@ def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 
 
 def give_away(module: nn.Module, name: str) -> None:
-    """Give a state ownership of a module's tensors, and seal the module."""
+    """Give a state ownership of a module's tensors, and seal the module.
+
+    A submodule without tensors, such as an activation, stays usable.
+    """
     for param in module.parameters():
         _GIVEN[param] = True
-    seal_model(module, name)
+    parts = [each for each in module.modules() if [*each.parameters(), *each.buffers()]]
+    for each in parts:
+        _seal(each, _GivenModel, name)
 
 
 def _check(module: nn.Module) -> None:

@@ -232,9 +232,8 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
         parameters and buffers are copied at once.
     """
     check_state("af.frozen(state)", state)
-    with own_modes(
-        state.world.device
-    ):  # what is made in inference mode can teach nobody
+    # what is made in inference mode can teach nobody
+    with own_modes(state.world.device):
         params = params_at(state, "af.frozen(state)", at)
         with torch.no_grad():
             all_of_it = gather_full(params, state.world, label="af.frozen")

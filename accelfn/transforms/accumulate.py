@@ -121,16 +121,12 @@ class accumulate:
 
     def _check_list(self, value: Any) -> Sequence[Any]:
         wanted = self.num_micro_batches
-        if isinstance(value, list) and value:
-            parts = cast("list[Any]", value)
-            if wanted is None or len(parts) == wanted:
-                self._refuse_columns(parts)
-                return parts
-        found = (
-            f"a list of {len(cast('list[Any]', value))}"
-            if isinstance(value, list)
-            else type(value).__name__
-        )
+        parts = cast("list[Any]", value) if isinstance(value, list) else []
+        if parts and wanted in (None, len(parts)):
+            self._refuse_columns(parts)
+            return parts
+        kind = type(value).__name__
+        found = f"a list of {len(parts)}" if isinstance(value, list) else kind
         msg = (
             f"Under {self!r} a plain value is a list of {wanted or 'one or more'}"
             f" micro-batches; this one is {found}. af.micro_batches(value, k) splits a"

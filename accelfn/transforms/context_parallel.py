@@ -174,10 +174,8 @@ class _Sequence:
                 except RuntimeError:
                     if few == length:
                         raise
-                    few, first = (
-                        length,
-                        first_of(batch),
-                    )  # a mask may have the full length
+                    # a mask may have the full length
+                    few, first = length, first_of(batch)
                     whole = loss_fn(model, first, *extras)
             drawn = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)

@@ -13,6 +13,7 @@ from accelfn.base.arguments import (
     advise,
     integer,
     is_number,
+    mebibytes,
     one_of,
     option,
     option_of,
@@ -41,10 +42,6 @@ _FIRST_BUCKET_MB = 1
 """torch's default. torch.compile splits graphs at buckets of at least this size."""
 
 
-_is_positive = satisfies(
-    lambda value: value is None or (is_number(value) and value > 0),
-    "a positive number of MiB",
-)
 _is_axis = satisfies(
     lambda value: value is None or value in BATCH,
     "an axis along which ranks have different samples,"
@@ -105,7 +102,7 @@ class wrap_ddp:
         af.wrap_ddp(bucket_cap_mb=10)
     """
 
-    bucket_cap_mb: float | None = option(None, _is_positive)
+    bucket_cap_mb: float | None = option(None, attrs.validators.optional(mebibytes()))
     gradient_as_bucket_view: bool = option(default=True, validator=truth())
     find_unused_parameters: bool = option(default=False, validator=truth())
     static_graph: bool = option(default=False, validator=truth())

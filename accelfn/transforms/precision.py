@@ -219,9 +219,8 @@ class autocast:
             self._option("growth_interval"),
         )
         weight = grads.weight
-        if not isinstance(
-            weight, torch.Tensor
-        ):  # `full` does not wait for the device; a copy would
+        if not isinstance(weight, torch.Tensor):
+            # `full` does not wait for the device; a copy would
             weight = torch.full((), weight, dtype=torch.float32, device=found.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not update.num_tried % LOOK_EVERY:
@@ -359,9 +358,8 @@ class skip_nonfinite:
     ) -> tuple[TrainState, Slot]:
         """Count consecutive skips, and raise after too many."""
         count, flag = slot["consecutive"], update.grads.metrics["skipped"]
-        if isinstance(
-            flag, torch.Tensor
-        ):  # not read by the host; a count above the limit stays above it
+        if isinstance(flag, torch.Tensor):
+            # not read by the host; a count above the limit stays above it
             more = torch.where(flag != 0, count + 1, 0)
             kept = torch.where(count > self.max_consecutive, count, more)
             return state, {"consecutive": kept.to(count.dtype)}
