@@ -679,13 +679,6 @@ def copy_shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     }
 
 
-def have_memory_in_common(
-    some: Iterable[torch.Tensor], others: Iterable[torch.Tensor]
-) -> bool:
-    """Return whether any of some tensors shares memory with another tensor."""
-    return any(map(is_within(others), some))
-
-
 def is_within(others: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     """Return a function that checks whether a tensor shares memory with `others`."""
     places = {_memory(local(each)) for each in others if _has_memory(each)}

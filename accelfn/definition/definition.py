@@ -203,19 +203,6 @@ _SEND_FEATURES = {"splits_layers", "splits_sequences"}
 """Facts of setups that send activations between ranks."""
 
 
-def as_world(world: Any) -> World:
-    """Return a world argument; None means one process.
-
-    Raises:
-        ArgumentError: the argument is not a World.
-    """
-    world = World.single() if world is None else world
-    if isinstance(world, World):
-        return world
-    msg = f"TrainState.create(world={world!r}): expected an af.World."
-    raise ArgumentError(msg)
-
-
 def check_setup(setup: chain, world: World) -> None:
     """Raise unless a setup fits the world.
 

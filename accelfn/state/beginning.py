@@ -13,11 +13,11 @@ from accelfn.base import tree
 from accelfn.base.arguments import check_word, is_integer
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_shared_memory, local
+from accelfn.collectives.failures import check_world
 from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.definition.definition import (
     Definition,
     as_data,
-    as_world,
     check_device,
     check_schedule,
 )
@@ -93,7 +93,8 @@ def begin(
         msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'
         raise ArgumentError(msg)
     check_schedule(schedule)
-    world = as_world(world)
+    world = World.single() if world is None else world
+    check_world("TrainState.create(world=...)", world)
     check_device(setup, world)
     device = world.device
     if device.type != "meta" and world.size > 1 and setup.owners["layout"]:

@@ -18,8 +18,8 @@ from accelfn.base.arguments import (
     hint_attributes,
     is_number,
 )
-from accelfn.base.tree import have_memory_in_common, is_shard, split_as
-from accelfn.collectives.failures import check_world
+from accelfn.base.tree import is_shard, is_within, split_as
+from accelfn.collectives.failures import check_world, format_tensor
 from accelfn.collectives.packed import sum_named
 from accelfn.data.plan import Cursor
 from accelfn.errors import (
@@ -653,7 +653,8 @@ class Grads:
         """
         self.taken.lease.check()
         tensors = {n: split_as(fn(grad), grad) for n, grad in self.tensors.items()}
-        if have_memory_in_common(tensors.values(), self.tensors.values()):
+        is_shared = is_within(self.tensors.values())
+        if any(map(is_shared, tensors.values())):
             return attrs.evolve(self, tensors=tensors)
         info = attrs.evolve(self.taken, lease=Lease())
         info.lease.is_mean = self.taken.lease.is_mean
@@ -743,11 +744,7 @@ def _whole_weight(weight: Any) -> Number:
             return weight.detach().reshape(())
         if not weight.is_floating_point() and not weight.is_complex():
             return weight.detach().reshape(()).double()
-    shown = (
-        f"a tensor of shape {tuple(weight.shape)} and {weight.dtype}"
-        if isinstance(weight, torch.Tensor)
-        else repr(weight)
-    )
+    shown = format_tensor(weight) if isinstance(weight, torch.Tensor) else repr(weight)
     msg = (
         f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, because"
         " 16 bits cannot hold a count:"

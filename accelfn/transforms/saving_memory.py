@@ -78,13 +78,9 @@ def _checkpoint_call(
         forward = partial(_run_with_buffers, module, forward, [])
     modes = _get_current_function_mode_stack()
     if modes:  # the backward pass runs outside these modes
-        kwargs["context_fn"] = partial(_rerun_contexts, modes)
+        # contexts of both runs; the second restores the first run's modes
+        kwargs["context_fn"] = lambda: (nullcontext(), _enter_modes(modes))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _rerun_contexts(modes: list[Any]) -> tuple[Any, Any]:
-    """Return contexts of both runs; the second restores the first run's modes."""
-    return nullcontext(), _enter_modes(modes)
 
 
 @contextmanager
