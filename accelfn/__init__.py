@@ -182,18 +182,13 @@ if _TYPE_CHECKING:
 _PUBLIC_MODULES = "megatron", "orders", "schedules", "track"
 
 
-def _installed_version() -> str:
-    """Return the version that pip knows; a tree that is only on the path has none."""
-    try:
-        return _version("accelfn")
-    except _NotFound:
-        return "0+unknown"
-
-
 def __getattr__(name: str) -> object:
     """Import a name that costs time."""
     if name == "__version__":
-        return _installed_version()
+        try:
+            return _version("accelfn")
+        except _NotFound:  # a tree that is only on the path
+            return "0+unknown"
     if name == "__all__":  # for `from accelfn import *`: the public names, no folders
         public = {each for each in globals() if not each.startswith("_")}
         modules = {each for each in public if isinstance(globals()[each], _Module)}

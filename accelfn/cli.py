@@ -29,7 +29,7 @@ from accelfn.launching.settings import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
 # The parser of the command line, with its help texts.
 
@@ -307,7 +307,9 @@ def _traffic(words: argparse.Namespace) -> int:
 
 
 def _launch(words: argparse.Namespace) -> int:
-    chosen = _settings(words.config, vars(words))
+    file = find(words.config)
+    written = {} if file is None else read(file)
+    chosen = Settings.of(vars(words), written, str(file))
     machines = chosen.machines()
     least, most = chosen.elastic
     nproc = _num_processes(chosen["nproc"] if most is None else most)
@@ -353,12 +355,6 @@ def _say_from_file(chosen: Settings) -> None:
     if rows:
         said = ", ".join(f"{name}={each.value}" for name, each in rows)
         say(f"{said} ({Path(rows[0][1].source).absolute()}).")
-
-
-def _settings(named: str | None, given: Mapping[str, Any]) -> Settings:
-    file = find(named)
-    written = {} if file is None else read(file)
-    return Settings.of(given, written, str(file))
 
 
 def _num_processes(nproc: int | str) -> int:

@@ -333,9 +333,9 @@ def draw_params(
     own: dict[int, list[str]] = defaultdict(list)
     for each, places in bare.places.items():
         own[id(places[0][0])].append(each)
-    drawing = _Drawing(bare, keep, kept, {}, own)
+    drawing = _Drawing(bare, keep, kept, {})
     for where, module in reversed(list(bare.module.named_modules())):
-        drawing.come_to(module)
+        drawing.pending.update(dict.fromkeys(own.get(id(module), ()), ""))
         for said, way in _initializers(bare.module, where, module):
             due = drawing.due(where)
             if not due:
@@ -350,21 +350,12 @@ def draw_params(
 
 @attrs.frozen(eq=False)
 class _Drawing:
-    """The progress: the kept parts, and why other parameters are not drawn yet.
-
-    Attributes:
-        own: by a module's id, the names of its own parameters.
-    """
+    """The progress: the kept parts, and why other parameters are not drawn yet."""
 
     bare: MetaModel
     keep: Keep
     kept: dict[str, torch.Tensor]
     pending: dict[str, str]
-    own: Mapping[int, list[str]]
-
-    def come_to(self, module: nn.Module) -> None:
-        """Start to draw a module's own parameters."""
-        self.pending.update(dict.fromkeys(self.own.get(id(module), ()), ""))
 
     def due(self, where: str) -> list[str]:
         """Return the names of the undrawn parameters in a module."""

@@ -215,13 +215,11 @@ class Metrics(Mapping[str, torch.Tensor]):
         sums: Mapping[str, tuple[Number, Number] | WeightedSum] = MappingProxyType({}),
     ) -> None:
         """Take `(total, weight)` by name."""
-        try:
-            items = sums.items()
-        except AttributeError:
+        if not isinstance(sums, Mapping):
             msg = f"af.Metrics({sums!r}): expected a dict, {{name: (total, weight)}}."
-            raise ArgumentError(msg) from None
+            raise ArgumentError(msg)
         self._sums: dict[str, WeightedSum] = {}
-        for name, entry in items:
+        for name, entry in sums.items():
             is_sum = isinstance(entry, WeightedSum)
             self._sums[name] = entry if is_sum else _pair(name, entry)
 

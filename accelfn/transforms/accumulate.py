@@ -103,8 +103,22 @@ class accumulate:
         return accumulate_step
 
     def _parts(self, batch: Any) -> Sequence[Any]:
-        """Return the micro-batches."""
-        return batch.parts() if isinstance(batch, Batch) else self._check_list(batch)
+        """Return the micro-batches; a plain value is a list of them."""
+        if isinstance(batch, Batch):
+            return batch.parts()
+        wanted = self.num_micro_batches
+        parts = cast("list[Any]", batch) if isinstance(batch, list) else []
+        if parts and wanted in (None, len(parts)):
+            self._refuse_columns(parts)
+            return parts
+        kind = type(batch).__name__
+        found = f"a list of {len(parts)}" if isinstance(batch, list) else kind
+        msg = (
+            f"Under {self!r} a plain value is a list of {wanted or 'one or more'}"
+            f" micro-batches; this one is {found}. af.micro_batches(value, k) splits a"
+            " value along the rows of all its tensors."
+        )
+        raise BatchError(msg)
 
     def _refuse_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
         """Reject an extra with one row per sample: each micro-batch would get all rows."""
@@ -118,21 +132,6 @@ class accumulate:
                     " an extra with other rows in a dict."
                 )
                 raise BatchError(msg)
-
-    def _check_list(self, value: Any) -> Sequence[Any]:
-        wanted = self.num_micro_batches
-        parts = cast("list[Any]", value) if isinstance(value, list) else []
-        if parts and wanted in (None, len(parts)):
-            self._refuse_columns(parts)
-            return parts
-        kind = type(value).__name__
-        found = f"a list of {len(parts)}" if isinstance(value, list) else kind
-        msg = (
-            f"Under {self!r} a plain value is a list of {wanted or 'one or more'}"
-            f" micro-batches; this one is {found}. af.micro_batches(value, k) splits a"
-            " value along the rows of all its tensors."
-        )
-        raise BatchError(msg)
 
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
         """Reject a list that is one (inputs, targets) batch of a torch DataLoader."""

@@ -132,14 +132,13 @@ def _refuse_sparse(grads: Grads, owner: object) -> None:
 
 
 def _refuse_complex(grads: Grads, owner: object) -> None:
-    found = [name for name, grad in grads.as_taken.items() if grad.is_complex()]
-    if found:
-        msg = (
-            f"{owner!r}: the gradients of {', '.join(found[:5])} are complex, which have no"
-            " order, so torch clamps them no more. Use af.clip_grad_norm, which bounds their"
-            " norm."
-        )
-        raise GradsError(msg)
+    for name, grad in grads.as_taken.items():
+        if grad.is_complex():
+            msg = (
+                f"{owner!r}: the gradient of {name!r} is complex, which has no order. Use"
+                " af.clip_grad_norm, which bounds its norm."
+            )
+            raise GradsError(msg)
 
 
 def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:

@@ -46,7 +46,7 @@ def test_complex_gradients():
         step = af.make_step(lambda model, _: model.weight.abs().square().sum() / 2)
         return step(state, None)[0]
 
-    with pytest.raises(af.GradsError, match=r"gradients of weight are complex"):
+    with pytest.raises(af.GradsError, match=r"gradient of 'weight' is complex"):
         stepped(af.clip_grad_value(0.5))
     stepped(af.clip_grad_norm(0.5))
 
