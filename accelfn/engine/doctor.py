@@ -41,7 +41,6 @@ from accelfn.model.optimizer import kind_of
 from accelfn.schedules.factors import Rates
 from accelfn.state.state import TrainState
 from accelfn.state.views import was_lent
-from accelfn.world import World
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _FAR = 1e-2
@@ -100,10 +99,32 @@ class Doctor:
     def examine_gradients(
         self, trained: Iterable[str], gradients: Mapping[str, torch.Tensor]
     ) -> None:
-        """Compare the first gradients of unsplit parameters over the ranks of a layer."""
-        if self._layer_ranks is not None:
-            check_gradients(trained, gradients, self._layer_ranks)
-            self._layer_ranks = None
+        """Compare the first gradients of unsplit parameters over the ranks along "tp".
+
+        Cost: one sum of these gradients over the ranks, once per engine.
+
+        Raises:
+            LossError: a gradient was computed from a rank's own features only.
+        """
+        ranks, self._layer_ranks = self._layer_ranks, None
+        if ranks is None:
+            return
+        own_grads = {
+            name: local(gradients[name]).detach().double()
+            for name in trained
+            if name in gradients and "tp" not in cut_axes(gradients[name])
+        }
+        totals = [each.clone() for each in own_grads.values()]
+        lengths = torch.zeros(len(totals), dtype=torch.float64, device=ranks.device)
+        for i, total in enumerate(totals):
+            lengths[i] = total.norm()
+        all_reduce_([*totals, lengths], ranks, label="compare gradients")
+        for name, total, length in zip(
+            own_grads, totals, on_host(lengths).tolist(), strict=True
+        ):
+            far = (total - ranks.size * own_grads[name]).norm()
+            if float(on_host(far)) > _FAR * length:
+                raise LossError(_UNSHARED.format(name, name.rpartition(".")[0]))
 
     def examine_update(self) -> bool:
         """Look at the optimizer after an update; return whether there is more to see."""
@@ -317,40 +338,12 @@ def check_definitions(state: TrainState) -> None:
         definition.cache.has_same_data = same
 
 
-def check_gradients(
-    trained: Iterable[str], gradients: Mapping[str, torch.Tensor], ranks: World
-) -> None:
-    """Raise unless ranks along "tp" have equal gradients of unsplit parameters.
-
-    Cost: one sum of these gradients over the ranks, once per engine.
-
-    Raises:
-        LossError: a gradient was computed from a rank's own features only.
-    """
-    unsplit = {
-        name: local(gradients[name]).detach().double()
-        for name in trained
-        if name in gradients and "tp" not in cut_axes(gradients[name])
-    }
-    totals = {name: each.clone() for name, each in unsplit.items()}
-    lengths = torch.zeros(len(unsplit), dtype=torch.float64, device=ranks.device)
-    for i, each in enumerate(unsplit.values()):
-        lengths[i] = each.norm()
-    all_reduce_([*totals.values(), lengths], ranks, label="compare gradients")
-    for (name, own_grad), length in zip(
-        unsplit.items(), on_host(lengths).tolist(), strict=True
-    ):
-        far = (totals[name] - ranks.size * own_grad).norm()
-        if float(on_host(far)) > _FAR * length:
-            module = name.rpartition(".")[0]
-            msg = (
-                f"af.tensor_parallel: ranks have other gradients of {name!r}, which all of"
-                " them hold: each computes with it for the features that it has, between a"
-                " column and a row layer, or for the positions. If it stands there rightly, as"
-                f' a norm does, add {{{module!r}: "replicated"}} to the plan in the first case,'
-                ' and "sequence" in the second, and its gradients are summed.'
-            )
-            raise LossError(msg)
+_UNSHARED = (
+    "af.tensor_parallel: ranks have other gradients of {!r}, which all of them hold: each"
+    " computes with it for the features that it has, between a column and a row layer, or for"
+    ' the positions. If it stands there rightly, as a norm does, add {{{!r}: "replicated"}} to'
+    ' the plan in the first case, and "sequence" in the second, and its gradients are summed.'
+)
 
 
 def _rows(state: TrainState) -> dict[str, str]:

@@ -31,7 +31,7 @@ from accelfn.engine.doctor import (
     reject_device_mismatch,
     untracked_leaves,
 )
-from accelfn.engine.modules import apply_module_transforms, norm_buffers, norm_order
+from accelfn.engine.modules import apply_module_transforms, norm_buffers, order_norms
 from accelfn.engine.optimizer import LiveOptimizer, LiveUpdate, TakesUpdates
 from accelfn.engine.runner import (
     LocalRunner,
@@ -240,8 +240,9 @@ class Engine:
         self._live: Mapping[str, torch.Tensor] | None = None
         self._handed_out: frozenset[str] = frozenset()
         self._is_whole = definition.layout is None
-        norms = norm_order(module) if self._is_whole else None
-        self._forward = runner.forward if norms is None else norms.wrap(runner.forward)
+        self._forward = runner.forward
+        if self._is_whole:
+            self._forward = order_norms(module, runner.forward)
         # of a loss function's code: leaves of its graph that are not the state's
         self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
         parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()

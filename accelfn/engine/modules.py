@@ -33,11 +33,10 @@ def are_regions(owner: object, field: Any, value: object) -> None:
         ArgumentError: `value` is something else.
     """
     several = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
-    classes = [isinstance(each, type) for each in several]
     fit = all(
         isinstance(each, type) and issubclass(each, nn.Module) for each in several
     )
-    predicate = callable(value) and not isinstance(value, nn.Module) and not classes[0]
+    predicate = callable(value) and not isinstance(value, (nn.Module, type))
     if value is not None and not (several and fit) and not predicate:
         msg = (
             f"af.{type(owner).__name__}({field.name}={value!r}): expected a class of modules,"
@@ -146,8 +145,6 @@ def _held_by(module: nn.Module) -> dict[str, torch.Tensor]:
 # Linear layers with float8 matrix products, by torchao.
 
 
-Chosen: TypeAlias = Callable[[str, nn.Module], bool]
-
 _MULTIPLE = 16
 _CAPABILITY = (8, 9)
 _CONVERTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -164,7 +161,7 @@ def check_installed(call: str) -> None:
         raise ArgumentError(msg)
 
 
-def to_float8(model: nn.Module, layers: Chosen | None, call: str) -> None:
+def to_float8(model: nn.Module, layers: Predicate | None, call: str) -> None:
     """Let the linear layers of a module multiply in float8, without changing its structure.
 
     A module is converted once. Both sizes of a layer must be multiples of 16, on every device,
@@ -252,30 +249,6 @@ _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 _SYNCED = "_accelfn_synced"
 """The attribute of a synchronized layer with its `SyncedNorm`."""
-
-
-class NormOrder(CallOrder):
-    """Compares the order of synchronized layers in a forward pass between ranks.
-
-    A layer normalizes the samples of all ranks together, so each rank must run it.
-    """
-
-    def wrap(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward pass that compares the ranks' layers.
-
-        Raises:
-            CollectiveMismatchError: by that pass, on all ranks, if they ran different layers.
-        """
-
-        def checked_forward(*args: Any, **kwargs: Any) -> Any:
-            with self.begins():
-                returned = forward(*args, **kwargs)
-                calls = ", ".join(map(repr, self._needed.values())) or "none"
-                if len({*self.end(zlib.crc32(calls.encode()))}) > 1:
-                    self.refuse(f"calls {calls}")
-            return returned
-
-        return checked_forward
 
 
 class SyncedNorm:
@@ -468,14 +441,30 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
         vars(layer)["forward"] = synced
 
 
-def norm_order(module: nn.Module) -> NormOrder | None:
-    """Return the order of a module's synchronized layers, or None if there are none."""
+def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward pass that compares the order of synchronized layers between ranks.
+
+    A layer normalizes the samples of all ranks together, so each rank must run it.
+
+    Raises:
+        CollectiveMismatchError: by that pass, on all ranks, if they ran different layers.
+    """
     norms: list[SyncedNorm] = [
         vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
     ]
     if not norms:
-        return None
-    return NormOrder(norms[0].ranks, {each.label: each.take_part for each in norms})
+        return forward
+    order = CallOrder(norms[0].ranks, {each.label: each.take_part for each in norms})
+
+    def checked_forward(*args: Any, **kwargs: Any) -> Any:
+        with order.begins():
+            returned = forward(*args, **kwargs)
+            calls = ", ".join(map(repr, order.needed.values())) or "none"
+            if len({*order.end(zlib.crc32(calls.encode()))}) > 1:
+                order.refuse(f"calls {calls}")
+        return returned
+
+    return checked_forward
 
 
 def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:

@@ -33,7 +33,7 @@ from accelfn.model.optimizer import (
     wrapper_error,
 )
 from accelfn.state.results import Number, divide_, never_zero
-from accelfn.state.state import TrainState
+from accelfn.state.state import OptState, TrainState
 
 # Adam's fused kernel on lists that are built once.
 #
@@ -191,7 +191,6 @@ def _is_same(entry: dict[str, Any], kept: dict[str, Any]) -> bool:
     return same and all(entry[key] is each for key, each in kept.items())
 
 
-State: TypeAlias = dict[str, dict[str, Any]]
 _MODE = "train_mode"
 """The key of schedule-free optimizers in their groups; `af.schedule_free` sets it."""
 
@@ -199,11 +198,11 @@ _MODE = "train_mode"
 class OptStateView(Protocol):
     """Converts optimizer state between local shards and a state's values."""
 
-    def to_state(self, opt_state: State) -> State:
+    def to_state(self, opt_state: OptState) -> OptState:
         """Return the state's values of local shards."""
         ...
 
-    def from_state(self, opt_state: State) -> State:
+    def from_state(self, opt_state: OptState) -> OptState:
         """Return the local shards of a state's values."""
         ...
 
@@ -247,7 +246,7 @@ class LiveOptimizer:
         self._versions: Versions | None = None
         self._has_begun = self._is_watched = False
         self._num_entries = -1
-        self._state: State = {}
+        self._state: OptState = {}
         self._found: list[dict[str, Any]] = []
         self._waiting: set[int] = set()
         places = {id(group): i for i, group in enumerate(self._torch.param_groups)}
@@ -262,7 +261,7 @@ class LiveOptimizer:
             for param in group["params"]
         }
 
-    def load(self, state: State) -> None:
+    def load(self, state: OptState) -> None:
         """Load a state's entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
@@ -319,7 +318,7 @@ class LiveOptimizer:
         hyper: Assignments,
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
-    ) -> State:
+    ) -> OptState:
         """Step, and return the optimizer's state by name.
 
         Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
@@ -365,7 +364,7 @@ class LiveOptimizer:
         finally:
             part.param_groups, group["params"] = groups, found["params"]
 
-    def end(self) -> State:
+    def end(self) -> OptState:
         """End an update that stepped parameters one by one; return the state by name.
 
         Groups without any gradient are stepped too, because they may count steps.
@@ -379,7 +378,7 @@ class LiveOptimizer:
                 part.param_groups = groups
         return self.finish()
 
-    def finish(self) -> State:
+    def finish(self) -> OptState:
         """Return the optimizer's state by name, after a step."""
         self._is_watched = False
         if self._assigned:
@@ -498,7 +497,7 @@ class LiveOptimizer:
             if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
                 raise OptimizerError(wrapper_error(type(self._torch).__name__))
 
-    def _name_state(self) -> State:
+    def _name_state(self) -> OptState:
         named = named_state(self._torch, self._names)
         for i, group in enumerate(self._torch.param_groups):
             tensors = {
@@ -545,7 +544,7 @@ class TakesUpdates(Protocol):
         """Whether an update that raised certainly changed nothing."""
         ...
 
-    def load(self, state: State) -> None:
+    def load(self, state: OptState) -> None:
         """Load a state's entries."""
         ...
 
@@ -562,7 +561,7 @@ class TakesUpdates(Protocol):
         hyper: Assignments,
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
-    ) -> State | None:
+    ) -> OptState | None:
         """Step, and return the optimizer's state by name; None for a skipped update."""
         ...
 
@@ -659,7 +658,7 @@ def try_optimizer(
     *,
     alone: bool = False,
     part: tuple[int, slice] = (0, slice(None)),
-) -> tuple[dict[str, torch.Tensor], State]:
+) -> tuple[dict[str, torch.Tensor], OptState]:
     """Return small parameters, two of each kind, and the optimizer's state after two updates.
 
     Args:
@@ -691,7 +690,7 @@ def try_optimizer(
         for name, value in _ON_HOST.items()
         if name in group
     }
-    kept: State = {}
+    kept: OptState = {}
     for _ in range(2):
         gradients = {name: draw_tensor(metas[name]) for name in trained}
         if alone:
@@ -823,7 +822,7 @@ class LiveUpdate:
         param.grad = None
         self._done.append(self._names[id(param)])
 
-    def end(self) -> State:
+    def end(self) -> OptState:
         """End an update; return the optimizer's state by name."""
         self.forget()
         return self._optimizer.end()

@@ -646,6 +646,8 @@ _END = -1
 class CallOrder:
     """The order of the collectives of a pass on the ranks of a world.
 
+    `needed` has the labels of the calls that this rank made in the pass, in order.
+
     Cost: one all-gather of 24 bytes per pass. If ranks differ, one more for each call missing
     from the plan, and an all-reduce to drop unneeded calls.
     """
@@ -660,13 +662,13 @@ class CallOrder:
         self._device = host if joins_host else readable(ranks.device)
         self._plans: dict[bool, list[int]] = {}
         self._plan, self._at = list[int](), 0
-        self._needed: dict[int, str] = {}
+        self.needed: dict[int, str] = {}
 
     @contextmanager
     def begins(self, *, kind: bool = False) -> Generator[None]:
         """Begin a pass; each kind of pass has a separate plan."""
         self._plan = self._plans.setdefault(kind, [])
-        self._at, self._needed = 0, {}
+        self._at, self.needed = 0, {}
         with self.goes_on():
             yield
 
@@ -696,14 +698,14 @@ class CallOrder:
             if self._plan[self._at : self._at + 1] != [turn]:
                 self._plan.insert(self._at, turn)
             self._at += 1
-        self._needed[self._at - 1] = label
+        self.needed[self._at - 1] = label
 
     def end(self, note: int = 0) -> list[int]:
         """End the pass on all ranks; return each rank's note."""
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
         if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
-            needed = [i in self._needed for i in range(self._at)]
+            needed = [i in self.needed for i in range(self._at)]
             uses = torch.tensor(needed, dtype=torch.int64, device=self._device)
             sum_(uses, self._ranks, label=_LABEL)
             self._plan[:] = itertools.compress(self._plan, uses.tolist())
@@ -734,7 +736,7 @@ class CallOrder:
                 if call == turn:
                     return []
                 self._takes[call]()
-            values = [turn, self._at - len(self._needed), note]
+            values = [turn, self._at - len(self.needed), note]
             row = torch.tensor(values, device=self._device)
             rows = torch.stack(all_gather(row, self._ranks, label=_LABEL)).tolist()
             turns = {turn for turn, *_ in rows}

@@ -433,22 +433,21 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     if before is not None and (start == state.cursor or after == before):
         is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
         return after if is_later else before
+    is_old = (start.epoch, start.samples) < (state.cursor.epoch, state.cursor.samples)
+    why = _TAKEN if is_old else _LOST
     msg = (
         f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
-        f" state is at epoch {state.cursor.epoch} sample {state.cursor.samples}."
-        f" {_explain_gap(start, state.cursor)} Start af.batches(state) again from this state."
+        f" state is at epoch {state.cursor.epoch} sample {state.cursor.samples}. {why} Start"
+        " af.batches(state) again from this state."
     )
     raise BatchError(msg)
 
 
-def _explain_gap(start: Cursor, current: Cursor) -> str:
-    """Explain how a loop reached a batch that does not begin at its state's cursor."""
-    if (start.epoch, start.samples) < (current.epoch, current.samples):
-        return "Its update was taken before, or it is from an older state's af.batches."
-    return (
-        "The loop skipped a batch, or lost the state that an update returned: write state,"
-        " metrics = step(state, batch), or state = af.apply_grads(state, grads)."
-    )
+_TAKEN = "Its update was taken before, or it is from an older state's af.batches."
+_LOST = (
+    "The loop skipped a batch, or lost the state that an update returned: write state,"
+    " metrics = step(state, batch), or state = af.apply_grads(state, grads)."
+)
 
 
 def check_update(state: TrainState, grads: Grads) -> None:

@@ -33,13 +33,12 @@ from accelfn.collectives.trees import start_reduce
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer import (
     LiveOptimizer,
-    State,
     check_elements,
     counts_by_group,
 )
 from accelfn.errors import ArgumentError, CompositionError, OptimizerError, StateError
 from accelfn.model.optimizer import owned_names, prototype_of
-from accelfn.state.state import TrainState
+from accelfn.state.state import OptState, TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
 
@@ -308,7 +307,7 @@ class Outer:
     factory: Any
     anchor: OuterTensors
 
-    def step(self, state: State, gradients: OuterTensors) -> State:
+    def step(self, state: OptState, gradients: OuterTensors) -> OptState:
         """Step the parameters that have a gradient; return the optimizer's next state.
 
         Args:
@@ -324,11 +323,11 @@ class Outer:
         live.load(state)
         return {name: dict(entry) for name, entry in live.update({}).items()}
 
-    def to_state(self, opt_state: State) -> State:
+    def to_state(self, opt_state: OptState) -> OptState:
         """Return the state in the layout of the anchor."""
         return _map_tensors(opt_state, self._shard_like)
 
-    def from_state(self, opt_state: State) -> State:
+    def from_state(self, opt_state: OptState) -> OptState:
         """Return the state with local shards."""
         return _map_tensors(opt_state, lambda _, each: local(each))
 
@@ -340,8 +339,8 @@ class Outer:
 
 
 def _map_tensors(
-    state: State, fn: Callable[[str, torch.Tensor], torch.Tensor]
-) -> State:
+    state: OptState, fn: Callable[[str, torch.Tensor], torch.Tensor]
+) -> OptState:
     return {
         name: {
             key: fn(name, each) if isinstance(each, torch.Tensor) else each

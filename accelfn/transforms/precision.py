@@ -23,7 +23,7 @@ from accelfn.base.draws import NOTHING
 from accelfn.base.tree import computes_on
 from accelfn.collectives.packed import all_reduce_, gather_text
 from accelfn.definition.transform import transform
-from accelfn.engine.modules import Chosen, check_installed, to_float8
+from accelfn.engine.modules import Predicate, check_installed, to_float8
 from accelfn.engine.runner import LossFunction
 from accelfn.errors import ModelError, NonFiniteGradsError
 from accelfn.state.results import Grads
@@ -122,7 +122,7 @@ class autocast:
     growth_factor: float | None = _between(1, 2.0**20)
     backoff_factor: float | None = _between(0, 1)
     growth_interval: int | None = _between(0, 2**31, is_integer)
-    layers: Chosen | None = option_of("precision", "fp8", _is_choice)
+    layers: Predicate | None = option_of("precision", "fp8", _is_choice)
 
     @property
     def tells(self) -> Mapping[str, Any]:
