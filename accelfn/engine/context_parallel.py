@@ -136,10 +136,9 @@ def _refuse_rerun() -> None:
         ):
             msg = (
                 "af.context_parallel: a layer that attends is run by torch.utils.checkpoint,"
-                " which runs it again outside the loss, where attention would see the"
-                " positions of this rank alone. Leave it out (a model of Transformers has"
-                " gradient_checkpointing_disable()), and add af.checkpoint_activations to the"
-                " setup."
+                " which runs it again outside the loss, on the positions of this rank alone. Leave"
+                " it out (a model of Transformers has gradient_checkpointing_disable()), and"
+                " add af.checkpoint_activations to the setup."
             )
             raise LossError(msg)
         frame = frame.f_back

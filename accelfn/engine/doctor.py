@@ -106,7 +106,7 @@ class Doctor:
         Raises:
             LossError: a gradient was computed from a rank's own features only.
         """
-        ranks, self._layer_ranks = self._layer_ranks, None
+        ranks = self._layer_ranks
         if ranks is None:
             return
         own_grads = {
@@ -124,7 +124,8 @@ class Doctor:
         ):
             far = (total - ranks.size * own_grads[name]).norm()
             if float(on_host(far)) > _FAR * length:
-                raise LossError(_UNSHARED.format(name, name.rpartition(".")[0]))
+                raise LossError(_GRADIENTS_DIFFER.format(name, name.rpartition(".")[0]))
+        self._layer_ranks = None
 
     def examine_update(self) -> bool:
         """Look at the optimizer after an update; return whether there is more to see."""
@@ -338,7 +339,7 @@ def check_definitions(state: TrainState) -> None:
         definition.cache.has_same_data = same
 
 
-_UNSHARED = (
+_GRADIENTS_DIFFER = (
     "af.tensor_parallel: ranks have other gradients of {!r}, which all of them hold: each"
     " computes with it for the features that it has, between a column and a row layer, or for"
     ' the positions. If it stands there rightly, as a norm does, add {{{!r}: "replicated"}} to'
@@ -352,7 +353,8 @@ def _rows(state: TrainState) -> dict[str, str]:
     rows = reader_rows(definition.data)  # first: ranks that read together report it
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
-        rows[f"transform {i}"] = _format_transform(each)
+        is_own = type(each).__module__.partition(".")[0] == "accelfn"  # shown in full
+        rows[f"transform {i}"] = _ADDRESS.sub("", repr(each)) if is_own else each.name
     rows["optimizer"] = kind_of(definition.optimizer, names)
     for i, group in enumerate(definition.optimizer.param_groups):
         for name, value in sorted(group.items()):
@@ -366,12 +368,6 @@ def _rows(state: TrainState) -> dict[str, str]:
         cursor = state.cursor
         rows["cursor"] = f"epoch {cursor.epoch}, sample {cursor.samples}"
     return rows
-
-
-def _format_transform(transform: Any) -> str:
-    """Format a transform: accelfn's own in full, others by name."""
-    own = type(transform).__module__.partition(".")[0] == __name__.partition(".")[0]
-    return _ADDRESS.sub("", repr(transform)) if own else transform.name
 
 
 def _plain(value: object) -> object:
@@ -497,14 +493,12 @@ def _format_counts(counts: dict[str, list[Any]]) -> str:
 _OF_MODULES = (
     "As the loss function ran, {}. What a module keeps for itself is no part of a"
     " state: it is not saved, a run that is resumed begins it again, and copies of the state"
-    " share it. Make it a buffer, register_buffer('name', torch.tensor(0)). If nothing is"
-    " computed from it, all is well."
+    " share it. Make it a buffer, register_buffer('name', torch.tensor(0))."
 )
 _OF_OPTIMIZERS = (
     "As the optimizer stepped, {}. What an optimizer keeps for itself is no part of a"
     " state: it is not saved, and a run that is resumed begins it again. Keep it in a parameter"
-    " group, group['name'], or in self.state[param], which are. If nothing is computed from it,"
-    " all is well."
+    " group, group['name'], or in self.state[param], which are."
 )
 
 
@@ -542,11 +536,10 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
     if shapes:
         advise(
             "The loss depends on parameters that are not those of the model that the loss"
-            f" function is given, of shapes {shapes[:5]}. No step trains them, or adds to"
-            " their grad. A criterion with parameters belongs"
-            " into the model; of a model that was given away take the parameters in the loss"
-            " function, model.parameters(); one that only judges is af.frozen(state), or has"
-            " requires_grad_(False)."
+            f" function is given, of shapes {shapes[:5]}, and no step trains them. A criterion with"
+            " parameters belongs into the model; of a model that was given away take the"
+            " parameters in the loss function, model.parameters(); one that only judges is"
+            " af.frozen(state), or has requires_grad_(False)."
         )
 
 
@@ -568,17 +561,14 @@ def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
 # Missing and unexpected gradients.
 
 
-def reject_own_backward() -> NoReturn:
-    """Reject a loss function that ran a backward pass itself.
-
-    Raises:
-        LossError: always.
-    """
-    msg = (
-        "The loss function has left gradients behind. It returns a loss, and the step"
-        " runs the backward pass: leave loss.backward() out of it."
-    )
-    raise LossError(msg)
+OWN_BACKWARD = (
+    "The loss function has left gradients behind. It returns a loss, and the step runs the"
+    " backward pass: leave loss.backward() out of it."
+)
+DISCONNECTED = (
+    "The loss depends on no trainable parameter of the model, only on other tensors that require"
+    " a gradient."
+)
 
 
 def reject_frozen(
@@ -606,19 +596,6 @@ def reject_frozen(
             " state.with_trainable(lambda name, param: ...)."
         )
         raise LossError(msg)
-
-
-def reject_disconnected() -> NoReturn:
-    """Reject a loss that does not depend on any trained parameter.
-
-    Raises:
-        LossError: always.
-    """
-    msg = (
-        "The loss depends on no trainable parameter of the model, only on other"
-        " tensors that require a gradient."
-    )
-    raise LossError(msg)
 
 
 def reject_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:

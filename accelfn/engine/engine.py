@@ -42,7 +42,7 @@ from accelfn.engine.runner import (
     Samples,
     binding_of,
 )
-from accelfn.errors import GradsError, ModelError
+from accelfn.errors import GradsError, LossError, ModelError
 from accelfn.model.optimizer import Assignments
 from accelfn.schedules.factors import advise_of_rates
 from accelfn.state.results import GradInfo, Grads, Metrics, Number
@@ -362,7 +362,7 @@ class Engine:
             with span("accelfn forward") if profiled else NOTHING:
                 read = self._forward(loss_fn, samples, sync=sync)
             if into is None and self.binding.has_gradients():
-                doctor.reject_own_backward()
+                raise LossError(doctor.OWN_BACKWARD)
             if self._doctor is not None:
                 self._doctor.examine_loss(state, samples, read)
             with span("accelfn backward") if profiled else NOTHING:
@@ -508,7 +508,7 @@ class Engine:
                 unused = [name for name in trained if name not in gradients]
                 doctor.reject_unused(unused, are_held=holder is not None)
         if not gradients:
-            doctor.reject_disconnected()
+            raise LossError(doctor.DISCONNECTED)
         if self._doctor is not None:
             self._doctor.examine_gradients(trained, gradients)
         if live is not None:  # already stepped and freed

@@ -739,7 +739,9 @@ class FSDPRunner:
             with self._forward, self._home.order.begins(kind=reduces):
                 self._scalar = self._root(loss_fn, samples)
         except RuntimeError as error:
-            _explain(error)
+            for sign, msg in _EXPLAINED.items():
+                if sign in str(error):
+                    raise LossError(msg) from error
             raise
         return self._root.take_read()
 
@@ -788,25 +790,16 @@ class FSDPRunner:
         return sums[0]
 
 
-def _explain(error: RuntimeError) -> None:
-    """Explain torch's errors about mixing shards and whole tensors.
-
-    Raises:
-        LossError: a module inside a unit was called without the unit, or the loss calls
-        torch.autograd.grad on sharded parameters.
-    """
-    if "differentiated Tensor" in str(error):
-        msg = (
-            "The loss calls torch.autograd.grad with parameters that af.wrap_fsdp() has split:"
-            " it has no gradients of them before the backward pass. Train this model with"
-            " af.wrap_ddp(), or read the gradients in a transform's grads."
-        )
-        raise LossError(msg) from error
-    if "mixed torch.Tensor and DTensor" in str(error):
-        msg = (
-            "The loss used parameters of a unit that was not gathered: a unit of"
-            " af.wrap_fsdp is gathered when it is called itself. Call it as unit(...), not"
-            " by another method of it nor by a module inside it; or give units= that leave"
-            " that module out."
-        )
-        raise LossError(msg) from error
+_EXPLAINED = {
+    "differentiated Tensor": (
+        "The loss calls torch.autograd.grad with parameters that af.wrap_fsdp() has split: it"
+        " has no gradients of them before the backward pass. Train this model with"
+        " af.wrap_ddp(), or read the gradients in a transform's grads."
+    ),
+    "mixed torch.Tensor and DTensor": (
+        "The loss used parameters of a unit that was not gathered: a unit of af.wrap_fsdp is"
+        " gathered when it is called itself. Call it as unit(...), not by another method of it"
+        " nor by a module inside it; or give units= that leave that module out."
+    ),
+}
+"""What to write, by a part of torch's error about shards beside whole tensors."""

@@ -151,7 +151,10 @@ def cross_entropy(
     dtype, counts = part.dtype, target != ignore_index
     number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
     part = wide(part)  # as torch does internally
-    part = part - _largest(part, ranks).unsqueeze(-1)
+    largest = part.detach().amax(-1)
+    with naming(_LABEL, ranks):
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
+    part = part - largest.unsqueeze(-1)
     told = [part.exp().sum(-1), _target_scores(part, word, ranks)]
     if label_smoothing:
         own = None if weight is None else weight.chunk(ranks.size)[ranks.rank]
@@ -172,13 +175,6 @@ def cross_entropy(
         each = each.sum()
     casts = not part.is_meta and torch.is_autocast_enabled(part.device.type)
     return each if casts else each.to(dtype)
-
-
-def _largest(part: torch.Tensor, ranks: World) -> torch.Tensor:
-    largest = part.detach().amax(-1)
-    with naming(_LABEL, ranks):
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
-    return largest
 
 
 def _target_scores(
@@ -267,9 +263,6 @@ def _shape(scores: Scores) -> list[int]:
         shape = list(scores.shape)
     shape[scores._dim] *= scores._ranks.size
     return shape
-
-
-Ways = Mapping[Any, Callable[..., Any]]
 
 
 def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
@@ -394,7 +387,7 @@ def _cross_entropy(
 
 
 _T = torch.Tensor
-_HANDLERS: Ways = {
+_HANDLERS: Mapping[Any, Callable[..., Any]] = {
     F.cross_entropy: _cross_entropy,
     **dict.fromkeys((_T.size,), _size),
     cast("Any", _T.shape).__get__: _size,
