@@ -94,7 +94,7 @@ def begin(
         raise ArgumentError(msg)
     check_schedule(schedule)
     world = World.single() if world is None else world
-    check_world("TrainState.create(world=...)", world)
+    check_world(f"TrainState.create(world={world!r})", world)
     check_device(setup, world)
     device = world.device
     if device.type != "meta" and world.size > 1 and setup.owners["layout"]:
