@@ -96,9 +96,8 @@ class Talk:
                 raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        return [
-            _read_text(self._file(self.turn, rank)) for rank in range(self.save.size)
-        ]
+        paths = (self._file(self.turn, rank) for rank in range(self.save.size))
+        return [path.read_text(encoding="utf-8") for path in paths]
 
     def begin(self) -> BinaryIO | None:
         """Return an open lock file that shows other ranks that this process lives."""
@@ -114,18 +113,15 @@ class Talk:
         return talk_directory(self.save.final) / f"{turn}-{rank}"
 
     def _absent(self) -> list[int]:
-        return [
-            r
-            for r in range(self.save.size)
-            if not arguments.exists(self._file(self.turn, r))
-        ]
+        paths = {rank: self._file(self.turn, rank) for rank in range(self.save.size)}
+        return [rank for rank, path in paths.items() if not arguments.exists(path)]
 
     def _check_ended(self, absent: list[int]) -> None:
         for rank in absent:
             ended = self._file(_ENDED, rank)
             if arguments.exists(ended):
                 nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
-                raise CheckpointWriteError(_read_text(ended) or nothing)
+                raise CheckpointWriteError(ended.read_text(encoding="utf-8") or nothing)
 
     def _is_over(self, begun: float) -> bool:
         now, hurried = time.monotonic(), self.hurried_at
@@ -149,10 +145,6 @@ class Talk:
 
 
 _ENDED, _HELD = "ended", "held"
-
-
-def _read_text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def talk_directory(final: Path) -> Path:

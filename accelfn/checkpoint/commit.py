@@ -216,10 +216,9 @@ class Save:
                 msg = f"{self.not_finished}: rank {rank} failed: {said}"
             else:
                 msg = f"{self.not_saved}: rank {rank} could not {task}: {said}"
-            in_use = verdict == Verdict.IN_USE
-            raise (DirectoryInUseError if in_use else CheckpointWriteError)(
-                msg
-            ) from failure
+            is_free = verdict != Verdict.IN_USE
+            kind = CheckpointWriteError if is_free else DirectoryInUseError
+            raise kind(msg) from failure
         return results
 
 
@@ -271,9 +270,17 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
     Raises:
         CheckpointWriteError: on every rank, if any rank failed.
     """
-    said = save.run_on_all(
-        exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
-    )
+
+    def describe() -> str:
+        check_seen(save)
+        for name in filter(None, contents if save.rank == 0 else ()):
+            files.create(save.partial / name)
+        alone = save.size == 1
+        return json.dumps(
+            {n: describe_contents(c, is_alone=alone) for n, c in contents.items()}
+        )
+
+    said = save.run_on_all(exchange, Phase.DESCRIBE, describe)
     ranks, own = list(map(json.loads, said)), rank_file(save.rank)
     divisions = {
         name: divide_writes(each, [rank[name] for rank in ranks], save.rank)
@@ -307,21 +314,6 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         files.rename(save.partial, save.final)
 
     save.run_on_all(exchange, Phase.COMMIT, name_it)
-
-
-def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
-    """Return digests of this rank's values and the slices it holds, by state, as JSON.
-
-    Raises:
-        CheckpointError: this rank does not see the directory that rank 0 has made.
-    """
-    check_seen(save)
-    for name in filter(None, contents if save.rank == 0 else ()):
-        files.create(save.partial / name)
-    is_alone = save.size == 1
-    return json.dumps(
-        {n: describe_contents(c, is_alone=is_alone) for n, c in contents.items()}
-    )
 
 
 def check_seen(save: Save) -> None:

@@ -371,8 +371,7 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
     with_mean |= {f"slots.{each.name}" for each in state.setup}
-    apart = set[str]().union(*manifest.trees_by_rank)
-    apart -= {f"slots.{each.name}" for each in merging}
+    apart = manifest.own_units - {f"slots.{each.name}" for each in merging}
     without = sorted((set(manifest.differs) - with_mean) | apart)
     if without or len(merging) != 1:
         msg = (

@@ -645,26 +645,22 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> None:
     """Fill a buffer from a stream's position, with as many threads as torch computes with.
 
     One thread copies cached data below the memory's bandwidth, and requests one piece at a time
-    from a  Each thread reads at least one block.
+    from a disk. Each thread reads at least one block.
     """
     handle, begin = stream.fileno(), stream.tell()
     threads = min(torch.get_num_threads(), len(buffer) // _BLOCK)
     if threads > 1:
-        _read_by(threads, handle, begin, buffer)
+        size = -(-len(buffer) // threads)
+        with ThreadPoolExecutor(threads, "accelfn-read") as pool:
+            reading = [
+                pool.submit(_read_at, handle, begin + at, buffer[at : at + size])
+                for at in range(0, len(buffer), size)
+            ]
+            for each in reading:
+                each.result()
     else:
         _read_at(handle, begin, buffer)
     stream.seek(begin + len(buffer))
-
-
-def _read_by(threads: int, handle: int, begin: int, buffer: memoryview) -> None:
-    size = -(-len(buffer) // threads)
-    with ThreadPoolExecutor(threads, "accelfn-read") as pool:
-        reading = [
-            pool.submit(_read_at, handle, begin + at, buffer[at : at + size])
-            for at in range(0, len(buffer), size)
-        ]
-        for each in reading:
-            each.result()
 
 
 def _read_at(handle: int, begin: int, buffer: memoryview) -> None:

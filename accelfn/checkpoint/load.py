@@ -57,11 +57,7 @@ _CHANGES = {
         "trained",
         "write state.with_trainable(predicate) after the load, as the run did",
     ),
-    "setup.": (
-        "options",
-        "absent",
-        "give the transforms the options that were saved",
-    ),
+    "setup.": ("options", "absent", "give the transforms the options that were saved"),
 }
 """By prefix in a manifest's definition: the word of `allow`, the default, and the advice."""
 

@@ -472,11 +472,11 @@ class Manifest:
         if self.trees["step"] != self.step:
             msg = f"its step is {self.step}, and that of the state {self.trees['step']}"
             raise ValueError(msg)
-        own, apart = set(self.per_rank), set[str]().union(*self.trees_by_rank)
+        own = set(self.per_rank)
         for unit, tree in self.trees.items():
             names = set(tensors_in(tree))
             self._find(names, 0)
-            if unit not in apart:
+            if unit not in self.own_units:
                 for rank in self.firsts:  # other ranks of a copy can read its file
                     self._find(names & own, rank)
         for rank, trees in enumerate(self.trees_by_rank):
@@ -559,9 +559,13 @@ class Manifest:
 
     def trees_of(self, rank: int) -> dict[str, Any]:
         """Return a rank's trees by unit, as plain data."""
-        apart = set[str]().union(*self.trees_by_rank)
-        common = {unit: tree for unit, tree in self.trees.items() if unit not in apart}
-        return common | dict(self.trees_by_rank[rank] if apart else {})
+        own = dict(self.trees_by_rank[rank]) if self.own_units else {}
+        return {u: t for u, t in self.trees.items() if u not in self.own_units} | own
+
+    @cached_property
+    def own_units(self) -> frozenset[str]:
+        """The units that have a tree of their own on each rank."""
+        return frozenset[str]().union(*self.trees_by_rank)
 
     @property
     def slots(self) -> frozenset[str]:
@@ -572,12 +576,11 @@ class Manifest:
     @property
     def differs(self) -> tuple[str, ...]:
         """The units that differ between ranks."""
-        trees = {unit for trees in self.trees_by_rank for unit in trees}
         own = self.differing
         of_tensors = {
             unit for unit, tree in self.trees.items() if own & set(tensors_in(tree))
         }
-        return tuple(sorted(trees | of_tensors))
+        return tuple(sorted(self.own_units | of_tensors))
 
     @cached_property
     def differing(self) -> frozenset[str]:

@@ -506,45 +506,26 @@ def _match_targets(
             del there[name]
     found = differences(there, expected)
     # only what is floating-point on both sides is converted
-    floating = {
-        name
-        for name in found.dtypes
-        if there[name].is_floating_point() and expected[name].is_floating_point()
+    changed = {
+        name: how
+        for name, how in found.dtypes.items()
+        if not (there[name].is_floating_point() and expected[name].is_floating_point())
     }
-    found = attrs.evolve(
-        found,
-        dtypes={n: how for n, how in found.dtypes.items() if n not in floating},
-    )
+    found = attrs.evolve(found, dtypes=changed)
     told = found.describe(f"{incoming.where}: tensors", "the model's")
     if found.shapes or found.dtypes or (found and strict):
         raise CheckpointError(told)
-    _check_given(targets, pairs, incoming.where)
+    left = [name for name in found.missing if expected[name].is_meta]
+    if left:
+        msg = (
+            f"{incoming.where}: {list_names(left)}: on the meta device, and not in the files."
+            " Build the model with values, not in af.empty_weights(), so that strict=False"
+            " can keep them."
+        )
+        raise CheckpointError(msg)
     if found:
         advise(told)
     return pairs
-
-
-def _check_given(
-    targets: list[Target], pairs: Mapping[str, Target], where: str
-) -> None:
-    """Check that no tensor stays on meta without values.
-
-    Raises:
-        CheckpointError: the files lack values for a meta tensor.
-    """
-    given = {target.names for target in pairs.values()}
-    left = [
-        each.names[0]
-        for each in targets
-        if each.names not in given and each.tensors[0].is_meta
-    ]
-    if left:
-        msg = (
-            f"{where}: {list_names(left)}: without values in the model, on the meta device,"
-            " and not in the files. Build the model with values, not in"
-            " af.empty_weights(), and what strict=False leaves keeps them."
-        )
-        raise CheckpointError(msg)
 
 
 def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:

@@ -288,6 +288,7 @@ def check(case: str, seed: int) -> str:
 @example("split", 8)  # a count that is a table
 @example("split", 26)  # a slot of numbers
 @example("apart", 31)  # integers
+@example("alone", 977054583)  # a slot that lacks a parameter
 @example("split", 215)  # a buffer that is split
 @given(case=st.sampled_from(["alone", "apart", "split"]), seed=st.integers(0, 2**32))
 def test_a_forged_manifest_is_an_error_or_the_saved_state(case: str, seed: int) -> None:
