@@ -96,7 +96,7 @@ class Talk:
                 raise PeerFailedError(self._given_up(gone, absent, what, begun))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
-        paths = (self._file(self.turn, rank) for rank in range(self.save.size))
+        paths = (self._file(self.turn, rank) for rank in self._ranks())
         return [path.read_text(encoding="utf-8") for path in paths]
 
     def begin(self) -> BinaryIO | None:
@@ -109,11 +109,14 @@ class Talk:
         if self.save.size > 1:
             files.tell(self._file(_ENDED, self.save.rank), text)
 
+    def _ranks(self) -> range:
+        return range(self.save.size)
+
     def _file(self, turn: int | str, rank: int) -> Path:
         return talk_directory(self.save.final) / f"{turn}-{rank}"
 
     def _absent(self) -> list[int]:
-        paths = {rank: self._file(self.turn, rank) for rank in range(self.save.size)}
+        paths = {rank: self._file(self.turn, rank) for rank in self._ranks()}
         return [rank for rank, path in paths.items() if not arguments.exists(path)]
 
     def _check_ended(self, absent: list[int]) -> None:
