@@ -270,17 +270,9 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
     Raises:
         CheckpointWriteError: on every rank, if any rank failed.
     """
-
-    def describe() -> str:
-        check_seen(save)
-        for name in filter(None, contents if save.rank == 0 else ()):
-            files.create(save.partial / name)
-        alone = save.size == 1
-        return json.dumps(
-            {n: describe_contents(c, is_alone=alone) for n, c in contents.items()}
-        )
-
-    said = save.run_on_all(exchange, Phase.DESCRIBE, describe)
+    said = save.run_on_all(
+        exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
+    )
     ranks, own = list(map(json.loads, said)), rank_file(save.rank)
     divisions = {
         name: divide_writes(each, [rank[name] for rank in ranks], save.rank)
@@ -314,6 +306,21 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         files.rename(save.partial, save.final)
 
     save.run_on_all(exchange, Phase.COMMIT, name_it)
+
+
+def _describe_states(save: Save, contents: Mapping[str, Contents]) -> str:
+    """Return digests of this rank's values and the slices it holds, by state, as JSON.
+
+    Raises:
+        CheckpointError: this rank does not see the directory that rank 0 has made.
+    """
+    check_seen(save)
+    for name in filter(None, contents if save.rank == 0 else ()):
+        files.create(save.partial / name)
+    is_alone = save.size == 1
+    return json.dumps(
+        {n: describe_contents(c, is_alone=is_alone) for n, c in contents.items()}
+    )
 
 
 def check_seen(save: Save) -> None:
