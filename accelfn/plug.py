@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     # Runs a loss forward and backward on one rank; derive your runner from it.
     from accelfn.engine.runner import LocalRunner as LocalRunner
 
-    # What a runner's forward returns: a checked loss, its weight and metrics.
+    # A runner's forward returns it: a checked loss, its weight and metrics.
     from accelfn.engine.runner import ReadLoss as ReadLoss
 
     # Binds a state to a model that each rank has whole, and takes gradients.
@@ -88,10 +88,10 @@ if TYPE_CHECKING:
     # A module whose forward is the loss, for a library that wraps a module.
     from accelfn.engine.runner import RootModule as RootModule
 
-    # What a runner's forward gets: a batch, its weight and the extra arguments.
+    # A runner's forward gets it: a batch, its weight and the extra arguments.
     from accelfn.engine.runner import Samples as Samples
 
-    # What the layers of a model that is split along tp share.
+    # The state that the layers of a model split along tp share.
     from accelfn.engine.tensor_parallel import Layers as Layers
 
     # The base class of a layer that splits itself along tp.
@@ -109,7 +109,7 @@ if TYPE_CHECKING:
     # Runs a method of all transforms, in the order of the chain.
     from accelfn.state import update as update
 
-    # What is known of gradients: the weight that divides them, and by whom.
+    # The origin of gradients: their weight, and whether they were divided by it.
     from accelfn.state.results import GradInfo as GradInfo
 
     # Reads and writes safetensors files of models, and indices of several files.
@@ -121,10 +121,10 @@ if TYPE_CHECKING:
     # The names and sizes of a world's axes, and the ranks along them.
     from accelfn.world import axes as axes
 
-    # What joins ranks: groups, the store where they meet, and what each does.
+    # The groups of a world's ranks, the store where they meet, and their activities.
     from accelfn.world import connection as connection
 
-    # What an elastic launcher and its processes tell each other at a store.
+    # The messages of an elastic launcher and its processes, through a store.
     from accelfn.world.meeting import Words as Words
 
     # How many processes a launcher has started, and the variable for it.

@@ -86,9 +86,12 @@ class Differences:
         rows = [f"{where} differ from {whose}:"]
         both = {**self.shapes, **self.dtypes}
         for some in (
-            [f"missing {n[:_LONG]}{_near(n, self.unexpected)}" for n in self.missing],
             [
-                f"unexpected {n[:_LONG]}{_near(n, self.missing)}"
+                f"missing {n[:_LONG]}{_suggest_name(n, self.unexpected)}"
+                for n in self.missing
+            ],
+            [
+                f"unexpected {n[:_LONG]}{_suggest_name(n, self.missing)}"
                 for n in self.unexpected
             ],
             [f"{n[:_LONG]} {how}" for n, how in both.items()],
@@ -138,7 +141,7 @@ def differences(
     )
 
 
-def _near(name: str, others: Iterable[str]) -> str:
+def _suggest_name(name: str, others: Iterable[str]) -> str:
     known = [each for each in list(others)[:1000] if len(each) <= _LONG]
     near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
     return f" (near {near[0]})" if near else ""

@@ -132,7 +132,7 @@ def _text(value: Any, place: str) -> None:
     _expect(isinstance(value, str), "text", value, place)
 
 
-def _whole(value: Any, place: str) -> None:
+def _check_integer(value: Any, place: str) -> None:
     _expect(type(value) is int, "a whole number", value, place)
 
 
@@ -275,7 +275,7 @@ _UNITS: dict[str, Rule] = {
     ),
     "step": _count,
     "cursor": _record(list=_row(_count, _count, _tree)),
-    "seed": _whole,
+    "seed": _check_integer,
     "num_skipped": _count,
 }
 _DTYPE = _one_of(DTYPES, "a dtype")
@@ -734,7 +734,7 @@ def _read_bytes(
             else "there is no such directory"
         )
         way = files.reader_of(folder) or files.checkpoints_near(folder, NAME)
-        msg = f"There is no checkpoint at {folder}: {lacks}.{way}"
+        msg = f"{folder} has no checkpoint: {lacks}.{way}"
         raise missing_error(msg) from error
     except NotADirectoryError as error:
         msg = f"{folder} is a file, not the directory of a checkpoint.{files.reader_of(folder)}"

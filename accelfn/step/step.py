@@ -505,9 +505,9 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
     """
     if not sums.reduced:
         msg = (
-            f"{owner!r}.reduce returned gradients of this rank's weight, by which each rank would"
-            " divide. Return grads.with_sums(sums, weight), with af.reduce of grads.tensors and"
-            " of grads.weight; or, if ranks must differ, declare"
+            f"{owner!r}.reduce returned gradients with this rank's own weight, so ranks would"
+            " divide by different weights. Return grads.with_sums(sums, weight), with af.reduce"
+            " of grads.tensors and of grads.weight; or, if ranks must differ, declare"
             ' gives_up = {"replicas_agree": "..."}.'
         )
         raise GradsError(msg)

@@ -500,16 +500,16 @@ class wrap_fsdp:
     Args:
         units: the modules that are gathered as one: a class, a tuple of classes, or a function
         (name, module) -> bool. Default: the members of each outermost nn.ModuleList, such as
-        the blocks of a transformer. The model must call a unit's forward; containers such as
-        nn.ModuleList have none.
+        the blocks of a transformer. The model must call a unit's forward. Containers such as
+        nn.ModuleList have no forward.
         reshard_after_forward: whether units are resharded between their forward and backward
         passes. If False, an update gathers each unit once, and the whole model is gathered at
         the end of the forward pass.
-        gather_dtype: the dtype in which parameters are gathered and used, and to which the
-        model's inputs are cast, such as torch.bfloat16; None means the parameters' own. The
-        shards that the optimizer steps keep their dtype.
-        reduce_dtype: the dtype in which gradients are summed over ranks; None means the
-        parameters' own, independent of gather_dtype.
+        gather_dtype: the dtype of gathered parameters, such as torch.bfloat16. The model's
+        inputs are cast to it. None means the parameters' own. The shards that the optimizer
+        steps keep their dtype.
+        reduce_dtype: the dtype of sums of gradients over ranks; None means the parameters' own,
+        independent of gather_dtype.
         accumulate: with several micro-batches, "whole" keeps full gradients on each rank and
         reduces only with the last one; "sharded" reduces with each and keeps shards: 1/n of the
         memory, and one reduce-scatter per unit and micro-batch.
@@ -527,9 +527,9 @@ class wrap_fsdp:
         With n ranks per copy, each rank holds 1/n of parameters, gradients, optimizer state and
         slots (rounded up to whole rows), plus the gathered root, the current unit and the next
         one. An update makes two all-gathers and one reduce-scatter per unit, one of each for
-        the root, and an all-reduce of 8 bytes. Each pass adds an all-gather of 24 bytes, in
-        which ranks agree on the order of units (one more for each unit that ranks run in
-        another order than in their last pass). In total a rank sends at most 3 (n - 1) / n of
+        the root, and an all-reduce of 8 bytes. Each pass adds an all-gather of 24 bytes:
+        ranks agree on the order of units. A unit that ranks run in another order than in their
+        last pass adds one more. In total a rank sends at most 3 (n - 1) / n of
         the parameters' bytes; DistributedDataParallel sends 2 (n - 1) / n. Each further
         micro-batch gathers again. m copies add an all-reduce of a rank's shards. Buffers are
         broadcast from rank 0 before an update's first forward pass.
