@@ -77,21 +77,6 @@ def test_resharding_is_cutting(
         assert all(map(torch.equal, expected, parts))
 
 
-@given(SHAPES, st.integers(1, 9), st.data())
-def test_even_parts_are_those_of_torch(
-    shape: tuple[int, ...], world: int, data: st.DataObject
-) -> None:
-    """L47: a rank's part is its `torch.chunk`; ranks beyond the last chunk have nothing."""
-    dim = data.draw(st.integers(0, len(shape) - 1))
-    whole = numbered(shape)
-    chunks = list(whole.chunk(world, dim))
-    nothing = whole.narrow(dim, 0, 0)
-    chunks += [nothing] * (world - len(chunks))
-    parts = held(whole, [even_slice(shape, dim, i, world) for i in range(world)])
-    assert [each.shape for each in chunks] == [each.shape for each in parts]
-    assert all(map(torch.equal, chunks, parts))
-
-
 @given(shapes_and_cuts(), st.data())
 def test_a_slice_that_is_missing_is_noticed(
     drawn: tuple[tuple[int, ...], list[list[Slice]]], data: st.DataObject
