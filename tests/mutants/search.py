@@ -24,7 +24,7 @@ from tests.mutants.plugin import BUG, PLACES
 
 _MOST_TESTS = 200
 _SECONDS = 300
-_PARALLEL = "2"
+_PARALLEL = "3"
 _PYTEST = (
     *(sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin"),
     *("-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-profile=ci"),
