@@ -115,16 +115,17 @@ def in_turns(
 ) -> tuple[dict[str, torch.Tensor], ...]:
     """Return what is trained by so many ranks up to so many updates, saved and loaded between."""
     for i, (start, size) in enumerate(stages):
-        end = stages[i + 1][0] if i + 1 < len(stages) else training.updates
+        is_last = i + 1 == len(stages)
+        end = training.updates if is_last else stages[i + 1][0]
 
         def stage(
-            world: af.World, start: int = start, end: int = end
+            world: af.World, start: int = start, end: int = end, is_last: bool = is_last
         ) -> dict[str, torch.Tensor]:
             state = training.state(world)
             if start:
                 state = af.load(state, f"{folder}/{start}")
             state = training.train(state, end - start)
-            if end < training.updates:
+            if not is_last:
                 af.save(state, f"{folder}/{end}")
             return tensors(af.finalize(state))
 

@@ -107,6 +107,9 @@ def test_the_rest_go_on_from_the_last_average(
 @example(
     Training(setup=af.local_sgd(sync_every=2), every=2, updates=12), 3, 0, 3, 2, 50
 )
+@example(  # it comes back after the last update
+    Training(setup=af.local_sgd(sync_every=4), every=4, updates=12), 2, 0, 5, 3, 0
+)
 def test_a_rank_that_comes_back_comes_in_at_an_average(
     training: Training, size: int, gone: int, step: int, later: int, begins: int
 ) -> None:
