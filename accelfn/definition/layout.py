@@ -59,11 +59,6 @@ def cuts_of(
     return {name: along for name, along in cuts.items() if along}
 
 
-def by_rows(meta: torch.Tensor) -> Cuts | None:
-    """Shard the rows along dp_shard; return None for a scalar or empty tensor."""
-    return {"dp_shard": 0} if meta.ndim and meta.numel() else None
-
-
 def largest_part(
     shape: Iterable[int], cuts: Cuts, axes: Mapping[str, int]
 ) -> torch.Size:

@@ -16,7 +16,6 @@ from accelfn.base.arguments import is_number
 from accelfn.base.devices import host_memory
 from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import have_shards
-from accelfn.definition.layout import WholeDraws
 from accelfn.definition.transform import ARGUMENTS
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
@@ -59,6 +58,8 @@ def draws_for(state: "TrainState", purpose: str) -> AbstractContextManager[objec
 
 @contextmanager
 def _of_wholes(seeded: draws.seeded) -> Generator[None]:
+    from accelfn.definition.layout import WholeDraws  # noqa: PLC0415 - a slow import
+
     with seeded, WholeDraws():
         yield
 

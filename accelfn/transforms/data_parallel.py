@@ -22,7 +22,6 @@ from accelfn.base.arguments import (
 )
 from accelfn.collectives.replicas import check_values
 from accelfn.data import Plan
-from accelfn.definition.layout import by_rows
 from accelfn.definition.transform import facts_of, transform
 from accelfn.engine.ddp import Compression, DDPRunner, LowRank, Narrow
 from accelfn.engine.engine import Engine, build_engine
@@ -604,7 +603,7 @@ class wrap_fsdp:
     ) -> Mapping[str, int] | None:
         """Shard rows along dp_shard; scalars and empty parameters stay whole."""
         del name, axes
-        return by_rows(meta)
+        return {"dp_shard": 0} if meta.ndim and meta.numel() else None
 
     def init(self, state: TrainState) -> None:
         """Reject models and optimizers that sharding would change."""
