@@ -28,6 +28,7 @@ _PARALLEL = "3"
 _PYTEST = (
     *(sys.executable, "-m", "pytest", "-q", "-p", "tests.mutants.plugin"),
     *("-p", "no:cacheprovider", "-m", "not slow", "--hypothesis-profile=ci"),
+    "--ignore=tests/ranks",  # their functions run in other processes
 )
 
 
