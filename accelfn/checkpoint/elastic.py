@@ -174,10 +174,11 @@ class Source:
         saved, wanted = self.manifest.tensor(name, rank), self.sharded.get(name)
         whole = Slice.whole(saved.shape)
         target = whole if wanted is None else slice_of(wanted) or whole
-        if target.shape != saved.shape:
+        if wanted is not None and target.shape != saved.shape:
             msg = (
                 f"{self.folder}: {name} was saved as {saved.shape} {saved.dtype}, and the"
-                f" state's is {target.shape}. Load into a state of the model that was saved."
+                f" state's is {target.shape} {wanted.dtype}. Load into a state of the model"
+                " that was saved."
             )
             raise CheckpointError(msg)
         overlapping = {f: box for f, box in saved.parts.items() if target.within(box)}

@@ -249,7 +249,8 @@ def check_values(
 def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
     for each in state.setup:
         if each.name in saved and each.name in state.slots:
-            yield from _misfits(saved[each.name], state.slots[each.name], each.name)
+            rows = (saved[each.name], state.slots[each.name], each.name)
+            yield from _misfits(*rows, may_change=True)
 
 
 def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -286,22 +287,30 @@ def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
     return value if state.definition.layout is None else None
 
 
-def _misfits(saved: Any, current: Any, path: str) -> Iterator[str]:
-    """Yield a line for each difference in kind or shape; a current None accepts any value."""
+def _misfits(
+    saved: Any, current: Any, path: str, *, may_change: bool = False
+) -> Iterator[str]:
+    """Yield a line for each difference in kind or shape; a current None accepts any value.
+
+    With `may_change` (slots), an empty table may be filled later, and numbers and tensors may
+    replace one another.
+    """
     if isinstance(current, Mapping) and isinstance(saved, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
             inside = f"{path}.{key}"[:_LONG]
             if key in saved:
-                yield from _misfits(saved[key], value, inside)
-            else:
+                yield from _misfits(saved[key], value, inside, may_change=may_change)
+            elif saved or not may_change:
                 yield f"{inside}: missing"
     elif isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
         for i, pair in enumerate(zip(saved, current, strict=False)):
-            yield from _misfits(*pair, f"{path}[{i}]"[:_LONG])
+            inside = f"{path}[{i}]"[:_LONG]
+            yield from _misfits(*pair, inside, may_change=may_change)
     elif current is not None:
         one, other = _kind(saved), _kind(current)
         became_tensor = other == "a number" and one.startswith("a lone")
-        if one != other and not became_tensor:
+        are_numbers = {one, other} <= {"a number", "a lone float", "a lone integer"}
+        if one != other and not became_tensor and not (may_change and are_numbers):
             yield f"{path}: saved as {one}, expected {other}"
 
 

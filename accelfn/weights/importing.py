@@ -75,10 +75,11 @@ class Valueless(TorchFunctionMode):
 
 
 def _needs_values(function: str, error: Exception) -> str:
+    reason = str(error).splitlines()[0].rstrip(".")
     return (
         f"The model takes values of its parameters as it is built, by {function}, and in"
-        f" af.empty_weights() or a factory they have none: {str(error).splitlines()[0]} Build"
-        " the model with values, as af.import_model(Net(), files)."
+        f" af.empty_weights() or a factory they have no values: {reason}."
+        " Build the model with values, as af.import_model(Net(), files)."
     )
 
 

@@ -31,6 +31,7 @@ from accelfn.track import tracker
 from tests.internals import (
     Slice,
     agent,
+    connection,
     entries_of,
     failures,
     files,
@@ -610,7 +611,9 @@ def test_axes_of_other_sizes_have_other_groups(monkeypatch):
     opened: list[dict[str, int]] = []
     monkeypatch.setattr(rank, "_opened", {})
     monkeypatch.setattr(
-        rank, "open_groups", lambda axes, *_: opened.append(dict(axes)) or object()
+        connection,
+        "open_groups",
+        lambda axes, *_: opened.append(dict(axes)) or object(),
     )
     wide, tall = {"dp_shard": 4, "tp": 2}, {"dp_shard": 2, "tp": 4}
     found = [rank._groups(0, axes) for axes in (wide, tall, wide)]
