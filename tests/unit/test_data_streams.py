@@ -14,6 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import accelfn as af
 from accelfn.testing import simulate
+from tests.internals import stream
+from tests.laws.reading import Remembering
 from tests.states import linear_state
 
 torch.set_num_threads(1)
@@ -546,3 +548,12 @@ def test_a_rank_s_own_stream_goes_on_anywhere(counts, batch_size, parts, statefu
     rest = simulate(size, lambda world: each_rank(world, cursors)).results
     for batches, found in zip(whole, rest, strict=True):
         assert [*map(kept, found)] == [*map(kept, batches[done + 1 :])]
+
+
+def test_a_worker_that_had_ended_reads_nothing_after_a_resume():
+    """Not even a dataset that begins anew behind its end."""
+    data = af.Data(Remembering(4), batch_size=2)
+    ended, resumed = (stream.Counted(data, 0, 0) for _ in range(2))
+    assert len(list(ended)) == 4
+    resumed.load_state_dict(ended.state_dict())
+    assert list(resumed) == []

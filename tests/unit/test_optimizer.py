@@ -460,10 +460,11 @@ def test_no_optimizer(optimizer):
 
 
 class Global(optim.SGD):
-    """Keeps an entry that belongs to no parameter, as MADGRAD does."""
+    """Keeps two entries that belong to no parameter, as MADGRAD keeps one."""
 
     def step(self, closure=None):
         self.state["k"] = self.state.get("k", 0) + 1
+        self.state["twice"] = 2 * self.state["k"]
         super().step(closure)
 
 
@@ -473,7 +474,7 @@ def test_state_of_no_parameter(forked):
     state = create(partial(Global, lr=0.1))
     for i, part in enumerate(PARTS):
         state, _ = STEP(state.copy() if forked else state, part)
-        assert state.opt_state["<optimizer>"] == {"k": i + 1}
+        assert state.opt_state["<optimizer>"] == {"k": i + 1, "twice": 2 * i + 2}
 
 
 def test_optimizer_given_away_is_not_used_again():

@@ -356,9 +356,10 @@ def test_setup_given_or_applied_is_the_same():
 
 
 def test_with_slot_is_kept_by_a_step():
-    """The user's own entry goes with the state."""
+    """The user's own entry goes with the state, and into another setup."""
     state, _ = STEP(make().with_slot("mine", {"best": 0.5}), X)
     assert state.slots["mine"] == {"best": 0.5}
+    assert state.with_setup(af.ema(0.5)).slots["mine"] == {"best": 0.5}
 
 
 def test_with_slot_of_a_transform():
