@@ -327,14 +327,19 @@ def test_batches_that_are_added_follow_one_another(
         assert after.cursor.epoch * 8 + after.cursor.samples == 2 * stands
 
 
-@given(copies=st.integers(1, 3), slope=st.floats(-8, 8), given_first=st.booleans())
+@given(
+    copies=st.integers(1, 3),
+    slope=st.floats(-8, 8),
+    given_first=st.booleans(),
+    setup=st.sampled_from([af.identity(), SumAll()]),
+)
 def test_copies_of_gradients_are_their_own(
-    copies: int, slope: float, *, given_first: bool
+    copies: int, slope: float, setup: object, *, given_first: bool
 ) -> None:
     """Each is given once, to a copy of the state, whatever became of those it was made of."""
-    state = number(af.World.single(device="cpu"))
-    compute = af.value_and_grad(lambda net, x: net[0] * x)
-    _, grads = compute(state, torch.tensor(slope, dtype=torch.float64))
+    state = number(af.World.single(device="cpu"), setup)
+    compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())
+    _, grads = compute(state, torch.tensor([slope], dtype=torch.float64))
     each = [grads.map(torch.Tensor.clone) for _ in range(copies)]
     found = set[float]()
     for one in [grads, *each] if given_first else [*each, grads]:
