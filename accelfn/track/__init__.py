@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trackers: log metrics to TensorBoard, W&B, Comet, MLflow or files.
 
-A tracker is called as `tracker(metrics, step)`, and closed. Each backend has a file here, and
-its package is imported when a tracker is made on rank 0, and nowhere else.
+A tracker is called as `tracker(metrics, step)`, and closed. A backend's package is
+imported when a tracker is made on rank 0, and nowhere else.
 """
 
 from accelfn.track.backends import comet as comet

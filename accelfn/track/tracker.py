@@ -37,7 +37,6 @@ Number: TypeAlias = float | torch.Tensor | np.generic
 """A number on any device; converting it waits for the device."""
 Pixels: TypeAlias = NDArray[np.uint8]
 """(height, width, channels), with 1, 3 or 4 channels."""
-"""One axis."""
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 MOST_STEPS = 2**63
