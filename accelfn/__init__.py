@@ -7,7 +7,7 @@ tutorial, or start here:
 
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.autocast("bf16"))
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=3):
+    for batch in af.batches(state, until_epoch=3):
         state, metrics = step(state, batch)
 """
 
@@ -16,6 +16,7 @@ from importlib.metadata import version as _version
 from types import ModuleType as _Module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
+from accelfn import errors as errors
 from accelfn import orders as orders
 from accelfn import schedules as schedules
 from accelfn.base.arguments import find_hint as _find_hint
@@ -23,86 +24,48 @@ from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
 from accelfn.base.tree import Pending as Pending
 from accelfn.collectives.packed import barrier as barrier
+from accelfn.collectives.trees import all_gather as all_gather
+from accelfn.collectives.trees import all_gather_objects as all_gather_objects
 from accelfn.collectives.trees import all_ranks as all_ranks
+from accelfn.collectives.trees import all_reduce as all_reduce
 from accelfn.collectives.trees import all_to_all as all_to_all
 from accelfn.collectives.trees import any_rank as any_rank
 from accelfn.collectives.trees import broadcast as broadcast
 from accelfn.collectives.trees import broadcast_object as broadcast_object
-from accelfn.collectives.trees import gather as gather
-from accelfn.collectives.trees import gather_objects as gather_objects
-from accelfn.collectives.trees import gather_ragged as gather_ragged
 from accelfn.collectives.trees import pad_across as pad_across
-from accelfn.collectives.trees import reduce as reduce
 from accelfn.collectives.trees import scatter as scatter
-from accelfn.collectives.trees import start_reduce as start_reduce
+from accelfn.collectives.trees import start_all_reduce as start_all_reduce
 from accelfn.data import Batch as Batch
 from accelfn.data import Data as Data
-from accelfn.data import Plan as Plan
-from accelfn.data import budget as budget
-from accelfn.data.plan import Cursor as Cursor
-from accelfn.data.stream import lockstep as lockstep
+from accelfn.data import token_budget as token_budget
+from accelfn.data.stream import join_uneven as join_uneven
 from accelfn.definition.transform import Transform as Transform
 from accelfn.definition.transform import chain as chain
 from accelfn.definition.transform import transform as transform
-from accelfn.errors import ArgumentError as ArgumentError
-from accelfn.errors import BatchError as BatchError
-from accelfn.errors import CallError as CallError
-from accelfn.errors import CheckpointCorruptError as CheckpointCorruptError
-from accelfn.errors import CheckpointError as CheckpointError
-from accelfn.errors import CheckpointWriteError as CheckpointWriteError
-from accelfn.errors import CollectiveMismatchError as CollectiveMismatchError
-from accelfn.errors import CompileError as CompileError
-from accelfn.errors import CompositionError as CompositionError
-from accelfn.errors import DataError as DataError
-from accelfn.errors import DirectoryInUseError as DirectoryInUseError
-from accelfn.errors import Error as Error
-from accelfn.errors import GradsError as GradsError
-from accelfn.errors import LaunchError as LaunchError
-from accelfn.errors import LengthError as LengthError
-from accelfn.errors import LossError as LossError
-from accelfn.errors import ModelError as ModelError
-from accelfn.errors import NonFiniteGradsError as NonFiniteGradsError
-from accelfn.errors import NonFiniteLossError as NonFiniteLossError
-from accelfn.errors import OptimizerError as OptimizerError
-from accelfn.errors import OutOfMemoryError as OutOfMemoryError
-from accelfn.errors import PeerFailedError as PeerFailedError
-from accelfn.errors import PlainDataError as PlainDataError
-from accelfn.errors import RankFailedError as RankFailedError
-from accelfn.errors import RecompilationWarning as RecompilationWarning
-from accelfn.errors import RecordError as RecordError
-from accelfn.errors import ReplicaMismatchError as ReplicaMismatchError
-from accelfn.errors import StateDonatedError as StateDonatedError
-from accelfn.errors import StateError as StateError
-from accelfn.errors import TrackingError as TrackingError
-from accelfn.errors import TrackingWarning as TrackingWarning
-from accelfn.errors import UnknownMetricError as UnknownMetricError
-from accelfn.errors import UnusedParametersError as UnusedParametersError
-from accelfn.errors import Warning as Warning  # noqa: A004 - af.Warning
-from accelfn.errors import WorldError as WorldError
-from accelfn.loop.batches import Batches as Batches
 from accelfn.loop.batches import batches as batches
 from accelfn.loop.batches import seek as seek
 from accelfn.loop.run import stopping as stopping
-from accelfn.model.optimizer import partition as partition
+from accelfn.model.optimizer import combine_optimizers as combine_optimizers
 from accelfn.state.results import Grads as Grads
 from accelfn.state.results import Loss as Loss
 from accelfn.state.results import Metrics as Metrics
-from accelfn.state.results import WeightedSum as WeightedSum
-from accelfn.state.results import mean as mean
 from accelfn.state.state import TrainState as TrainState
 from accelfn.state.update import Update as Update
-from accelfn.state.views import bind as bind
+from accelfn.state.views import borrow_model as borrow_model
 from accelfn.state.views import eval_params as eval_params
-from accelfn.state.views import frozen as frozen
-from accelfn.state.views import rng as rng
+from accelfn.state.views import fork_rng as fork_rng
+from accelfn.state.views import snapshot_model as snapshot_model
 from accelfn.step.step import apply_grads as apply_grads
-from accelfn.step.step import build as build
 from accelfn.step.step import finalize as finalize
 from accelfn.step.step import make_step as make_step
-from accelfn.step.step import release as release
+from accelfn.step.step import prepare_engine as prepare_engine
+from accelfn.step.step import release_engine as release_engine
 from accelfn.step.step import sync_grads as sync_grads
 from accelfn.step.value_and_grad import value_and_grad as value_and_grad
 from accelfn.world import World as World
+
+_PUBLIC_MODULES = "errors", "orders", "schedules"
+_BUILTINS = ("compile",)
 
 # Imported when first used, because a program needs few of them. A name that a module of this
 # package has too cannot be here: importing that module would replace it.
@@ -110,8 +73,8 @@ if _TYPE_CHECKING:
     __version__: str
     from accelfn import megatron as megatron
     from accelfn import track as track
+    from accelfn import typing as typing
     from accelfn.checkpoint import CheckpointStore as CheckpointStore
-    from accelfn.checkpoint import Loaded as Loaded
     from accelfn.checkpoint import load as load
     from accelfn.checkpoint import load_part as load_part
     from accelfn.checkpoint import regroup as regroup
@@ -121,7 +84,6 @@ if _TYPE_CHECKING:
     from accelfn.interop.accelerate import import_state as import_state
     from accelfn.interop.torch_files import import_torch_weights as import_torch_weights
     from accelfn.launching.function import launch as launch
-    from accelfn.loop.control import RankLogger as RankLogger
     from accelfn.loop.control import assert_replicas_agree as assert_replicas_agree
     from accelfn.loop.control import logger as logger
     from accelfn.loop.control import main_first as main_first
@@ -129,11 +91,11 @@ if _TYPE_CHECKING:
     from accelfn.loop.control import on_rank as on_rank
     from accelfn.loop.control import print_in_order as print_in_order
     from accelfn.loop.control import print_once as print_once
+    from accelfn.loop.evaluate import all_gather_valid as all_gather_valid
     from accelfn.loop.evaluate import evaluate as evaluate
-    from accelfn.loop.evaluate import gather_valid as gather_valid
-    from accelfn.loop.evaluate import observe as observe
     from accelfn.loop.evaluate import predict as predict
-    from accelfn.loop.evaluate import split as split
+    from accelfn.loop.evaluate import report_metric as report_metric
+    from accelfn.loop.evaluate import split_over_ranks as split_over_ranks
     from accelfn.loop.memory import find_batch_size as find_batch_size
     from accelfn.loop.memory import memory as memory
     from accelfn.loop.memory import memory_estimate as memory_estimate
@@ -142,9 +104,8 @@ if _TYPE_CHECKING:
     from accelfn.loop.run import run as run
     from accelfn.loop.run import salvage as salvage
     from accelfn.model.optimizer import lomo as lomo
-    from accelfn.placing.placed import placed as placed
-    from accelfn.placing.plan import DeviceMap as DeviceMap
-    from accelfn.placing.plan import place as place
+    from accelfn.placing.placed import on_devices as on_devices
+    from accelfn.placing.plan import plan_devices as plan_devices
     from accelfn.transforms.accumulate import accumulate as accumulate
     from accelfn.transforms.accumulate import micro_batches as micro_batches
     from accelfn.transforms.averaging import ema as ema
@@ -154,14 +115,14 @@ if _TYPE_CHECKING:
     from accelfn.transforms.compile import compile as compile  # noqa: A004 - torch's name
     from accelfn.transforms.context_parallel import context_parallel as context_parallel
     from accelfn.transforms.data_parallel import check_replicas as check_replicas
-    from accelfn.transforms.data_parallel import compress as compress
+    from accelfn.transforms.data_parallel import compress_grads as compress_grads
     from accelfn.transforms.data_parallel import shard_data as shard_data
     from accelfn.transforms.data_parallel import sync_batchnorm as sync_batchnorm
     from accelfn.transforms.data_parallel import wrap_ddp as wrap_ddp
     from accelfn.transforms.data_parallel import wrap_fsdp as wrap_fsdp
     from accelfn.transforms.diloco import diloco as diloco
     from accelfn.transforms.local_sgd import local_sgd as local_sgd
-    from accelfn.transforms.plateau import plateau as plateau
+    from accelfn.transforms.plateau import reduce_lr_on_plateau as reduce_lr_on_plateau
     from accelfn.transforms.precision import autocast as autocast
     from accelfn.transforms.precision import full_precision as full_precision
     from accelfn.transforms.precision import identity as identity
@@ -178,30 +139,29 @@ if _TYPE_CHECKING:
     from accelfn.weights.export import save_pretrained as save_pretrained
     from accelfn.weights.importing import empty_weights as empty_weights
     from accelfn.weights.importing import import_model as import_model
+else:  # type checkers do not see it, and find a misspelt name
 
-_PUBLIC_MODULES = "megatron", "orders", "schedules", "track"
-
-
-def __getattr__(name: str) -> object:
-    """Import a name that costs time."""
-    if name == "__version__":
-        try:
-            return _version("accelfn")
-        except _NotFound:  # a tree that is only on the path
-            return "0+unknown"
-    if name == "__all__":  # for `from accelfn import *`: the public names, no folders
-        public = {each for each in globals() if not each.startswith("_")}
-        modules = {each for each in public if isinstance(globals()[each], _Module)}
-        return sorted(
-            {*(public - modules), *_names_for_later(__name__), *_PUBLIC_MODULES}
-        )
-    if name not in _names_for_later(__name__):
-        hint = _find_hint(__name__, name)
+    def __getattr__(name: str) -> object:
+        """Import a name that costs time."""
+        if name == "__version__":
+            try:
+                return _version("accelfn")
+            except _NotFound:  # a tree that is only on the path
+                return "0+unknown"
+        if (
+            name == "__all__"
+        ):  # for `from accelfn import *`, which keeps Python's `compile`
+            return [each for each in __dir__() if each not in _BUILTINS]
+        if name in _names_for_later(__name__):
+            return _import_later(__name__, name)
+        moved = f"write af.errors.{name}" if hasattr(errors, name) else None
+        hint = moved or _find_hint(__name__, name)
         msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
-        raise RecordError(msg)
-    return _import_later(__name__, name)
+        raise errors.RecordError(msg)
 
 
 def __dir__() -> list[str]:
-    """Return all names, those too that are not imported yet."""
-    return sorted({*globals(), *_names_for_later(__name__)})
+    """Return the public names, those too that are not imported yet, and no folders."""
+    found = {name: each for name, each in globals().items() if name[0] != "_"}
+    public = {name for name, each in found.items() if not isinstance(each, _Module)}
+    return sorted({*public, *_names_for_later(__name__), *_PUBLIC_MODULES})

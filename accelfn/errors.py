@@ -7,7 +7,7 @@ and its text says what was given, where, and what to do.
 
 
 class Error(Exception):
-    """The root: `except af.Error` catches what accelfn refuses, and nothing else."""
+    """The root: `except af.errors.Error` catches what accelfn refuses, and nothing else."""
 
 
 class ArgumentError(Error, ValueError):
@@ -76,11 +76,11 @@ class CompileError(Error, RuntimeError):
     """A loss cannot be compiled, or there is nothing to compile it with."""
 
 
-class Warning(Error, UserWarning):  # noqa: A001, N818 - af.Warning, and it is one
+class AccelfnWarning(Error, UserWarning):  # noqa: N818 - af.errors.AccelfnWarning, and it is one
     """Something runs, but is likely not what was meant; the text has the line to write."""
 
 
-class RecompilationWarning(Warning, RuntimeWarning):
+class RecompilationWarning(AccelfnWarning, RuntimeWarning):
     """Something was compiled again, which takes as long as thousands of steps."""
 
 
@@ -164,5 +164,5 @@ class TrackingError(Error, RuntimeError):
     """A tracker cannot begin, or what one wrote cannot be read."""
 
 
-class TrackingWarning(Warning, RuntimeWarning):
+class TrackingWarning(AccelfnWarning, RuntimeWarning):
     """A tracker's backend failed; the training goes on without what it did not take."""

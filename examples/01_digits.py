@@ -26,7 +26,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -59,12 +61,15 @@ def train(world: af.World, setup: af.Transform = SETUP) -> list[af.Metrics]:
     rows = table.Table("epoch", "training loss", "held-out loss", "accuracy", "seconds")
     quiet = not (world.is_main and get_console().is_terminal)
     start = perf_counter()
-    for batch in progress.track(af.batches(state, epochs=EPOCHS), disable=quiet):
+    for batch in progress.track(af.batches(state, until_epoch=EPOCHS), disable=quiet):
         state, metrics = step(state, batch)
         history.append(metrics)
         if batch.ends_epoch:
             seen = sum(history[-data.updates_per_epoch :], af.Metrics())
-            loss, test = af.mean(seen, world), af.evaluate(state, held_out, loss_fn)
+            loss, test = (
+                seen.all_reduce_mean(world),
+                af.evaluate(state, held_out, loss_fn),
+            )
             losses = f"{loss['loss']:.4f}", f"{test['loss']:.4f}"
             right, seconds = f"{test['accuracy']:.1%}", f"{perf_counter() - start:.1f}"
             rows.add_row(str(batch.epoch + 1), *losses, right, seconds)

@@ -34,7 +34,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=256, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=256, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -60,9 +62,9 @@ def train(world: af.World, setup: af.Transform) -> tuple[list[float], float]:
     )
     step = af.make_step(loss_fn)
     losses: list[float] = []
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, until_epoch=EPOCHS):
         state, metrics = step(state, batch)
-        losses.append(af.mean(metrics, world)["loss"])
+        losses.append(metrics.all_reduce_mean(world)["loss"])
     return losses, af.evaluate(state, held_out, loss_fn)["accuracy"]
 
 

@@ -25,7 +25,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -59,9 +61,9 @@ def train(world: af.World, way: af.Transform) -> str:
         world=world,
     )
     step = af.make_step(loss_fn)
-    state = af.build(state)  # here the ranks compare their models, once
+    state = af.prepare_engine(state)  # here the ranks compare their models, once
     before, start = num_collectives(world), perf_counter()
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, until_epoch=EPOCHS):
         state, _ = step(state, batch)
     state = af.finalize(state)  # the last average, where one is owed
     calls, seconds = num_collectives(world) - before, perf_counter() - start

@@ -23,7 +23,7 @@ def digits() -> af.Data:
     """Return 1,797 images, 29 updates an epoch."""
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     images = (images / 16).float().reshape(-1, 1, 8, 8)
-    return af.Data((images, labels), batch_size=64, shuffle=True)
+    return af.Data((images, labels), global_batch_size=64, shuffle=True)
 
 
 def net() -> nn.Module:

@@ -27,7 +27,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [200, 1597], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=512)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=512
+    )
 
 
 def net() -> nn.Module:
@@ -67,7 +69,7 @@ def train(world: af.World, step: Step) -> str:
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,
     )
-    for batch in af.batches(state, epochs=40):
+    for batch in af.batches(state, until_epoch=40):
         state, _ = step(state, batch)
     test = af.evaluate(state, held_out, loss_fn)
     return f"held-out loss {test['loss']:.3f}, accuracy {test['accuracy']:.1%}"

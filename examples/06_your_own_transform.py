@@ -41,7 +41,9 @@ def digits() -> tuple[af.Data, af.Data]:
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
     dataset.tensors[0][train.indices[:20]] *= 100  # broken
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -67,7 +69,7 @@ def train(world: af.World, *own: af.Transform) -> None:
         model=net, optimizer=optimizer, data=data, setup=setup, world=world
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=15):
+    for batch in af.batches(state, until_epoch=15):
         state, _ = step(state, batch)
     accuracy = af.evaluate(state, held_out, loss_fn)["accuracy"]
     af.print_once(world, f"accuracy {accuracy:.1%} with {own}")

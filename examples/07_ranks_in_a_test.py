@@ -56,14 +56,14 @@ def train(world: af.World, *own: af.Transform) -> list[float]:
     state = af.TrainState.create(
         model=lambda: nn.Linear(64, 10, dtype=torch.float64),
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data((images / 16, labels), batch_size=90, shuffle=True),
+        data=af.Data((images / 16, labels), global_batch_size=90, shuffle=True),
         setup=af.chain(af.shard_data(), af.wrap_ddp(), *own),
         world=world,
     )
     step, losses = af.make_step(loss_fn), []
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, metrics = step(state, batch)
-        losses.append(af.mean(metrics, world)["loss"])
+        losses.append(metrics.all_reduce_mean(world)["loss"])
     return losses
 
 

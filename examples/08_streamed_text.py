@@ -55,7 +55,7 @@ def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
 def train(world: af.World, *, epochs: int = 3, every: int = 50) -> None:
     """Take the updates that are left; save, and print the loss, every so many."""
     adamw = partial(torch.optim.AdamW, lr=0.005)
-    data = af.Data(Windows(), batch_size=64, num_workers=2)
+    data = af.Data(Windows(), global_batch_size=64, num_workers=2)
     setup = af.chain(af.shard_data(), af.wrap_ddp())
     state = af.TrainState.create(
         model=net, optimizer=adamw, data=data, setup=setup, world=world
@@ -63,12 +63,14 @@ def train(world: af.World, *, epochs: int = 3, every: int = 50) -> None:
     step = af.make_step(loss_fn)
     if saved := sorted(FOLDER.glob("[0-9]*")):  # one that has its name is whole
         state = af.load(state, saved[-1])
-    for batch in af.batches(state, epochs=epochs):
+    for batch in af.batches(state, until_epoch=epochs):
         state, metrics = step(state, batch)
         if state.step % every == 0:
-            af.print_once(world, f"update {state.step}, {af.mean(metrics, world)}")
+            af.print_once(
+                world, f"update {state.step}, {metrics.all_reduce_mean(world)}"
+            )
             af.save(state, FOLDER / f"{state.step:06d}")
-    writer, text = af.frozen(state), "The statement is"
+    writer, text = af.snapshot_model(state), "The statement is"
     for _ in range(64):
         logits = writer(torch.tensor([list(text[-16:].encode())]))
         text += chr(int(logits.argmax()))

@@ -58,8 +58,10 @@ critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
 def gan_step(states: Pair, batch: af.Batch) -> Pair:
     """Update the critic, then the generator; each sees the other as it is, frozen."""
     generator, critic = states["generator"], states["critic"]
-    critic, _ = critic_step(critic, batch, af.frozen(generator, at="train"))
-    generator, _ = generator_step(generator, batch.value, af.frozen(critic, at="train"))
+    critic, _ = critic_step(critic, batch, af.snapshot_model(generator, at="train"))
+    generator, _ = generator_step(
+        generator, batch.value, af.snapshot_model(critic, at="train")
+    )
     return {"generator": generator, "critic": critic}
 
 
@@ -68,19 +70,19 @@ def train(world: af.World, epochs: int = 40) -> Tensor:
     adam = partial(torch.optim.Adam, lr=0.004, betas=(0.5, 0.99))
     setup = af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.99))
     create = partial(af.TrainState.create, optimizer=adam, setup=setup, world=world)
-    data = af.Data((ring(4096),), batch_size=128, shuffle=True)
+    data = af.Data((ring(4096),), global_batch_size=128, shuffle=True)
     states = {
         "generator": create(model=partial(net, 2, 2), name="generator"),
         "critic": create(model=partial(net, 2, 1), data=data, name="critic"),
     }
     with af.CheckpointStore(FOLDER, every=320) as store:
         states = store.restore(states)
-        for batch in af.batches(states["critic"], epochs=epochs):
+        for batch in af.batches(states["critic"], until_epoch=epochs):
             states = gan_step(states, batch)
             if store.due(states):
                 store.save(states)
-    with af.rng(states["generator"], "look", shared=True):
-        return af.frozen(states["generator"])(torch.randn(4096, 2))
+    with af.fork_rng(states["generator"], "look", shared=True):
+        return af.snapshot_model(states["generator"])(torch.randn(4096, 2))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One idea more: a teacher that stands still. `af.frozen` lends it, and the loss asks it.
+"""One idea more: a teacher that stands still. `af.snapshot_model` lends it, and the loss asks it.
 
 A small student that learns what the teacher thinks of 100 images, right or wrong, reads
 held-out digits better than one that learns their labels (Hinton et al. 2015).
@@ -56,7 +56,7 @@ def train(
 ) -> af.TrainState:
     """Return the state after some epochs."""
     step = af.make_step(loss)
-    for batch in af.batches(state, epochs=epochs):
+    for batch in af.batches(state, until_epoch=epochs):
         state, _ = step(state, batch, *extras)
     return state
 
@@ -72,16 +72,16 @@ def compare(world: af.World) -> dict[str, float]:
         world=world,
     )
     all_data, few_data = (
-        af.Data(each, batch_size=50, shuffle=True) for each in (known, few)
+        af.Data(each, global_batch_size=50, shuffle=True) for each in (known, few)
     )
     teacher = train(create(model=partial(net, 256), data=all_data), 10, loss_fn)
     student = create(model=partial(net, 16), data=few_data)
     states = {
         "teacher": teacher,
         "alone": train(student.copy(), 100, loss_fn),
-        "taught": train(student, 100, distillation_loss, af.frozen(teacher)),
+        "taught": train(student, 100, distillation_loss, af.snapshot_model(teacher)),
     }
-    test = af.Data(held_out, batch_size=360)
+    test = af.Data(held_out, global_batch_size=360)
     return {n: af.evaluate(s, test, loss_fn)["accuracy"] for n, s in states.items()}
 
 

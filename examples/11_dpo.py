@@ -76,18 +76,18 @@ def train(world: af.World) -> tuple[float, float]:
         setup=af.chain(af.shard_data(), af.wrap_ddp(), af.clip_grad_norm(1.0)),
         world=world,
     )
-    texts = af.Data((TEXTS[:3072],), batch_size=64, shuffle=True)
+    texts = af.Data((TEXTS[:3072],), global_batch_size=64, shuffle=True)
     better, worse = pairs()
-    data = af.Data((better[:2048], worse[:2048]), batch_size=64, shuffle=True)
-    held_out = af.Data((better[2048:], worse[2048:]), batch_size=1024)
+    data = af.Data((better[:2048], worse[:2048]), global_batch_size=64, shuffle=True)
+    held_out = af.Data((better[2048:], worse[2048:]), global_batch_size=1024)
 
     state, step = create(data=texts), af.make_step(letter_loss)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
-    reference, step = af.frozen(state), af.make_step(dpo_loss)
+    reference, step = af.snapshot_model(state), af.make_step(dpo_loss)
     state = create(data=data, name="tuned").with_params(state.params)
     before = af.evaluate(state, held_out, dpo_loss, reference)
-    for batch in af.batches(state, epochs=3):
+    for batch in af.batches(state, until_epoch=3):
         state, _ = step(state, batch, reference)
     after = af.evaluate(state, held_out, dpo_loss, reference)
     return before["accuracy"], after["accuracy"]

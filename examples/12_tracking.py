@@ -30,11 +30,11 @@ def train(world: af.World, *, epochs: int = 5, every: int = 5) -> None:
     state = af.TrainState.create(
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
-        data=af.Data((images, labels), batch_size=64, shuffle=True),
+        data=af.Data((images, labels), global_batch_size=64, shuffle=True),
         setup=setup,
         world=world,
     )
-    step, work = af.make_step(loss_fn), af.batches(state, epochs=epochs)
+    step, work = af.make_step(loss_fn), af.batches(state, until_epoch=epochs)
     began = time.perf_counter()
     with af.track.jsonl("digits.jsonl", world=world, step=state.step) as tracker:
         tracker.hyperparameters({"setup": setup, "epochs": epochs})
@@ -43,7 +43,7 @@ def train(world: af.World, *, epochs: int = 5, every: int = 5) -> None:
             if state.step % every == 0:
                 seconds, began = time.perf_counter() - began, time.perf_counter()
                 told = {
-                    **af.mean(metrics, world),
+                    **metrics.all_reduce_mean(world),
                     "updates_per_second": every / seconds,
                     "memory_bytes": af.track.peak_memory_bytes(world),
                 }

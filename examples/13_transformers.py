@@ -56,8 +56,10 @@ def train(world: af.World) -> None:
     tokenizer = tf.BertTokenizer(vocab=vocabulary(texts))
     read, number = tokenizer(texts, **READ), torch.arange(len(texts))
     coded = read["input_ids"], read["attention_mask"], number % 2
-    tests = af.Data(tuple(t[number % 5 == 4] for t in coded), batch_size=64)
-    data = af.Data(tuple(t[number % 5 < 4] for t in coded), batch_size=32, shuffle=True)
+    tests = af.Data(tuple(t[number % 5 == 4] for t in coded), global_batch_size=64)
+    data = af.Data(
+        tuple(t[number % 5 < 4] for t in coded), global_batch_size=32, shuffle=True
+    )
     config, updates = tf.BertConfig(**WIDTHS, **LAYERS), 5 * data.updates_per_epoch
     warmup = partial(tf.get_scheduler, "cosine", num_warmup_steps=9)
     state = af.TrainState.create(

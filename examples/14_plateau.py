@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One idea more: the learning rate falls when the held-out loss gets no better.
 
-`af.plateau` is told by `af.observe` what an evaluation gave; what it knows is in its slot.
+`af.report_metric` tells `af.reduce_lr_on_plateau` what an evaluation gave; its slot keeps it.
 """
 
 from functools import partial
@@ -20,7 +20,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -48,13 +50,13 @@ def train(world: af.World, *setup: af.Transform) -> None:
         world=world,
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=15):
+    for batch in af.batches(state, until_epoch=15):
         state, _ = step(state, batch)
         if batch.ends_epoch:
             measured = af.evaluate(state, held_out, loss_fn)
             if setup:
                 before = state.lrs
-                state = af.observe(state, measured["loss"])
+                state = af.report_metric(state, measured["loss"])
                 if state.lrs != before:
                     af.print_once(world, f"epoch {batch.epoch}: rate {state.lrs[0]:g}")
     af.print_once(world, f"accuracy {measured['accuracy']:.1%} with {setup}")
@@ -63,4 +65,4 @@ def train(world: af.World, *setup: af.Transform) -> None:
 if __name__ == "__main__":
     with af.World.from_env(device="cpu") as world:
         train(world)
-        train(world, af.plateau(0.2, patience=1, min_lr=0.001))
+        train(world, af.reduce_lr_on_plateau(0.2, patience=1, min_lr=0.001))

@@ -66,7 +66,7 @@ def train(world: af.World, *, num_updates: int = 60) -> dict[str, float]:
     state = af.TrainState.create(
         model=Decoder,
         optimizer=partial(torch.optim.AdamW, lr=0.005),
-        data=af.Data(WINDOWS[:-500], batch_size=32, shuffle=True),
+        data=af.Data(WINDOWS[:-500], global_batch_size=32, shuffle=True),
         setup=af.chain(af.shard_data(), af.wrap_fsdp(), af.clip_grad_norm(1.0)),
         world=world,
     )
@@ -77,7 +77,9 @@ def train(world: af.World, *, num_updates: int = 60) -> dict[str, float]:
         for batch in islice(af.batches(state), num_updates):
             state, _ = step(state, batch)
         store.save(state)
-    held_out = af.evaluate(state, af.Data(WINDOWS[-500:], batch_size=100), loss_fn)
+    held_out = af.evaluate(
+        state, af.Data(WINDOWS[-500:], global_batch_size=100), loss_fn
+    )
     af.print_once(world, f"to update {state.step}, held-out {held_out}")
     af.print_once(world, af.memory(state))
     af.export_model(state, f"sharded-text-{state.step}")

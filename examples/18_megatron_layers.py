@@ -80,14 +80,14 @@ def train(world: af.World, *, num_updates: int = 30) -> dict[str, float]:
     state = af.TrainState.create(
         model=partial(GPT, af.megatron.layers(world)),
         optimizer=partial(torch.optim.AdamW, lr=0.005),
-        data=af.Data((TEXTS[:, :-1], TEXTS[:, 1:]), batch_size=8, shuffle=True),
+        data=af.Data((TEXTS[:, :-1], TEXTS[:, 1:]), global_batch_size=8, shuffle=True),
         setup=af.chain(af.shard_data(), af.tensor_parallel(), af.wrap_ddp()),
         world=world,
     )
     step, metrics = af.make_step(loss_fn), af.Metrics({})
     for batch in islice(af.batches(state), num_updates):
         state, metrics = step(state, batch)
-    return af.mean(metrics, world)
+    return metrics.all_reduce_mean(world)
 
 
 if __name__ == "__main__":

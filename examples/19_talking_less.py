@@ -20,7 +20,7 @@ from accelfn.testing import simulate
 RANKS, EPOCHS = 2, 15
 WAYS = {
     "gradients of every update": af.wrap_ddp(),
-    "the same in 16 bits": af.chain(af.wrap_ddp(), af.compress("bf16")),
+    "the same in 16 bits": af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
     "averages": af.local_sgd(sync_every=8),
     "an outer optimizer": af.diloco(sync_every=8),
     "in 8 bits": af.diloco(sync_every=8, bits=8),
@@ -34,7 +34,9 @@ def digits() -> tuple[af.Data, af.Data]:
     images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
     dataset = TensorDataset((images / 16).float().reshape(-1, 1, 8, 8), labels)
     train, test = random_split(dataset, [1437, 360], torch.Generator().manual_seed(0))
-    return af.Data(train, batch_size=64, shuffle=True), af.Data(test, batch_size=360)
+    return af.Data(train, global_batch_size=64, shuffle=True), af.Data(
+        test, global_batch_size=360
+    )
 
 
 def net() -> nn.Module:
@@ -64,7 +66,7 @@ def train(world: af.World, way: af.Transform, seed: int = 0) -> dict[str, float]
         world=world,
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, until_epoch=EPOCHS):
         state, _ = step(state, batch)
     return af.evaluate(af.finalize(state), held_out, loss_fn)
 

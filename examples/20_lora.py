@@ -65,7 +65,7 @@ def train(
         **both,
         model=base,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
-        data=af.Data(rows_of(helps()), batch_size=32, shuffle=True),
+        data=af.Data(rows_of(helps()), global_batch_size=32, shuffle=True),
     )
     step = af.make_step(loss_fn)
     af.export_model(af.run(state, step, until=updates), BASE)
@@ -74,13 +74,15 @@ def train(
         **both,
         model=adapted,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
-        data=af.Data(rows[: len(rows) * 4 // 5], batch_size=32, shuffle=True),
+        data=af.Data(rows[: len(rows) * 4 // 5], global_batch_size=32, shuffle=True),
     )
-    tests = af.Data(rows[len(rows) * 4 // 5 :], batch_size=64)
+    tests = af.Data(rows[len(rows) * 4 // 5 :], global_batch_size=64)
     before = af.evaluate(state, tests, loss_fn)["loss"]
     state = af.run(state, step, until=updates)
     af.save_pretrained(state, ADAPTER)  # the adapters alone
-    merged = af.frozen(state).merge_and_unload()  # whole, on each rank, and a copy
+    merged = af.snapshot_model(
+        state
+    ).merge_and_unload()  # whole, on each rank, and a copy
     if world.is_main:
         merged.save_pretrained(MERGED)
     return before, af.evaluate(state, tests, loss_fn)["loss"]

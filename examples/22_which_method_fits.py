@@ -20,7 +20,7 @@ RANKS, PERIOD, LAYERS = 2, 8, 32  # 32 layers of Llama's are 6.7 billion paramet
 CABLES = {n: Link(latency=0.001, bandwidth=n * 125e6) for n in (0.1, 1, 10)}  # Gbit/s
 METHODS = {
     "gradients of every update": (af.wrap_ddp(), 1),
-    "the same in 16 bits": (af.chain(af.wrap_ddp(), af.compress("bf16")), 1),
+    "the same in 16 bits": (af.chain(af.wrap_ddp(), af.compress_grads("bf16")), 1),
     "parts of layers, gathered": (af.wrap_fsdp(LlamaDecoderLayer), 1),
     "averages": (af.local_sgd(sync_every=PERIOD), PERIOD),
     "averages in 4 bits": (af.diloco(sync_every=PERIOD, bits=4), PERIOD),

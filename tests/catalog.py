@@ -69,7 +69,7 @@ CATALOG = [
     Entry(af.skip_nonfinite()),
     Entry(af.checkpoint_activations()),
     Entry(af.check_replicas(every=2)),
-    Entry(af.plateau(0.5, patience=0)),
+    Entry(af.reduce_lr_on_plateau(0.5, patience=0)),
     Entry(af.ema(0.5), other={"decay": af.ema(0.25)}),
     Entry(af.sync_batchnorm()),
     Entry(af.context_parallel()),

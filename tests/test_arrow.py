@@ -40,7 +40,7 @@ def moves(setup: Any) -> int:
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1)),
         optimizer=partial(torch.optim.AdamW, lr=0.01),
-        data=af.Data(torch.randn(64, 4), batch_size=8),
+        data=af.Data(torch.randn(64, 4), global_batch_size=8),
         setup=setup,
         world=af.World.single(device="cpu"),
     )

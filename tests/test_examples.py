@@ -123,7 +123,7 @@ def losses_of_digits(world: af.World, num_micro_batches: int) -> list[float]:
         af.accumulate(num_micro_batches=num_micro_batches),
     )
     history = example("01_digits.py").train(world, setup)
-    return [af.mean(metrics, world)["loss"] for metrics in history]
+    return [metrics.all_reduce_mean(world)["loss"] for metrics in history]
 
 
 @pytest.fixture(scope="module")
@@ -429,7 +429,7 @@ def gradients_of_sam(world: af.World) -> dict[str, Tensor]:
         model=lambda: module.net().double(),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         data=af.Data(
-            (images.reshape(12, 1, 8, 8), torch.arange(12) % 10), batch_size=6
+            (images.reshape(12, 1, 8, 8), torch.arange(12) % 10), global_batch_size=6
         ),
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,

@@ -171,7 +171,7 @@ def test_the_fields_of_a_transform_are_in_the_table():
     section = (REFERENCE / "transforms.md").read_text().split("## `af.transform`")[1]
     table = section.split("| fields | in which order |")[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
-    with pytest.raises(af.ArgumentError) as refused:
+    with pytest.raises(af.errors.ArgumentError) as refused:
 
         @af.transform
         class Misspelt:

@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, 
 import attrs
 import torch
 
+from accelfn.errors import AccelfnWarning as AdviceWarning
 from accelfn.errors import ArgumentError, CallError, RecordError
-from accelfn.errors import Warning as AdviceWarning
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -146,7 +146,7 @@ def names_for_later(module: str) -> Mapping[str, str]:
     """Return the names that a module imports for type checkers only, each with its module."""
     loader: Any = sys.modules[module].__loader__
     statements = ast.parse(loader.get_source(module)).body
-    (block,) = (each for each in statements if isinstance(each, ast.If))
+    block = next(each for each in statements if isinstance(each, ast.If))
     imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
     return {each.names[0].name: cast("str", each.module) for each in imports}
 
@@ -583,8 +583,8 @@ def _format_argument(value: object) -> str:
 
 # Warnings about valid calls that are likely mistakes.
 #
-# All are `af.Warning`: `warnings.simplefilter("error", af.Warning)` makes them errors. Python
-# shows a warning once per line of the user's code.
+# All are `AccelfnWarning`: `warnings.simplefilter("error", af.errors.AccelfnWarning)` makes
+# them errors. Python shows a warning once per line of the user's code.
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"

@@ -265,7 +265,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 def _raise_other_thread() -> NoReturn:
     msg = (
         "This thread would draw random numbers while another thread of this process does, in a"
-        " step, af.evaluate, af.rng or a dataset. They share torch's default generators, so"
+        " step, af.evaluate, af.fork_rng or a dataset. They share torch's default generators, so"
         " each would get the other's numbers. Let one wait for the other, or use two processes;"
         " to read ahead, write af.Data(num_workers=...)."
     )

@@ -31,7 +31,7 @@ from accelfn.errors import ArgumentError, BatchError, CallError
 
 
 class Pending:
-    """Values on their way: what `af.start_reduce` returns, and a slot may keep.
+    """Values on their way: what `af.start_all_reduce` returns, and a slot may keep.
 
     In trees and slots it is a container of its values. Copying, saving, comparing or sharding
     a state waits for them, and the result is a `Pending` that has arrived. Waiting early

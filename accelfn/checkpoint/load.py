@@ -619,7 +619,7 @@ def load(
     ranks, as between two averages of `local_sgd`, return to each rank if the number of ranks is
     the same; otherwise all ranks get the average. The data must have the saved length, batch
     size, order and fingerprint (a hash of some samples). If other parameters are trainable, or
-    transforms have other options, an `af.Warning` lists the differences.
+    transforms have other options, an `AccelfnWarning` lists the differences.
 
     Args:
         state: provides model, optimizer, setup, data and world; it is not changed. For states
@@ -708,7 +708,7 @@ def load_part(
 
     If you load parameters without a slot that depends on them, such as an average, the slot
     restarts from the loaded parameters if no step has changed it. Otherwise the slot continues
-    and an `af.Warning` names it. The next update compares the values across ranks.
+    and an `AccelfnWarning` names it. The next update compares the values across ranks.
 
     Args:
         state: keeps its values in all other fields; it is not changed.

@@ -114,7 +114,7 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
             return {name: float(value) for name, value in table.items()}
     msg = (
         f"CheckpointStore.save(metrics={metrics!r}): expected numbers by name, as"
-        " af.mean(metrics, world) gives."
+        " metrics.all_reduce_mean(world) gives."
     )
     raise ArgumentError(msg)
 
@@ -127,7 +127,7 @@ def check_numbers(said: Sequence[str]) -> None:
             advise(
                 f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
                 f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
-                " Pass values that are equal on all ranks: metrics=af.mean(metrics, world)."
+                " Pass values that are equal on all ranks: metrics=metrics.all_reduce_mean(world)."
             )
             return
 
@@ -417,7 +417,7 @@ class CheckpointStore:
             state: not donated; with `async_` you can pass it to the next step at once. Or
                 several states by name, as for `af.save`; the first state's step is used.
             metrics: numbers to keep with the checkpoint, equal on all ranks. If they differ,
-                the store keeps rank 0's, and an `af.Warning` names another rank's.
+                the store keeps rank 0's, and an `AccelfnWarning` names another rank's.
 
         Cost: as documented for the store. If killed runs have left too many checkpoints, the
         first save of the next run reads the newest and removes the rest.

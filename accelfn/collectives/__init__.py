@@ -6,7 +6,7 @@ from accelfn.collectives.failures import format_tensor as format_tensor
 from accelfn.collectives.failures import naming as naming
 from accelfn.collectives.failures import site as site
 from accelfn.collectives.failures import table as table
-from accelfn.collectives.packed import all_gather as all_gather
+from accelfn.collectives.packed import all_gather_list as all_gather_list
 from accelfn.collectives.packed import all_reduce_ as all_reduce_
 from accelfn.collectives.packed import broadcast_ as broadcast_
 from accelfn.collectives.packed import carries as carries

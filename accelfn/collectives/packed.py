@@ -137,7 +137,9 @@ def broadcast_(
         unpack_(flat, same)
 
 
-def all_gather(tensor: torch.Tensor, world: World, *, label: str) -> list[torch.Tensor]:
+def all_gather_list(
+    tensor: torch.Tensor, world: World, *, label: str
+) -> list[torch.Tensor]:
     """Return every rank's tensor, in rank order; shapes and dtypes must be equal."""
     if world.size == 1:
         return [tensor.clone()]
@@ -177,7 +179,7 @@ def all_gather_rows(
     for places in places_by_dtype(tensors).values():
         filled = [_pad_rows(tensors[i], max(counts[i])) for i in places]
         sizes = [tensor.numel() for tensor in filled]
-        flats = all_gather(pack(filled), world, label=label)
+        flats = all_gather_list(pack(filled), world, label=label)
         of_ranks = zip(*(flat.split(sizes) for flat in flats), strict=True)
         for i, like, parts in zip(places, filled, of_ranks, strict=True):
             whole = zip(parts, counts[i], strict=True)
@@ -370,10 +372,12 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     world = check_same_tensors(world, "gather_bytes", label)
     device = readable(world.device)
     size = torch.tensor([len(data)], device=device)
-    counts = torch.cat(all_gather(size, world, label=label)).tolist()
+    counts = torch.cat(all_gather_list(size, world, label=label)).tolist()
     longest = max(counts)
     padded = _as_tensor(data, longest).to(device)
-    joined = torch.cat(all_gather(padded, world, label=label)).cpu().numpy().tobytes()
+    joined = (
+        torch.cat(all_gather_list(padded, world, label=label)).cpu().numpy().tobytes()
+    )
     return [joined[i * longest : i * longest + n] for i, n in enumerate(counts)]
 
 
@@ -414,16 +418,14 @@ def check_reducible(dtypes: Collection[torch.dtype], op: object) -> None:
         ArgumentError: the dtype cannot be reduced, or `op` is unknown.
     """
     if not isinstance(op, str) or op not in _OPS:
-        msg = f"af.reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
+        msg = f"af.all_reduce(op={op!r}): expected one of {', '.join(map(repr, _OPS))}."
         raise ArgumentError(msg)
     for dtype in dtypes:
         if dtype in _COMPLEX and op not in ("sum", "mean"):
-            msg = f"af.reduce(op={op!r}): {dtype} has no order, and no product across ranks."
+            msg = f"af.all_reduce(op={op!r}): {dtype} has no order, and no product across ranks."
             raise ArgumentError(msg)
         if dtype not in _REAL | _COMPLEX:
-            msg = (
-                f"af.reduce: ranks cannot reduce {dtype}; convert it to another dtype."
-            )
+            msg = f"af.all_reduce: ranks cannot reduce {dtype}; convert it to another dtype."
             raise ArgumentError(msg)
 
 
@@ -439,7 +441,7 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
     if op != "mean" or weight is None:
         given = "weight" if weight is not None else "bucket_cap_mb"
         msg = (
-            f"af.reduce({op!r}, {given}=...): only a mean by weight has it; give"
+            f"af.all_reduce({op!r}, {given}=...): only a mean by weight has it; give"
             ' "mean" and weight=.'
         )
         raise ArgumentError(msg)
@@ -448,12 +450,12 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
     else:
         good = is_number(weight) and 0 <= weight < math.inf
     if not good:
-        msg = f"af.reduce(weight={weight!r}): expected one number, 0 or more."
+        msg = f"af.all_reduce(weight={weight!r}): expected one number, 0 or more."
         raise ArgumentError(msg)
     if bucket_cap_mb is not None and not (
         is_number(bucket_cap_mb) and 0 < bucket_cap_mb < math.inf
     ):
-        msg = f"af.reduce(bucket_cap_mb={bucket_cap_mb!r}): expected a positive number of MiB."
+        msg = f"af.all_reduce(bucket_cap_mb={bucket_cap_mb!r}): expected a positive number of MiB."
         raise ArgumentError(msg)
 
 
@@ -708,7 +710,7 @@ def uneven_counts(world: World, label: str) -> list[int] | None:
     await_turn(f"samples of {label}", world)
     known = world.connection.activity.samples.known
     mine = torch.tensor([1 if known is None else known], device=readable(world.device))
-    all_counts = torch.cat(all_gather(mine, world, label=label)).tolist()
+    all_counts = torch.cat(all_gather_list(mine, world, label=label)).tolist()
     return all_counts if any(all_counts) else None
 
 
@@ -735,7 +737,7 @@ def warn_of_parts(world: World) -> None:
     samples = world.connection.activity.samples
     if samples is not None and not samples.is_whole:
         advise(
-            "af.gather(grad=True) ran in an update of several micro-batches: the loss couples"
+            "af.all_gather(grad=True) ran in an update of several micro-batches: the loss couples"
             " only the samples of one micro-batch, so it depends on their number. Leave out"
             " af.accumulate, or use af.checkpoint_activations() to save memory."
         )

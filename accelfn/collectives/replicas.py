@@ -11,7 +11,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import Number
 from accelfn.base.devices import readable
 from accelfn.collectives.failures import format_tensor, naming
-from accelfn.collectives.packed import all_gather, gather_text, is_same_text
+from accelfn.collectives.packed import all_gather_list, gather_text, is_same_text
 from accelfn.errors import ReplicaMismatchError
 from accelfn.world import World
 from accelfn.world.world import fold_axes
@@ -80,7 +80,7 @@ def check_values(
         mine = torch.stack([sums[name] for name in tensors]).to(readable(world.device))
     if is_same_text(str(mine.tolist()), world, label=label):
         return
-    rows = [row.tolist() for row in all_gather(mine, world, label=label)]
+    rows = [row.tolist() for row in all_gather_list(mine, world, label=label)]
     tables = {
         rank: [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
         for rank, row in enumerate(rows)
@@ -168,7 +168,7 @@ def check_sums(
 
 _SUMS = (
     "Return grads.with_sums(sums, weight) of values that are bitwise equal on all ranks, such"
-    " as the results of af.reduce and af.gather."
+    " as the results of af.all_reduce and af.all_gather."
 )
 
 
@@ -188,7 +188,7 @@ def sums_of(
     for axes, split in alike.items():
         if axes:
             copy = fold_axes(world).along(*axes)
-            parts = torch.stack(all_gather(sums[split], copy, label=label))
+            parts = torch.stack(all_gather_list(sums[split], copy, label=label))
             sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
     return sums
 
@@ -374,7 +374,7 @@ def _along(
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
     sent = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
     flat = torch.cat([each.reshape(-1) for each in sent]).to(ranks.device)
-    rows = all_gather(flat, ranks, label=label)
+    rows = all_gather_list(flat, ranks, label=label)
     of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
     joined: dict[str, torch.Tensor] = {}
     for name, like, received in zip(parts, sent, of_each, strict=True):

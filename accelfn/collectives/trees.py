@@ -22,7 +22,7 @@ from accelfn.base.devices import readable
 from accelfn.base.tree import Pending
 from accelfn.collectives.failures import check_same_call, check_world, naming
 from accelfn.collectives.packed import (
-    all_gather,
+    all_gather_list,
     all_gather_rows,
     as_floats,
     average_,
@@ -50,66 +50,50 @@ T = TypeVar("T")
 
 
 @explain_call_errors
-def gather(values: T, world: World, *, grad: bool = False, label: str = "gather") -> T:
+def all_gather(
+    values: T,
+    world: World,
+    *,
+    ragged: bool = False,
+    grad: bool = False,
+    label: str = "all_gather",
+) -> T:
     """Return every rank's tensors, joined along dim 0 in rank order, on all ranks.
 
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks. Scalars are
             joined to a vector with one element per rank.
         world: the ranks that take part.
+        ragged: whether ranks may have different numbers of rows; the other dims are equal.
         grad: whether the result is differentiable, any number of times. A rank's tensor then
             gets the sum of all ranks' gradients for its part, as a contrastive loss needs.
             Either all ranks or none pass tensors that require gradients, and every rank's
             loss must use each result, because the backward pass is a collective.
         label: the operation, for errors and logs.
 
-    Law: splitting the result into equal parts gives the values back. Gradients, of any order,
-    equal those of one process for the sum of all ranks' losses.
+    Law: splitting the result into the ranks' parts gives the values back. Gradients, of any
+    order, equal those of one process for the sum of all ranks' losses.
 
-    Cost: one all-gather per dtype; with `grad`, one per tensor, and an all-reduce in the
-    backward pass.
+    Cost: one all-gather per dtype; with `ragged` one more, of the lengths, and each padded to
+    the longest rank; with `grad`, one per tensor, and an all-reduce in the backward pass.
 
     Raises:
-        ArgumentError: a leaf is not a dense tensor; see `gather_objects`.
+        ArgumentError: a leaf is not a dense tensor; see `all_gather_objects`.
     """
-    return _gather_leaves(values, world, label, grad=grad, is_ragged=False)
-
-
-def gather_ragged(
-    values: T, world: World, *, grad: bool = False, label: str = "gather_ragged"
-) -> T:
-    """Return every rank's rows, joined along dim 0; ranks may have any number of rows.
-
-    Args:
-        values: a tree of tensors; all dims but dim 0 are equal on all ranks.
-        world: the ranks that take part.
-        grad: whether the result is differentiable, as in `gather`.
-        label: the operation, for errors and logs.
-
-    Law: it equals `gather` of padded tensors, without the padding.
-
-    Cost: one gather of the lengths, and one per dtype, each padded to the longest rank.
-    """
-    return _gather_leaves(values, world, label, grad=grad, is_ragged=True)
-
-
-def _gather_leaves(
-    values: Any, world: World, label: str, *, grad: bool, is_ragged: bool
-) -> Any:
-    """Join rows; with uneven shares in a loss any number, without the rows of stand-ins."""
     leaves = tensors_of(values, label, world)
     rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
     held = uneven_counts(world, label)
-    is_ragged = is_ragged or held is not None
-    kind = f"gather{'_ragged' * is_ragged}{'(grad=True)' * grad}"
-    free = 0 if is_ragged else None
+    # with uneven shares in a loss, ranks have any number of rows
+    ragged = ragged or held is not None
+    kind = f"all_gather{'(ragged=True)' * ragged}{'(grad=True)' * grad}"
+    free = 0 if ragged else None
     ready = check_same_call(world, kind, label, values, free=free, grad=grad)
     if held is not None and not held[world.rank]:
-        rows = [row[:0] for row in rows]
+        rows = [row[:0] for row in rows]  # those of a stand-in
     counts = [[len(row)] * world.size for row in rows]
-    if is_ragged and rows:
+    if ragged and rows:
         mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
-        lengths = torch.stack(all_gather(mine, ready, label=label))
+        lengths = torch.stack(all_gather_list(mine, ready, label=label))
         counts = lengths.T.tolist()
     if not grad:
         joined = all_gather_rows(rows, counts, ready, label=label)
@@ -132,14 +116,14 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
 
 
 @explain_call_errors
-def reduce(
+def all_reduce(
     values: T,
     world: World,
     op: str = "sum",
     *,
     weight: Number | None = None,
     bucket_cap_mb: float | None = None,
-    label: str = "reduce",
+    label: str = "all_reduce",
 ) -> T:
     """Return tensors combined over all ranks, element by element, on all ranks.
 
@@ -169,25 +153,25 @@ def reduce(
     check_reducible({leaf.dtype for leaf in leaves}, op)
     check_weight(op, weight, bucket_cap_mb)
     if op != "mean":
-        check_stand_ins(f"af.reduce({op!r})", world)
+        check_stand_ins(f"af.all_reduce({op!r})", world)
     elif (held := uneven_counts(world, label)) is not None:
         count = held[world.rank]
         weight = weight if count and weight is not None else count
     if weight is not None:
-        ready = check_same_call(world, "reduce by weight", label, values, op=op)
+        ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
         means = [each.clone() for each in map(as_floats, leaves)]
         cap = bucket_cap_mb
         average_(means, weight, ready, label=label, bucket_cap_mb=cap)
         given = map(in_default_floats, leaves, means)
         return tree.with_leaves(values, given)
-    ready = check_same_call(world, "reduce", label, values, op=op)
+    ready = check_same_call(world, "all_reduce", label, values, op=op)
     return _by_dtype(values, leaves, lambda same: reduce_same(same, ready, op, label))
 
 
-def start_reduce(
-    values: Any, world: World, op: str = "sum", *, label: str = "reduce"
+def start_all_reduce(
+    values: Any, world: World, op: str = "sum", *, label: str = "all_reduce"
 ) -> Pending:
-    """Start a `reduce` and return a pending result; its `wait()` returns the result.
+    """Start an `all_reduce` and return a pending result; its `wait()` returns the result.
 
     The values may change after the call. You can keep the pending result in a slot:
     `state.copy()`, `af.save` and every reader of the state wait for it, and a transform's
@@ -197,29 +181,29 @@ def start_reduce(
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
         world: the ranks that take part.
-        op: as `reduce`.
+        op: as `all_reduce`.
         label: the operation, for errors and logs.
 
-    Law: the result is bitwise equal to that of `reduce`.
+    Law: the result is bitwise equal to that of `all_reduce`.
 
-    Cost: that of `reduce`, in parallel with the program; memory for one copy of the values
+    Cost: that of `all_reduce`, in parallel with the program; memory for one copy of the values
     until they arrive.
 
     Raises:
-        ArgumentError: as `reduce`.
+        ArgumentError: as `all_reduce`.
 
     Example:
         >>> world = World.single(device="cpu")
-        >>> pending = start_reduce(torch.ones(2), world)
+        >>> pending = start_all_reduce(torch.ones(2), world)
         >>> pending.wait()
         tensor([1., 1.])
     """
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
-    check_stand_ins(f"af.start_reduce({op!r})", world)
+    check_stand_ins(f"af.start_all_reduce({op!r})", world)
     if op == "mean" and uneven_counts(world, label) is not None:
-        return Pending.of(reduce(values, world, op, label=label))
-    ready = check_same_call(world, "start_reduce", label, values, op=op)
+        return Pending.of(all_reduce(values, world, op, label=label))
+    ready = check_same_call(world, "start_all_reduce", label, values, op=op)
     places = places_by_dtype(leaves).values()
     waits = [
         start_reduce_same([leaves[i] for i in at], ready, op, label) for at in places
@@ -296,7 +280,7 @@ def pad_across(
     mine = torch.tensor(
         [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
     )
-    longest = torch.stack(all_gather(mine, world, label=label)).amax(0).tolist()
+    longest = torch.stack(all_gather_list(mine, world, label=label)).amax(0).tolist()
 
     def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
         missing = list(leaf.shape)
@@ -330,7 +314,7 @@ def any_rank(flag: object, world: World, *, label: str = "any_rank") -> bool:
     """
     check_world("af.any_rank", world)
     value = torch.tensor(int(_truth(flag, label)), device=readable(world.device))
-    ready = check_same_call(world, "reduce", label, value, op="max")
+    ready = check_same_call(world, "all_reduce", label, value, op="max")
     return bool(reduce_same([value], ready, "max", label)[0])
 
 
@@ -374,7 +358,7 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
         if not isinstance(leaf, torch.Tensor):
             msg = (
                 f"{label}: a leaf is a {type(leaf).__name__}; expected tensors. Use"
-                " af.gather_objects or af.broadcast_object for objects."
+                " af.all_gather_objects or af.broadcast_object for objects."
             )
             raise ArgumentError(msg)
         _check_dense(leaf, label, world)
@@ -415,8 +399,8 @@ def _by_dtype(
 # with `pickle=True`.
 
 
-def gather_objects(
-    value: Any, world: World, *, pickle: bool = False, label: str = "gather_objects"
+def all_gather_objects(
+    value: Any, world: World, *, pickle: bool = False, label: str = "all_gather_objects"
 ) -> list[Any]:
     """Return every rank's object in rank order, on all ranks.
 
@@ -433,9 +417,11 @@ def gather_objects(
         PlainDataError: the value is another object and `pickle` is False, or pickle fails.
         CollectiveMismatchError: not all ranks pass the same `pickle`.
     """
-    check_stand_ins("af.gather_objects", world)
+    check_stand_ins("af.all_gather_objects", world)
     data = _serialize(value, pickle=pickle)
-    world = check_same_call(world, _call_name("gather_objects", pickle=pickle), label)
+    world = check_same_call(
+        world, _call_name("all_gather_objects", pickle=pickle), label
+    )
     parts = gather_bytes(data, world, label=label)
     return [_deserialize(each, world, pickle=pickle) for each in parts]
 
@@ -450,7 +436,7 @@ def broadcast_object(
 ) -> Any:
     """Return the object of rank `root`, on all ranks; the values of other ranks are ignored.
 
-    Args, Raises: as `gather_objects`.
+    Args, Raises: as `all_gather_objects`.
 
     Cost: a broadcast of the length, and a broadcast of the bytes.
     """

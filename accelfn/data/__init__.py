@@ -4,4 +4,4 @@
 from accelfn.data.dataset import Data as Data
 from accelfn.data.plan import Batch as Batch
 from accelfn.data.plan import Plan as Plan
-from accelfn.data.plan import budget as budget
+from accelfn.data.plan import token_budget as token_budget

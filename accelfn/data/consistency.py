@@ -186,7 +186,7 @@ def _describe_view(form: dict[str, str], looks: Looks | None) -> str:
 def order_rows(data: "Data", seed: int) -> dict[str, str]:
     """Return a digest of the first epoch's order, if it depends on more than the seed."""
     pure = type(data.ordering) in (Sequential, Shuffled)
-    if data.is_stream or (pure and isinstance(data.batch_size, int)):
+    if data.is_stream or (pure and isinstance(data.global_batch_size, int)):
         return {}
     epoch = epoch_of(data, seed=seed, number=0)
     order = epoch.order(_spread_indices(epoch.num_samples, _INDICES))

@@ -39,10 +39,10 @@ from accelfn.data.plan import (
     Cut,
     Epoch,
     EvenCut,
-    budget,
     epoch_of,
     fingerprint_of,
     form_of,
+    token_budget,
 )
 from accelfn.data.reading import Reading, read_batches
 from accelfn.data.sources import (
@@ -85,8 +85,10 @@ def _is_order_option(value: Any) -> bool:
 
 
 _BATCH_SIZE = _expect(
-    lambda value: value is None or isinstance(value, budget) or is_integer(value, 1),
-    "an integer of at least 1, or af.budget(costs, limit=...)",
+    lambda value: (
+        value is None or isinstance(value, token_budget) or is_integer(value, 1)
+    ),
+    "an integer of at least 1, or af.token_budget(costs, limit=...)",
 )
 _REMAINDER = _expect(
     lambda value: value in ("short", "pad", "drop"), "one of 'short', 'pad', 'drop'"
@@ -128,16 +130,18 @@ def _check_dataset(data: "Data") -> None:
 def _check_batching(data: "Data") -> None:
     """Raise for options that exclude each other, whatever the dataset."""
     sampler, why = data.batch_sampler, ""
-    if data.batch_size is None and sampler is None:
-        why = ": got neither batch_size= nor batch_sampler=; give one of the two."
-    elif data.batch_size is not None and sampler is not None:
-        why = ": got both batch_size= and batch_sampler=; give one of the two."
+    if data.global_batch_size is None and sampler is None:
+        why = (
+            ": got neither global_batch_size= nor batch_sampler=; give one of the two."
+        )
+    elif data.global_batch_size is not None and sampler is not None:
+        why = ": got both global_batch_size= and batch_sampler=; give one of the two."
     elif data.order is not None and data.shuffle:
         why = "(shuffle=True, order=...): your order is not shuffled. Give one of the two."
-    elif isinstance(data.batch_size, budget) and data.remainder != "short":
+    elif isinstance(data.global_batch_size, token_budget) and data.remainder != "short":
         why = (
-            f"(batch_size=af.budget(...), remainder={data.remainder!r}): a batch is as large"
-            " as it is; leave remainder out."
+            f"(global_batch_size=af.token_budget(...), remainder={data.remainder!r}): a batch is as"
+            " large as it is; leave remainder out."
         )
     elif sampler is not None:
         if not all(hasattr(sampler, name) for name in ("__iter__", "__len__")):
@@ -168,13 +172,15 @@ def _check_indexed(data: "Data") -> None:
         msg = f"af.Data: the dataset ({kind}) is empty."
         raise DataError(msg)
     _advise_of_columns(data.dataset)
-    if isinstance(data.batch_size, budget):
-        check_one_each("af.budget", "costs", data.batch_size.costs, len(data.source))
-    if isinstance(data.batch_size, int) and not data.updates_per_epoch:
+    if isinstance(data.global_batch_size, token_budget):
+        check_one_each(
+            "af.token_budget", "costs", data.global_batch_size.costs, len(data.source)
+        )
+    if isinstance(data.global_batch_size, int) and not data.updates_per_epoch:
         msg = (
-            f'af.Data(batch_size={data.batch_size}, remainder="drop"): the dataset has'
-            f" {len(data)} samples, so every batch would be dropped. Take a smaller"
-            " batch_size."
+            f'af.Data(global_batch_size={data.global_batch_size}, remainder="drop"): the dataset'
+            f" has {len(data)} samples, so every batch would be dropped. Take a smaller"
+            " global_batch_size."
         )
         raise DataError(msg)
 
@@ -209,9 +215,9 @@ def _check_stream(data: "Data") -> None:
         )
         raise DataError(msg)
     is_ordered = data.shuffle or data.order is not None
-    if is_ordered or not isinstance(data.batch_size, int):
+    if is_ordered or not isinstance(data.global_batch_size, int):
         why = (
-            f": {kind} is a stream, which has its own order. Give an integer batch_size, and"
+            f": {kind} is a stream, which has its own order. Give an integer global_batch_size, and"
             " no shuffle=, order= or batch_sampler=; shuffle in the stream itself."
         )
     elif data.sharded and (data.dispatch or data.remainder != "short"):
@@ -242,8 +248,8 @@ class Data:
             tensor, a tuple or dict of tensors, a TensorDataset or its Subset) and Arrow
             tables are gathered a batch at a time. Or a stream: an IterableDataset, or any
             other object that can be iterated over several times.
-        batch_size: samples per update, over all ranks and micro-batches together; or
-            `af.budget(...)`, as many as fit.
+        global_batch_size: samples per update, over all ranks and micro-batches together; or
+            `af.token_budget(...)`, as many as fit.
         shuffle: whether to shuffle every epoch. The order is a pure function of the state's
             seed and the epoch, and the same for every number of ranks.
         remainder: how to treat a short last batch. "short": split it like any other; its
@@ -278,13 +284,15 @@ class Data:
             exclude each other.
 
     Example:
-        >>> data = Data(torch.arange(10), batch_size=4)
+        >>> data = Data(torch.arange(10), global_batch_size=4)
         >>> len(data), data.updates_per_epoch
         (10, 3)
     """
 
     dataset: Any
-    batch_size: Any = attrs.field(default=None, validator=_BATCH_SIZE, kw_only=True)
+    global_batch_size: Any = attrs.field(
+        default=None, validator=_BATCH_SIZE, kw_only=True
+    )
     shuffle: bool = option(default=False, validator=truth())
     remainder: str = option("short", _REMAINDER)
     collate: Collate | None = attrs.field(
@@ -336,7 +344,7 @@ class Data:
             options: the options of `Data`.
 
         Example:
-            >>> data = Data.mix([range(3), range(10, 13)], weights=[2, 1], batch_size=6)
+            >>> data = Data.mix([range(3), range(10, 13)], weights=[2, 1], global_batch_size=6)
             >>> len(data)
             6
         """
@@ -425,13 +433,13 @@ class Data:
         """
         if self.batch_sampler is not None:
             return len(self.batch_sampler)
-        if isinstance(self.batch_size, budget):
+        if isinstance(self.global_batch_size, token_budget):
             msg = (
-                "af.Data(batch_size=af.budget(...)).updates_per_epoch: epochs may have"
+                "af.Data(global_batch_size=af.token_budget(...)).updates_per_epoch: epochs may have"
                 " different numbers of updates; ask data.num_updates(epochs, seed=...)."
             )
             raise DataError(msg)
-        return EvenCut(len(self), self.batch_size, self.remainder).num_batches(0)
+        return EvenCut(len(self), self.global_batch_size, self.remainder).num_batches(0)
 
     def num_updates(self, epochs: int, *, seed: int = 0) -> int:
         """Return how many updates so many epochs make, for a state of this seed.
@@ -440,7 +448,7 @@ class Data:
             ArgumentError: `epochs` is not a number of 0 or more.
         """
         check_integer("af.Data.num_updates", "epochs", epochs, 0)
-        if isinstance(self.batch_size, budget):
+        if isinstance(self.global_batch_size, token_budget):
             return sum(self.num_updates_of(i, seed=seed) for i in range(epochs))
         return epochs * self.updates_per_epoch
 
@@ -452,20 +460,20 @@ class Data:
 
     def _cut_of(self, epoch: int, seed: int) -> Cut:
         """Return where an epoch's batches end; its order is made only if they depend on it."""
-        if isinstance(self.batch_size, int):
-            return EvenCut(len(self), self.batch_size, self.remainder)
+        if isinstance(self.global_batch_size, int):
+            return EvenCut(len(self), self.global_batch_size, self.remainder)
         return self.epoch(seed=seed, number=epoch).cut
 
     def __repr__(self) -> str:
         """Show what the dataset is, not what is in it."""
         kind = type(self.dataset).__name__
         if self.is_stream:
-            return f"<Data of a stream ({kind}), batches of {self.batch_size}>"
+            return f"<Data of a stream ({kind}), batches of {self.global_batch_size}>"
         if self.batch_sampler is not None:
             batches = f"batches by {type(self.batch_sampler).__name__}"
             return f"<Data of {len(self)} samples ({kind}), {batches}>"
-        word = "of" if isinstance(self.batch_size, int) else "in"
-        batches = f"{self.ordering.name}, batches {word} {self.batch_size!r}"
+        word = "of" if isinstance(self.global_batch_size, int) else "in"
+        batches = f"{self.ordering.name}, batches {word} {self.global_batch_size!r}"
         return f"<Data of {len(self)} samples ({kind}), {batches}>"
 
     @cached_property
@@ -487,13 +495,13 @@ class Data:
             data = attrs.evolve(self, remainder="short")
             object.__setattr__(data, "first", self.first)  # it may be read by now
             return data
-        size = self.batch_size
+        size = self.global_batch_size
         if self.batch_sampler is not None:  # as large as its largest
             stops = [stop for _, stop in self.epoch(seed=0).cut.spans(0)]
             size = int(np.diff(stops, prepend=0).max())
         return attrs.evolve(
             self,
-            batch_size=size,
+            global_batch_size=size,
             batch_sampler=None,
             shuffle=False,
             order=None,

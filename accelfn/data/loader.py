@@ -61,17 +61,17 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
     if is_stream(loader.dataset):
         if size is None:
             return {
-                "batch_size": parts,
+                "global_batch_size": parts,
                 "collate": partial(_convert_lone, loader.collate_fn),
             }
-        return {"batch_size": size * parts, "remainder": remainder}
+        return {"global_batch_size": size * parts, "remainder": remainder}
     refuse_distributed(loader.sampler)
     batches = loader.batch_sampler
     if is_plain(batches, BatchSampler) and size is not None:
         order = order_of_sampler(loader.sampler, len(cast("Any", loader.dataset)))
         is_plain_order = isinstance(order, (Shuffled, Sequential))
         return {
-            "batch_size": size * parts,
+            "global_batch_size": size * parts,
             "shuffle": isinstance(order, Shuffled),
             "order": None if is_plain_order else order,
             "remainder": remainder,
@@ -79,7 +79,7 @@ def _batching(loader: "DataLoader[Any]", counts: dict[str, int]) -> dict[str, An
     if batches is None:
         msg = (
             "from_loader: this DataLoader does not batch (batch_size=None). Give"
-            " af.Data(dataset, batch_size=...)."
+            " af.Data(dataset, global_batch_size=...)."
         )
         raise DataError(msg)
     if parts != 1:
@@ -104,7 +104,7 @@ def _refuse_own_iteration(loader: Any) -> None:
                 " accelfn reads a loader's dataset in the order of its sampler. Let the"
                 " dataset, the sampler or collate_fn do what it does, and give a plain"
                 " DataLoader; or step over its batches as they are: `for batch in"
-                " af.lockstep(loader, world):`, of a loader of each rank's own samples."
+                " af.join_uneven(loader, world):`, of a loader of each rank's own samples."
             )
             raise DataError(msg)
 

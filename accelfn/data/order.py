@@ -310,7 +310,7 @@ class bucketed:
 
     Example:
         >>> from accelfn import Data, orders
-        >>> data = Data(range(6), batch_size=2, order=orders.bucketed([1, 9, 1, 9, 5, 5]))
+        >>> data = Data(range(6), global_batch_size=2, order=orders.bucketed([1, 9, 1, 9, 5, 5]))
         >>> sorted(map(sorted, data.epoch(seed=0).order(np.arange(6)).reshape(3, 2).tolist()))
         [[0, 2], [1, 3], [4, 5]]
     """
@@ -531,7 +531,8 @@ class weighted:
 
     Example:
         >>> from accelfn import Data, orders
-        >>> data = Data(["a", "b"], batch_size=4, order=orders.weighted([1, 0], num_samples=4))
+        >>> order = orders.weighted([1, 0], num_samples=4)
+        >>> data = Data(["a", "b"], global_batch_size=4, order=order)
         >>> data.epoch(seed=0).order(np.arange(4))
         array([0, 0, 0, 0])
     """

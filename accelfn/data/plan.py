@@ -141,7 +141,7 @@ class Plan:
         """Reject a share that does not exist."""
         if self.rank >= self.num_shares:
             msg = (
-                f"af.Plan(rank={self.rank}, num_shares={self.num_shares}): the shares are 0"
+                f"af.typing.Plan(rank={self.rank}, num_shares={self.num_shares}): the shares are 0"
                 f" to {self.num_shares - 1}."
             )
             raise ArgumentError(msg)
@@ -231,7 +231,7 @@ class Batch:
         weights: the number of samples that count in each; None counts all samples. An empty
             share has one sample that does not count, so that its rank takes part in every
             collective.
-        start: the cursor before the batch; None for a batch of `af.lockstep`.
+        start: the cursor before the batch; None for a batch of `af.join_uneven`.
         cursor: the cursor after the batch.
         num_samples: samples of the batch, over all ranks and micro-batches.
         parts_indices: dataset indices of this rank's samples, an array per micro-batch.
@@ -355,10 +355,10 @@ class Batch:
 
 
 @attrs.frozen(eq=False, repr=False)
-class budget:
+class token_budget:
     """Let an update take as many samples, in their order, as fit a limit.
 
-    Write `af.Data(batch_size=af.budget(lengths, limit=4096))`. With
+    Write `af.Data(global_batch_size=af.token_budget(lengths, limit=4096))`. With
     `order=af.orders.bucketed(lengths)` there is little padding.
 
     Args:
@@ -377,7 +377,9 @@ class budget:
         DataError: a sample alone costs more than the limit.
     """
 
-    costs: Indices = attrs.field(converter=partial(as_counts, where="af.budget(costs)"))
+    costs: Indices = attrs.field(
+        converter=partial(as_counts, where="af.token_budget(costs)")
+    )
     limit: int = attrs.field(validator=integer(1), kw_only=True)
     padded: bool = attrs.field(default=True, validator=truth(), kw_only=True)
 
@@ -387,7 +389,7 @@ class budget:
         if len(large):
             first = int(large[0])
             msg = (
-                f"af.budget(limit={self.limit}): sample {first} alone costs"
+                f"af.token_budget(limit={self.limit}): sample {first} alone costs"
                 f" {self.costs[first]}; too large are {len(large)} of {len(self.costs)}"
                 " samples. Leave them out, cut them, or take a larger limit."
             )
@@ -433,7 +435,7 @@ _PROBES = 8
 
 def form_of(data: "Data") -> dict[str, Any]:
     """Describe batching and order as plain data, without reading samples."""
-    size = data.batch_size
+    size = data.global_batch_size
     form: dict[str, Any] = {
         "batch_size": size if isinstance(size, int) else repr(size or "sampler"),
         "remainder": data.remainder,
@@ -577,14 +579,16 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     key, n = draws.key(seed, "data", number), len(data.source)
     if data.batch_sampler is not None:
         return _sampler_epoch(data.batch_sampler, n, seed=seed, number=number, key=key)
-    size = data.batch_size if isinstance(data.batch_size, int) else None
+    size = data.global_batch_size if isinstance(data.global_batch_size, int) else None
     order = data.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
     num_samples = len(data)
     if size is not None:
         cut = EvenCut(num_samples, size, data.remainder)
         sorts = getattr(data.ordering, "sorts", False)
         return Epoch(number, num_samples, order, cut, key, sorts=sorts)
-    cut = cast("budget", data.batch_size).cut(order(np.arange(num_samples)))
+    cut = cast("token_budget", data.global_batch_size).cut(
+        order(np.arange(num_samples))
+    )
     epoch = Epoch(number, num_samples, order, cut, key)
     if getattr(data.ordering, "shuffles_batches", False):
         return epoch.shuffled_batches(draws.key(seed, "batches", number))

@@ -27,7 +27,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from accelfn.base import codec, draws
 from accelfn.collectives.failures import check_world
-from accelfn.collectives.packed import all_gather, scatter_bytes
+from accelfn.collectives.packed import all_gather_list, scatter_bytes
 from accelfn.data.loaders import (
     Collate,
     Place,
@@ -251,7 +251,7 @@ class Stream:
 
     def _epoch(self, start: Cursor) -> Iterator[tuple[int, list[Any], int, Cursor]]:
         """Yield each update's position, samples, end without repeats, and cursor."""
-        size, drop = self.data.batch_size, self.data.remainder == "drop"
+        size, drop = self.data.global_batch_size, self.data.remainder == "drop"
         # read so far ahead that the last batch is known before it is yielded
         need = 2 * size if drop else size + 1
         opened = self._open(start)
@@ -284,7 +284,7 @@ class Stream:
         if count and head is None:
             opened = self._open(Cursor(epoch))
             head = []
-            while len(head) < self.data.batch_size and (more := opened.read()):
+            while len(head) < self.data.global_batch_size and (more := opened.read()):
                 head += more
         return [head[i % len(head)] for i in range(count)] if head else []
 
@@ -297,8 +297,8 @@ class Stream:
             )
         elif count:
             msg = (
-                f'af.Data(batch_size={self.data.batch_size}, remainder="drop"): {kind} has'
-                f" {count} samples, so every batch would be dropped."
+                f'af.Data(global_batch_size={self.data.global_batch_size}, remainder="drop"):'
+                f" {kind} has {count} samples, so every batch would be dropped."
             )
         elif self.data.first:
             msg = (
@@ -452,7 +452,7 @@ class Sharded:
     def _epoch(
         self, plan: Plan, start: Cursor, update: int
     ) -> Iterator[tuple[Portion, list[Any]]]:
-        batch = (0, self.data.batch_size)
+        batch = (0, self.data.global_batch_size)
         begin, end = even_part(batch, plan.world_rank, plan.world_size)
         num_parts = len(plan.parts(batch))
         collate = partial(
@@ -558,7 +558,7 @@ class Sharded:
     def _gather_counts(self, count: int, *, has_more: bool) -> tuple[list[int], bool]:
         """Return the number of samples of each rank, and whether any rank has more."""
         mine = torch.tensor([count, has_more], device=self.ranks.device)
-        rows = [t.tolist() for t in all_gather(mine, self.ranks, label="lockstep")]
+        rows = [t.tolist() for t in all_gather_list(mine, self.ranks, label="lockstep")]
         return [row[0] for row in rows], any(row[1] for row in rows)
 
     def _check_first(self, counts: list[int], cursor: Cursor) -> None:
@@ -654,7 +654,7 @@ def _decode_portion(fields: dict[str, Any]) -> Portion:
 _ENDS = ("last", "first", "together")
 
 
-def lockstep(
+def join_uneven(
     iterable: Iterable[Any], world: World, *, ends: str = "last"
 ) -> Iterator[Batch]:
     """Yield this rank's own batches, the same number on every rank.
@@ -685,12 +685,12 @@ def lockstep(
     """
     if ends not in _ENDS:
         expected = ", ".join(map(repr, _ENDS))
-        msg = f"af.lockstep(ends={ends!r}): expected one of {expected}."
+        msg = f"af.join_uneven(ends={ends!r}): expected one of {expected}."
         raise ArgumentError(msg)
-    check_world("af.lockstep", world)
+    check_world("af.join_uneven", world)
     if not isinstance(iterable, Iterable):
         msg = (
-            f"af.lockstep({type(iterable).__name__}): expected this rank's batches, as an"
+            f"af.join_uneven({type(iterable).__name__}): expected this rank's batches, as an"
             " iterable; an empty list if it has no batch."
         )
         raise ArgumentError(msg)
@@ -707,26 +707,26 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
         item = next(items, end)
         last = last if item is end else item
         mine = torch.tensor([int(item is not end)], device=ranks.device)
-        flags = [bool(flag) for flag in all_gather(mine, ranks, label="lockstep")]
+        flags = [bool(flag) for flag in all_gather_list(mine, ranks, label="lockstep")]
         if not any(flags) or (ends == "first" and not all(flags)):
             return
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]
         if without and ends == "together":
             msg = (
-                f"af.lockstep: rank {without[0]} ran out at batch {number}, others have"
+                f"af.join_uneven: rank {without[0]} ran out at batch {number}, others have"
                 f" {number + 1} or more. Give every rank as many, or choose what to do with"
                 ' the rest by ends="last" or ends="first".'
             )
             raise DataError(msg)
         if without and number == 0:
             msg = (
-                f"af.lockstep: rank {without[0]} of {ranks.size} has no batch, and so no"
+                f"af.join_uneven: rank {without[0]} of {ranks.size} has no batch, and so no"
                 ' stand-in with weight 0. Give it a batch, or ends="first".'
             )
             raise DataError(msg)
         if isinstance(last, list) and not last:
             msg = (
-                f"af.lockstep: batch {number} of rank {ranks.rank} is an empty list; a list is"
+                f"af.join_uneven: batch {number} of rank {ranks.rank} is an empty list; a list is"
                 " a rank's micro-batches, at least one. Leave the batch out."
             )
             raise BatchError(msg)

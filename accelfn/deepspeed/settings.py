@@ -21,7 +21,7 @@ from accelfn.errors import ArgumentError
 _OURS: Mapping[str, str] = {
     "activation_checkpointing": "af.checkpoint_activations() recomputes activations",
     "amp": 'af.autocast("bf16") says in which precision a loss is computed',
-    "autotuning": "af.Data(batch_size=...) says the size of a batch",
+    "autotuning": "af.Data(global_batch_size=...) says the size of a batch",
     "bf16": 'af.autocast("bf16") computes in it, and weights stay in float32',
     "checkpoint": "af.save and af.CheckpointStore save states",
     "csv_monitor": "af.CSVTracker tracks metrics",
@@ -35,7 +35,7 @@ _OURS: Mapping[str, str] = {
     "seed": "TrainState.create(seed=...) says it",
     "tensorboard": "af.TensorBoardTracker tracks metrics",
     "torch_autocast": 'af.autocast("bf16") says in which precision a loss is computed',
-    "train_batch_size": "af.Data(batch_size=...) counts the samples of an update",
+    "train_batch_size": "af.Data(global_batch_size=...) counts the samples of an update",
     "train_micro_batch_size_per_gpu": "af.accumulate(micro_batch_size=...) says it",
     "wandb": "af.WandbTracker tracks metrics",
 }

@@ -90,7 +90,7 @@ class wrap_deepspeed:
         stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters.
         config: DeepSpeed's own settings: `zero_optimization` and communication. Settings that
         accelfn makes, such as batch size, rates, clipping or checkpoints, raise an error.
-        accumulate: with several micro-batches, "whole" keeps full gradients on each rank and
+        keep_grads: with several micro-batches, "whole" keeps full gradients on each rank and
         reduces only with the last one; "sharded" reduces with each, and at stages 2 and 3 keeps
         shards.
 
@@ -158,7 +158,7 @@ class wrap_deepspeed:
     config: Mapping[str, Any] = attrs.field(
         default=_NOTHING, validator=_is_config, hash=False
     )
-    accumulate: Literal["whole", "sharded"] = attrs.field(
+    keep_grads: Literal["whole", "sharded"] = attrs.field(
         default="whole", validator=_is_way
     )
 
@@ -170,7 +170,7 @@ class wrap_deepspeed:
     @property
     def tells(self) -> Mapping[str, Any]:
         """Facts about random numbers and partial gradients."""
-        return {"draws_nothing": True, "whole_gradients": self.accumulate == "whole"}
+        return {"draws_nothing": True, "whole_gradients": self.keep_grads == "whole"}
 
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
@@ -206,7 +206,7 @@ class wrap_deepspeed:
 
         def runner(module: nn.Module, live: object) -> ZeroRunner:
             del live
-            in_parts = self.accumulate == "sharded"
+            in_parts = self.keep_grads == "sharded"
             return ZeroRunner(module, home, ranks, in_parts=in_parts)
 
         return build_engine(state, home, runner, optimizer=ZeroOptimizer(home))
@@ -271,7 +271,7 @@ class wrap_deepspeed:
     def _check_optimizer(self, state: TrainState) -> None:
         """Reject optimizers that DeepSpeed would replace or run differently."""
         optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
-        is_of_parts = hasattr(optimizer, "parts")  # as of af.partition
+        is_of_parts = hasattr(optimizer, "parts")  # as of af.combine_optimizers
         if is_of_parts or isinstance(optimizer, torch.optim.Adagrad):
             msg = (
                 f"{self!r}: DeepSpeed makes another of {type(optimizer).__name__}. Take one"

@@ -314,7 +314,7 @@ def as_data(data: Any) -> Data | None:
         return Data.from_loader(data)
     msg = (
         f"TrainState.create(data={type(data).__name__}): expected af.Data(dataset,"
-        " batch_size=...), a torch DataLoader or None."
+        " global_batch_size=...), a torch DataLoader or None."
     )
     raise ArgumentError(msg)
 

@@ -502,7 +502,7 @@ class DDPRunner:
         if sparse:
             msg = (
                 f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, which"
-                " af.compress and af.optimizer_in_backward cannot take from its buckets."
+                " af.compress_grads and af.optimizer_in_backward cannot take from its buckets."
                 " Make those layers with sparse=False, or leave these transforms out."
             )
             raise ModelError(msg)

@@ -23,7 +23,7 @@ from accelfn.base import devices, draws, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import on_host
 from accelfn.base.tree import cut_axes, is_shard, local
-from accelfn.collectives.packed import all_gather, all_reduce_
+from accelfn.collectives.packed import all_gather_list, all_reduce_
 from accelfn.collectives.replicas import check_replicas, checksum
 from accelfn.data import Batch
 from accelfn.data.consistency import (
@@ -187,7 +187,7 @@ _OF_VALUES = (
     "step(state, batch) gets values that are no batches of af.batches(state), so the"
     " state stays at the beginning of its data, and a resumed run reads them again;"
     " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
-    " epochs=...):` and step(state, batch, noise) with the batch itself and anything"
+    " until_epoch=...):` and step(state, batch, noise) with the batch itself and anything"
     " else behind it. If a loader of your own is meant, leave out data=."
 )
 
@@ -244,8 +244,8 @@ _SAME = (
     "step(state, batch) got the same value on all {0} ranks: af.shard_data() cuts batches of"
     " af.batches alone, so each rank trains on all samples, which is {0} times the work for the"
     " result of one rank. Give the dataset to the state, TrainState.create(data=af.Data(dataset,"
-    " batch_size=...)), and write `for batch in af.batches(state, epochs=...):`; or give each"
-    " rank its part, af.split(value, world)."
+    " global_batch_size=...)), and write `for batch in af.batches(state, until_epoch=...):`; or"
+    " give each rank its part, af.split_over_ranks(value, world)."
 )
 _UNCUT = (
     "This batch is not cut: its {} samples are all on this rank, one of {} that af.shard_data()"
@@ -272,7 +272,7 @@ def _is_alike(value: Any, state: TrainState) -> bool:
     ]
     # without tensors to compare, use the rank, so that ranks differ
     mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
-    all_sums = all_gather(mine.to(batch.device), batch, label="first batch")
+    all_sums = all_gather_list(mine.to(batch.device), batch, label="first batch")
     return len({int(value) for value in all_sums}) == 1
 
 
@@ -517,7 +517,7 @@ def untracked_leaves(
         known: ids of the running model's parameters.
 
     Raises:
-        LossError: a leaf belongs to a module of `af.bind` whose with block has ended.
+        LossError: a leaf belongs to a module of `af.borrow_model` whose with block has ended.
     """
     leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
     _warn_of_untrained([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
@@ -527,9 +527,10 @@ def untracked_leaves(
 def _warn_of_untrained(params: list[nn.Parameter]) -> None:
     if any(map(was_lent, params)):
         msg = (
-            "The loss depends on a module that af.bind lent for a with block, which has ended"
-            " before the backward pass: it is empty. A model that judges is af.frozen(other),"
-            " made in the loss function, or before: step(state, batch, af.frozen(other))."
+            "The loss depends on a module that af.borrow_model lent for a with block, which has"
+            " ended before the backward pass: it is empty. A model that judges is"
+            " af.snapshot_model(other), made in the loss function, or before:"
+            " step(state, batch, af.snapshot_model(other))."
         )
         raise LossError(msg)
     shapes = [tuple(param.shape) for param in params]
@@ -539,7 +540,7 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
             f" function is given, of shapes {shapes[:5]}, and no step trains them. A criterion with"
             " parameters belongs into the model; of a model that was given away take the"
             " parameters in the loss function, model.parameters(); one that only judges is"
-            " af.frozen(state), or has requires_grad_(False)."
+            " af.snapshot_model(state), or has requires_grad_(False)."
         )
 
 

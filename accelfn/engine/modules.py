@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPriva
 
 from accelfn.base import tree
 from accelfn.collectives.failures import await_turn
-from accelfn.collectives.packed import all_gather, sum_
+from accelfn.collectives.packed import all_gather_list, sum_
 from accelfn.definition.transform import check_returned
 from accelfn.engine.runner import CallOrder
 from accelfn.errors import ArgumentError, ModelError
@@ -392,7 +392,7 @@ def _combine_statistics(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return count, means and variances of all ranks; without samples, mean 0 and variance 1."""
     num_channels = (len(statistics) - 1) // 2
-    rows = torch.stack(all_gather(statistics, ranks, label=label))
+    rows = torch.stack(all_gather_list(statistics, ranks, label=label))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
     count = counts.sum()
     mean = (means * counts).sum(0) / count.clamp(min=1)

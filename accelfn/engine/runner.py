@@ -22,7 +22,7 @@ from accelfn.base import tree
 from accelfn.base.arguments import qualname
 from accelfn.base.devices import readable
 from accelfn.base.tree import is_shard, local
-from accelfn.collectives.packed import all_gather, broadcast_, gather_text, sum_
+from accelfn.collectives.packed import all_gather_list, broadcast_, gather_text, sum_
 from accelfn.data import Batch
 from accelfn.definition.definition import Definition
 from accelfn.engine.optimizer import OptStateView
@@ -738,7 +738,7 @@ class CallOrder:
                 self._takes[call]()
             values = [turn, self._at - len(self.needed), note]
             row = torch.tensor(values, device=self._device)
-            rows = torch.stack(all_gather(row, self._ranks, label=_LABEL)).tolist()
+            rows = torch.stack(all_gather_list(row, self._ranks, label=_LABEL)).tolist()
             turns = {turn for turn, *_ in rows}
             if any(turn >= 0 for turn in turns):
                 wanted = sorted(turn for turn in turns if turn >= 0)

@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import torch
 
-from accelfn import Loaded, TrainState
+from accelfn import TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.interop import deepspeed, torch_files
 from accelfn.plug import arguments, export, files, foreign
+from accelfn.typing import Loaded
 
 OPTIMIZER = "optimizer.bin"
 MODELS = (
@@ -127,7 +128,7 @@ def import_state(
     Slots of transforms restart from the imported values, as an average does. `step` is the
     optimizer's count of updates, or `step` of a distributed checkpoint, or DeepSpeed's count if
     its optimizer does not count. If the counts of parameters differ, `step` is the largest, and
-    an `af.Warning` says so. Without a count, the state keeps its `step`, reported as `missing`.
+    an `AccelfnWarning` says so. Without a count, the state keeps its `step`, reported as `missing`.
     Other libraries do not save a position in the data as accelfn does, so the state keeps its
     `cursor` and `seed`.
 

@@ -39,12 +39,12 @@ class Batches:
         """Return how many updates are left, the same on every rank.
 
         Raises:
-            ArgumentError: without `epochs` there is no end.
+            ArgumentError: without `until_epoch` there is no end.
         """
         start, seed = self.reading.start, self.reading.seed
         epochs = self.reading.epochs
         if epochs is None:
-            msg = "af.batches(state) without epochs= has no end, and so no length."
+            msg = "af.batches(state) without until_epoch= has no end, and so no length."
             raise ArgumentError(msg)
         if start.epoch >= epochs:
             return 0
@@ -54,7 +54,7 @@ class Batches:
         return count
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, epoch after epoch; if no batch is left, an `af.Warning` says why.
+        """Yield batches, epoch after epoch; if no batch is left, an `AccelfnWarning` says why.
 
         Raises:
             ReplicaMismatchError: ranks communicate to read, but some ranks do not.
@@ -77,22 +77,22 @@ class Batches:
         if is_complete or not reading.update:
             return
         advise(
-            f"af.batches(state, epochs={epochs}) gives no batch: the state has"
-            f" {start.epoch} epochs and {reading.update} updates behind it, and epochs="
+            f"af.batches(state, until_epoch={epochs}) gives no batch: the state has"
+            f" {start.epoch} epochs and {reading.update} updates behind it, and until_epoch="
             " counts from the beginning of the run, not from here. For one epoch more write"
-            f" epochs={start.epoch + 1}; in a loop `for epoch in range(n):` write"
-            " epochs=epoch + 1. If the run is complete, all is well."
+            f" until_epoch={start.epoch + 1}; in a loop `for epoch in range(n):` write"
+            " until_epoch=epoch + 1. If the run is complete, all is well."
         )
 
 
 @explain_call_errors
-def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
+def batches(state: TrainState, *, until_epoch: int | None = None) -> Batches:
     """Return this rank's batches, beginning at `state.cursor`.
 
     Args:
         state: only its cursor, seed, data, setup and world are read; it may be donated
             while the batches are used.
-        epochs: the run ends with epoch number `epochs` (counted from 1), so a resumed run
+        until_epoch: batches end with this epoch of the run (counted from 1), so a resumed run
             ends where an uninterrupted run does. None means no end.
 
     Law:
@@ -107,14 +107,14 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
 
     Raises:
         StateError: the state has no data.
-        ArgumentError: `epochs` is not a positive number.
+        ArgumentError: `until_epoch` is not a positive number.
 
     And as they are read:
         ReplicaMismatchError: `sharded=` or `dispatch=` of the data differ by rank.
         DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
             says; what was being read is named.
         Warning: nothing is left, and the state was trained in this process or has more epochs
-            behind it than `epochs`.
+            behind it than `until_epoch`.
     """
     check_state("af.batches(state)", state)
     if state.data is None:
@@ -123,16 +123,16 @@ def batches(state: TrainState, *, epochs: int | None = None) -> Batches:
             " TrainState.create(data=af.Data(...))."
         )
         raise StateError(msg)
-    if epochs is not None and not is_integer(epochs, 1):
+    if until_epoch is not None and not is_integer(until_epoch, 1):
         msg = (
-            f"af.batches(epochs={epochs!r}): expected an integer of at least 1, or"
+            f"af.batches(until_epoch={until_epoch!r}): expected an integer of at least 1, or"
             " None."
         )
         raise ArgumentError(msg)
     reading = Reading(
         plan=state.definition.plan,
         start=state.cursor,
-        epochs=epochs,
+        epochs=until_epoch,
         seed=state.seed,
         world=state.world,
         update=state.step,

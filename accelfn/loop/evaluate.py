@@ -20,7 +20,7 @@ from accelfn.base.arguments import (
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import local
 from accelfn.collectives.failures import check_world
-from accelfn.collectives.packed import all_gather, broadcast_, gather_bytes
+from accelfn.collectives.packed import all_gather_list, broadcast_, gather_bytes
 from accelfn.collectives.replicas import check_rows
 from accelfn.collectives.trees import join_rows
 from accelfn.data import Batch, Data, Plan
@@ -38,7 +38,6 @@ from accelfn.state.results import (
     WeightedSum,
     check_whole,
     is_scalar,
-    mean,
 )
 from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, apply_transforms
@@ -100,7 +99,7 @@ def evaluate(
         if not weight:  # a stand-in, and even its infinity must not count
             sums = Metrics(dict.fromkeys(sums, (0.0, 0.0)))
         total = total + sums
-    return mean(total, state.world)
+    return total.all_reduce_mean(state.world)
 
 
 @explain_call_errors
@@ -211,7 +210,7 @@ class _Evaluation:
                 msg = (
                     f"The evaluated function wrote into {name!r}, which belongs to the state:"
                     " its values are lost, so load a checkpoint. Let the function change its"
-                    " own model: model = af.frozen(state)."
+                    " own model: model = af.snapshot_model(state)."
                 )
                 raise StateError(msg)
 
@@ -233,7 +232,7 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
         is_loader = isinstance(data, torch.utils.data.DataLoader)
         hint = " af.Data.from_loader(loader) makes one." if is_loader else ""
         msg = (
-            "Expected af.Data(dataset, batch_size=...) to evaluate on, got"
+            "Expected af.Data(dataset, global_batch_size=...) to evaluate on, got"
             f" {type(data).__name__}.{hint}"
         )
         raise StateError(msg)
@@ -330,14 +329,14 @@ def _metric_name(fn: EvaluateFunction) -> str:
 # `observe`: give the result of an evaluation to transforms.
 
 
-def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
+def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     """Give the result of an evaluation to the state's transforms: `(state, value) -> state`.
 
     Only the slots of the new state differ; it shares the tensors of the given state. Call it
     on all ranks, with a value that is the same on all ranks, such as a result of `af.evaluate`.
 
     Args:
-        state: a state with a transform that observes, such as `af.plateau`.
+        state: a state with a transform that observes, such as `af.reduce_lr_on_plateau`.
         value: a number, such as `af.evaluate(state, held_out, loss_fn)["loss"]`.
 
     Law: two states that observed the same values are equal; only slots change.
@@ -357,19 +356,19 @@ def observe(state: TrainState, value: float | torch.Tensor) -> TrainState:
         >>> state = af.TrainState.create(
         ...     model=lambda: torch.nn.Linear(1, 1),
         ...     optimizer=partial(torch.optim.SGD, lr=0.5),
-        ...     setup=af.plateau(patience=0),
+        ...     setup=af.reduce_lr_on_plateau(patience=0),
         ... )
-        >>> state = af.observe(af.observe(state, 0.25), 0.25)  # no better than before
+        >>> state = af.report_metric(af.report_metric(state, 0.25), 0.25)  # no better than before
         >>> state.lrs
         (0.05,)
     """
-    check_state("af.observe(state, value)", state)
+    check_state("af.report_metric(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
     if not setup.owners["observe"]:
         msg = (
-            "af.observe(state, value): no transform of the setup observes values. Add one to"
-            " the setup, such as af.plateau(patience=2)."
+            "af.report_metric(state, value): no transform of the setup observes values. Add one to"
+            " the setup, such as af.reduce_lr_on_plateau(patience=2)."
         )
         raise StateError(msg)
     number = _number(value)
@@ -395,14 +394,14 @@ def _number(value: object) -> float:
     hint = ""
     if hasattr(value, "keys"):
         hint = ' Choose one by its name: af.evaluate(...)["loss"].'
-    msg = f"af.observe(state, {value!r}): expected a number.{hint}"
+    msg = f"af.report_metric(state, {value!r}): expected a number.{hint}"
     raise ArgumentError(msg)
 
 
 # `gather_valid`: gather the ranks' results for an update's samples, each sample once.
 
 
-def gather_valid(
+def all_gather_valid(
     values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
 ) -> Any:
     """Return the values of all ranks' samples, without filler, in the order of the batch.
@@ -429,17 +428,17 @@ def gather_valid(
     """
     if not isinstance(batch, Batch):
         msg = (
-            f"af.gather_valid(values, batch, world): got {type(batch).__name__}; expected a"
-            " batch of af.batches. af.gather(values, world) takes any values."
+            f"af.all_gather_valid(values, batch, world): got {type(batch).__name__}; expected a"
+            " batch of af.batches. af.all_gather(values, world) takes any values."
         )
         raise BatchError(msg)
-    check_world("af.gather_valid", world)
+    check_world("af.all_gather_valid", world)
     ranks = world.batch
     _check_same_rows(values, len(batch.filler))
     places = (~batch.filler).nonzero().reshape(-1)
     weight = sum(weight or 0 for weight in batch.weights)
     mine = torch.tensor([len(places), weight], device=ranks.device)
-    rows = [t.tolist() for t in all_gather(mine, ranks, label=label)]
+    rows = [t.tolist() for t in all_gather_list(mine, ranks, label=label)]
     counts = [int(row[0]) for row in rows]
     # if nothing shards the data, every rank has the full batch
     is_full = ranks.size == 1 or sum(row[1] for row in rows) > batch.num_samples
@@ -462,7 +461,7 @@ def _check_same_rows(values: Any, rows: int) -> None:
         ]
     if set(counts) != {rows}:
         msg = (
-            f"af.gather_valid: this rank's batch has {rows} samples (filler included), and"
+            f"af.all_gather_valid: this rank's batch has {rows} samples (filler included), and"
             f" the values have {counts}; expected tensors whose dim 0 is the samples, or a list"
             " with an entry for each."
         )
@@ -475,7 +474,7 @@ def _check_same_rows(values: Any, rows: int) -> None:
 T = TypeVar("T")
 
 
-def split(values: T, world: World, *, pad: bool = False) -> T:
+def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
     """Return this rank's part of values that all ranks have: prompts, files, rows.
 
     Parts are contiguous, in rank order, and their lengths differ by at most one, longer
@@ -507,7 +506,9 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
     start, stop = even_part((0, length), world.rank, world.size)
     longest = -(-length // world.size)
     if pad and length == 0:
-        msg = "af.split(pad=True): there is nothing to repeat in empty values."
+        msg = (
+            "af.split_over_ranks(pad=True): there is nothing to repeat in empty values."
+        )
         raise ArgumentError(msg)
     places = list(range(start, stop))
     if pad:
@@ -530,12 +531,12 @@ def split(values: T, world: World, *, pad: bool = False) -> T:
 
 def _check_world(world: World) -> None:
     """Reject other objects, and a world with ranks that share samples."""
-    check_world("af.split", world)
+    check_world("af.split_over_ranks", world)
     if world.whole is world and world.batch is not world:
         sharers = [n for n in ("cp", "tp") if world.axes.get(n, 1) > 1]
         msg = (
-            f"af.split: the ranks along {' and '.join(sharers)} share their samples, but would"
-            " get different parts. Give world.batch; or the axes that you mean, such as"
+            f"af.split_over_ranks: the ranks along {' and '.join(sharers)} share their samples, but"
+            " would get different parts. Give world.batch; or the axes that you mean, such as"
             f" world.along({sharers[0]!r})."
         )
         raise ArgumentError(msg)
@@ -557,14 +558,14 @@ def _length(values: Any) -> int:
         items = cast("Mapping[Any, Any]", values).items()
         lengths = {name: _length(value) for name, value in items}
         if len(set(lengths.values())) > 1:
-            msg = f"af.split: the values of this dict differ in length: {lengths}."
+            msg = f"af.split_over_ranks: the values of this dict differ in length: {lengths}."
             raise ArgumentError(msg)
         return next(iter(lengths.values()), 0)
     is_array = isinstance(values, (torch.Tensor, np.ndarray)) and values.ndim > 0
     if not is_array and not _can_slice(values):
         msg = (
-            f"af.split: expected a sequence that can be sliced, a tensor with a dim 0, or a"
-            f" dict of them, got {type(values).__name__}."
+            "af.split_over_ranks: expected a sequence that can be sliced, a tensor with a dim 0, or"
+            f" a dict of them, got {type(values).__name__}."
         )
         raise ArgumentError(msg)
     return len(cast("Sequence[Any]", values))

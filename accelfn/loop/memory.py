@@ -31,7 +31,7 @@ from accelfn.base import devices, tree
 from accelfn.base.arguments import check_integer, format_bytes
 from accelfn.base.tree import Pending, computes_on, is_shard, local
 from accelfn.collectives.failures import check_world, naming, wake
-from accelfn.collectives.packed import all_gather, barrier
+from accelfn.collectives.packed import all_gather_list, barrier
 from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.layout import cuts_of, largest_part
@@ -598,7 +598,7 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     if world.size > 1:
         _check_group(world)
         mine = torch.tensor([start], device=world.device)
-        starts = [int(other) for other in all_gather(mine, world, label=_LABEL)]
+        starts = [int(other) for other in all_gather_list(mine, world, label=_LABEL)]
         if len(set(starts)) > 1:
             msg = f"af.find_batch_size: start differs between ranks: {starts}."
             raise ArgumentError(msg)
@@ -626,7 +626,7 @@ def _try_batch_size(
     is_lost = isinstance(error, PeerFailedError)
     has_no_memory = error is not None and not is_lost
     mine = torch.tensor([has_no_memory, is_lost], device=world.device).int()
-    flags = torch.stack(all_gather(mine, world, label=_LABEL)).any(0).tolist()
+    flags = torch.stack(all_gather_list(mine, world, label=_LABEL)).any(0).tolist()
     if not any(flags):
         return result
     if error is None:

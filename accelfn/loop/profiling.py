@@ -162,7 +162,7 @@ def profile(
     Example:
         ```python
         with af.profile("traces", world) as profiler:
-            for batch in af.batches(state, epochs=1):
+            for batch in af.batches(state, until_epoch=1):
                 state, metrics = step(state, batch)
                 profiler.step()
         af.print_once(world, profiler.key_averages().table(sort_by="cpu_time_total"))

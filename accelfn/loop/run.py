@@ -19,7 +19,7 @@ from accelfn.base.arguments import (
     qualname,
 )
 from accelfn.collectives.failures import check_world
-from accelfn.collectives.trees import reduce
+from accelfn.collectives.trees import all_reduce
 from accelfn.errors import ArgumentError
 from accelfn.loop.batches import batches
 from accelfn.state.results import Metrics
@@ -51,7 +51,7 @@ class Stop:
         """
         if not self._agreed:
             mine = torch.tensor(self.received, device=self._world.device)
-            self._agreed = int(reduce(mine, self._world, "max", label="stopping"))
+            self._agreed = int(all_reduce(mine, self._world, "max", label="stopping"))
         return bool(self._agreed)
 
     @property
@@ -199,7 +199,7 @@ def run(
         actions: an action or several, by their period: a number of updates, or
             `af.epochs(n)`. All ranks call `action(state, metrics)`, with the sum of this rank's
             metrics since its last call. An action may return numbers by name, the same on all
-            ranks: `lambda state, metrics: af.mean(metrics, state.world)` logs, and an action
+            ranks: `lambda state, metrics: metrics.all_reduce_mean(state.world)` logs, and an action
             that calls `af.evaluate` evaluates. All numbers of an update need different names.
         track: a tracker, called as `track(numbers, update)` on all ranks; any of `af.track`.
         store: saves when it is `due`, at the end, and on a termination signal. The numbers
@@ -221,7 +221,7 @@ def run(
 
     Example:
         >>> import torch, accelfn as af
-        >>> data = af.Data(torch.ones(8, 2), batch_size=4)
+        >>> data = af.Data(torch.ones(8, 2), global_batch_size=4)
         >>> sgd = lambda named: torch.optim.SGD(named, lr=0.5)
         >>> state = af.TrainState.create(model=torch.nn.Linear(2, 1), optimizer=sgd, data=data)
         >>> step = af.make_step(lambda model, batch: model(batch).square().mean())
@@ -235,7 +235,7 @@ def run(
     if track is not None and not due_actions:
         msg = (
             "af.run(track=...): nothing would be tracked; give actions= one that"
-            " returns numbers, such as {100: lambda state, metrics: af.mean(metrics,"
+            " returns numbers, such as {100: lambda state, metrics: metrics.all_reduce_mean("
             " state.world)}."
         )
         raise ArgumentError(msg)
@@ -246,7 +246,7 @@ def run(
     with stopping(state.world) as stop:
         is_over = num_epochs is not None and state.cursor.epoch >= num_epochs
         is_over = is_over or is_last(state)
-        for batch in () if is_over else batches(state, epochs=num_epochs):
+        for batch in () if is_over else batches(state, until_epoch=num_epochs):
             before = state.step
             state, metrics = _check_step_result(step(state, batch))
             has_updated = state.step > before
@@ -401,7 +401,7 @@ def _numbers(action: Action, returned: object, world: World) -> Numbers:
     if isinstance(returned, Metrics) and world.loss.size > 1:
         msg = (
             f"af.run: {qualname(action)} returned Metrics, which are only of this rank: return"
-            " af.mean(metrics, state.world)."
+            " metrics.all_reduce_mean(state.world)."
         )
         raise ArgumentError(msg)
     if isinstance(returned, Mapping):

@@ -86,7 +86,7 @@ def _model_error(given: object, name: str) -> ModelError:
     kind, state = _note(given)
     return ModelError(
         f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors belong to"
-        f" the state {state!r}. Write `with af.bind(state) as model:` for a module,"
+        f" the state {state!r}. Write `with af.borrow_model(state) as model:` for a module,"
         " af.full_params(state) for the weights, or af.export_model(state, path) for files."
         " Set modes, hooks and requires_grad_ before create, or use state.with_trainable. To"
         " keep a model of your own, pass copy.deepcopy(model)."
@@ -206,7 +206,7 @@ def _range(tensor: torch.Tensor) -> tuple[int, int]:
     return offset * size, (last + 1) * size
 
 
-# Placed models (`af.place`): only their forward pass works.
+# Placed models (`af.plan_devices`): only their forward pass works.
 
 
 PLACED = WeakIdKeyDictionary()
@@ -232,7 +232,7 @@ def mark_placed(module: nn.Module) -> Generator[None]:
 
 
 def refuse_placed(module: nn.Module) -> None:
-    """Raise if a model, or a part of it, is placed by `af.placed`.
+    """Raise if a model, or a part of it, is placed by `af.on_devices`.
 
     Raises:
         ModelError: a parameter is placed.
@@ -240,7 +240,7 @@ def refuse_placed(module: nn.Module) -> None:
     names = [name for name, param in module.named_parameters() if param in PLACED]
     if names:
         msg = (
-            f"{type(module).__name__} is placed by af.placed, {names[0]} among others, for its"
+            f"{type(module).__name__} is placed by af.on_devices, {names[0]} among others, for its"
             " forward pass only. Use it after the `with` block, or give a factory. To train over"
             " several devices, add af.wrap_fsdp() or af.tensor_parallel() to the setup."
         )

@@ -186,7 +186,7 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
 
 
 @attrs.frozen(init=False, repr=False)
-class partition:
+class combine_optimizers:
     """Use several optimizers, such as Muon for matrices and AdamW for the rest.
 
     Pass it to `TrainState.create(optimizer=...)`. Each parameter goes to the first part with a
@@ -223,7 +223,7 @@ class partition:
         ...     (is_matrix, partial(torch.optim.Muon, lr=0.02)),
         ...     (..., partial(torch.optim.AdamW, lr=3e-4)),
         ... )
-        af.partition((is_matrix, Muon), (..., AdamW))
+        af.combine_optimizers((is_matrix, Muon), (..., AdamW))
     """
 
     parts: tuple[Part, ...]
@@ -234,7 +234,7 @@ class partition:
             _check_part(i, part, is_last=i == len(parts) - 1)
         if not parts:
             msg = (
-                "af.partition(): expected (predicate, factory) pairs, such as"
+                "af.combine_optimizers(): expected (predicate, factory) pairs, such as"
                 " (..., partial(torch.optim.AdamW, lr=3e-4))."
             )
             raise ArgumentError(msg)
@@ -272,7 +272,7 @@ class partition:
     def __repr__(self) -> str:
         """Show the parts by the names of their functions."""
         shown = (f"({_name(each)}, {_name(factory)})" for each, factory in self.parts)
-        return f"af.partition({', '.join(shown)})"
+        return f"af.combine_optimizers({', '.join(shown)})"
 
 
 def _check_part(i: int, part: Any, *, is_last: bool) -> None:
@@ -292,12 +292,12 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
             f"has {predicate!r}; expected a function of (name, parameter), or `...`"
         )
     if problem:
-        msg = f"af.partition: part {i} {problem}."
+        msg = f"af.combine_optimizers: part {i} {problem}."
         raise ArgumentError(msg)
 
 
 def _create_part(
-    i: int, factory: Any, share: NamedParameters, whole: partition
+    i: int, factory: Any, share: NamedParameters, whole: combine_optimizers
 ) -> Optimizer:
     """Return a part's optimizer over exactly its share."""
     optimizer = factory(share)
@@ -575,7 +575,7 @@ def _check_factory(factory: Any, trainable: object) -> None:
         kind = type(cast("object", factory)).__name__
         msg = (
             f"optimizer={kind}: expected a torch optimizer, or {_FACTORY}. Several optimizers"
-            " are one: af.partition((predicate, factory), ...)."
+            " are one: af.combine_optimizers((predicate, factory), ...)."
         )
         raise OptimizerError(msg)
     if not callable(factory):
@@ -607,7 +607,7 @@ def _refuse_inner(optimizer: Optimizer) -> None:
             msg = (
                 f"{type(optimizer).__name__} keeps another optimizer, {name}, so no copy or"
                 " checkpoint would have the state of that one. Give an optimizer that is not"
-                " wrapped; for several optimizers, use af.partition."
+                " wrapped; for several optimizers, use af.combine_optimizers."
             )
             raise OptimizerError(msg)
 
@@ -787,7 +787,7 @@ class PerParameter(Optimizer):
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
                     f"{kind.__name__} keeps moments of vectors and matrices, but {name!r} has"
-                    f" the shape {tuple(param.shape)}. Use af.partition for the rest."
+                    f" the shape {tuple(param.shape)}. Use af.combine_optimizers for the rest."
                 )
                 raise OptimizerError(msg)
 
@@ -838,7 +838,7 @@ def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:
 
     With `af.optimizer_in_backward()` each gradient is freed as soon as it is complete, as the
     package intends; without it, this is an optimizer like any other. Schedules, ranks,
-    checkpoints and `af.partition` work as with torch's optimizers.
+    checkpoints and `af.combine_optimizers` work as with torch's optimizers.
 
     Acts on: nothing; it is part of the definition.
 

@@ -168,7 +168,7 @@ def let_in(
             told.send()
         if torch.is_grad_enabled():
             msg = (
-                "af.placed: gradients are on in its block, and parameters are gone before"
+                "af.on_devices: gradients are on in its block, and parameters are gone before"
                 " a backward pass. Leave out torch.enable_grad(); a model that is trained over"
                 " several devices is split by af.wrap_fsdp()."
             )
@@ -186,7 +186,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 @contextmanager
-def placed(
+def on_devices(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None
 ) -> Generator[M]:
     """Place a model's units as planned, for forward passes without gradients in a `with` block.
@@ -203,7 +203,7 @@ def placed(
     Args:
         model: a model with values, which are written to the disk where the plan says so; or a
             model of `empty_weights`, with values in `weights`.
-        plan: a plan of `af.place` for this model, or its `moved`.
+        plan: a plan of `af.plan_devices` for this model, or its `moved`.
         weights: a safetensors file, a folder of files, or an index, for parameters without
             values; the files are memory-mapped. Persistent buffers are read.
 
@@ -223,7 +223,7 @@ def placed(
             has another shape.
     """
     if not isinstance(model, nn.Module):
-        msg = f"af.placed(model={model!r}, plan): expected a torch.nn.Module."
+        msg = f"af.on_devices(model={model!r}, plan): expected a torch.nn.Module."
         raise ModelError(msg)
     units = units_of(model)
     _check_plan(plan, units)
@@ -243,22 +243,25 @@ def placed(
 
 def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
     if not isinstance(plan, DeviceMap):
-        msg = f"af.placed(model, plan={plan!r}): expected what af.place(model, budgets) gives."
+        msg = (
+            f"af.on_devices(model, plan={plan!r}): expected what af.plan_devices(model, budgets)"
+            " gives."
+        )
         raise ArgumentError(msg)
     asked = {part.name for unit in units for part in unit}
     there = [name for unit in plan.units for name in unit.names]
     left = [name or "the model's own tensors" for name in asked - {*there}]
     if left:
         msg = (
-            f"af.placed(model, plan): the plan leaves out {', '.join(sorted(left)[:10])}. Make"
-            " it for this model: af.place(model, budgets)."
+            f"af.on_devices(model, plan): the plan leaves out {', '.join(sorted(left)[:10])}. Make"
+            " it for this model: af.plan_devices(model, budgets)."
         )
         raise ArgumentError(msg)
     strange = sorted({*there} - asked)
     if strange or len(there) != len({*there}):
         twice = sorted({name for name in there if there.count(name) > 1})
         msg = (
-            f"af.placed(model, plan): the plan has {', '.join([*strange, *twice][:10])}, which"
+            f"af.on_devices(model, plan): the plan has {', '.join([*strange, *twice][:10])}, which"
             " the model does not have, or once only."
         )
         raise ArgumentError(msg)
@@ -266,7 +269,7 @@ def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
     for unit in plan.units:
         if {*unit.names} not in whole or unit.device not in plan.budgets:
             msg = (
-                f"af.placed(model, plan): {unit.shown} on {unit.device!r} is no unit of this"
+                f"af.on_devices(model, plan): {unit.shown} on {unit.device!r} is no unit of this"
                 " model, or on no device of the plan's budgets."
             )
             raise ArgumentError(msg)
@@ -281,7 +284,7 @@ def _values(
     empty = [name for name, tensor in named.items() if tensor.is_meta]
     if not empty and weights is not None:
         msg = (
-            f"af.placed(weights={str(weights)!r}): {type(model).__name__} has values of its"
+            f"af.on_devices(weights={str(weights)!r}): {type(model).__name__} has values of its"
             " own, which are placed. Leave out weights=, or build it under"
             " af.empty_weights()."
         )
@@ -290,12 +293,12 @@ def _values(
         return {}
     if weights is None:
         msg = (
-            f"af.placed: {', '.join(empty[:5])} of {type(model).__name__} have no values. Say"
-            " where they are: af.placed(model, plan, weights=folder)."
+            f"af.on_devices: {', '.join(empty[:5])} of {type(model).__name__} have no values. Say"
+            " where they are: af.on_devices(model, plan, weights=folder)."
         )
         raise ModelError(msg)
     found = importing.map_weights(
-        arguments.as_path("af.placed(weights=...)", weights, "a folder")
+        arguments.as_path("af.on_devices(weights=...)", weights, "a folder")
     )
     values = {id(named[name]): found[name] for name in empty if name in found}
     for name in empty:
@@ -484,7 +487,7 @@ def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
         other = owners.setdefault(whole.data_ptr(), name) if param.numel() else name
         if other != name or whole.nbytes() != param.numel() * param.itemsize:
             msg = (
-                f"af.placed: {name} shares its memory with {other if other != name else 'more'}"
+                f"af.on_devices: {name} shares its memory with {other if other != name else 'more'}"
                 " and cannot go to the disk alone. Make them one nn.Parameter, or clone it."
             )
             raise ModelError(msg)

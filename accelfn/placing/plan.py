@@ -203,8 +203,9 @@ class DeviceMap:
                     else ""
                 )
                 msg = (
-                    f"af.place(budgets={{{device!r}: ...}}): {arguments.format_bytes(budget)} is"
-                    f" too small: it would hold {arguments.format_bytes(needed)}{coming}. Units"
+                    f"af.plan_devices(budgets={{{device!r}: ...}}):"
+                    f" {arguments.format_bytes(budget)}"
+                    f" is too small: it would hold {arguments.format_bytes(needed)}{coming}. Units"
                     " are never split."
                 )
                 raise ArgumentError(msg)
@@ -274,7 +275,7 @@ class DeviceMap:
         return [unit for unit in self.units if unit.device in away]
 
 
-def place(
+def plan_devices(
     model: nn.Module, budgets: Mapping[str, int | str | os.PathLike[str]]
 ) -> DeviceMap:
     """Assign each unit of a model to a device, within the budgets of the devices.
@@ -298,7 +299,7 @@ def place(
         ModelError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
-        msg = f"af.place(model={model!r}): expected a torch.nn.Module."
+        msg = f"af.plan_devices(model={model!r}): expected a torch.nn.Module."
         raise ModelError(msg)
     limits = _limits(budgets)
     units = [_unit(parts) for parts in units_of(model)]
@@ -358,7 +359,7 @@ def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
         if isinstance(b, int)
     )
     return (
-        f"af.place(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
+        f"af.plan_devices(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
         f" {arguments.format_bytes(unit.num_bytes)}, after those before it. Units are never"
         ' split; give more, or "disk": a folder.'
     )
@@ -378,13 +379,13 @@ def _unit(parts: Iterable[Part]) -> Unit:
 def _limits(budgets: object) -> dict[str, int | Path]:
     if not isinstance(budgets, Mapping) or not budgets or {*budgets} == {DISK}:
         msg = (
-            f'af.place(budgets={budgets!r}): expected bytes by device, as {{"cuda:0": "20GiB",'
-            ' "cpu": "60GiB", "disk": folder}; one at least computes.'
+            f'af.plan_devices(budgets={budgets!r}): expected bytes by device, as {{"cuda:0":'
+            ' "20GiB", "cpu": "60GiB", "disk": folder}; one at least computes.'
         )
         raise ArgumentError(msg)
     limits: dict[str, int | Path] = {}
     for name, budget in budgets.items():
-        where = f"af.place(budgets={{{name!r}: {budget!r}}})"
+        where = f"af.plan_devices(budgets={{{name!r}: {budget!r}}})"
         if name == DISK:
             limits[DISK] = folder = arguments.as_path(where, budget, "a folder")
             if not arguments.is_directory(folder):

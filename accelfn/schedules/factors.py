@@ -29,8 +29,8 @@ from accelfn.model.optimizer import STRUCTURE, Assignments, scratch_of
 
 _PLATEAU = (
     "What follows a metric is no function of the update number: put"
-    " af.plateau(...) into the setup, and give it the metric by"
-    " state = af.observe(state, value)."
+    " af.reduce_lr_on_plateau(...) into the setup, and give it the metric by"
+    " state = af.report_metric(state, value)."
 )
 
 _BY_COUNT = (
@@ -87,7 +87,8 @@ class from_torch:
     Raises:
         ArgumentError: the factory is not callable. Or, for a new state, it fails on the state's
             groups, or does not return an LRScheduler on the given optimizer; or the scheduler
-            reads a metric (as ReduceLROnPlateau; use `af.plateau`) or the optimizer's state.
+            reads a metric (as ReduceLROnPlateau; use `af.reduce_lr_on_plateau`) or the
+            optimizer's state.
             Also at an update for which the scheduler has no rate.
 
     Example:
@@ -506,7 +507,7 @@ def _check_pure(factor: Schedule) -> None:
         msg = (
             f"The schedule gave {first!r} for update 0, and {again!r} when it was asked again;"
             " expected a function of the update number alone, that counts no calls and draws"
-            " nothing. To follow losses, use af.plateau or a transform's hyper."
+            " nothing. To follow losses, use af.reduce_lr_on_plateau or a transform's hyper."
         )
         raise ArgumentError(msg)
 

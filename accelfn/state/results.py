@@ -199,7 +199,7 @@ class Metrics(Mapping[str, torch.Tensor]):
     """Metrics of a step on this rank, as weighted sums by name, without communication.
 
     Reading a name gives its mean as a scalar tensor. You can add metrics, for example over
-    steps. `af.mean(metrics, world)` reduces them exactly over all ranks. On a device nothing
+    steps. `metrics.all_reduce_mean(world)` reduces them exactly over all ranks. On a device nothing
     is copied to the host before you read it.
 
     Example:
@@ -302,48 +302,43 @@ class Metrics(Mapping[str, torch.Tensor]):
         inside = ", ".join(f"{name}={float(self[name]):.6g}" for name in self)
         return f"Metrics({inside})"
 
+    @explain_call_errors
+    def all_reduce_mean(
+        self, world: World, *, label: str = "mean of metrics"
+    ) -> dict[str, float]:
+        """Compute the exact mean of every metric over all ranks, with a collective.
 
-@explain_call_errors
-def mean(
-    metrics: Metrics, world: World, *, label: str = "mean of metrics"
-) -> dict[str, float]:
-    """Compute the exact mean of every metric over all ranks, with a collective.
+        Totals and weights are added over ranks and divided once. So the result is the mean
+        over all samples, even if ranks have different numbers of samples. The call reads the
+        device, as a log line must; a step does not.
 
-    Totals and weights are added over ranks and divided once. So the result is the mean over
-    all samples, even if ranks have different numbers of samples. The call reads the device,
-    as a log line must; a step does not.
+        Args:
+            world: the ranks to reduce over; ranks that share a layer ("tp") count once.
+            label: name of the call for error messages.
 
-    Args:
-        metrics: the metrics of this rank.
-        world: the ranks to reduce over; ranks that share a layer ("tp") count once.
-        label: name of the call for error messages.
+        Cost: one all-reduce of 16 float64 numbers, including six to compare the names; for
+        more than five names a second all-reduce, of two numbers per name.
 
-    Cost: one all-reduce of 16 float64 numbers, including six to compare the names; for more
-    than five names a second all-reduce, of two numbers per name.
+        Law: on any number of ranks the result is the metric of the union of their samples.
 
-    Law: on any number of ranks the result is the metric of the union of their samples.
-
-    Raises:
-        CollectiveMismatchError: ranks have metrics of other names, or more.
-
-        PeerFailedError: another rank failed.
-    """
-    if not isinstance(metrics, Metrics):
-        msg = f"af.mean: expected Metrics, got {type(metrics).__name__}; add several first."
-        raise ArgumentError(msg)
-    check_world("af.mean", world)
-    if not metrics:
-        return {}
-    pairs = {name: (each.total, each.weight) for name, each in metrics.sums.items()}
-    for name, (total, _) in pairs.items():
-        if isinstance(total, torch.Tensor) and total.is_complex():
-            msg = (
-                f"af.mean: metric {name!r} is {total!r}; expected one real number. Report"
-                " .real and .imag of a complex number as two metrics."
-            )
-            raise ArgumentError(msg)
-    sums = sum_named(pairs, world.loss, kind="mean", label=label, what="metrics")
-    return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
+        Raises:
+            CollectiveMismatchError: ranks have metrics of other names, or more.
+            PeerFailedError: another rank failed.
+        """
+        where = "metrics.all_reduce_mean(world)"
+        check_world(where, world)
+        pairs = {name: (each.total, each.weight) for name, each in self.sums.items()}
+        for name, (total, _) in pairs.items():
+            if isinstance(total, torch.Tensor) and total.is_complex():
+                msg = (
+                    f"{where}: metric {name!r} is {total!r}; expected one real number."
+                    " Report .real and .imag of a complex number as two metrics."
+                )
+                raise ArgumentError(msg)
+        if not pairs:
+            return {}
+        sums = sum_named(pairs, world.loss, kind="mean", label=label, what="metrics")
+        return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 
 
 # Leases: records of donated tensors raise when they are used.

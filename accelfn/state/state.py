@@ -311,7 +311,7 @@ class TrainState:
                 parameters of a model instance; the state takes ownership of it.
             schedule: update number -> factor of the learning rate; see `af.schedules`.
             data: `af.Data`, a torch DataLoader (see `Data.from_loader`), or None. A loader's
-                batch size is that of an update: if the setup splits it, an `af.Warning`
+                batch size is that of an update: if the setup splits it, an `AccelfnWarning`
                 gives the code to write.
             setup: transforms; the same as `setup(TrainState.create(...))`.
             world: default `World.single()`.

@@ -76,7 +76,7 @@ def params_at(
 
 @explain_call_errors
 @contextmanager
-def bind(
+def borrow_model(
     state: TrainState,
     *,
     at: Literal["train", "eval"] | None = None,
@@ -105,13 +105,13 @@ def bind(
     Cost:
         2 ms for 100 layers; no tensor is copied.
     """
-    check_state("af.bind(state)", state)
-    params = params_at(state, "af.bind(state)", at)
+    check_state("af.borrow_model(state)", state)
+    params = params_at(state, "af.borrow_model(state)", at)
     if state.definition.layout is not None:
         if not gather:
             raise StateError(_PARTS)
         with torch.no_grad():
-            params = gather_full(params, state.world, label="af.bind")
+            params = gather_full(params, state.world, label="af.borrow_model")
     module = state.definition.skeleton.build(params, state.buffers)
     lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
     begins = [] if at == "eval" or gather or state.num_tried else untouched_slots(state)
@@ -145,9 +145,9 @@ def was_lent(tensor: torch.Tensor) -> bool:
 
 def _refuse_call(module: nn.Module, _given: object) -> NoReturn:
     msg = (
-        f"This {type(module).__name__} was lent by af.bind(state) for its with block, which has"
-        " ended: it is empty. Call it in the block; af.frozen(state) is a model to keep, and"
-        " af.export_model(state, path) a file."
+        f"This {type(module).__name__} was lent by af.borrow_model(state) for its with block, which"
+        " has ended: it is empty. Call it in the block; af.snapshot_model(state) is a model to"
+        " keep, and af.export_model(state, path) a file."
     )
     raise StateError(msg)
 
@@ -167,9 +167,10 @@ def _check_trained(module: nn.Module, state: TrainState) -> None:
     if trained and trained != before:
         changed = sorted(trained ^ before)
         msg = (
-            f"The block of af.bind(state) changed requires_grad of {', '.join(changed[:5])},"
-            " of a module that is lent and not trained. Choose the trained parameters in the"
-            " state: state = state.with_trainable(lambda name, param: ...)."
+            "The block of af.borrow_model(state) changed requires_grad of"
+            f" {', '.join(changed[:5])}, of a module that is lent and not trained. Choose"
+            " the trained parameters in the state:"
+            " state = state.with_trainable(lambda name, param: ...)."
         )
         raise StateError(msg)
 
@@ -196,7 +197,7 @@ def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -
     ]
     if replaced_names:
         msg = (
-            f"The block of af.bind(state) replaced the tensors"
+            "The block of af.borrow_model(state) replaced the tensors"
             f" {', '.join(replaced_names[:5])} of a module that is lent: the state keeps the old"
             " ones. Write into them, as module.load_state_dict(values) does without assign=True, or"
             " weight.copy_(values) under torch.no_grad(); or state ="
@@ -206,14 +207,16 @@ def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -
 
 
 _PARTS = (
-    "af.bind(state): each rank has a part of the parameters, which no plain module can hold."
-    " Call af.bind(state, gather=True) on all ranks, for copies of whole parameters; af.evaluate"
-    " and af.predict gather one unit at a time."
+    "af.borrow_model(state): each rank has a part of the parameters, which no plain module can"
+    " hold. Call af.borrow_model(state, gather=True) on all ranks, for copies of whole parameters;"
+    " af.evaluate and af.predict gather one unit at a time."
 )
 
 
 @explain_call_errors
-def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Module:
+def snapshot_model(
+    state: TrainState, *, at: Literal["train", "eval"] = "eval"
+) -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
     The module has independent values, which no step updates, and requires no gradient. If
@@ -231,12 +234,12 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
         next update copies tensors of the module that are still referenced. On a device the
         parameters and buffers are copied at once.
     """
-    check_state("af.frozen(state)", state)
+    check_state("af.snapshot_model(state)", state)
     # what is made in inference mode can teach nobody
     with own_modes(state.world.device):
-        params = params_at(state, "af.frozen(state)", at)
+        params = params_at(state, "af.snapshot_model(state)", at)
         with torch.no_grad():
-            all_of_it = gather_full(params, state.world, label="af.frozen")
+            all_of_it = gather_full(params, state.world, label="af.snapshot_model")
             values = {name: copy_on_write(each) for name, each in all_of_it.items()}
             buffers = {
                 name: copy_on_write(each) for name, each in state.buffers.items()
@@ -245,7 +248,7 @@ def frozen(state: TrainState, *, at: Literal["train", "eval"] = "eval") -> nn.Mo
     return module.eval().requires_grad_(requires_grad=False)
 
 
-def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
+def fork_rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seeded:
     """Return a context that makes random numbers a function of the state and a purpose.
 
     Inside, the default generators of torch, numpy and Python are seeded from (seed, the
@@ -260,11 +263,11 @@ def rng(state: TrainState, purpose: str, *, shared: bool = False) -> draws.seede
 
 
     Example:
-        >>> with af.rng(state, "latents"):  # doctest: +SKIP
+        >>> with af.fork_rng(state, "latents"):  # doctest: +SKIP
         ...     noise = torch.randn(16, 100)
     """
-    check_state("af.rng(state, purpose)", state)
-    check_word("af.rng", "purpose", purpose, "a word for what the draws are for")
+    check_state("af.fork_rng(state, purpose)", state)
+    check_word("af.fork_rng", "purpose", purpose, "a word for what the draws are for")
     world = state.world
     rank = -1 if shared else world.batch.rank
     key = draws.key(state.seed, state.name, "user", purpose, rank)

@@ -506,7 +506,7 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
     if not sums.reduced:
         msg = (
             f"{owner!r}.reduce returned gradients with this rank's own weight, so ranks would"
-            " divide by different weights. Return grads.with_sums(sums, weight), with af.reduce"
+            " divide by different weights. Return grads.with_sums(sums, weight), with af.all_reduce"
             " of grads.tensors and of grads.weight; or, if ranks must differ, declare"
             ' gives_up = {"replicas_agree": "..."}.'
         )
@@ -592,22 +592,22 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     return step
 
 
-def build(state: TrainState) -> TrainState:
+def prepare_engine(state: TrainState) -> TrainState:
     """Build the engine now, so that its errors come before the first step.
 
     Raises:
         ReplicaMismatchError: the ranks hold different models.
     """
-    check_state("af.build(state)", state)
+    check_state("af.prepare_engine(state)", state)
     state.lease.check()
     with own_modes(state.definition.world.device):
         engine_of(state).bind(state)
     return state
 
 
-def release(state: TrainState) -> None:
+def release_engine(state: TrainState) -> None:
     """Drop the engine of a state's lineage early; the next step builds another."""
-    check_state("af.release(state)", state)
+    check_state("af.release_engine(state)", state)
     state.definition.cache.clear()
 
 
@@ -689,8 +689,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     if any("dp_shard" in cut_axes(grad) for grad in grads.as_taken.values()):
         msg = (
             "sync_grads: these gradients are shards of micro-batches under"
-            ' af.wrap_fsdp(accumulate="sharded"), summed over the ranks already; their weight is'
-            ' not. Let the last micro-batch reduce (sync=True), or use accumulate="whole".'
+            ' af.wrap_fsdp(keep_grads="sharded"), summed over the ranks already; their weight is'
+            ' not. Let the last micro-batch reduce (sync=True), or use keep_grads="whole".'
         )
         raise GradsError(msg)
     compare_ranks(state)

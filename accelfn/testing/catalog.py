@@ -186,7 +186,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(af.ema, _options({"decay": st.sampled_from([0.5, 0.25, 0.0, 1.0])})),
     Row(
-        af.plateau,
+        af.reduce_lr_on_plateau,
         _options(
             factor=st.sampled_from([0.5, 0.25]),
             mode=st.just("max"),
@@ -211,7 +211,7 @@ CATALOG: tuple[Row, ...] = (
 
 NOT_DRAWN: frozenset[type] = frozenset(
     {
-        *(af.compile, af.compress, af.optimizer_in_backward, af.schedule_free),
+        *(af.compile, af.compress_grads, af.optimizer_in_backward, af.schedule_free),
         *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
     }
 )

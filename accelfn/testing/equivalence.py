@@ -20,7 +20,6 @@ from accelfn import (
     eval_params,
     finalize,
     make_step,
-    mean,
     schedules,
     shard_data,
     wrap_ddp,
@@ -149,7 +148,7 @@ def _over_ranks(setup: chain, size: int) -> chain:
 
 def _state_contents(state: TrainState, metrics: Any) -> Held:
     if isinstance(metrics, Metrics):
-        metrics = mean(metrics, state.world)
+        metrics = metrics.all_reduce_mean(state.world)
     held = {
         "step": state.step,
         "num_skipped": state.num_skipped,
@@ -262,7 +261,7 @@ def dyadic_problem(
         model=_Dyadic,
         optimizer=sgd if optimizer is None else optimizer,
         schedule=schedules.linear(2, end=0.5),
-        data=Data(data, batch_size=8),
+        data=Data(data, global_batch_size=8),
         setup=setup,
         world=world,
     )

@@ -27,7 +27,7 @@ from accelfn import (
     chain,
     load,
     make_step,
-    observe,
+    report_metric,
     save,
 )
 from accelfn.plug import devices, tree
@@ -230,7 +230,7 @@ Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
 REMEMBER = "Keep memory in the state's slot, not in an attribute or a closure."
 _DRAW = (
-    "Draw inside the loss, or from af.rng(state). In the module of a transform, draw when"
+    "Draw inside the loss, or from af.fork_rng(state). In the module of a transform, draw when"
     " the layer is called. If a transform draws, do not declare draws_nothing."
 )
 
@@ -588,7 +588,7 @@ class Problem:
             model=lambda: _Net(norm=self.norm, drop=self.drop),
             optimizer=partial(_in_groups, make) if self.grouped else make,
             schedule=_warmup if self.grouped else None,
-            data=Data((inputs, targets), batch_size=7, shuffle=True),
+            data=Data((inputs, targets), global_batch_size=7, shuffle=True),
             setup=setup,
             world=world,
             seed=self.seed,
@@ -613,7 +613,7 @@ class Problem:
             for batch in batches(state):
                 state, metrics = step(state, batch)
                 if state.setup.owners["observe"]:
-                    state = observe(state, 1.0)  # the value never improves
+                    state = report_metric(state, 1.0)  # the value never improves
                 yield state, metrics
                 if state.step >= last:
                     return

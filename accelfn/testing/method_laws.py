@@ -21,12 +21,12 @@ from accelfn import (
     Update,
     World,
     accumulate,
+    all_reduce,
     batches,
     chain,
     eval_params,
     finalize,
     make_step,
-    reduce,
 )
 from accelfn import transform as transform_of
 from accelfn.errors import CompositionError, GradsError
@@ -292,7 +292,7 @@ def _mean(grads: Grads, world: World) -> Tensors:
     """Return the weighted mean over all ranks."""
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
-    sums, whole = reduce((totals, weight), world, label=_LABEL)
+    sums, whole = all_reduce((totals, weight), world, label=_LABEL)
     return {name: each / whole for name, each in sums.items()}
 
 

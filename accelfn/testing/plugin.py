@@ -25,12 +25,13 @@ import safetensors.torch
 import torch
 from pytest_accelfn import register_profiles
 
-from accelfn import Batch, Cursor, World
+from accelfn import Batch, World
 from accelfn.errors import ArgumentError, CheckpointError, SimulationError
 from accelfn.plug import codec, fields_of, tree, with_fields
 from accelfn.testing.laws import leaves
 from accelfn.testing.simulate import simulate
 from accelfn.testing.simulation.calls import Entry
+from accelfn.typing import Cursor
 
 __all__ = ["on_ranks", "register_profiles"]
 

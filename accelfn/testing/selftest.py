@@ -18,17 +18,17 @@ from accelfn import (
     Data,
     TrainState,
     World,
+    all_gather_objects,
     all_ranks,
+    all_reduce,
     assert_replicas_agree,
     barrier,
     batches,
     broadcast_object,
     chain,
-    gather_objects,
     load,
     make_step,
     print_once,
-    reduce,
     save,
     shard_data,
     wrap_ddp,
@@ -71,11 +71,11 @@ def _collectives(world: World) -> str:
     ranks = torch.arange(world.size, device=world.device)
     mine = ranks[world.rank]
     _check(
-        int(reduce(mine, world, "sum")) == int(ranks.sum()),
+        int(all_reduce(mine, world, "sum")) == int(ranks.sum()),
         "reduce does not add up what the ranks give.",
     )
     _check(
-        gather_objects({"rank": world.rank}, world)
+        all_gather_objects({"rank": world.rank}, world)
         == [{"rank": int(r)} for r in ranks],
         "gather_objects does not return what the ranks give, in order.",
     )
@@ -83,7 +83,9 @@ def _collectives(world: World) -> str:
 
 
 def _state(world: World) -> TrainState:
-    data = Data(torch.linspace(-1, 1, 64).reshape(32, 2), batch_size=8, shuffle=True)
+    data = Data(
+        torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8, shuffle=True
+    )
     return TrainState.create(
         model=partial(nn.Linear, 2, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
@@ -111,7 +113,7 @@ def _training(world: World) -> str:
 def _checkpoint(world: World) -> str:
     state = _state(world)
     step = make_step(_loss_fn)
-    for batch in batches(state, epochs=1):
+    for batch in batches(state, until_epoch=1):
         state, _ = step(state, batch)
     with tempfile.TemporaryDirectory(prefix="accelfn-test-") as mine:
         folder = Path(broadcast_object(mine, world), "checkpoint")

@@ -10,10 +10,10 @@ import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn import TrainState, World, accumulate, chain, mean, wrap_fsdp
+from accelfn import TrainState, World, accumulate, chain, wrap_fsdp
 from accelfn import batches as batches_of
+from accelfn.errors import AccelfnWarning as AdviceWarning
 from accelfn.errors import ArgumentError, CompositionError, LawError
-from accelfn.errors import Warning as AdviceWarning
 from accelfn.plug import arguments
 from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison
@@ -122,7 +122,7 @@ def check_resume(
         ...     state = af.TrainState.create(
         ...         model=lambda: torch.nn.Linear(3, 1),
         ...         optimizer=torch.optim.Adam,
-        ...         data=af.Data(rows, batch_size=4),
+        ...         data=af.Data(rows, global_batch_size=4),
         ...         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         ...         world=world,
         ...     )
@@ -417,7 +417,7 @@ def _histories(
         state: TrainState, done: int, number: int
     ) -> Iterator[tuple[TrainState, Any]]:
         for after, metrics in subject.advance(state, done, number):
-            yield after, mean(metrics, after.world)
+            yield after, metrics.all_reduce_mean(after.world)
 
     split = attrs.evolve(subject, size=size, start=start, advance=advance)
     try:

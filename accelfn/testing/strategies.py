@@ -661,7 +661,7 @@ class Program:
         dataset = self.dataset
         return Data(
             dataset.tensors if isinstance(dataset, Samples) else dataset,
-            batch_size=self.batch_size,
+            global_batch_size=self.batch_size,
             shuffle=self.shuffle,
             remainder=self.remainder,
         )
@@ -751,7 +751,7 @@ def _programs(
         known = isinstance(net, Net)
         sides = {"inputs": net.inputs, "outputs": net.outputs} if known else {}
         made["dataset"] = draw(datasets(dyadic=exact or None, **sides))
-    n = len(Data(made["dataset"], batch_size=1))
+    n = len(Data(made["dataset"], global_batch_size=1))
     if "batch_size" not in made:
         powers = [size for size in (1, 2, 4, 8) if size <= n]
         made["batch_size"] = draw(st.sampled_from(powers) if exact else _BATCH_SIZES)

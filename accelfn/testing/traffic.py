@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 import attrs
 import torch
 
-from accelfn import World, reduce
+from accelfn import World, all_reduce
 from accelfn.errors import ArgumentError, WorldError
 from accelfn.plug import arguments, collectives
 from accelfn.testing.simulate import simulate
@@ -243,7 +243,7 @@ def _time_sum(count: int, world: World) -> float:
     collectives.sum_(values, world, label=_LABEL)
     values[:1].tolist()  # wait for the device
     taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    return float(reduce(taken.to(world.device), world, "max", label=_LABEL))
+    return float(all_reduce(taken.to(world.device), world, "max", label=_LABEL))
 
 
 # Traffic as lines of text.
@@ -534,7 +534,7 @@ def communication(
         >>> import accelfn as af
         >>> from accelfn.testing import communication
         >>> def mean(world):
-        ...     return af.reduce(torch.zeros(1000), world, "mean", label="mean of scores")
+        ...     return af.all_reduce(torch.zeros(1000), world, "mean", label="mean of scores")
         >>> traffic = communication(mean)
         >>> traffic.bytes(64)
         {'mean of scores': 504000}

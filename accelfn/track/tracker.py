@@ -81,7 +81,7 @@ def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
     check_names("metrics", metrics)
     if isinstance(metrics, Metrics) and any(world.loss.size > 1 for world in worlds):
         msg = (
-            "These Metrics are what this rank alone saw: track af.mean(metrics, world),"
+            "These Metrics are what this rank alone saw: track metrics.all_reduce_mean(world),"
             " or dict(metrics) if rank 0's part is what you want."
         )
         raise ArgumentError(msg)
@@ -356,9 +356,9 @@ class Tracker:
     backends at the end of the block, also after an error. Call it on every rank: ranks other
     than 0 only check the arguments.
 
-    A failing backend does not end the training: an `af.TrackingWarning` names it once, and
+    A failing backend does not end the training: an `af.errors.TrackingWarning` names it once, and
     closing the tracker reports the total loss. `warnings.simplefilter("error",
-    af.TrackingWarning)` turns that into an error. Invalid arguments always raise an error.
+    af.errors.TrackingWarning)` turns that into an error. Invalid arguments always raise an error.
     """
 
     def __init__(self, outlets: tuple[Outlet, ...]) -> None:
@@ -366,7 +366,7 @@ class Tracker:
         self.outlets = outlets
 
     def __call__(self, metrics: Mapping[str, Number], step: int) -> None:
-        """Track the numbers of a step: `tracker(af.mean(metrics, world), state.step)`.
+        """Track the numbers of a step: `tracker(metrics.all_reduce_mean(world), state.step)`.
 
         Args:
             metrics: numbers by name, in Python, numpy or tensors; `af.Metrics` in a world of 1.
@@ -690,7 +690,7 @@ def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]
     the progress.
 
     Args:
-        work: an iterable, such as `af.batches(state, epochs=3)`.
+        work: an iterable, such as `af.batches(state, until_epoch=3)`.
         world: the run's world.
         label: a text before the bar.
 

@@ -10,7 +10,7 @@ from torch import nn
 from accelfn.base import tree
 from accelfn.base.arguments import advise, integer, option, qualname, truth
 from accelfn.base.devices import is_positive, on_host
-from accelfn.collectives.packed import all_gather
+from accelfn.collectives.packed import all_gather_list
 from accelfn.definition.transform import transform
 from accelfn.engine.context_parallel import Attending, Heads, Ring
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
@@ -181,7 +181,7 @@ class _Sequence:
             part = self.of_part(loss_fn, model, first, *extras)
         # all ranks run as many passes: other ranks may gather units with them
         mine = _numbers(whole, part, drawn=drawn, device=self._ranks.device)
-        rows = all_gather(mine, self._loss_ranks, label="context_parallel")
+        rows = all_gather_list(mine, self._loss_ranks, label="context_parallel")
         told, drawn = self._of_group(rows)
         self.is_checked = drawn or any(is_positive(row[1]) for row in rows)
         if drawn:

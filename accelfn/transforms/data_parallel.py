@@ -194,7 +194,7 @@ _is_rate = satisfies(
 
 
 @transform
-class compress:
+class compress_grads:
     """Let `wrap_ddp` reduce gradients in fewer bytes, by a communication hook of DDP.
 
     "fp16" and "bf16" sum gradients in 16 bits; parameters and the optimizer keep their dtype.
@@ -236,7 +236,7 @@ class compress:
 
     Example:
         >>> compress("powersgd", matrix_approximation_rank=2)
-        af.compress('powersgd', matrix_approximation_rank=2)
+        af.compress_grads('powersgd', matrix_approximation_rank=2)
     """
 
     needs: ClassVar[Mapping[str, str]] = {
@@ -329,7 +329,7 @@ class sync_batchnorm:
     The placeholder sample of an empty share does not count. It also works on CPUs and in
     simulated worlds, where torch's SyncBatchNorm does not; SyncBatchNorm layers are treated as
     BatchNorm, and a model with neither gets a warning. Modules other than the state's own, such
-    as `af.frozen` teachers, do not change. In a world of 1 nothing changes.
+    as `af.snapshot_model` teachers, do not change. In a world of 1 nothing changes.
 
     Acts on: module.
 
@@ -509,7 +509,7 @@ class wrap_fsdp:
         steps keep their dtype.
         reduce_dtype: the dtype of sums of gradients over ranks; None means the parameters' own,
         independent of gather_dtype.
-        accumulate: with several micro-batches, "whole" keeps full gradients on each rank and
+        keep_grads: with several micro-batches, "whole" keeps full gradients on each rank and
         reduces only with the last one; "sharded" reduces with each and keeps shards: 1/n of the
         memory, and one reduce-scatter per unit and micro-batch.
         find_unused_parameters: allow parameters that take no part in the loss.
@@ -581,7 +581,7 @@ class wrap_fsdp:
     reshard_after_forward: bool = option(default=True, validator=truth())
     gather_dtype: torch.dtype | None = option(None, _is_dtype)
     reduce_dtype: torch.dtype | None = option(None, _is_dtype)
-    accumulate: Literal["whole", "sharded"] = option(
+    keep_grads: Literal["whole", "sharded"] = option(
         "whole", one_of("whole", "sharded")
     )
     find_unused_parameters: bool = option(default=False, validator=truth())
@@ -595,7 +595,7 @@ class wrap_fsdp:
             "draws_nothing": True,
             "finds_unused": unused,
             "offloads": self.cpu_offload,
-            "whole_gradients": self.accumulate == "whole",
+            "whole_gradients": self.keep_grads == "whole",
         }
 
     def layout(
@@ -638,7 +638,7 @@ class wrap_fsdp:
                 module,
                 home,
                 ranks=state.definition.copy,
-                in_parts=self.accumulate == "sharded",
+                in_parts=self.keep_grads == "sharded",
                 finds_unused=self.find_unused_parameters,
             )
 

@@ -29,7 +29,7 @@ from accelfn.collectives.few_bits import (
     start_parts,
 )
 from accelfn.collectives.packed import average_
-from accelfn.collectives.trees import start_reduce
+from accelfn.collectives.trees import start_all_reduce
 from accelfn.definition.transform import transform
 from accelfn.engine.optimizer import (
     LiveOptimizer,
@@ -106,7 +106,7 @@ class Exchange:
             told = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
             told += weight
             values = {"sums": sums, "weight": told}
-            pending = start_reduce(values, self.ranks, label=self.label)
+            pending = start_all_reduce(values, self.ranks, label=self.label)
             pending = pending.then(partial(_shard_sums, like=like))
             return {**flight, "values": pending}, without(error, deltas)
         pending, left = start_parts(

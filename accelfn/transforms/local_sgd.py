@@ -12,7 +12,7 @@ import torch
 from accelfn.base import tree
 from accelfn.base.arguments import Number, integer, is_integer, mebibytes, option, truth
 from accelfn.base.devices import readable
-from accelfn.collectives.packed import all_gather, average_
+from accelfn.collectives.packed import all_gather_list, average_
 from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError
 from accelfn.state.state import TrainState
@@ -245,7 +245,11 @@ def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]
     ]
     sums = [zlib.crc32(str(each).encode()) for each in told]
     mine = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
-    alike = (torch.stack(all_gather(mine, ranks, label=_LABEL)) == mine).all(0).tolist()
+    alike = (
+        (torch.stack(all_gather_list(mine, ranks, label=_LABEL)) == mine)
+        .all(0)
+        .tolist()
+    )
     return [
         tensor
         for entry, same in zip(found, alike, strict=True)

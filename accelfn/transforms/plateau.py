@@ -38,11 +38,11 @@ def _frozen(value: Any) -> Any:
 
 
 @transform
-class plateau:
+class reduce_lr_on_plateau:
     """Multiply the learning rates by `factor` when an observed value stops improving.
 
     torch's ReduceLROnPlateau as a transform: pass it an evaluation's result by `state =
-    af.observe(state, value)`. Its rates are the rates of the schedule, or of the optimizer,
+    af.report_metric(state, value)`. Its rates are the rates of the schedule, or of the optimizer,
     reduced once per stall; a warm-up continues below it. Its memory is in the slot and is saved
     with the state.
 
@@ -71,7 +71,7 @@ class plateau:
 
     Example:
         >>> plateau(0.5, patience=3)
-        af.plateau(0.5, patience=3)
+        af.reduce_lr_on_plateau(0.5, patience=3)
     """
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}

@@ -253,8 +253,8 @@ def _rows(state: TrainState) -> float:
     data = state.data
     if data is None:
         return 1.0
-    if isinstance(data.batch_size, int):
-        return data.batch_size
+    if isinstance(data.global_batch_size, int):
+        return data.global_batch_size
     return max(1.0, len(data) / (data.num_updates_of(0, seed=state.seed) or 1))
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from accelfn.base import draws
 from accelfn.base.arguments import option, qualname, truth
 from accelfn.base.devices import on_host
-from accelfn.collectives.packed import all_gather
+from accelfn.collectives.packed import all_gather_list
 from accelfn.definition.transform import transform
 from accelfn.engine.doctor import Coarsest, first_of, preserve_model
 from accelfn.engine.optimizer import check_elements
@@ -209,7 +209,9 @@ def _check(
         still_open, split, differing = layers.open, layers.split, looks.end()
     numbers = (_total(in_one), _total(part), float(differing is not None))
     mine = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
-    rows = on_host(torch.stack(all_gather(mine, ranks.whole, label="tensor_parallel")))
+    rows = on_host(
+        torch.stack(all_gather_list(mine, ranks.whole, label="tensor_parallel"))
+    )
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
     told = rows[begin : begin + ranks.size]
     way = _WAY

@@ -497,7 +497,7 @@ def _exported_tensors(
         if id(meta) not in values:
             msg = (
                 f"{name} in the model's state_dict() is a {type(meta).__name__}, not a tensor."
-                " Use torch.save(model.state_dict(), ...) on the module of af.bind(state)."
+                " Use torch.save(model.state_dict(), ...) on the module of af.borrow_model(state)."
             )
             raise CheckpointError(msg)
         if not is_word(name):

@@ -35,12 +35,14 @@ def _program(world: af.World, setup: af.chain) -> list[list[int]]:
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
         optimizer=partial(torch.optim.SGD, lr=0.01),
-        data=af.Data(torch.arange(2.0 * SAMPLES).reshape(-1, 1), batch_size=SAMPLES),
+        data=af.Data(
+            torch.arange(2.0 * SAMPLES).reshape(-1, 1), global_batch_size=SAMPLES
+        ),
         setup=setup,
         world=world,
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         if state.step == UPDATE:
             seen.clear()
         state, _ = step(state, batch)

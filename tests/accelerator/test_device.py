@@ -30,7 +30,7 @@ def create(world: af.World | None = None, **options: Any) -> af.TrainState:
     return af.TrainState.create(
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.125),
-        data=af.Data(INPUTS, batch_size=8, shuffle=True),
+        data=af.Data(INPUTS, global_batch_size=8, shuffle=True),
         world=world or af.World.single(),
         **options,
     )
@@ -42,7 +42,7 @@ def mean_square(model: nn.Module, batch: Any) -> torch.Tensor:
 
 def train(state: af.TrainState, updates: int) -> af.TrainState:
     step = af.make_step(mean_square)
-    for batch in af.batches(state, epochs=None):
+    for batch in af.batches(state, until_epoch=None):
         if updates == 0:
             break
         state, _ = step(state, batch)
@@ -57,7 +57,7 @@ def test_a_world_is_on_the_accelerator_that_torch_sees():
     for asked in (None, NAME, f"{NAME}:0", DEVICE):
         assert af.World.single(device=asked).device == DEVICE
     for asked in (f"{NAME}:{devices.count()}", "mtia", "xpu:0"):
-        with pytest.raises(af.WorldError, match="was asked for .*torch sees"):
+        with pytest.raises(af.errors.WorldError, match="was asked for .*torch sees"):
             af.World.single(device=asked)
 
 
@@ -65,7 +65,7 @@ def test_a_device_without_a_generator_is_refused(monkeypatch):
     """Where no draw could be repeated, nothing would be what it was after a resume."""
     MODULE.init()  # which makes them
     monkeypatch.setattr(MODULE, "default_generators", (), raising=False)
-    with pytest.raises(af.WorldError, match="could not be reproduced"):
+    with pytest.raises(af.errors.WorldError, match="could not be reproduced"):
         af.World.single()
 
 
@@ -79,7 +79,7 @@ def test_what_a_state_has_is_on_its_device():
         return mean_square(model, batch)
 
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     there = (dict(state.params), dict(state.buffers), dict(state.slots))
     assert device_names(there) == seen == {NAME}
@@ -157,9 +157,11 @@ def test_each_simulated_rank_has_a_generator_of_its_own_on_the_device():
     assert first[0] != first[1]
     assert simulate(2, run, device=NAME, seed=1).results != first.results
     assert torch.equal(own, MODULE.get_rng_state())
-    with pytest.raises(af.ArgumentError, match='also="processes", device=.*Gloo'):
+    with pytest.raises(
+        af.errors.ArgumentError, match='also="processes", device=.*Gloo'
+    ):
         simulate(2, run, device=NAME, also="processes")
-    with pytest.raises(af.WorldError, match="xpu:0 was asked for"):
+    with pytest.raises(af.errors.WorldError, match="xpu:0 was asked for"):
         simulate(2, run, device="xpu")
 
 
@@ -189,7 +191,9 @@ def test_a_checkpoint_goes_on_on_any_device(tmp_path, asynchronous):
 def test_a_batch_on_another_device_is_named():
     """A value that the caller did not move, in a sentence; one that the loss moves is no error."""
     state, step = create(), af.make_step(mean_square)
-    with pytest.raises(af.BatchError, match=rf"on cpu, and the state is on {NAME}:0"):
+    with pytest.raises(
+        af.errors.BatchError, match=rf"on cpu, and the state is on {NAME}:0"
+    ):
         step(state, INPUTS[:4])
     moved = af.make_step(lambda model, batch: mean_square(model, batch.to(DEVICE)))
     moved(state, INPUTS[:4])
@@ -199,7 +203,7 @@ def test_a_batch_on_another_device_is_named():
 
     with pytest.raises(RuntimeError, match="invalid for input") as caught:
         af.make_step(wrong)(create(), INPUTS[:4].to(DEVICE))
-    assert not isinstance(caught.value, af.BatchError)
+    assert not isinstance(caught.value, af.errors.BatchError)
 
 
 def test_the_memory_that_was_had_is_asked_of_the_device(monkeypatch):
@@ -209,7 +213,7 @@ def test_the_memory_that_was_had_is_asked_of_the_device(monkeypatch):
     devices.give_back_memory(world.device)
     monkeypatch.delattr(type(MODULE) if IS_FAKE else MODULE, "max_memory_allocated")
     with pytest.raises(
-        af.WorldError, match=f"torch.{NAME} does not report its peak memory"
+        af.errors.WorldError, match=f"torch.{NAME} does not report its peak memory"
     ):
         af.track.peak_memory_bytes(world)
 

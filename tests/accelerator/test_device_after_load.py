@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[..., optim.Optimizer]] = {
     "rmsprop": partial(optim.RMSprop, lr=0.1, momentum=0.5),
     "rprop": partial(optim.Rprop, lr=0.1),
     "asgd": partial(optim.ASGD, lr=0.1),
-    "of two kinds": af.partition(
+    "of two kinds": af.combine_optimizers(
         (lambda name, _param: "bias" in name, _HALF),
         (..., partial(optim.NAdam, lr=0.1)),
     ),
@@ -59,7 +59,7 @@ def create(kind: str, setup: str, world: af.World, seed: int = 0) -> af.TrainSta
     state = af.TrainState.create(
         model=net,
         optimizer=OPTIMIZERS[kind],
-        data=af.Data(INPUTS, batch_size=8),
+        data=af.Data(INPUTS, global_batch_size=8),
         setup=SETUPS[setup],
         world=world,
         seed=seed,

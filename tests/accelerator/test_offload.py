@@ -146,12 +146,12 @@ def test_what_is_offloaded_is_computed_with_in_few_bits(cast, fused):
         state = af.TrainState.create(
             model=partial(Stack, torch.float32),
             optimizer=adamw,
-            data=af.Data(inputs, batch_size=4),
+            data=af.Data(inputs, global_batch_size=4),
             setup=af.chain(af.shard_data(), engine, cast),
             world=world,
         )
         step, seen = af.make_step(lambda model, batch: model(batch).square().mean()), []
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, metrics = step(state, batch)
             seen.append({name: float(value) for name, value in metrics.items()})
         return tensors(state), seen
@@ -317,9 +317,9 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
     def fn(world: af.World, engine: Any) -> Any:
         state, _ = stepped(run, run.state(world, engine))
         x = run.data().dataset[0].to(world.device)
-        with af.bind(state, at="train", gather=True) as module:
+        with af.borrow_model(state, at="train", gather=True) as module:
             lent = module.eval()(x).detach()
-        frozen = af.frozen(state)(x)
+        frozen = af.snapshot_model(state)(x)
         assert {lent.device.type, frozen.device.type} == {tested_device.NAME}
         whole = af.full_params(state, at="eval")
         assert {each.device.type for each in whole.values()} == {"cpu"}

@@ -49,7 +49,7 @@ class Deep:
         state = af.TrainState.create(
             model=Net,
             optimizer=partial(torch.optim.AdamW, lr=0.1),
-            data=af.Data(torch.ones(8, self.width), batch_size=2 * self.micro),
+            data=af.Data(torch.ones(8, self.width), global_batch_size=2 * self.micro),
             setup=af.chain(
                 af.shard_data(),
                 on_host(**self.options),
@@ -60,7 +60,7 @@ class Deep:
             world=world,
         )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         af.save(state, f"{folder}/saved")
         af.load(state.copy(), f"{folder}/saved")
@@ -110,7 +110,7 @@ def test_bytes_are_told_by_where_they_are():
 def test_one_rank_on_a_device_offloads_nothing_and_is_refused():
     """By a sentence that says what to write."""
     with pytest.raises(
-        af.WorldError, match="one rank, whose device has the model whole"
+        af.errors.WorldError, match="one rank, whose device has the model whole"
     ):
         PLAIN.state(af.World.single(device=fake.NAME), on_host())
 
@@ -124,5 +124,5 @@ def test_a_backend_that_knows_devices_alone_is_refused(monkeypatch):
         raise RuntimeError(msg)
 
     monkeypatch.setattr(SimulatedGroup, "_get_backend", none)
-    with pytest.raises(af.WorldError, match='backend="cpu:gloo,fake:'):
+    with pytest.raises(af.errors.WorldError, match='backend="cpu:gloo,fake:'):
         on_ranks({"dp_shard": 2}, lambda world: PLAIN.state(world, on_host()))

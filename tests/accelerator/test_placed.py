@@ -74,10 +74,10 @@ def test_parts_are_there_however_they_are_called(
     before = look(model)
     plan = offloaded(model, 0)
     if stays:
-        plan = af.place(model, plan.budgets)
+        plan = af.plan_devices(model, plan.budgets)
     with torch.no_grad():
         expected = [whole(x), *(each.also(x) for each in insides(whole))]
-    with af.placed(model, plan) as lent:
+    with af.on_devices(model, plan) as lent:
         try:
             found = [lent(x), *(each.also(x.cpu()) for each in insides(lent))]
         except RuntimeError as error:
@@ -109,7 +109,7 @@ def test_ctrl_c_in_a_forward_leaves_all_at_home():
     with (
         pytest.raises(KeyboardInterrupt),
         torch.no_grad(),
-        af.placed(model, plan) as lent,
+        af.on_devices(model, plan) as lent,
     ):
         lent(x)
     assert before == look(model)

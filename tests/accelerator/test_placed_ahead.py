@@ -113,9 +113,9 @@ def test_what_is_sent_ahead_computes_the_same_in_its_budget(
     before = look(model)
     with torch.no_grad():
         expected, computing = passed(whole, x, passes)
-    with without_streams(), af.placed(plain, plan) as lent:
+    with without_streams(), af.on_devices(plain, plan) as lent:
         same, least = passed(lent, x, passes)
-    with af.placed(model, plan) as lent:
+    with af.on_devices(model, plan) as lent:
         found, most = passed(lent, x, passes)
     assert expected == same == found
     assert most <= max(least, plan.room + computing)
@@ -132,24 +132,24 @@ def on_device(model: nn.Module) -> nn.Module:
     return model
 
 
-def offloaded(model: nn.Module, extra: int) -> af.DeviceMap:
+def offloaded(model: nn.Module, extra: int) -> af.typing.DeviceMap:
     """Return a plan with all on the host, and room for so many hundredths beside the largest."""
     for tensor in [*model.parameters(), *model.buffers()]:
         tensor.data = tensor.data.pin_memory()  # what is not is not sent ahead
     budgets = {DEVICE: 1 << 30, "cpu": 1 << 30}
-    plan = af.place(model, budgets)
+    plan = af.plan_devices(model, budgets)
     for unit in plan.units:
         plan = plan.moved(unit.names[0], "cpu")
     total = sum(unit.num_bytes for unit in plan.units)
     budgets[DEVICE] = plan.needed(DEVICE) + total * extra // 100
-    return af.DeviceMap(plan.units, budgets=budgets)
+    return af.typing.DeviceMap(plan.units, budgets=budgets)
 
 
 @pytest.mark.parametrize(("extra", "waits"), [(0, 8), (25, 2), (100, 2)])
 def test_a_device_waits_for_the_first_alone(extra, waits):
     """Of four equal units all others are there when called, if two have room; else none."""
     model, x = Blocks(CHAIN).eval(), torch.ones(3, 4, device=DEVICE)
-    with af.placed(model, offloaded(model, extra)) as lent:
+    with af.on_devices(model, offloaded(model, extra)) as lent:
         lent(x, [0, 1, 2, 3])
         with tested_device.waits() as found:
             lent(x, [0, 1, 2, 3])

@@ -62,7 +62,7 @@ def test_a_drawn_program_trains_what_it_trains_on_the_cpu(
 SETUPS: dict[str, Any] = {
     "fsdp": (af.shard_data(), af.wrap_fsdp()),
     "local_sgd": (af.shard_data(), af.local_sgd(sync_every=2)),
-    "compress": (af.shard_data(), af.wrap_ddp(), af.compress("bf16")),
+    "compress": (af.shard_data(), af.wrap_ddp(), af.compress_grads("bf16")),
     "in backward": (af.shard_data(), af.wrap_ddp(), af.optimizer_in_backward()),
     "batchnorm": (af.shard_data(), af.wrap_ddp(), af.sync_batchnorm()),
     "fp16": (af.shard_data(), af.wrap_ddp(), af.autocast("fp16", init_scale=4.0)),
@@ -88,12 +88,12 @@ def test_what_ranks_share_on_an_accelerator_is_what_they_share_on_the_cpu():
                 torch.nn.Linear(4, 2),
             ),
             optimizer=lambda params: torch.optim.AdamW(params, lr=0.125),
-            data=af.Data(inputs, batch_size=8),
+            data=af.Data(inputs, global_batch_size=8),
             setup=af.chain(*setup),
             world=world,
         )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, _ = step(state, batch)
         state = af.finalize(state)
         return {n: p.cpu() for n, p in af.eval_params(state).items()}

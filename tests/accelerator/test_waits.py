@@ -45,7 +45,7 @@ def create(*setup: Any, world: af.World | None = None) -> af.TrainState:
     return af.TrainState.create(
         model=net,
         optimizer=ADAMW,
-        data=af.Data(INPUTS, batch_size=16),
+        data=af.Data(INPUTS, global_batch_size=16),
         setup=af.chain(*setup),
         world=world or af.World.single(),
     )
@@ -56,9 +56,9 @@ def test_no_steady_step_waits(setup):
     """Twenty steps on batches of `af.batches`, under each transform, with batch statistics."""
     try:
         state, step = create(*setup), af.make_step(mean_square)
-    except (af.CompositionError, af.ArgumentError) as error:
+    except (af.errors.CompositionError, af.errors.ArgumentError) as error:
         pytest.skip(str(error).partition("\n")[0])
-    batches = iter(af.batches(state, epochs=None))
+    batches = iter(af.batches(state, until_epoch=None))
     for _ in range(3):
         state, _ = step(state, next(batches))
     with tested_device.waits() as found:
@@ -103,7 +103,7 @@ def test_what_is_too_much_in_a_row_is_found_without_waiting_for_it():
     assert float(metrics["skipped"]) == 1.0
     state, _ = step(state, good * torch.inf)
     assert (state.step, state.num_skipped) == (2, 98)
-    with pytest.raises(af.NonFiniteGradsError, match="4 updates in a row"):
+    with pytest.raises(af.errors.NonFiniteGradsError, match="4 updates in a row"):
         step(state, good)
     assert all(torch.equal(before[name], p) for name, p in state.params.items())
     assert all(torch.equal(buffers[name], b) for name, b in state.buffers.items())
@@ -128,6 +128,6 @@ def test_what_waits_is_named_with_its_place():
         there.cpu()
     assert [each.partition(":")[0] for each in found] == ["outside", "outside"]
     with tested_device.waits() as found:
-        af.evaluate(create(), af.Data(INPUTS, batch_size=32), mean_square)
+        af.evaluate(create(), af.Data(INPUTS, global_batch_size=32), mean_square)
     assert all(":" in each for each in found)
     assert any(each.startswith("collectives/packed.py:") for each in found)

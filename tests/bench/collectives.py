@@ -28,7 +28,7 @@ def _measure(world: af.World, rounds: int) -> list[Figure]:
     given = {f"layer {i}": torch.randn(8, 8) for i in range(100)}
     loops = {
         "by hand": again(by_hand, given),
-        "accelfn": again(lambda each: af.reduce(each, world), given),
+        "accelfn": again(lambda each: af.all_reduce(each, world), given),
         "Accelerate": again(partial(reduce, reduction="sum"), given),
     }
     taken = timed(loops, rounds=rounds, steps=10, fence=dist.barrier)

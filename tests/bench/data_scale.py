@@ -38,7 +38,7 @@ class Numbers:
 
 def by_accelfn(samples: int) -> Start:
     """Read the first batch from there on."""
-    data = af.Data(Numbers(10**12), batch_size=32, shuffle=True)
+    data = af.Data(Numbers(10**12), global_batch_size=32, shuffle=True)
     state = state_on(data)
     return lambda: next(iter(af.batches(af.seek(state, samples))))
 

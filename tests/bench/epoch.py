@@ -33,13 +33,13 @@ def measure(rounds: int) -> list[Figure]:
 
 def epochs_of_accelfn(dataset: TensorDataset) -> Loop:
     """Return a loop that trains an epoch at each call, always the next one."""
-    data = af.Data(dataset, batch_size=32, shuffle=True)
+    data = af.Data(dataset, global_batch_size=32, shuffle=True)
     state = af.TrainState.create(model=mlp, optimizer=adamw, data=data)
     step = af.make_step(loss_fn)
 
     def loop(_: int) -> None:
         nonlocal state
-        for batch in af.batches(state, epochs=state.cursor.epoch + 1):
+        for batch in af.batches(state, until_epoch=state.cursor.epoch + 1):
             state, _ = step(state, batch)
 
     return loop

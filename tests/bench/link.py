@@ -24,7 +24,7 @@ from tests.ranks.programs_of_traffic import computed
 
 SETUPS = {
     "accelfn wrap_ddp": af.wrap_ddp(),
-    'accelfn compress("bf16")': af.chain(af.wrap_ddp(), af.compress("bf16")),
+    'accelfn compress("bf16")': af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
     "accelfn local_sgd": af.local_sgd(sync_every=SYNC_EVERY),
     "accelfn diloco": af.diloco(sync_every=SYNC_EVERY),
     "accelfn diloco, 8 bits": af.diloco(sync_every=SYNC_EVERY, bits=8),
@@ -78,7 +78,7 @@ def with_bytes(
         loops[figure.contestant](SYNC_EVERY)
         settled(cable)
         sent = torch.tensor(sent_by(cable) - before)
-        num_bytes = af.reduce(sent, world, "sum").item() / SYNC_EVERY
+        num_bytes = af.all_reduce(sent, world, "sum").item() / SYNC_EVERY
         found.append(attrs.evolve(figure, num_bytes=num_bytes))
     return found
 

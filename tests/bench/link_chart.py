@@ -22,7 +22,7 @@ METHODS = {
     "DDP": ("accelfn wrap_ddp", af.wrap_ddp()),
     "DDP in bf16": (
         'accelfn compress("bf16")',
-        af.chain(af.wrap_ddp(), af.compress("bf16")),
+        af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
     ),
     "local_sgd(8)": ("accelfn local_sgd", af.local_sgd(sync_every=UPDATES)),
     "diloco(8), 8 bits": (

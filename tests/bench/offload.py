@@ -21,10 +21,10 @@ def empty() -> nn.Module:
         return network().eval()
 
 
-def away(model: nn.Module, where: str) -> af.DeviceMap:
+def away(model: nn.Module, where: str) -> af.typing.DeviceMap:
     """Return a plan in which every unit is on the disk, or on the host."""
     budgets = {str(DEVICE): "1GiB", "cpu": "1GiB", "disk": "build"}
-    plan = af.place(model, budgets)
+    plan = af.plan_devices(model, budgets)
     for unit in plan.units:
         plan = plan.moved(unit.names[0], where)
     return plan
@@ -47,8 +47,8 @@ def measure(rounds: int) -> list[Figure]:
     """Return the time that each one's processor takes for a forward pass."""
     with written() as (ours, others, on_host), ExitStack() as stack:
 
-        def placed(plan: af.DeviceMap, weights: Path) -> nn.Module:
-            return stack.enter_context(af.placed(empty(), plan, weights=weights))
+        def placed(plan: af.typing.DeviceMap, weights: Path) -> nn.Module:
+            return stack.enter_context(af.on_devices(empty(), plan, weights=weights))
 
         def read() -> nn.Module:
             return af.import_model(network, others).eval()

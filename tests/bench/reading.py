@@ -31,8 +31,8 @@ def read(batches: Iterable[object], *, epochs: int = 1) -> Loop:
 
 def read_by_accelfn(dataset: object, *, epochs: int, **options: Any) -> Loop:
     """Return a loop that reads those epochs of a shuffled dataset, in batches of 32."""
-    data = af.Data(dataset, batch_size=32, shuffle=True, **options)
-    return read(af.batches(state_on(data), epochs=epochs))
+    data = af.Data(dataset, global_batch_size=32, shuffle=True, **options)
+    return read(af.batches(state_on(data), until_epoch=epochs))
 
 
 def state_on(data: af.Data) -> af.TrainState:

@@ -284,7 +284,7 @@ SUITE = (
         how=(
             "The same model, all of whose layers lie on the disk, or on the host, and compute on "
             "the CPU; 16 tokens. Accelerate's disk_offload writes files of its own, and its "
-            "cpu_offload is the base of the second half; accelfn's af.placed maps what "
+            "cpu_offload is the base of the second half; accelfn's af.on_devices maps what "
             "save_pretrained or export_model wrote. Outputs are compared before, bitwise. Time is "
             "the processor's: other programs ran beside."
         ),
@@ -415,8 +415,9 @@ SUITE = (
         title="The sum of 100 small tensors over two processes",
         how=(
             "A dict of 100 tensors of 8 times 8, two processes joined by Gloo. By hand they are "
-            "joined into one vector, which is reduced and cut; accelfn is af.reduce, Accelerate "
-            'its reduce(reduction="sum"). One block is 10 sums, from one barrier to the next. '
+            "joined into one vector, which is reduced and cut; accelfn is af.all_reduce, "
+            'Accelerate its reduce(reduction="sum"). One block is 10 sums, from one barrier to the '
+            "next. "
             "All-reduces are those of a sum, as torch's profiler sees them in a run of its own."
         ),
         targets=(("accelfn", 1.3),),

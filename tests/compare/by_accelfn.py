@@ -20,15 +20,15 @@ with af.World.from_env() as world:
     state = af.TrainState.create(
         model=make_model(),
         optimizer=partial(torch.optim.SGD, lr=RATE),
-        data=af.Data(datasets()[0].tensors, batch_size=BATCH, shuffle=False),
+        data=af.Data(datasets()[0].tensors, global_batch_size=BATCH, shuffle=False),
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,
         seed=0,
     )
     step = af.make_step(loss_fn)
     record = Record()
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, until_epoch=EPOCHS):
         state, metrics = step(state, batch)
         record.update(metrics["loss"].item(), len(batch.value[1]))
     # end
-    record.write(af.frozen(state))
+    record.write(af.snapshot_model(state))

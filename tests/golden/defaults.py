@@ -26,7 +26,7 @@ _MODULES = {
     "accelfn.testing": testing,
 }
 STANDS_FOR: Mapping[str, Mapping[str, Any]] = {
-    "af.compress": data_parallel._DEFAULTS,
+    "af.compress_grads": data_parallel._DEFAULTS,
     "af.autocast": precision._SCALING,
 }
 """What is taken where an option's default is None."""

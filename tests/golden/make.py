@@ -55,7 +55,7 @@ def fresh(world: af.World) -> af.TrainState:
         model=Net,
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         schedule=af.schedules.linear(10),
-        data=af.Data(X, batch_size=4, shuffle=True),
+        data=af.Data(X, global_batch_size=4, shuffle=True),
         setup=af.chain(
             af.ema(0.9), *([af.local_sgd(sync_every=3)] if world.size > 1 else [])
         ),

@@ -119,10 +119,10 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> Result
     for batch in islice(af.batches(state), cut if first else setup["updates"] - cut):
         state, metrics = step(state, batch)
         seen["metrics"].append(
-            digest([metric_values(metrics), af.mean(metrics, world)])
+            digest([metric_values(metrics), metrics.all_reduce_mean(world)])
         )
         if any(name == "plateau" for name, _ in setup["chain"]):
-            state = af.observe(state, 1.0)
+            state = af.report_metric(state, 1.0)
     if first:
         if setup["freezes"]:
             state = state.with_trainable(lambda name, _: "head" in name)
@@ -149,7 +149,9 @@ def run_safely(run: Callable[[Path], Result]) -> Result:
             said = re.sub(NOISE, "", str(error).replace(str(folder), "FOLDER"))
             found = {"raises": f"{type(error).__name__}: {said}"}
     messages = {
-        str(each.message) for each in caught if issubclass(each.category, af.Warning)
+        str(each.message)
+        for each in caught
+        if issubclass(each.category, af.AccelfnWarning)
     }
     return found | {"warnings": sorted(re.sub(NOISE, "", each) for each in messages)}
 

@@ -216,14 +216,16 @@ def make_data(setup: Setup) -> af.Data:
         "bucketed": partial(af.orders.bucketed, costs, window=4),
     }
     if kind == "stream":
-        return af.Data(Stream(rows), batch_size=size, replay=True)
+        return af.Data(Stream(rows), global_batch_size=size, replay=True)
     if kind == "mix":
         return af.Data.mix([rows[:5], rows[5:]], weights=[2, 1], batch_size=size, **how)
     if kind == "budget":
-        return af.Data(tensors, batch_size=af.budget(costs, limit=12), shuffle=True)
+        return af.Data(
+            tensors, global_batch_size=af.token_budget(costs, limit=12), shuffle=True
+        )
     if kind in orders:
-        return af.Data(tensors, batch_size=size, order=orders[kind]())
-    return af.Data(rows if kind == "list" else tensors, batch_size=size, **how)
+        return af.Data(tensors, global_batch_size=size, order=orders[kind]())
+    return af.Data(rows if kind == "list" else tensors, global_batch_size=size, **how)
 
 
 def _grouped(named: Any) -> torch.optim.Optimizer:
@@ -236,7 +238,9 @@ def _grouped(named: Any) -> torch.optim.Optimizer:
 
 def _in_parts(named: Any) -> torch.optim.Optimizer:
     head = (lambda name, _: name.startswith("head")), partial(torch.optim.Adam, lr=0.05)
-    return af.partition(head, (..., partial(torch.optim.SGD, lr=0.1)))(list(named))
+    return af.combine_optimizers(head, (..., partial(torch.optim.SGD, lr=0.1)))(
+        list(named)
+    )
 
 
 OPTIMIZERS: dict[str, Any] = {

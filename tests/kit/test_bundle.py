@@ -44,7 +44,7 @@ def make(world: af.World) -> Any:
         1,
         2,
         optimizer=partial(torch.optim.Adam, lr=0.1),
-        data=af.Data(data, batch_size=4),
+        data=af.Data(data, global_batch_size=4),
         setup=SETUP,
         world=world,
     )
@@ -54,7 +54,7 @@ def make(world: af.World) -> Any:
 def train(world: af.World, folder: Path) -> None:
     state, step = make(world)
     step = crash_bundles(step, folder, make=make)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
 
 
@@ -108,7 +108,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
             simulate(size, partial(train, folder=tmp_path))
         kept = kept or (tmp_path / "rank-00001.json").read_text()
     (tmp_path / "rank-00001.json").write_text(kept)
-    with pytest.raises((af.CheckpointError, FloatingPointError)) as caught:
+    with pytest.raises((af.errors.CheckpointError, FloatingPointError)) as caught:
         replay(tmp_path)
     assert "of 4 ranks, [1] left no bundle" in str(caught.value)
 
@@ -117,9 +117,11 @@ def test_a_missing_rank_is_named(tmp_path):
     with pytest.raises(FloatingPointError):
         simulate(2, partial(train, folder=tmp_path))
     (tmp_path / "rank-00001.json").unlink()
-    with pytest.raises(af.CheckpointError, match=r"of 2 ranks, \[1\] left no bundle"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"of 2 ranks, \[1\] left no bundle"
+    ):
         replay(tmp_path)
-    with pytest.raises(af.CheckpointError, match="no crash bundle"):
+    with pytest.raises(af.errors.CheckpointError, match="no crash bundle"):
         replay(tmp_path / "elsewhere")
 
 
@@ -207,7 +209,7 @@ def test_a_batch_is_given_again_in_all_its_parts(is_of_a_stream, tmp_path):
 
     def run(world: af.World) -> None:
         state, step = make_telling(world)
-        *_, batch = af.batches(state, epochs=1)
+        *_, batch = af.batches(state, until_epoch=1)
         if is_of_a_stream:
             batch = attrs.evolve(batch, start=None, cursor=None)
         crash_bundles(step, tmp_path, make=make_telling)(state, batch, "an extra", None)
@@ -233,14 +235,16 @@ def test_another_format_is_not_read(number, tmp_path):
     """A bundle of another version is named, with what it is of and what is read."""
     changed(tmp_path, format=number)
     told = rf"rank-00000.json has format {number!r}; this version reads 1"
-    with pytest.raises(af.CheckpointError, match=told):
+    with pytest.raises(af.errors.CheckpointError, match=told):
         replay(tmp_path)
 
 
 def test_a_bundle_without_states_shows_what_was_raised(tmp_path):
     """A step that raised in the midst of its update cannot run again, and its trace is there."""
     changed(tmp_path, states=None)
-    with pytest.raises(af.CheckpointError, match="in the midst of its update") as told:
+    with pytest.raises(
+        af.errors.CheckpointError, match="in the midst of its update"
+    ) as told:
         replay(tmp_path)
     assert "Traceback (most recent call last)" in str(told.value)
     assert "FloatingPointError: met a seven" in str(told.value)
@@ -259,12 +263,14 @@ def test_what_a_script_defined_is_found_by_its_file(module, tmp_path):
     with pytest.raises(OSError, match="it is the script of this run"):
         replay(tmp_path)
     changed(tmp_path, make={**source, "file": str(tmp_path / "train.txt")})
-    with pytest.raises(af.CheckpointError, match=r"train\.txt, .* cannot be imported"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"train\.txt, .* cannot be imported"
+    ):
         replay(tmp_path)
 
 
 def test_a_function_without_a_name_is_refused(tmp_path):
-    with pytest.raises(af.ArgumentError, match="top level"):
+    with pytest.raises(af.errors.ArgumentError, match="top level"):
         crash_bundles(lambda *_: ((), ()), tmp_path, make=partial(make))
 
 
@@ -308,14 +314,14 @@ def loss(model, batch):
 def make(world):
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(1, 1), optimizer=torch.optim.Adam, world=world,
-        data=af.Data(torch.arange(8.).view(8, 1), batch_size=4),
+        data=af.Data(torch.arange(8.).view(8, 1), global_batch_size=4),
         setup=af.chain(af.shard_data(), af.wrap_ddp()))
     return state, af.make_step(loss)
 
 def train(world):
     state, step = make(world)
     step = crash_bundles(step, "crash", make=make)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, metrics = step(state, batch)
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def test_two_compose_unless_one_avoids_the_other(data, pair):
         pair[1].avoids(two) & fields_of(one)
     )
     if apart:
-        with pytest.raises(af.CompositionError):
+        with pytest.raises(af.errors.CompositionError):
             af.chain(one, two)
     else:
         assert list(af.chain(one, two)) == [one, two]
@@ -106,5 +106,5 @@ def test_laws_given_up_are_the_transforms_own(row):
 @pytest.mark.parametrize("other", [af.chain, int, af.ema(0.5)])
 def test_what_is_not_in_the_catalog_is_refused(other):
     """Only a class of the catalog has a row; the message says what to give instead."""
-    with pytest.raises(af.ArgumentError, match="as a value"):
+    with pytest.raises(af.errors.ArgumentError, match="as a value"):
         row_of(other)

@@ -26,7 +26,7 @@ def state_of(
     return af.TrainState.create(
         model=model,
         optimizer=adam,
-        data=af.Data(DATA, batch_size=4, shuffle=True),
+        data=af.Data(DATA, global_batch_size=4, shuffle=True),
         setup=setup,
         world=world,
         seed=seed,
@@ -60,9 +60,11 @@ step_generator = af.make_step(generator_loss)
 def gan_step(players: Any, batch: Any) -> Any:
     generator, discriminator = players
     discriminator, first = step_discriminator(
-        discriminator, batch, af.frozen(generator)
+        discriminator, batch, af.snapshot_model(generator)
     )
-    generator, second = step_generator(generator, batch, af.frozen(discriminator))
+    generator, second = step_generator(
+        generator, batch, af.snapshot_model(discriminator)
+    )
     return (generator, discriminator), {"d": first["loss"], "g": second["loss"]}
 
 
@@ -104,7 +106,9 @@ step_student = af.make_step(teacher_loss)
 
 
 def teacher_step(pair: Any, batch: Any) -> Any:
-    student, metrics = step_student(pair["student"], batch, af.frozen(pair["teacher"]))
+    student, metrics = step_student(
+        pair["student"], batch, af.snapshot_model(pair["teacher"])
+    )
     old = pair["teacher"]
     mean = {
         name: 0.75 * param + 0.25 * student.params[name]
@@ -147,7 +151,7 @@ def test_batches_may_be_given():
         sizes=(1, 2),
         updates=2,
     )
-    with pytest.raises(af.ArgumentError, match=r"there were \d batches"):
+    with pytest.raises(af.errors.ArgumentError, match=r"there were \d batches"):
         check_step(
             af.make_step(reconstruction),
             states=lambda world: state_of(world, lambda: player(3)),
@@ -244,7 +248,7 @@ def test_check_resume_finds_sums_that_move():
             state, _ = _plain(state, batch)
             mine = torch.linspace(0.1, 1.7, 9) * (world.rank + 0.3)
             mine = mine.flip(0) if len(taken) == 1 else mine
-            summed = af.reduce(mine, world)
+            summed = af.all_reduce(mine, world)
             return state, {"sum": summed.flip(0) if len(taken) == 1 else summed}
 
         return state_of(world, lambda: player(3)), step
@@ -255,11 +259,11 @@ def test_check_resume_finds_sums_that_move():
 
 
 def test_wrong_arguments_are_refused():
-    with pytest.raises(af.ArgumentError, match="expected a function"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a function"):
         check_step(3, states=plain_states)
-    with pytest.raises(af.ArgumentError, match="2 or more"):
+    with pytest.raises(af.errors.ArgumentError, match="2 or more"):
         check_step(_plain, states=plain_states, updates=1)
-    with pytest.raises(af.ArgumentError, match="1 or more"):
+    with pytest.raises(af.errors.ArgumentError, match="1 or more"):
         check_resume(lambda world: (plain_states(world), _plain), 0)
 
 
@@ -273,15 +277,17 @@ def test_wrong_arguments_are_refused():
 )
 def test_states_that_are_none_are_refused(made, words):
     """What `states` returns is named by its types, before the step sees it."""
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         check_step(_plain, states=lambda _: made)
 
 
 def test_a_state_in_place_of_a_function_is_refused():
     """Each run begins anew, so a function that makes the states is asked for."""
-    with pytest.raises(af.ArgumentError, match="expected a function.*got TrainState"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="expected a function.*got TrainState"
+    ):
         check_step(_plain, states=plain_states(af.World.single()))
-    with pytest.raises(af.ArgumentError, match="expected a function.*got tuple"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a function.*got tuple"):
         check_resume((plain_states(af.World.single()), _plain), 2)  # type: ignore[arg-type]
 
 
@@ -297,7 +303,8 @@ def test_a_state_in_place_of_a_function_is_refused():
 def test_what_check_resume_makes_is_refused(swap, words):
     """Anything but a state and its step is named by its types."""
     with pytest.raises(
-        af.ArgumentError, match=rf"make returned {words}; expected \(state, step\)"
+        af.errors.ArgumentError,
+        match=rf"make returned {words}; expected \(state, step\)",
     ):
         check_resume(lambda world: swap(plain_states(world), _plain), 3)
 

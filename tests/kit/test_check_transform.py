@@ -127,24 +127,24 @@ Sums = tuple[dict[str, torch.Tensor], Any]
 
 def by_own_weight(grads: af.Grads, world: af.World) -> Sums:
     """Divide by the weight of this rank."""
-    return af.reduce(grads.tensors, world), grads.weight
+    return af.all_reduce(grads.tensors, world), grads.weight
 
 
 def by_times_own_weight(grads: af.Grads, world: af.World) -> Sums:
     """Divide by the weight of this rank, as often as there are ranks."""
-    return af.reduce(grads.tensors, world), grads.weight * world.size
+    return af.all_reduce(grads.tensors, world), grads.weight * world.size
 
 
 def by_one(grads: af.Grads, world: af.World) -> Sums:
     """Take sums for means."""
-    return af.reduce(grads.tensors, world), 1
+    return af.all_reduce(grads.tensors, world), 1
 
 
 def of_means(grads: af.Grads, world: af.World) -> Sums:
     """Give each rank's mean the same weight."""
     own = weight_of(grads, world).clamp(min=1)
     means = {n: g / own for n, g in grads.tensors.items()}
-    return af.reduce(means, world, "mean"), 1
+    return af.all_reduce(means, world, "mean"), 1
 
 
 def all_but_the_last(grads: af.Grads, world: af.World) -> Sums:
@@ -152,7 +152,7 @@ def all_but_the_last(grads: af.Grads, world: af.World) -> Sums:
     weight = weight_of(grads, world)
     if world.rank == world.size - 1:
         grads, weight = grads.map(torch.zeros_like), weight * 0
-    return af.reduce((grads.tensors, weight), world)
+    return af.all_reduce((grads.tensors, weight), world)
 
 
 def the_first_twice(grads: af.Grads, world: af.World) -> Sums:
@@ -160,7 +160,7 @@ def the_first_twice(grads: af.Grads, world: af.World) -> Sums:
     weight = weight_of(grads, world)
     if world.is_main:
         grads, weight = grads.map(lambda g: 2 * g), weight * 2
-    return af.reduce((grads.tensors, weight), world)
+    return af.all_reduce((grads.tensors, weight), world)
 
 
 def of_the_first(grads: af.Grads, world: af.World) -> Sums:
@@ -170,19 +170,19 @@ def of_the_first(grads: af.Grads, world: af.World) -> Sums:
 
 def but_one_parameter(grads: af.Grads, world: af.World) -> Sums:
     """Leave the gradient of one parameter as it is."""
-    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
     return {**sums, "head.bias": grads.tensors["head.bias"]}, weight
 
 
 def without_one_parameter(grads: af.Grads, world: af.World) -> Sums:
     """Drop the gradient of one parameter."""
-    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
     return {n: s for n, s in sums.items() if n != "head.bias"}, weight
 
 
 def zero_of_one_parameter(grads: af.Grads, world: af.World) -> Sums:
     """Train one parameter no more."""
-    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
     return {**sums, "head.bias": 0 * sums["head.bias"]}, weight
 
 
@@ -190,16 +190,16 @@ def from_this_rank_on(grads: af.Grads, world: af.World) -> Sums:
     """Add up in an order that differs by rank, and so in the last bits."""
     sums = {}
     for name, grad in grads.tensors.items():
-        parts = af.gather(grad[None], world).roll(-world.rank, 0)
+        parts = af.all_gather(grad[None], world).roll(-world.rank, 0)
         sums[name] = parts[0]
         for part in parts[1:]:
             sums[name] = sums[name] + part
-    return sums, af.reduce(weight_of(grads, world), world)
+    return sums, af.all_reduce(weight_of(grads, world), world)
 
 
 def transposed(grads: af.Grads, world: af.World) -> Sums:
     """Give one gradient the wrong way round."""
-    sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+    sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
     return {**sums, "first.weight": sums["first.weight"].T}, weight
 
 
@@ -822,7 +822,7 @@ class VotesByRanks:
     gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "a vote"}
 
     def reduce(self, grads, slot, update):
-        votes = af.reduce(grads.map(torch.sign).tensors, update.world, "mean")
+        votes = af.all_reduce(grads.map(torch.sign).tensors, update.world, "mean")
         return grads.with_sums(votes, update.world.size), slot
 
 
@@ -835,7 +835,9 @@ class ForgetsTheRest:
     def reduce(self, grads, slot, update):
         grads = grads.map(lambda g: g * (g.abs() >= g.abs().median()))
         weight = weight_of(grads, update.world)
-        return grads.with_sums(*af.reduce((grads.tensors, weight), update.world)), slot
+        return grads.with_sums(
+            *af.all_reduce((grads.tensors, weight), update.world)
+        ), slot
 
 
 @af.transform
@@ -876,7 +878,7 @@ class SendsTheLargest:
         owed = {n: g + slot["rest"][n] for n, g in grads.tensors.items()}
         sent = {n: o * (o.abs() >= o.abs().quantile(2 / 3)) for n, o in owed.items()}
         weight = weight_of(grads, update.world)
-        grads = grads.with_sums(*af.reduce((sent, weight), update.world))
+        grads = grads.with_sums(*af.all_reduce((sent, weight), update.world))
         return grads, {"rest": {n: owed[n] - each for n, each in sent.items()}}
 
     def merge(self, slots, world):
@@ -976,7 +978,7 @@ class AveragesTooEarly:
         return self._averaged(state) if state.step % 2 else state, slot
 
     def _averaged(self, state: Any) -> Any:
-        return state.with_params(af.reduce(state.params, state.world, "mean"))
+        return state.with_params(af.all_reduce(state.params, state.world, "mean"))
 
 
 @af.transform
@@ -1117,7 +1119,7 @@ class HalvesTheModel:
         (CountsInAClosure(), "two runs from the same beginning"),
         (SetsThreads(), "to 3, for all that runs in the process."),
         (ReadsTheRank(), "Take the rank from the world."),
-        (DrawsFromPython(), "Draw inside the loss, or from af.rng(state)."),
+        (DrawsFromPython(), "Draw inside the loss, or from af.fork_rng(state)."),
         (MovesAGenerator(), "it moves Python's random generator. Draw inside"),
         (
             KeepsWhatItGivesUp(),
@@ -1272,7 +1274,7 @@ def test_what_never_acts_is_named():
         check_transform(
             af.clip_grad_value(float("inf")), sizes=(2,), problems=(Problem(),)
         )
-    with pytest.raises(af.ArgumentError, match="updates=0"):
+    with pytest.raises(af.errors.ArgumentError, match="updates=0"):
         check_transform(late, updates=0)
 
 
@@ -1290,7 +1292,7 @@ class AveragesEvery:
     def after_update(self, state, slot, update):
         slot = {"seen": slot.get("seen", 0) + 1}
         if slot["seen"] % self.every == 0:
-            state = state.with_params(af.reduce(state.params, state.world, "mean"))
+            state = state.with_params(af.all_reduce(state.params, state.world, "mean"))
         return state, slot
 
 
@@ -1325,10 +1327,12 @@ def test_one_that_only_looks_says_so():
     [
         af.autocast("fp16"),
         af.skip_nonfinite(),
-        af.chain(af.wrap_ddp(), af.compress("fp16")),
+        af.chain(af.wrap_ddp(), af.compress_grads("fp16")),
         af.chain(
             af.wrap_ddp(),
-            af.compress("powersgd", start_powerSGD_iter=1, min_compression_rate=0),
+            af.compress_grads(
+                "powersgd", start_powerSGD_iter=1, min_compression_rate=0
+            ),
         ),
         af.check_replicas(every=7),
     ],
@@ -1373,12 +1377,14 @@ class TestReducing:
     @pytest.mark.parametrize("sums", SUMS, ids=lambda sums: sums.__name__)
     def test_a_wrong_sum_is_refused(self, sums, problem):
         """Whoever forgets a rank, a weight, a parameter or the order is told, by any problem."""
-        with pytest.raises((LawError, af.ReplicaMismatchError, af.GradsError)):
+        with pytest.raises(
+            (LawError, af.errors.ReplicaMismatchError, af.errors.GradsError)
+        ):
             check_transform(Reduces(sums), sizes=(4,), problems=(problem,))
 
 
 def test_what_is_no_transform_is_refused():
-    with pytest.raises(af.ArgumentError, match="expected a transform"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a transform"):
         check_transform(lambda state: state)
 
 
@@ -1390,7 +1396,7 @@ def test_an_unknown_law_cannot_be_given_up():
         def grads(self, grads, slot, update):
             return grads, slot
 
-    with pytest.raises(af.ArgumentError, match="gravity"):
+    with pytest.raises(af.errors.ArgumentError, match="gravity"):
         check_transform(Odd())
 
 

@@ -236,7 +236,7 @@ def perceptron(world: af.World, setup: af.chain) -> tuple[af.TrainState, object]
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)),
         optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-3),
-        data=af.Data(data, batch_size=8, shuffle=True),
+        data=af.Data(data, global_batch_size=8, shuffle=True),
         setup=setup,
         world=world,
     )
@@ -274,7 +274,7 @@ def test_a_loss_that_is_a_sum_is_seen(kind, parts, size, batch_size):
         state = af.TrainState.create(
             model=lambda: nn.Linear(3, 2, dtype=torch.float64),
             optimizer=partial(torch.optim.SGD, lr=0.01),
-            data=af.Data((rows, rows[:, :2].sin()), batch_size=batch_size),
+            data=af.Data((rows, rows[:, :2].sin()), global_batch_size=batch_size),
             setup=setup,
             world=world,
         )
@@ -297,11 +297,11 @@ def test_a_difference_behind_the_loss_is_no_sum():
 
 def test_a_make_that_ignores_what_it_is_given_is_refused():
     """Nothing would be compared."""
-    with pytest.raises(af.ArgumentError, match="another world or setup"):
+    with pytest.raises(af.errors.ArgumentError, match="another world or setup"):
         assert_equivalent(
             *(af.ema(0.5), None), make=lambda world, _: perceptron(world, None)
         )
-    with pytest.raises(af.ArgumentError, match="another world or setup"):
+    with pytest.raises(af.errors.ArgumentError, match="another world or setup"):
         assert_equivalent(
             *(None, None), make=lambda _, setup: perceptron(af.World(), setup)
         )
@@ -310,13 +310,13 @@ def test_a_make_that_ignores_what_it_is_given_is_refused():
 @pytest.mark.parametrize("options", [{"updates": 0}, {"sizes": []}, {"sizes": [2, 0]}])
 def test_counts_are_checked(options):
     """No updates or no worlds would compare nothing."""
-    with pytest.raises(af.ArgumentError, match="expected (numbers|a number) of"):
+    with pytest.raises(af.errors.ArgumentError, match="expected (numbers|a number) of"):
         assert_equivalent(None, None, **options)
 
 
 def test_an_optimizer_belongs_to_the_problem():
     """A user's own problem has its own."""
-    with pytest.raises(af.ArgumentError, match="has its own"):
+    with pytest.raises(af.errors.ArgumentError, match="has its own"):
         assert_equivalent(None, None, make=perceptron, optimizer=SGD)
 
 
@@ -387,7 +387,7 @@ def test_the_problem_is_exact(momentum):
                 rational(state.params[f"head.{n}"]) for n in ("weight", "bias")
             )
             theta = [[*row, b] for row, b in zip(weight, bias, strict=True)]
-            found.append((Fraction(af.mean(metrics, world)["loss"]), theta))
+            found.append((Fraction(metrics.all_reduce_mean(world)["loss"]), theta))
         return found
 
     for size in (1, 2, 4):

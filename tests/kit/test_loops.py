@@ -98,12 +98,12 @@ def ported(
         model=copy.deepcopy(MODEL),
         optimizer=partial(make, **options),
         schedule=af.schedules.linear(LENGTH),
-        data=af.Data((INPUTS, TARGETS), batch_size=8),
+        data=af.Data((INPUTS, TARGETS), global_batch_size=8),
         setup=af.chain(af.accumulate(num_micro_batches=PARTS), af.clip_grad_norm(0.25)),
     )
     step = af.make_step(mean_squares)
     yield quantities(state)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, metrics = step(state, batch)
         whole = tuple(
             torch.cat(each) for each in zip(*batch.micro_batches, strict=True)
@@ -346,25 +346,33 @@ def test_a_loop_that_ends_early_is_a_difference():
 
 def test_loops_that_both_end_early_are_not_compared_in_silence():
     """Fewer updates than were asked for are an error."""
-    with pytest.raises(af.ArgumentError, match="both loops ended after 3 updates"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="both loops ended after 3 updates"
+    ):
         compare_loops(by_hand, by_hand, steps=4)
-    with pytest.raises(af.ArgumentError, match="both loops ended after 0 updates"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="both loops ended after 0 updates"
+    ):
         compare_loops(told(), told(), steps=1)
-    with pytest.raises(af.ArgumentError, match="both loops ended after 0 updates"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="both loops ended after 0 updates"
+    ):
         compare_loops(lambda: iter([]), lambda: iter([]), steps=1)
 
 
 def test_a_loop_must_say_what_it_begins_with():
     """Else another beginning would be taken for another loss."""
     loop = [{"loss": 1.0}, {"loss": 2.0}]
-    with pytest.raises(af.ArgumentError, match="first yields what it begins with"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="first yields what it begins with"
+    ):
         compare_loops(lambda: iter(loop), lambda: iter(loop), steps=1)
 
 
 @pytest.mark.parametrize("steps", [0, -1, True, 1.0])
 def test_steps_is_a_count(steps):
     """Of updates."""
-    with pytest.raises(af.ArgumentError, match="expected a number of updates"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a number of updates"):
         compare_loops(by_hand, by_hand, steps=steps)
 
 
@@ -497,7 +505,7 @@ def test_gradients_are_those_of_the_mean():
 
 def test_a_batch_is_its_value_or_its_micro_batches():
     """So that a port may report the batch it stepped over."""
-    data = af.Data((INPUTS, TARGETS), batch_size=8)
+    data = af.Data((INPUTS, TARGETS), global_batch_size=8)
     for setup, value in (
         (None, [INPUTS[:8], TARGETS[:8]]),
         (
@@ -520,10 +528,10 @@ def test_what_quantities_cannot_read_is_refused():
     """An optimizer without its module, a state with one, a state dict."""
     optimizer = torch.optim.SGD(MODEL.parameters())
     state = af.TrainState.create(model=copy.deepcopy(MODEL), optimizer=torch.optim.SGD)
-    with pytest.raises(af.ArgumentError, match="leave it out"):
+    with pytest.raises(af.errors.ArgumentError, match="leave it out"):
         quantities(state, optimizer)
     for source in (MODEL.state_dict(), None):
-        with pytest.raises(af.ArgumentError, match="expected a torch module"):
+        with pytest.raises(af.errors.ArgumentError, match="expected a torch module"):
             quantities(source, optimizer)
 
 

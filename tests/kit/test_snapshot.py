@@ -43,7 +43,7 @@ def training(run: strategies.Run, *, mean_every: int = 2) -> Callable[[af.World]
         for update in range(run.updates):
             state, metrics = run.train(state, 1)
             if update % mean_every == mean_every - 1:
-                af.mean(metrics[0], world)
+                metrics[0].all_reduce_mean(world)
         af.finalize(state)
 
     return train
@@ -272,5 +272,5 @@ def test_line_endings_do_not_count(tmp_path):
 
 def test_what_is_no_run_is_refused(tmp_path):
     """Its log alone, say."""
-    with pytest.raises(af.ArgumentError, match="expected the Run"):
+    with pytest.raises(af.errors.ArgumentError, match="expected the Run"):
         assert_collectives([entry()], tmp_path / "collectives.txt")

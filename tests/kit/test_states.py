@@ -310,7 +310,7 @@ def test_a_donated_state_is_refused():
     state = run.state()
     after, _ = run.train(state, 1)
     for pair in ((state, after), (after, state)):
-        with pytest.raises(af.StateDonatedError, match="update 0"):
+        with pytest.raises(af.errors.StateDonatedError, match="update 0"):
             assert_states_equal(*pair)
 
 
@@ -318,14 +318,14 @@ def test_a_donated_state_is_refused():
 def test_a_tolerance_that_is_none_is_refused(tolerance):
     """Negative, infinite, or no number."""
     state = Run().state()
-    with pytest.raises(af.ArgumentError, match="rtol="):
+    with pytest.raises(af.errors.ArgumentError, match="rtol="):
         assert_states_equal(state, state, rtol=tolerance)
 
 
 def test_what_is_no_state_is_refused():
     """A state dict, say."""
     state = Run().state()
-    with pytest.raises(af.ArgumentError, match="expected two TrainStates"):
+    with pytest.raises(af.errors.ArgumentError, match="expected two TrainStates"):
         assert_states_equal(state, dict(state.params))
 
 
@@ -345,7 +345,7 @@ def test_what_is_on_its_way_is_compared():
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(2, 1),
             optimizer=torch.optim.SGD,
-            data=af.Data(torch.ones(8, 2), batch_size=2),
+            data=af.Data(torch.ones(8, 2), global_batch_size=2),
             setup=af.chain(af.shard_data(), af.diloco(sync_every=4, delay=2)),
             world=world,
         )

@@ -148,12 +148,14 @@ class TestChains:
     @pytest.mark.parametrize("mine", [af.chain(), 3, Net])
     def test_no_transform(self, mine):
         """What is no transform, and a class that is not in the catalog, is refused."""
-        with pytest.raises(af.ArgumentError, match="expected a transform|as a value"):
+        with pytest.raises(
+            af.errors.ArgumentError, match="expected a transform|as a value"
+        ):
             chains(include=[mine])
 
     def test_no_field(self):
         """A field that transforms do not have is refused, with those that there are."""
-        with pytest.raises(af.ArgumentError, match="after_update"):
+        with pytest.raises(af.errors.ArgumentError, match="after_update"):
             chains(field="grad")
 
 
@@ -236,7 +238,7 @@ class TestModels:
     )
     def test_refusals(self, wrong):
         """A recipe that makes no model is refused by the field."""
-        with pytest.raises(af.ArgumentError, match="Net"):
+        with pytest.raises(af.errors.ArgumentError, match="Net"):
             Net(**wrong)
 
 
@@ -275,7 +277,7 @@ class TestLosses:
 
     def test_an_unknown_reduction(self):
         """A reduction that there is not is refused, with those that there are."""
-        with pytest.raises(af.ArgumentError, match="'masked'"):
+        with pytest.raises(af.errors.ArgumentError, match="'masked'"):
             Criterion("median")
 
 
@@ -309,7 +311,8 @@ class TestDatasets:
             next(
                 iter(
                     af.batches(
-                        attrs.evolve(Program(samples), dataset=each).state(), epochs=1
+                        attrs.evolve(Program(samples), dataset=each).state(),
+                        until_epoch=1,
                     )
                 )
             )
@@ -324,7 +327,7 @@ class TestDatasets:
 
     def test_rows_that_do_not_match(self):
         """As many targets as inputs are expected."""
-        with pytest.raises(af.ArgumentError, match="2 rows of inputs but 1"):
+        with pytest.raises(af.errors.ArgumentError, match="2 rows of inputs but 1"):
             Samples([[1], [2]], [[1]])
 
 
@@ -350,7 +353,7 @@ class TestOptimizers:
 
     def test_an_unknown_name(self):
         """A name that torch has not is refused."""
-        with pytest.raises(af.ArgumentError, match="Sgd"):
+        with pytest.raises(af.errors.ArgumentError, match="Sgd"):
             TorchOptimizer("Sgd", lr=1.0)
 
 
@@ -392,7 +395,7 @@ class TestRanks:
         program = data.draw(programs(updates=1))
         try:
             simulate(size, program, schedule=schedule, faults=planned)
-        except (af.Error, calls.RankFaultError):
+        except (af.errors.Error, calls.RankFaultError):
             assert planned
 
 

@@ -159,7 +159,7 @@ class Branching:
         shape = self.n, len(self.stages)
         routes = torch.randint(0, MOST, shape, generator=generator)
         values = draw(self.n, WIDTH), routes, draw(self.n, 1)
-        return af.Data(values, batch_size=self.batch_size)
+        return af.Data(values, global_batch_size=self.batch_size)
 
     def loss(
         self, net: nn.Module, batch: Batch, world: af.World, *, sample_weight: Any
@@ -168,11 +168,11 @@ class Branching:
         x, routes, y = batch
         found = net(x, routes)
         if self.asks:
-            af.reduce(sample_weight.sum(), world)
+            af.all_reduce(sample_weight.sum(), world)
         return af.Loss((found - y).square().sum(), len(y))
 
     def __call__(
-        self, world: af.World, errors: list[af.Error]
+        self, world: af.World, errors: list[af.errors.Error]
     ) -> dict[str, torch.Tensor]:
         """Return the parameters and a metric after some updates; note an error of a step."""
         setup: list[object] = [af.accumulate(num_micro_batches=self.micro)]
@@ -194,11 +194,11 @@ class Branching:
         )
         loss = partial(self.loss, world=world)
         step = af.make_step(loss)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             before = {n: local(p).clone() for n, p in state.params.items()}
             try:
                 state, _ = step(state, batch)
-            except af.Error as error:
+            except af.errors.Error as error:
                 now = {n: local(p) for n, p in state.params.items()}
                 assert differences(before, now) == []
                 errors.append(error)

@@ -98,7 +98,7 @@ SETUPS = {
         af.ema(0.5),
     ),
     "in backward": af.optimizer_in_backward(),
-    "in halves": af.chain(af.autocast("bf16"), af.plateau(patience=0)),
+    "in halves": af.chain(af.autocast("bf16"), af.reduce_lr_on_plateau(patience=0)),
 }
 OVER_RANKS = {
     "ddp": af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.5)),
@@ -151,7 +151,7 @@ def created(
     return af.TrainState.create(
         model=Net,
         optimizer=OPTIMIZERS[optimizer],
-        data=af.Data(Rows() if by_one else X, batch_size=6),
+        data=af.Data(Rows() if by_one else X, global_batch_size=6),
         setup=(SETUPS | OVER_RANKS)[setup],
         world=world,
     )
@@ -174,7 +174,7 @@ def told(value: Any) -> Any:
         return bits(value.state_dict())
     if isinstance(value, af.Grads):
         value = dict(value.tensors), dict(value.buffers)
-    if isinstance(value, af.Loaded):
+    if isinstance(value, af.typing.Loaded):
         return told(value.state), repr(attrs.evolve(value, state=None))
     if isinstance(value, af.Batch):
         return bits(list(value.micro_batches))
@@ -215,8 +215,8 @@ def finalize(scene: Scene) -> Any:
 
 
 def build(scene: Scene) -> Any:
-    af.release(scene.state)
-    return af.build(scene.state)
+    af.release_engine(scene.state)
+    return af.prepare_engine(scene.state)
 
 
 def copy(scene: Scene) -> Any:
@@ -245,25 +245,25 @@ def with_trainable(scene: Scene) -> Any:
 
 
 def bind(scene: Scene) -> Any:
-    with af.bind(scene.state, at="train") as net:
+    with af.borrow_model(scene.state, at="train") as net:
         return inside(measure(net.eval(), X[:2]).detach())
 
 
 def frozen(scene: Scene) -> Any:
-    return af.frozen(scene.state)
+    return af.snapshot_model(scene.state)
 
 
 def rng(scene: Scene) -> Any:
-    with af.rng(scene.state, "a word"):
+    with af.fork_rng(scene.state, "a word"):
         return inside(torch.rand(3))
 
 
 def evaluate(scene: Scene) -> Any:
-    return af.evaluate(scene.state, af.Data(X, batch_size=8), measure)
+    return af.evaluate(scene.state, af.Data(X, global_batch_size=8), measure)
 
 
 def predict(scene: Scene) -> Any:
-    data = af.Data(X, batch_size=8)
+    data = af.Data(X, global_batch_size=8)
     return list(af.predict(scene.state, data, lambda net, batch: net(batch)))
 
 
@@ -351,16 +351,16 @@ def with_world(scene: Scene) -> Any:
 
 
 def split(scene: Scene) -> Any:
-    return af.split({"x": X}, scene.state.world)
+    return af.split_over_ranks({"x": X}, scene.state.world)
 
 
 def lockstep(scene: Scene) -> Any:
-    return list(af.lockstep([X[:2], [X[2:4], X[4:6]]], scene.state.world))
+    return list(af.join_uneven([X[:2], [X[2:4], X[4:6]]], scene.state.world))
 
 
 def read_ahead(scene: Scene) -> Any:
     """Read in a process of its own, whose pipes lie in a cycle of torch's."""
-    data = af.Data(Rows(), batch_size=8, num_workers=1)
+    data = af.Data(Rows(), global_batch_size=8, num_workers=1)
     found = list(af.predict(scene.state, data, lambda net, batch: net(batch)))
     gc.collect()
     return found
@@ -407,7 +407,7 @@ def run(scene: Scene) -> Any:
     done: list[Any] = []
 
     def act(state: af.TrainState, _: af.Metrics) -> Any:
-        return af.evaluate(state, af.Data(X, batch_size=12), measure)
+        return af.evaluate(state, af.Data(X, global_batch_size=12), measure)
 
     def track(numbers: Any, update: int) -> None:
         done.append((numbers, update))
@@ -439,9 +439,9 @@ def find_batch_size(scene: Scene) -> Any:
 
 def placed(scene: Scene) -> Any:
     net = scene.net.eval()
-    plan = af.place(net, {"cpu": "1GiB", "disk": str(scene.folder)})
+    plan = af.plan_devices(net, {"cpu": "1GiB", "disk": str(scene.folder)})
     plan = plan.moved("first", "disk").moved("head", "disk")
-    with torch.no_grad(), af.placed(net, plan) as model:
+    with torch.no_grad(), af.on_devices(net, plan) as model:
         return inside(model(X[:2]))
 
 
@@ -454,11 +454,11 @@ def jsonl(scene: Scene) -> Any:
 
 
 def simulated(_: Scene) -> Any:
-    return simulate(2, lambda world: af.reduce(torch.ones(2), world, "sum")).results
+    return simulate(2, lambda world: af.all_reduce(torch.ones(2), world, "sum")).results
 
 
 def observe(scene: Scene) -> Any:
-    return af.observe(scene.state, 0.5)
+    return af.report_metric(scene.state, 0.5)
 
 
 def empty_weights(_: Scene) -> Any:

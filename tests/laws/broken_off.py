@@ -231,7 +231,9 @@ def inside(value: Any) -> Any:
 
 def is_told(raised: BaseException, error: BaseException | None) -> bool:
     """Whether an error comes of another; what trackers say of theirs is a warning in words."""
-    in_words = isinstance(error, af.TrackingWarning) and str(raised) in str(error)
+    in_words = isinstance(error, af.errors.TrackingWarning) and str(raised) in str(
+        error
+    )
     return in_words or raised in causes(error)
 
 

@@ -92,7 +92,7 @@ def state_at(
         world=world,
         **{"optimizer": partial(torch.optim.SGD, lr=0.0), **options},
     )
-    cursor = af.Cursor(place.epoch, 0)
+    cursor = af.typing.Cursor(place.epoch, 0)
     return attrs.evolve(
         state, step=place.step, num_skipped=place.skipped, cursor=cursor
     )
@@ -178,7 +178,9 @@ def in_evaluation(looks: Callable[..., Any]) -> Callable[[Place, af.World], Draw
             noted.append(numbers())
             return model(batch)
 
-        looks(state_at(place, world), af.Data(torch.ones(8, 2), batch_size=4), fn)
+        looks(
+            state_at(place, world), af.Data(torch.ones(8, 2), global_batch_size=4), fn
+        )
         return noted[place.call]
 
     return draw
@@ -193,7 +195,7 @@ def predicted(state: af.TrainState, data: af.Data, fn: Callable[..., Any]) -> No
 
 
 def by_rng(place: Place, world: af.World, *, shared: bool) -> Draws:
-    with af.rng(state_at(place, world), place.purpose, shared=shared):
+    with af.fork_rng(state_at(place, world), place.purpose, shared=shared):
         return numbers()
 
 
@@ -241,7 +243,7 @@ def in_an_update(place: Place, world: af.World) -> Draws:
 
 def of_powersgd(place: Place, world: af.World) -> Draws:
     """Return a factor of a matrix whose gradient is the same, wherever it is."""
-    compress = af.compress("powersgd", start_powerSGD_iter=0, name=place.purpose)
+    compress = af.compress_grads("powersgd", start_powerSGD_iter=0, name=place.purpose)
     state = state_at(place, world, _Two, compress)
     table = torch.arange(64.0).reshape(8, 8).sin()
     step = af.make_step(lambda model, _: sum((p * table).sum() for p in model.both))
@@ -289,7 +291,7 @@ def sample(make: Callable[[], af.Data], columns: slice) -> Any:
 
     def draw(place: Place, world: af.World) -> Draws:
         state = state_at(place, world, data=make())
-        for batch in af.batches(state, epochs=place.epoch + 1):  # a half of four
+        for batch in af.batches(state, until_epoch=place.epoch + 1):  # a half of four
             rows = torch.cat(list(batch.micro_batches))
             return tuple(rows[place.index % 2][columns].tolist())
         raise AssertionError
@@ -314,7 +316,7 @@ def ordered(data: af.Data, place: Place) -> Any:
 def turns_of_a_window(place: Place) -> list[int]:
     """Return where each batch of a window goes, by the lengths of its samples."""
     order_of = af.orders.bucketed(np.arange(N) % 8, window=32)
-    data = af.Data(range(N), batch_size=4, order=order_of)
+    data = af.Data(range(N), global_batch_size=4, order=order_of)
     found = np.array(ordered(data, place)).reshape(-1, 4) % 8
     half = found[:8] if place.call % 2 == 0 else found[8:]
     return half.sum(1).argsort(kind="stable").tolist()
@@ -325,7 +327,7 @@ def ends_by_cost(place: Place) -> list[int]:
     costs = 1 + np.arange(N) % 16
     data = af.Data(
         range(N),
-        batch_size=af.budget(costs, limit=16),
+        global_batch_size=af.token_budget(costs, limit=16),
         order=af.orders.bucketed(costs, window=N),
     )
     epoch = data.epoch(seed=place.seed, number=place.epoch)
@@ -358,7 +360,7 @@ def sampled(place: Place) -> Any:
 
 
 def probed(_: Place) -> str:
-    return af.Data(Items(), batch_size=4).facts["fingerprint"]
+    return af.Data(Items(), global_batch_size=4).facts["fingerprint"]
 
 
 def of_a_simulated_rank(place: Place) -> Draws:
@@ -441,7 +443,7 @@ ROWS = [
     ),
     Row(
         name="samples",
-        draws=on_rank(sample(lambda: af.Data(Items(), batch_size=4), slice(3))),
+        draws=on_rank(sample(lambda: af.Data(Items(), global_batch_size=4), slice(3))),
         apart="seed epoch index rank",
         at="data.plan.epoch_of data.loaders.Fetch.__call__",
     ),
@@ -453,7 +455,9 @@ ROWS = [
     ),
     Row(
         name="samples of a stream",
-        draws=on_rank(sample(lambda: af.Data(Stream(), batch_size=4), slice(3, 6))),
+        draws=on_rank(
+            sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3, 6))
+        ),
         apart="seed epoch index rank",
         at="data.stream.Stream._open data.stream.Opened.read",
     ),
@@ -465,14 +469,14 @@ ROWS = [
     ),
     Row(
         name="a stream's beginning",
-        draws=on_rank(sample(lambda: af.Data(Stream(), batch_size=4), slice(3))),
+        draws=on_rank(sample(lambda: af.Data(Stream(), global_batch_size=4), slice(3))),
         apart="seed epoch",
         at="data.stream.Opened.__init__",
     ),
     Row(
         name="samples of a rank's own stream",
         draws=on_rank(
-            sample(lambda: af.Data(Own(), batch_size=4, sharded=True), slice(3))
+            sample(lambda: af.Data(Own(), global_batch_size=4, sharded=True), slice(3))
         ),
         apart="seed epoch index rank",
         at="data.stream.Sharded._key data.stream.Counted.__iter__",

@@ -53,7 +53,7 @@ class Training:
                         generator=torch.Generator().manual_seed(1),
                     ),
                 ),
-                batch_size=self.batch_size,
+                global_batch_size=self.batch_size,
                 shuffle=True,
             ),
             setup=af.chain(af.shard_data(), self.setup),
@@ -102,7 +102,7 @@ def elastic(
             state = training.train(kept.copy(), until(training, kept), seen)
             averaged(state)
             kept = regroup(state)
-        except af.PeerFailedError:
+        except af.errors.PeerFailedError:
             old, kept = kept, regroup(kept)
             rejoined(old, kept)
         if kept.world is not before:

@@ -103,7 +103,7 @@ class Loop:
             state, metrics = step(state, parts)
             seen.append(af.full_params(state, at="train"))
         assert metrics is not None
-        return start, seen, af.mean(metrics, world)["loss"]
+        return start, seen, metrics.all_reduce_mean(world)["loss"]
 
     def by_hand(self, world: af.World, start: Params) -> tuple[list[Params], float]:
         """Return the parameters after each update, as torch's tutorial trains them."""
@@ -138,7 +138,7 @@ class Loop:
             optimizer.zero_grad()
             seen.append({n: _whole(p) for n, p in net.named_parameters()})
             loss = torch.stack(losses).sum()
-        return seen, float(af.reduce(loss, world)) / world.size
+        return seen, float(af.all_reduce(loss, world)) / world.size
 
 
 def _clip(net: nn.Module, most: float) -> None:

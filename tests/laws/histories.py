@@ -102,7 +102,7 @@ class History:
                 with contextlib.suppress(BrokenError):
                     af.value_and_grad(self.of.raising[act])(each.state, batch)
             case "release":
-                af.release(each.state)
+                af.release_engine(each.state)
             case "load":
                 folder = f"{self.folder}/{self.num_saved}"
                 self.num_saved += 1

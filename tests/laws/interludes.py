@@ -76,14 +76,14 @@ def backward_raises(scene: Scene) -> None:
 
 
 def loss_is_none(scene: Scene) -> None:
-    with contextlib.suppress(af.LossError):
+    with contextlib.suppress(af.errors.LossError):
         af.make_step(lambda model, batch: str(model(batch[0])))(
             scene.state, scene.batch
         )
 
 
 def look(scene: Scene, *, sync: bool = True) -> None:
-    with contextlib.suppress(af.GradsError):  # there may be none to return
+    with contextlib.suppress(af.errors.GradsError):  # there may be none to return
         af.value_and_grad(scene.program.loss)(scene.state, scene.batch, sync=sync)
 
 
@@ -101,7 +101,7 @@ def fork(scene: Scene) -> None:
 
 def step_the_old_one(scene: Scene) -> None:
     if scene.before is not None:
-        with contextlib.suppress(af.StateDonatedError):
+        with contextlib.suppress(af.errors.StateDonatedError):
             scene.stepped_apart(scene.before)
 
 
@@ -150,21 +150,21 @@ def save(scene: Scene) -> None:
 
 
 def save_fails(scene: Scene) -> None:
-    with contextlib.suppress(af.CheckpointError):
+    with contextlib.suppress(af.errors.CheckpointError):
         af.save(scene.state, Path(__file__, "in-a-file"))
 
 
 def load_fails(scene: Scene) -> None:
-    with contextlib.suppress(af.CheckpointError):
+    with contextlib.suppress(af.errors.CheckpointError):
         af.load(scene.state, scene.folder)
 
 
 def release(scene: Scene) -> None:
-    af.release(scene.state)
+    af.release_engine(scene.state)
 
 
 def build(scene: Scene) -> af.TrainState:
-    return af.build(scene.state)
+    return af.prepare_engine(scene.state)
 
 
 def read_on(scene: Scene) -> None:
@@ -173,13 +173,13 @@ def read_on(scene: Scene) -> None:
 
 
 def refuse_a_setup(scene: Scene) -> None:
-    with contextlib.suppress(af.CompositionError):
+    with contextlib.suppress(af.errors.CompositionError):
         scene.state.with_setup(af.chain(af.shard_data(), af.shard_data()))
 
 
 def draw_elsewhere(scene: Scene) -> None:
     torch.rand(3)
-    af.rng(scene.state, "mine")
+    af.fork_rng(scene.state, "mine")
 
 
 def collect(scene: Scene) -> None:

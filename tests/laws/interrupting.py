@@ -57,7 +57,7 @@ def create(kind: str, world: af.World | None = None) -> af.TrainState:
     return af.TrainState.create(
         model=model,
         optimizer=partial(torch.optim.Adam, lr=0.01),
-        data=af.Data(X, batch_size=8),
+        data=af.Data(X, global_batch_size=8),
         setup=SETUPS[kind],
         world=world,
     )
@@ -83,7 +83,7 @@ def undisturbed(state: af.TrainState) -> list[Found]:
     """Return what a state is after each number of updates; the state stays."""
     step, state = af.make_step(loss_fn), state.copy()
     found = [tensors(state)]
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
         found.append(tensors(state))
     return found
@@ -99,7 +99,7 @@ def loop(kind: str, holder: SimpleNamespace, folder: str) -> None:
             given = holder.state
             holder.state = af.run(given, step, until=UPDATES)
             continue
-        for batch in af.batches(holder.state, epochs=1):
+        for batch in af.batches(holder.state, until_epoch=1):
             holder.state, _ = step(holder.state, batch)
             if kind == "saving":
                 path = Path(folder) / f"{turn}-{holder.state.step}"
@@ -115,7 +115,7 @@ def judged(holder: SimpleNamespace, expected: list[Found], kind: str) -> str:
     if state.lease.is_over:
         try:  # the loop of af.run stands in a function
             state, word = af.salvage(state), "kept" if kind == "run" else "salvaged"
-        except af.StateDonatedError:
+        except af.errors.StateDonatedError:
             holder.state = holder.first.copy()
             return "lost"
     if not same(expected[state.step], tensors(state)):
@@ -127,7 +127,7 @@ def judged(holder: SimpleNamespace, expected: list[Found], kind: str) -> str:
             return "wrong"
     if state.world.size == 1 and state.step < UPDATES:
         step = af.make_step(loss_fn)
-        batch = next(iter(af.batches(state, epochs=1)))
+        batch = next(iter(af.batches(state, until_epoch=1)))
         after, _ = step(state, batch, donate=False)
         if not same(expected[after.step], tensors(after)):
             return "wrong"
@@ -212,7 +212,7 @@ def rank(number: int, port: int, pipe: Connection) -> None:
         try:
             pipe.send("go")
             loop("ddp", holder, "")
-        except (KeyboardInterrupt, af.Error):
+        except (KeyboardInterrupt, af.errors.Error):
             # its own may come after it has heard of the other's
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             pipe.send(judged(holder, expected, "ddp"))

@@ -144,7 +144,7 @@ class Text:
             "places": places,
             "length": torch.full((self.n,), self.length),
         }
-        return af.Data(_Rows(rows), batch_size=self.batch_size)
+        return af.Data(_Rows(rows), global_batch_size=self.batch_size)
 
     def state(self, world: af.World, *engine: object) -> af.TrainState:
         """Return the state before the first update."""
@@ -185,7 +185,7 @@ engines = st.one_of(
         af.wrap_fsdp,
         st.sampled_from([None, Attending]),
         reshard_after_forward=st.booleans(),
-        accumulate=st.sampled_from(["whole", "sharded"]),
+        keep_grads=st.sampled_from(["whole", "sharded"]),
     ),
     st.just(af.wrap_ddp()),
 )

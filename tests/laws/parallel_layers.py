@@ -158,7 +158,7 @@ class Speech:
             "places": places,
         }
         samples = [{name: rows[name][i] for name in rows} for i in range(len(text))]
-        return af.Data(samples, batch_size=self.batch_size)
+        return af.Data(samples, global_batch_size=self.batch_size)
 
     def model(self, world: af.World) -> Any:
         """Return what makes the model."""
@@ -212,7 +212,7 @@ class Lying:
 
 FSDP = (
     (af.wrap_fsdp(),),
-    (af.wrap_fsdp(Block, reshard_after_forward=False, accumulate="sharded"),),
+    (af.wrap_fsdp(Block, reshard_after_forward=False, keep_grads="sharded"),),
 )
 DDP = (af.wrap_ddp(),)
 LYING = [

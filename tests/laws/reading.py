@@ -33,7 +33,7 @@ def read(
     *,
     parts: int = 1,
     epochs: int = 2,
-    start: af.Cursor | None = None,
+    start: af.typing.Cursor | None = None,
     stop: int | None = None,
     seed: int = 0,
 ) -> list[af.Batch]:
@@ -46,8 +46,8 @@ def read(
         seed=seed,
         world=world,
     )
-    state = attrs.evolve(state, cursor=start or af.Cursor())
-    return list(islice(af.batches(state, epochs=epochs), stop))
+    state = attrs.evolve(state, cursor=start or af.typing.Cursor())
+    return list(islice(af.batches(state, until_epoch=epochs), stop))
 
 
 def plain(batches: Iterable[af.Batch]) -> list[Any]:
@@ -80,9 +80,9 @@ def joined(ranks: Iterable[list[af.Batch]]) -> list[list[int]]:
     ]
 
 
-def saved(cursor: af.Cursor) -> af.Cursor:
+def saved(cursor: af.typing.Cursor) -> af.typing.Cursor:
     """Return the cursor as a checkpoint brings it back."""
-    return af.Cursor(*codec.from_bytes(codec.to_bytes(cursor.to_plain())))
+    return af.typing.Cursor(*codec.from_bytes(codec.to_bytes(cursor.to_plain())))
 
 
 def in_legs(

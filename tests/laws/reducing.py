@@ -20,7 +20,7 @@ class SumAll:
 
     def reduce(self, grads, slot, update):
         world = update.world
-        sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+        sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
         return grads.with_sums(sums, weight), slot
 
 
@@ -30,8 +30,10 @@ class GatherAll:
 
     def reduce(self, grads, slot, update):
         world = update.world
-        sums = {n: af.gather(g[None], world).sum(0) for n, g in grads.tensors.items()}
-        weight = af.gather(weight_of(grads, world), world).sum()
+        sums = {
+            n: af.all_gather(g[None], world).sum(0) for n, g in grads.tensors.items()
+        }
+        weight = af.all_gather(weight_of(grads, world), world).sum()
         return grads.with_sums(sums, weight), slot
 
 
@@ -41,10 +43,10 @@ class HalfPrecision:
 
     def reduce(self, grads, slot, update):
         world = update.world
-        weight = af.reduce(weight_of(grads, world), world)
+        weight = af.all_reduce(weight_of(grads, world), world)
         scale = weight.clamp(min=1)
         narrow = {n: (g / scale).half() for n, g in grads.tensors.items()}
-        summed = af.reduce(narrow, world)
+        summed = af.all_reduce(narrow, world)
         wide = {n: s.to(grads.tensors[n].dtype) * scale for n, s in summed.items()}
         return grads.with_sums(wide, weight), slot
 
@@ -65,9 +67,11 @@ class ErrorFeedback:
 
     def reduce(self, grads, slot, update):
         world, rest = update.world, slot["rest"]
-        weight = af.reduce(weight_of(grads, world), world)
+        weight = af.all_reduce(weight_of(grads, world), world)
         scale = weight.clamp(min=1)
         wanted = {n: g / scale + rest[n] for n, g in grads.tensors.items()}
         sent = {n: (8 * each).round() / 8 for n, each in wanted.items()}
         left = {n: wanted[n] - sent[n] for n in wanted}
-        return grads.with_sums(af.reduce(sent, world), 1), {"rest": {**rest, **left}}
+        return grads.with_sums(af.all_reduce(sent, world), 1), {
+            "rest": {**rest, **left}
+        }

@@ -101,7 +101,7 @@ class Setup:
         return af.TrainState.create(
             model=Net,
             optimizer=OPTIMIZERS[self.optimizer],
-            data=af.Data(self.samples(), batch_size=self.batch_size),
+            data=af.Data(self.samples(), global_batch_size=self.batch_size),
             setup=af.chain(
                 af.shard_data(),
                 af.accumulate(num_micro_batches=self.micro),

@@ -84,7 +84,7 @@ class Scene:
         state = af.TrainState.create(
             model=Net,
             optimizer=partial(torch.optim.SGD, lr=0.25, momentum=0.5),
-            data=af.Data(rows, batch_size=8, shuffle=True),
+            data=af.Data(rows, global_batch_size=8, shuffle=True),
             setup=af.chain(af.shard_data(), *reduced, SETUPS[setup]),
             world=world,
         ).with_slot("mine", {"best": torch.ones(2), "notes": [1, {"a": 2}]})

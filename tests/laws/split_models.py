@@ -102,7 +102,8 @@ class Run:
         tokens = torch.randint(0, 3, (self.n,), generator=generator)
         values = draw(self.n, IN), draw(self.n, OUT), tokens
         return af.Data(
-            tuple(value.to(self.dtype) for value in values), batch_size=self.batch_size
+            tuple(value.to(self.dtype) for value in values),
+            global_batch_size=self.batch_size,
         )
 
     def state(self, world: af.World, *engine: object) -> af.TrainState:
@@ -157,7 +158,7 @@ wraps = st.builds(
     af.wrap_fsdp,
     st.sampled_from([None, Block, nn.Linear, (Block, nn.Linear)]),
     reshard_after_forward=st.booleans(),
-    accumulate=st.sampled_from(["whole", "sharded"]),
+    keep_grads=st.sampled_from(["whole", "sharded"]),
     find_unused_parameters=st.booleans(),
 )
 lowered = st.builds(

@@ -43,7 +43,7 @@ def test_what_16_bits_can_hold_is_exact(run: Run, size: int, *, heavy: bool) -> 
     cls = Heavy if heavy else Run
     run = cls(**attrs.asdict(attrs.evolve(run, loss="mean"), recurse=False))
     expected = trained(size, run, DDP)
-    found = trained(size, run, DDP, af.compress("fp16"))
+    found = trained(size, run, DDP, af.compress_grads("fp16"))
     for (one, _), (two, _) in zip(expected, found, strict=True):
         assert differences(one[-1], two[-1]) == []
 
@@ -87,7 +87,7 @@ def test_16_bits_round_each_rank_once_and_the_sum(
     """
     setup = af.chain(
         DDP,
-        af.compress(method),
+        af.compress_grads(method),
         af.accumulate(num_micro_batches=parts),
         None if scaled is None else Scaled(scaled),
     )
@@ -151,7 +151,7 @@ def test_a_total_overflows_no_sooner_than_its_mean(
     def train(world: af.World) -> float:
         batch = torch.full((rows[world.rank],), mean)
         state = stepped(
-            world, lambda net, x: net(x).mean(), [batch], af.compress("fp16")
+            world, lambda net, x: net(x).mean(), [batch], af.compress_grads("fp16")
         )
         return -float(state.params["weight"])
 

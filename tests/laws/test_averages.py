@@ -88,7 +88,7 @@ def test_a_mean_crosses_in_buffers_as_large_as_asked(
     def rank(world: af.World) -> None:
         given = [torch.full((n,), float(world.rank)) for n in lengths]
         cap = (most + 0.5) * 4 / 2**20
-        found = af.reduce(given, world, "mean", weight=1, bucket_cap_mb=cap)
+        found = af.all_reduce(given, world, "mean", weight=1, bucket_cap_mb=cap)
         assert [each.tolist() for each in found] == [
             [(size - 1) / 2] * n for n in lengths
         ]

@@ -66,7 +66,7 @@ def test_the_largest_that_fits_on_all_ranks_is_found(
 
         def fn(batch_size: int, inner: af.World) -> af.TrainState:
             for each in given if inner is not world else ():
-                with pytest.raises(af.WorldError, match="closed"):
+                with pytest.raises(af.errors.WorldError, match="closed"):
                     af.barrier(each)
             given.append(inner)
             tried[world.rank].append(batch_size)
@@ -79,7 +79,7 @@ def test_the_largest_that_fits_on_all_ranks_is_found(
     sizes = [start >> k for k in range(start.bit_length())]
     fitting = [size for size in sizes if size <= min(fits)]
     if not fitting:
-        with pytest.raises(af.OutOfMemoryError, match="batch size of 1"):
+        with pytest.raises(af.errors.OutOfMemoryError, match="batch size of 1"):
             simulate(len(fits), search, schedule=schedule)
         return
     found = simulate(len(fits), search, schedule=schedule)

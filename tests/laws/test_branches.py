@@ -23,20 +23,22 @@ def test_ranks_run_other_layers(run: Branching) -> None:
     error on every rank before the optimizer runs; by replicas and by units of any kind.
     """
     may_raise = run.options["find_unused_parameters"] is False
-    check(run, af.UnusedParametersError if may_raise else ())
+    check(run, af.errors.UnusedParametersError if may_raise else ())
 
 
 @given(run=branchings(syncs=True))
 def test_ranks_normalize_in_other_layers(run: Branching) -> None:
     """`sync_batchnorm` in branches is right, or an error on every rank names the layers."""
     may_raise = run.options["find_unused_parameters"] is False
-    unused = (af.UnusedParametersError,) if may_raise else ()
-    check(run, (*unused, af.CollectiveMismatchError))
+    unused = (af.errors.UnusedParametersError,) if may_raise else ()
+    check(run, (*unused, af.errors.CollectiveMismatchError))
 
 
-def check(run: Branching, raised: type[af.Error] | tuple[type[af.Error], ...]) -> None:
+def check(
+    run: Branching, raised: type[af.errors.Error] | tuple[type[af.errors.Error], ...]
+) -> None:
     """Train on ranks and alone."""
-    errors: list[af.Error] = []
+    errors: list[af.errors.Error] = []
     size, told, found = prod(run.axes.values()), None, ()
     try:
         found = simulate(size, partial(run, errors=errors), axes=run.axes)

@@ -29,7 +29,7 @@ def regroup(
 
     def on_rank(world: af.World) -> Any:
         state = training.train(training.state(world), 1)
-        with pytest.raises(af.PeerFailedError):
+        with pytest.raises(af.errors.PeerFailedError):
             training.train(state.copy(), 2)
         before = values(state)
         try:

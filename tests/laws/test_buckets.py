@@ -72,7 +72,7 @@ def test_budgets_are_kept_and_used(
         each = [costs[i] for i in batch]
         return max(each) * len(each) if padded else sum(each)
 
-    budget = af.budget(costs, limit=limit, padded=padded)
+    budget = af.token_budget(costs, limit=limit, padded=padded)
     data = numbers(len(costs), None, batch_size=budget, shuffle=shuffle)
     found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
     assert flat(found) == order_of(data, seed)
@@ -91,7 +91,7 @@ def test_budgets_are_kept_and_used(
 def test_batches_of_a_budget_come_in_any_order():
     """In each epoch another order of batches is drawn, but for the last one's place."""
     costs = [5, 6, 7, 8]
-    order, budget = af.orders.bucketed(costs), af.budget(costs, limit=8)
+    order, budget = af.orders.bucketed(costs), af.token_budget(costs, limit=8)
     data = numbers(4, order, batch_size=budget)
     turns = Counter(tuple(order_of(data, seed=0, epoch=e)) for e in range(1200))
     expected = {(*three, 3): 1 / 6 for three in permutations(range(3))}
@@ -104,7 +104,7 @@ def test_budgets_of_buckets_are_of_like_samples(
 ) -> None:
     """In one window, no sample is in a batch of shorter ones while they are in longer ones'."""
     order = af.orders.bucketed(costs, window=len(costs))
-    budget = af.budget(costs, limit=max(costs) + more)
+    budget = af.token_budget(costs, limit=max(costs) + more)
     data = numbers(len(costs), order, batch_size=budget)
     found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
     spans = sorted(

@@ -151,7 +151,7 @@ def test_a_measure_may_count_in_place(batch_size: int) -> None:
     """L34: what evaluation adds up are the values that its function had at the time."""
     scene = Scene.of(af.World.single(device="cpu"), "none", updates=0)
     rows = [torch.ones(12, 3), torch.ones(12, 2)]
-    data = af.Data(tuple(rows), batch_size=batch_size)
+    data = af.Data(tuple(rows), global_batch_size=batch_size)
     found = af.evaluate(scene.state, data, Counted())
     sizes = [min(batch_size, 12 - at) for at in range(0, 12, batch_size)]
     calls = sum(range(1, len(sizes) + 1))
@@ -195,7 +195,7 @@ def test_gradients_that_are_the_same_are_given_away_together(
 
     af.apply_grads(scene.state, grads.map(fn))
     if which:
-        with pytest.raises(af.GradsError, match="given to apply_grads"):
+        with pytest.raises(af.errors.GradsError, match="given to apply_grads"):
             af.apply_grads(fork, grads)
     else:
         assert before == bits(dict(grads.tensors))
@@ -223,7 +223,7 @@ def indices_of(data: af.Data) -> list[Any]:
         optimizer=partial(torch.optim.SGD, lr=0.1),
         data=data,
     )
-    return [batch.indices.tolist() for batch in af.batches(state, epochs=2)]
+    return [batch.indices.tolist() for batch in af.batches(state, until_epoch=2)]
 
 
 def record(make: Callable[[Any], Any], given: Any) -> tuple[Any, Any, Any]:
@@ -250,10 +250,10 @@ GIVEN: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
         lambda given: af.tensor_parallel(plan=given), {"inner": "column"}
     ),
     "rates of plateau": lambda: record(
-        lambda given: af.plateau(min_lr=given), [0.5, 0.25]
+        lambda given: af.reduce_lr_on_plateau(min_lr=given), [0.5, 0.25]
     ),
     "budgets of a device map": lambda: record(
-        lambda given: af.place(nn.Linear(2, 2), budgets=given), {"cpu": 1000}
+        lambda given: af.plan_devices(nn.Linear(2, 2), budgets=given), {"cpu": 1000}
     ),
     "transforms of a chain": lambda: record(
         lambda given: af.chain(*given), [af.ema(0.5), af.clip_grad_norm(0.5)]
@@ -261,19 +261,23 @@ GIVEN: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
     "parts of a schedule": of_join,
     "weights of samples": lambda: of_data(
         lambda given: af.Data(
-            range(8), batch_size=3, order=af.orders.weighted(given.numpy())
+            range(8), global_batch_size=3, order=af.orders.weighted(given.numpy())
         ),
         torch.arange(1.0, 9).double(),
     ),
     "lengths of samples": lambda: of_data(
         lambda given: af.Data(
-            range(8), batch_size=2, order=af.orders.bucketed(given.numpy(), window=8)
+            range(8),
+            global_batch_size=2,
+            order=af.orders.bucketed(given.numpy(), window=8),
         ),
         torch.arange(8),
     ),
     "costs of samples": lambda: of_data(
         lambda given: af.Data(
-            range(8), batch_size=af.budget(given.numpy(), limit=4), shuffle=True
+            range(8),
+            global_batch_size=af.token_budget(given.numpy(), limit=4),
+            shuffle=True,
         ),
         torch.ones(8).long(),
     ),
@@ -319,16 +323,16 @@ def test_who_writes_to_a_batch_leaves_the_data(
 ) -> None:
     """L22: a batch has rows of its own: neither the dataset nor another batch changes with it."""
     rows = torch.arange(14.0).reshape(7, 2)
-    data = af.Data(FORMS[form](rows), batch_size=batch_size, shuffle=shuffle)
+    data = af.Data(FORMS[form](rows), global_batch_size=batch_size, shuffle=shuffle)
     state = af.TrainState.create(
         model=partial(nn.Linear, 2, 1),
         optimizer=partial(torch.optim.SGD, lr=0.1),
         data=data,
         setup=af.accumulate(num_micro_batches=parts),
     )
-    expected = [bits(list(b.micro_batches)) for b in af.batches(state, epochs=2)]
+    expected = [bits(list(b.micro_batches)) for b in af.batches(state, until_epoch=2)]
     found = []
-    for batch in af.batches(state, epochs=2):
+    for batch in af.batches(state, until_epoch=2):
         found.append(bits(list(batch.micro_batches)))
         for each in tensors_in(list(batch.micro_batches)):
             each.fill_(99)
@@ -367,8 +371,8 @@ def test_what_a_call_was_given_is_the_callers_again(
         elif what == "sent":
             given = {name: each.clone() for name, each in scene.state.params.items()}
             given["alone"] = torch.ones(2, dtype=torch.float64)  # of its dtype
-            now = af.reduce(given, world, "mean")
-            pending = af.start_reduce(given, world, "mean")
+            now = af.all_reduce(given, world, "mean")
+            pending = af.start_all_reduce(given, world, "mean")
             ruin(given)
             assert bits(now) == bits(pending.wait())
         else:

@@ -72,7 +72,7 @@ def by_command(state: af.TrainState, path: Path, *options: str) -> None:
     with redirect_stderr(io.StringIO()) as told, redirect_stdout(io.StringIO()):
         code = main(words)
     if code:
-        raise af.CheckpointWriteError(told.getvalue())
+        raise af.errors.CheckpointWriteError(told.getvalue())
 
 
 WRITERS: dict[str, Callable[[af.TrainState, Path], object]] = {
@@ -173,7 +173,7 @@ def test_whatever_is_cut_off_is_there_whole_or_not(
             mock.patch.object(os, "fsync", dying(os.fsync)),
             mock.patch.object(Path, "open", dying(Path.open)),
             mock.patch.object(Path, "rename", dying(Path.rename)),
-            suppress(KilledError, af.Error),
+            suppress(KilledError, af.errors.Error),
         ):
             written(size, writer, path)
         if not path.exists():
@@ -197,7 +197,7 @@ class Norm(nn.Module):
 
 def looked_at(world: af.World, means: list[float], n: int) -> tuple[float, Any]:
     """Return what evaluate and predict give with this rank's own statistics."""
-    data = af.Data(torch.arange(2.0 * n).reshape(n, 2), batch_size=3)
+    data = af.Data(torch.arange(2.0 * n).reshape(n, 2), global_batch_size=3)
     setup = af.chain(af.shard_data(), af.wrap_ddp() if world.size > 1 else None)
     state = af.TrainState.create(
         model=Norm, optimizer=partial(torch.optim.SGD, lr=0.1), setup=setup, world=world

@@ -75,7 +75,7 @@ def test_checking_changes_nothing(run: Run, size: int) -> None:
     split = attrs.evolve(run, setup=DDP)
 
     def train(world: af.World) -> tuple[Any, Any, list[str]]:
-        said = af.gather_objects("a" * world.rank, world)
+        said = af.all_gather_objects("a" * world.rank, world)
         return *programs.train(world, split), said
 
     plain = simulate(size, train).results
@@ -94,12 +94,14 @@ def test_simulated_worlds_compare_structures(names: list[str]) -> None:
 
     def fn(world: af.World) -> object:
         order = names[:3] if world.rank else ["a", "b", "c"]
-        return af.reduce(dict.fromkeys(order, torch.ones(2)), world)
+        return af.all_reduce(dict.fromkeys(order, torch.ones(2)), world)
 
     if sorted(names[:3]) == ["a", "b", "c"]:
         simulate(2, fn)
         return
-    with pytest.raises(af.CollectiveMismatchError, match="different structure") as told:
+    with pytest.raises(
+        af.errors.CollectiveMismatchError, match="different structure"
+    ) as told:
         simulate(2, fn)
     assert "{'a': *, 'b': *, 'c': *}" in str(told.value)
 
@@ -111,7 +113,7 @@ def test_a_lone_number_is_a_row_among_rows(rows: list[int | None]) -> None:
     def fn(world: af.World) -> list[float]:
         count = rows[world.rank]
         mine = torch.full(() if count is None else (count,), float(world.rank))
-        return af.gather_ragged(mine, checked(world)).tolist()
+        return af.all_gather(mine, checked(world), ragged=True).tolist()
 
     each = [[rank] * (1 if n is None else n) for rank, n in enumerate(rows)]
     joined = [number for row in each for number in row]

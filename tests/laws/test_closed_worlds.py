@@ -53,7 +53,7 @@ def test_ranks_that_end_with_other_models_are_told(
         if end == "save":
             af.save(state, Path(folder) / "end")
         params = torch.cat([each.flatten() for each in state.params.values()])
-        every = [af.gather(params[i : i + 1], world) for i in range(2)]
+        every = [af.all_gather(params[i : i + 1], world) for i in range(2)]
         if end == "let go":
             del state
         with warnings.catch_warnings(record=True) as caught:

@@ -182,7 +182,7 @@ def test_mean_is_that_of_the_union(
         found = af.Metrics(dict.fromkeys(names, (number(0.0), number(0.0))))
         for entry in entries:
             found = found + af.Metrics(dict.fromkeys(names, entry))
-        return af.mean(found, world)
+        return found.all_reduce_mean(world)
 
     run = simulate(size, report)
     assert run.results == (dict.fromkeys(names, expected),) * size

@@ -38,7 +38,7 @@ def test_a_mean_of_integers_is_that_of_the_numbers(
     largest = max(map(abs, drawn))
 
     def fn(world: af.World) -> None:
-        found = af.reduce(torch.tensor(drawn[world.rank]).to(dtype), world, "mean")
+        found = af.all_reduce(torch.tensor(drawn[world.rank]).to(dtype), world, "mean")
         assert found.dtype == torch.get_default_dtype()
         assert abs(found.item() - exact) <= largest * torch.finfo(found.dtype).eps
 
@@ -64,7 +64,7 @@ def test_a_mean_of_narrow_floats_does_not_overflow(
     given = (given / (1 if dtype is torch.float16 else size)).to(dtype)
 
     def fn(world: af.World) -> None:
-        found = af.reduce(given[world.rank], world, "mean")
+        found = af.all_reduce(given[world.rank], world, "mean")
         assert found.dtype is dtype
         exact = given.double().mean()
         slack = 2 * info.eps * given.double().abs().max()
@@ -88,7 +88,7 @@ def test_a_mean_of_narrow_floats_is_rounded_once(
     exact = given.double().mean().to(dtype)
 
     def fn(world: af.World) -> None:
-        assert torch.equal(af.reduce(given[world.rank], world, "mean"), exact)
+        assert torch.equal(af.all_reduce(given[world.rank], world, "mean"), exact)
 
     simulate(len(given), fn)
 
@@ -119,7 +119,7 @@ def test_nan_is_the_least_and_the_greatest(
     ]
 
     def fn(world: af.World) -> None:
-        found = af.reduce(given[world.rank], world, op)
+        found = af.all_reduce(given[world.rank], world, op)
         assert found.dtype is dtype
         assert repr(best) == repr(found.tolist())
 
@@ -183,7 +183,7 @@ def test_records_keep_every_field(kind, given):
                 each.__setitem__("late", 5 * x) if kind == "defaultdict" else setattr(
                     each, "late", 5 * x
                 )
-        found = af.gather(record, world)
+        found = af.all_gather(record, world)
         assert type(found) is type(record)
         return _shown(everyone), _shown(found)
 
@@ -206,12 +206,12 @@ def test_records_keep_every_field(kind, given):
 def test_entries_meet_by_name(orders: list[list[str]], kind: str) -> None:
     """Ranks fill a dict in any order; each entry is that of its name, and the order stays."""
     calls = {
-        "gather": af.gather,
-        "reduce": af.reduce,
+        "gather": af.all_gather,
+        "reduce": af.all_reduce,
         "broadcast": af.broadcast,
         "all_to_all": lambda t, w: af.all_to_all([t] * w.size, w)[0],
         "pad": af.pad_across,
-        "ragged": af.gather_ragged,
+        "ragged": af.all_gather_ragged,
     }
 
     def fn(world: af.World) -> None:
@@ -237,8 +237,8 @@ def test_metrics_of_other_names_are_told(names: list[list[str]]) -> None:
         world.connection.simulated = None  # as in a world of real processes
         mine = af.Metrics({name: (ord(name), 1) for name in names[world.rank]})
         try:
-            found = af.mean(mine, world)
-        except af.CollectiveMismatchError as error:
+            found = mine.all_reduce_mean(world)
+        except af.errors.CollectiveMismatchError as error:
             return str(error)
         assert found == {name: ord(name) for name in names[world.rank]}
         return ""
@@ -267,7 +267,7 @@ def test_gradients_of_gradients_are_those_of_one_process(
     """Of the sum of all ranks' losses, each of which has all ranks' rows, to the third order."""
     size, numbers = len(rows), [number for each in rows for number in each]
     lengths = [len(each) for each in rows]
-    gather = af.gather if len({*lengths}) == 1 else af.gather_ragged
+    gather = af.all_gather if len({*lengths}) == 1 else af.all_gather_ragged
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randint(-3, 4, (size, len(numbers)), generator=generator).double()
 
@@ -313,13 +313,15 @@ def nested() -> torch.Tensor:
 
 
 REFUSED = {
-    "no tensor": lambda w: af.gather({"x": [1, 2]}, w),
-    "no tensor to reduce": lambda w: af.reduce("x", w),
-    "no such operation": lambda w: af.reduce(torch.ones(1), w, "median"),
-    "complex greatest": lambda w: af.reduce(
+    "no tensor": lambda w: af.all_gather({"x": [1, 2]}, w),
+    "no tensor to reduce": lambda w: af.all_reduce("x", w),
+    "no such operation": lambda w: af.all_reduce(torch.ones(1), w, "median"),
+    "complex greatest": lambda w: af.all_reduce(
         torch.ones(1, dtype=torch.cfloat), w, "max"
     ),
-    "float8 to reduce": lambda w: af.reduce(torch.ones(1).to(torch.float8_e4m3fn), w),
+    "float8 to reduce": lambda w: af.all_reduce(
+        torch.ones(1).to(torch.float8_e4m3fn), w
+    ),
     "too few for all": lambda w: af.all_to_all([torch.ones(1)], w),
     "one for all": lambda w: af.all_to_all(torch.ones(2), w),
     "others for one": lambda w: af.all_to_all([torch.ones(1), torch.ones(1, 1)], w),
@@ -333,24 +335,24 @@ REFUSED = {
     "an integer NaN": lambda w: af.pad_across(torch.ones(1).int(), w, value=math.nan),
     "too large a half": lambda w: af.pad_across(torch.ones(1).half(), w, value=7e4),
     "filled with text": lambda w: af.pad_across(torch.ones(1), w, value="x"),
-    "sparse": lambda w: af.gather(torch.eye(2).to_sparse(), w),
-    "meta": lambda w: af.reduce(torch.ones(2, device="meta"), w),
-    "quantized": lambda w: af.gather(quantized(), w),
+    "sparse": lambda w: af.all_gather(torch.eye(2).to_sparse(), w),
+    "meta": lambda w: af.all_reduce(torch.ones(2, device="meta"), w),
+    "quantized": lambda w: af.all_gather(quantized(), w),
     "nested": lambda w: af.broadcast(nested(), w),
     "sparse to all": lambda w: af.all_to_all([torch.eye(2).to_sparse()] * 2, w),
-    "operations": lambda w: af.reduce(torch.ones(1), w, ["sum"]),
+    "operations": lambda w: af.all_reduce(torch.ones(1), w, ["sum"]),
     "many flags": lambda w: af.any_rank(torch.ones(2), w),
     "many flags on all": lambda w: af.all_ranks(torch.ones(2), w),
-    "no world": lambda _: af.reduce(torch.ones(1), None),
+    "no world": lambda _: af.all_reduce(torch.ones(1), None),
     "no world to all": lambda _: af.all_to_all([torch.ones(1)], None),
     "no world for flags": lambda _: af.any_rank(True, None),  # noqa: FBT003
     "a dict to scatter": lambda w: af.scatter({"a": 1, "b": 2}, w, root=w.rank),
     "a number to scatter": lambda w: af.scatter(5, w, root=w.rank),
     "a generator": lambda w: af.scatter(iter([1, 2]), w, root=w.rank),
-    "no pickle": lambda w: af.gather_objects(lambda: 1, w, pickle=True),
+    "no pickle": lambda w: af.all_gather_objects(lambda: 1, w, pickle=True),
     "too few": lambda w: af.scatter([1], w, root=w.rank),
     "nothing": lambda w: af.scatter(None, w, root=w.rank),
-    "an object": lambda w: af.gather_objects(object(), w),
+    "an object": lambda w: af.all_gather_objects(object(), w),
 }
 
 
@@ -358,6 +360,7 @@ REFUSED = {
 def test_what_cannot_travel_is_refused(case):
     """Before anything is sent, on the rank that gave it."""
     with pytest.raises(
-        (af.ArgumentError, af.PlainDataError), match=r"af\.|value|leaf|flag|pickle=True"
+        (af.errors.ArgumentError, af.errors.PlainDataError),
+        match=r"af\.|value|leaf|flag|pickle=True",
     ):
         simulate(2, REFUSED[case])

@@ -85,7 +85,7 @@ def test_gathered_trees_split_into_the_ranks_own(
     expected = tree.tree_map(lambda _: next(joined), made(kind, parts, 0))
 
     def fn(world: af.World) -> None:
-        found = untouched(world, made(kind, parts, world.rank), af.gather)
+        found = untouched(world, made(kind, parts, world.rank), af.all_gather)
         assert alike(expected, found)
 
     log = simulate(size, fn).log
@@ -117,7 +117,7 @@ def test_reduced_trees_are_combined_element_by_element(
 
     def fn(world: af.World) -> None:
         given = made(kind, parts, world.rank)
-        found = untouched(world, given, lambda t, w: af.reduce(t, w, op))
+        found = untouched(world, given, lambda t, w: af.all_reduce(t, w, op))
         assert alike(expected, found)
 
     simulate(size, fn)
@@ -131,7 +131,7 @@ def test_a_tree_of_a_dtype_is_one_collective(
 
     def fn(world: af.World) -> None:
         given = {f"{i}": torch.ones(shape) for i, shape in enumerate(shapes)}
-        found = af.reduce(given, world, "max")
+        found = af.all_reduce(given, world, "max")
         for leaf in found.values():
             others = [each.clone() for each in found.values() if each is not leaf]
             leaf.fill_(7)
@@ -154,7 +154,7 @@ def test_booleans_are_counted_and_combined(size: int, flags: list[bool]) -> None
 
     def fn(world: af.World) -> tuple[Any, ...]:
         flag = torch.tensor(flags[world.rank])
-        tensors = [af.reduce(flag, world, op) for op in ("sum", "max", "min")]
+        tensors = [af.all_reduce(flag, world, op) for op in ("sum", "max", "min")]
         assert [each.dtype for each in tensors] == [torch.int64, torch.bool, torch.bool]
         found = [each.item() for each in tensors]
         own = flags[world.rank]
@@ -198,9 +198,9 @@ def test_ragged_trees_are_gathered_without_padding(
 
     def fn(world: af.World) -> None:
         mine = {"x": given[world.rank]}
-        found = untouched(world, mine, af.gather_ragged)["x"]
+        found = untouched(world, mine, af.all_gather_ragged)["x"]
         assert exactly(torch.cat(given), found)
-        padded = af.gather(af.pad_across(mine, world), world)["x"]
+        padded = af.all_gather(af.pad_across(mine, world), world)["x"]
         kept = [padded[rank * longest :][:count] for rank, count in enumerate(counts)]
         assert exactly(found, torch.cat(kept))
 
@@ -248,7 +248,7 @@ def test_any_dtype_travels(call: TreeCall, size: int) -> None:
 
     def fn(world: af.World) -> None:
         given = call.tree(world.rank, call.count(0))
-        found = tree.tree_leaves(af.gather(given, world))
+        found = tree.tree_leaves(af.all_gather(given, world))
         assert list(map(bits, joined)) == list(map(bits, found))
         given = call.tree(world.rank, call.count(0))
         found = tree.tree_leaves(af.broadcast(given, world, root=root))
@@ -275,7 +275,7 @@ def test_integers_of_any_width_are_reduced(
 
     def fn(world: af.World) -> None:
         mine = torch.tensor([drawn[world.rank]]).to(dtype)
-        assert [expected] == af.reduce(mine, world, op).tolist()
+        assert [expected] == af.all_reduce(mine, world, op).tolist()
 
     simulate(size, fn)
 
@@ -318,11 +318,11 @@ def test_objects_arrive_whole(
         mine = values[world.rank]
         here = world.rank == root
         return (
-            af.gather_objects(mine, world, pickle=pickle),
+            af.all_gather_objects(mine, world, pickle=pickle),
             af.broadcast_object(
                 mine if here else None, world, root=root, pickle=pickle
             ),
-            af.gather_objects(
+            af.all_gather_objects(
                 af.scatter(values if here else None, world, root=root), world
             ),
         )
@@ -342,7 +342,7 @@ def test_gathering_is_differentiated(size: int, rows: int, scalar: bool) -> None
         generator = torch.Generator().manual_seed(3)
         factors = torch.randint(-4, 5, (size, count), generator=generator).double()
         mine = torch.zeros(shape, dtype=torch.float64, requires_grad=True)
-        joined = af.gather(mine, world, grad=True)
+        joined = af.all_gather(mine, world, grad=True)
         (joined.reshape(-1) * factors[world.rank]).sum().backward()
         own = count // size
         expected = factors.sum(0)[world.rank * own :][:own].reshape(shape)
@@ -358,18 +358,18 @@ def test_contrastive_losses_are_those_of_one_process():
 
     def train(world: af.World) -> torch.Tensor:
         def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
-            everyone = af.gather(model(batch), world, grad=True)
+            everyone = af.all_gather(model(batch), world, grad=True)
             return (everyone @ everyone.T).logsumexp(1).mean()
 
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(2, 3, dtype=torch.float64),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data(rows, batch_size=8),
+            data=af.Data(rows, global_batch_size=8),
             setup=af.chain(af.shard_data(), af.wrap_ddp()),
             world=world,
         )
         step = af.make_step(loss)
-        for batch in af.batches(state, epochs=3):
+        for batch in af.batches(state, until_epoch=3):
             state, _ = step(state, batch)
         return state.params["weight"].clone()
 

@@ -44,7 +44,7 @@ def test_values(value: object) -> None:
     assert value == eval(repr(value), {"af": af})  # noqa: S307 - what repr promises
     assert value == pickle.loads(pickle.dumps(value))  # noqa: S301
     assert hash(value) == hash(eval(repr(value), {"af": af}))  # noqa: S307
-    with pytest.raises(af.RecordError):
+    with pytest.raises(af.errors.RecordError):
         value.name = "other"
 
 
@@ -59,7 +59,7 @@ def test_chain_prints_as_code(stack: tuple) -> None:
 @by_name
 def test_the_same_name_twice_is_refused(value: object) -> None:
     """Two transforms of one name do not compose; under another name they may."""
-    with pytest.raises(af.CompositionError, match=value.name):
+    with pytest.raises(af.errors.CompositionError, match=value.name):
         af.chain(value, value)
 
 
@@ -83,7 +83,7 @@ def test_transforms_about_different_fields_commute(data: st.DataObject) -> None:
     one, two = data.draw(st.permutations(VALUES))[:2]
     try:
         af.chain(one, two)
-    except af.CompositionError:
+    except af.errors.CompositionError:
         return  # refused, see below
     fields = [{f for f in FIELDS if hasattr(type(t), f)} for t in (one, two)]
     # init is each one's own; metrics of accumulate are sums in micro-batches
@@ -131,7 +131,7 @@ def test_pairs_without_meaning_are_refused():
         ),
     ):
         for order in (pair, pair[::-1]):
-            with pytest.raises(af.CompositionError, match=why):
+            with pytest.raises(af.errors.CompositionError, match=why):
                 af.chain(*order)
 
 
@@ -142,7 +142,7 @@ def test_slots_are_conserved(value: object, stack: tuple, updates: int) -> None:
     others = [each for each in stack if each.name != value.name]
     try:
         setup = af.chain(*others, value)
-    except af.CompositionError:
+    except af.errors.CompositionError:
         return  # refused, see above
     run = Run(n=12, setup=af.chain(*others))
     plain, _ = run.train(run.state(), updates)

@@ -19,14 +19,16 @@ ACROSS = {"dp_shard": "dp_replicate", "dp_replicate": "dp_shard"}
 OTHERS = ("num_skipped", "slots.skip_nonfinite", "slots.local_sgd", "slots.ema")
 
 powersgd = st.builds(
-    af.compress,
+    af.compress_grads,
     st.just("powersgd"),
     matrix_approximation_rank=st.integers(1, 3),
     start_powerSGD_iter=st.integers(0, 2),
     min_compression_rate=st.just(0),
 )
 methods = (
-    powersgd | powersgd | st.builds(af.compress, st.sampled_from(["bf16", "fp16"]))
+    powersgd
+    | powersgd
+    | st.builds(af.compress_grads, st.sampled_from(["bf16", "fp16"]))
 )
 workers = st.builds(
     lambda shape, ddp: Apart(*shape, ddp),
@@ -71,7 +73,7 @@ def looked_at(state: af.TrainState) -> Found:
 @example(
     run=Run(1, 1, "weighted", "adagrad", in_list=False, micro=1),
     apart=Apart(2, 2, af.wrap_ddp(within="dp_replicate")),
-    method=af.compress(
+    method=af.compress_grads(
         "powersgd",
         matrix_approximation_rank=1,
         start_powerSGD_iter=0,
@@ -113,7 +115,7 @@ def test_a_worker_compresses_as_a_world_of_its_own(
         for update in range(updates):
             if update == cut:
                 af.save(state, folder)
-                af.release(state)
+                af.release_engine(state)
                 state = af.load(fresh(), folder)
             copy, _ = apart.place(world.rank)
             is_bad = bad is not None and bad[0] == update

@@ -26,7 +26,7 @@ BUCKETS = st.sampled_from([None, 1e-5])
 
 def low_rank(rank: int = 1, start: int = 0) -> Any:
     """Return PowerSGD that compresses every matrix."""
-    return af.compress(
+    return af.compress_grads(
         "powersgd",
         matrix_approximation_rank=rank,
         start_powerSGD_iter=start,
@@ -263,13 +263,15 @@ def test_bytes_go_down_and_only_the_last_micro_batch_sends(
     carrier, weight = 1, 8
     assert sum(sent(None)) == 2 * 8 * (count + carrier)
     for method in NARROW:
-        assert sum(sent(af.compress(method))) == 2 * (2 * (count + carrier) + weight)
+        assert sum(sent(af.compress_grads(method))) == 2 * (
+            2 * (count + carrier) + weight
+        )
     factors = sum(
         sum(param.shape) if param.ndim == 2 else param.numel()
         for param in run.state().params.values()
     )
     assert sum(sent(low_rank())) == 2 * (8 * factors + weight)
-    for method in (af.compress("fp16"), low_rank()):
+    for method in (af.compress_grads("fp16"), low_rank()):
         assert sent(method, parts) == sent(method)
 
 

@@ -33,7 +33,7 @@ def trained(world: af.World, text: Text, *engine: object) -> Found:
     means: list[dict[str, float]] = []
     for batch in islice(af.batches(state), 3):
         state, metrics = step(state, batch)
-        means.append(af.mean(metrics, world))
+        means.append(metrics.all_reduce_mean(world))
     means.append(af.evaluate(state, text.data(), loss_of_tokens))
     return tensors(state), means
 
@@ -115,7 +115,7 @@ def test_counts_are_of_whole_texts(
         step = af.make_step(loss_of_counts, count=counted)
         for batch in islice(af.batches(state), 2):
             state, metrics = step(state, batch)
-            means.append(af.mean(metrics, world))
+            means.append(metrics.all_reduce_mean(world))
         return tensors(state), means
 
     alone, expected = trained(single())
@@ -147,7 +147,7 @@ def test_each_part_has_draws_of_its_own(
         af.value_and_grad(loss)(state, next(iter(af.batches(state))))
         return noise[-1]
 
-    with warnings.catch_warnings(category=af.Warning, action="ignore"):
+    with warnings.catch_warnings(category=af.AccelfnWarning, action="ignore"):
         found = simulate(size, drawn, axes=axes)
     assert len({tuple(each.tolist()) for each in found}) == size
 
@@ -164,7 +164,7 @@ def test_each_token_counts_once(
         batch = next(iter(af.batches(state)))
         metrics, grads = af.value_and_grad(loss_of_tokens)(state, batch)
         total = torch.as_tensor(metrics.sums["hit"].weight, dtype=torch.float64)
-        seen = af.reduce(total.reshape(1), world)
+        seen = af.all_reduce(total.reshape(1), world)
         return [(float(grads.taken.divisor) * grads.taken.num_averaged, float(seen))]
 
     setup = (engine, text.sharing)
@@ -229,7 +229,7 @@ def test_ranks_of_one_batch_read_alike(
     source: Any = list(range(n)) if kind == "items" else Counting(n)
 
     def read(world: af.World) -> tuple[tuple[int, ...], list[list[float]]]:
-        data = af.Data(source, batch_size=batch_size, **options)
+        data = af.Data(source, global_batch_size=batch_size, **options)
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(1, 1),
             optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
@@ -237,10 +237,12 @@ def test_ranks_of_one_batch_read_alike(
             setup=af.chain(af.shard_data(), Sharing()),
             world=world,
         )
-        batches = iter(af.batches(state, epochs=1))
+        batches = iter(af.batches(state, until_epoch=1))
         first = [*islice(batches, cut)]
         if first:
-            rest = af.batches(attrs.evolve(state, cursor=first[-1].cursor), epochs=1)
+            rest = af.batches(
+                attrs.evolve(state, cursor=first[-1].cursor), until_epoch=1
+            )
             batches = iter(() if first[-1].cursor.epoch else rest)
         own = [
             [] if batch.weights[0] == 0 else torch.as_tensor(batch.value).tolist()

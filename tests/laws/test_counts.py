@@ -42,7 +42,7 @@ def trained(world: af.World, run: Run) -> Any:
     means = []
     for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
         state, metrics = step(state, batch)
-        means.append(af.mean(metrics, world))
+        means.append(metrics.all_reduce_mean(world))
     return params(tensors(state)), means
 
 
@@ -82,12 +82,12 @@ def test_a_count_of_samples_is_the_mean(run: Run, size: int) -> None:
         step = af.make_step(share, count=lambda batch: len(batch[0]))
         for batch, _ in zip(af.batches(state), range(run.updates), strict=False):
             state, metrics = step(state, batch)
-        return params(tensors(state)), af.mean(metrics, world)
+        return params(tensors(state)), metrics.all_reduce_mean(world)
 
     def with_mean(world: af.World) -> Any:
         state = attrs.evolve(run, setup=DDP).state(world)
         state, metrics = run.train(state)
-        return params(tensors(state)), af.mean(metrics[-1], world)
+        return params(tensors(state)), metrics[-1].all_reduce_mean(world)
 
     counted, plain = (simulate(size, each).results for each in (with_count, with_mean))
     for (one, loss), (two, mean) in zip(counted, plain, strict=True):
@@ -122,7 +122,7 @@ def test_parts_of_parts_are_counted(cuts: list[int], rows: int, is_batch: bool) 
         state = af.TrainState.create(
             model=lambda: nn.Linear(2, 2, dtype=torch.float64),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data([*zip(*whole, strict=True)], batch_size=len(whole[0])),
+            data=af.Data([*zip(*whole, strict=True)], global_batch_size=len(whole[0])),
             setup=setup,
         )
         given = next(iter(af.batches(state))) if is_batch else value
@@ -138,7 +138,7 @@ def test_parts_of_parts_are_counted(cuts: list[int], rows: int, is_batch: bool) 
 
 @given(sizes=st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), max_size=3))
 def test_what_each_rank_reads_for_itself_is_counted(sizes: list[list[int]]) -> None:
-    """Over `af.lockstep` an update's counts are those of the ranks that still have a batch."""
+    """Over `af.join_uneven` an update's counts are those of the ranks that still have a batch."""
     sizes = sizes or [[2]]
 
     def rows(rank: int, turn: int) -> Any:
@@ -166,7 +166,7 @@ def test_what_each_rank_reads_for_itself_is_counted(sizes: list[list[int]]) -> N
 
     def on_rank(world: af.World) -> dict[str, torch.Tensor]:
         own = (rows(world.rank, turn) for turn in range(len(sizes[world.rank])))
-        return trained(world, af.lockstep(own, world, ends="last"))
+        return trained(world, af.join_uneven(own, world, ends="last"))
 
     for got in simulate(len(sizes), on_rank).results:
         assert differences(want, got, within=1e-9) == []
@@ -190,7 +190,7 @@ def test_counts_of_other_names_are_told(names: list[str]) -> None:
         )
         try:
             step(state, torch.ones(2, 1))
-        except af.CollectiveMismatchError as error:
+        except af.errors.CollectiveMismatchError as error:
             return str(error)
         return ""
 

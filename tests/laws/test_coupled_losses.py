@@ -36,7 +36,7 @@ def contrastive(world: af.World) -> Loss:
     """Gather the embeddings of two towers, as the reference does."""
 
     def loss(model: Any, x: Any) -> Any:
-        a, b = af.gather((model.a(x), model.b(x.flip(1))), world, grad=True)
+        a, b = af.all_gather((model.a(x), model.b(x.flip(1))), world, grad=True)
         return functional.cross_entropy(a @ b.T, torch.arange(len(a)))
 
     return loss
@@ -48,7 +48,7 @@ def masked(world: af.World) -> Loss:
     def loss(model: Any, x: Any, *, sample_weight: torch.Tensor) -> Any:
         assert sample_weight.shape == (len(x),)
         kept = model.a(x)[sample_weight > 0]
-        everyone = af.gather_ragged(kept, world, grad=True)
+        everyone = af.all_gather(kept, world, grad=True, ragged=True)
         return (everyone @ everyone.T).logsumexp(1).mean()
 
     return loss
@@ -59,7 +59,7 @@ def variance(world: af.World) -> Loss:
 
     def loss(model: Any, x: Any) -> Any:
         views = torch.cat([model.a(x), model.b(x)])
-        everyone = af.gather(views, world, grad=True)
+        everyone = af.all_gather(views, world, grad=True)
         centred = everyone - everyone.mean(0)
         return (centred.T @ centred / len(everyone)).square().mean()
 
@@ -72,7 +72,7 @@ def balance(world: af.World) -> Loss:
     def loss(model: Any, x: Any) -> Any:
         routed = model.router(x).softmax(1)
         share = functional.one_hot(routed.argmax(1), 3).double().mean(0)
-        share = af.reduce(share, world, "mean")
+        share = af.all_reduce(share, world, "mean")
         return 3 * (share * routed.mean(0)).sum() + model.a(x).square().mean()
 
     return loss
@@ -84,7 +84,7 @@ def summed(world: af.World) -> Loss:
     def loss(model: Any, x: Any, *, sample_weight: torch.Tensor) -> Any:
         routed = model.router(x).softmax(1)
         chosen = functional.one_hot(routed.argmax(1), 3) * sample_weight[:, None]
-        share, whole = af.reduce((chosen.sum(0), sample_weight.sum()), world)
+        share, whole = af.all_reduce((chosen.sum(0), sample_weight.sum()), world)
         return 3 * (share / whole * routed.mean(0)).sum() + model.b(x).square().mean()
 
     return loss
@@ -96,7 +96,7 @@ def centered(world: af.World) -> Loss:
     def loss(model: Any, x: Any) -> Any:
         out = model.a(x)
         if model.training:
-            mean = af.gather(out.detach(), world).mean(0)
+            mean = af.all_gather(out.detach(), world).mean(0)
             model.center = 0.5 * model.center + 0.5 * mean
         return ((out - model.center).softmax(1) * model.b(x)).sum(1).mean()
 
@@ -117,16 +117,16 @@ def trained(
     state = af.TrainState.create(
         model=Towers,
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data(ROWS[:n], batch_size=size),
+        data=af.Data(ROWS[:n], global_batch_size=size),
         setup=af.chain(af.shard_data(), setup),
         world=world,
         seed=3,
     )
     step, seen = af.make_step(loss), list[float]()
-    for batch in af.batches(state, epochs=2):
+    for batch in af.batches(state, until_epoch=2):
         state, metrics = step(state, batch)
-        seen.append(af.mean(metrics, world)["loss"])
-    measured = af.evaluate(state, af.Data(ROWS[:n], batch_size=size), loss)
+        seen.append(metrics.all_reduce_mean(world)["loss"])
+    measured = af.evaluate(state, af.Data(ROWS[:n], global_batch_size=size), loss)
     return seen, dict(af.full_params(state)), measured
 
 
@@ -160,7 +160,7 @@ def alike(world: af.World) -> Loss:
     """Let all pairs of rows count, in whatever order they are."""
 
     def loss(model: Any, x: Any) -> Any:
-        everyone = af.gather(model(x), world, grad=True)
+        everyone = af.all_gather(model(x), world, grad=True)
         return (everyone @ everyone.T).logsumexp(1).mean()
 
     return loss
@@ -191,7 +191,7 @@ def test_ranks_that_go_together_couple_what_they_have(counts: list[list[int]]) -
 
     def train(world: af.World) -> torch.Tensor:
         state, step = linear(world), af.make_step(alike(world))
-        for batch in af.lockstep(batches(world.rank), world):
+        for batch in af.join_uneven(batches(world.rank), world):
             state, _ = step(state, batch)
         return state.params["weight"].clone()
 
@@ -211,9 +211,9 @@ def test_ranks_that_go_together_couple_what_they_have(counts: list[list[int]]) -
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, world: af.reduce(x.sum(0), world),
-        lambda x, world: af.start_reduce(x.sum(0), world, "max").wait(),
-        lambda x, world: af.gather_objects(x.sum().item(), world),
+        lambda x, world: af.all_reduce(x.sum(0), world),
+        lambda x, world: af.start_all_reduce(x.sum(0), world, "max").wait(),
+        lambda x, world: af.all_gather_objects(x.sum().item(), world),
         lambda x, world: af.all_to_all([x] * world.size, world),
     ],
 )
@@ -225,12 +225,12 @@ def test_a_stand_in_that_would_count_is_refused_on_all_ranks(call):
             call(x, world)
             return model(x).square().mean()
 
-        state, told = linear(world, af.Data(ROWS[:7], batch_size=6)), list[str]()
+        state, told = linear(world, af.Data(ROWS[:7], global_batch_size=6)), list[str]()
         step = af.make_step(loss)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             try:
                 state, _ = step(state, batch)
-            except af.LossError as error:
+            except af.errors.LossError as error:
                 told.append(str(error))
         assert state.step == 1
         return told
@@ -245,13 +245,13 @@ def test_micro_batches_that_couple_are_warned_of():
 
     def train(world: af.World, parts: int) -> None:
         split = af.accumulate(num_micro_batches=parts)
-        state = split(linear(world, af.Data(ROWS, batch_size=12)))
+        state = split(linear(world, af.Data(ROWS, global_batch_size=12)))
         step = af.make_step(alike(world))
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
 
     simulate(2, lambda world: train(world, 1))
-    with pytest.warns(af.Warning, match="several micro-batches"):
+    with pytest.warns(af.AccelfnWarning, match="several micro-batches"):
         simulate(2, lambda world: train(world, 2))
 
 
@@ -275,9 +275,9 @@ def test_a_loss_knows_which_of_its_samples_count():
 
     def train(world: af.World) -> None:
         split = af.chain(PassesOn(), af.accumulate(num_micro_batches=2))
-        state = split(linear(world, af.Data(ROWS[:3], batch_size=3)))
+        state = split(linear(world, af.Data(ROWS[:3], global_batch_size=3)))
         step = af.make_step(loss, count=len)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch, 5)
         if world.size == 1:
             step(state, [ROWS[:2], ROWS[:1]], 5)
@@ -296,10 +296,10 @@ def test_predictions_of_all_samples_leave_out_stand_ins():
     def measured(world: af.World) -> torch.Tensor:
         def among(model: Any, x: Any, *, sample_weight: Any) -> Any:
             assert len(sample_weight) == len(x)
-            every = af.gather(model(x), world)
+            every = af.all_gather(model(x), world)
             return model(x) - every.mean(0)
 
-        state, held_out = linear(world), af.Data(ROWS[:7], batch_size=6)
+        state, held_out = linear(world), af.Data(ROWS[:7], global_batch_size=6)
         return torch.stack(list(af.predict(state, held_out, among)))
 
     (alone,) = simulate(1, measured)
@@ -327,9 +327,11 @@ def test_tensors_of_samples_are_cut_with_them(ranks: int, parts: int, n: int) ->
 
     def train(world: af.World, parts: int) -> torch.Tensor:
         split = af.accumulate(num_micro_batches=parts)
-        state = split(linear(world, af.Data(ROWS[:n], batch_size=5, shuffle=True)))
+        state = split(
+            linear(world, af.Data(ROWS[:n], global_batch_size=5, shuffle=True))
+        )
         step = af.make_step(loss)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             at = batch.indices
             extra = (ROWS[at, 0].square(), ROWS[at, 1:4])
             state, _ = step(state, batch.zip(extra))
@@ -343,13 +345,16 @@ def test_tensors_of_samples_are_cut_with_them(ranks: int, parts: int, n: int) ->
 def test_an_extra_of_samples_is_refused_in_micro_batches():
     """Each of them would get all its rows; the error shows the line to write."""
     split = af.accumulate(num_micro_batches=2)
-    state = split(linear(af.World.single(device="cpu"), af.Data(ROWS, batch_size=6)))
+    state = split(
+        linear(af.World.single(device="cpu"), af.Data(ROWS, global_batch_size=6))
+    )
     step = af.make_step(lambda model, x, _: model(x).square().mean())
     batch = next(iter(af.batches(state)))
-    with pytest.raises(af.BatchError, match=r"batch\.zip\(extra\)"):
+    with pytest.raises(af.errors.BatchError, match=r"batch\.zip\(extra\)"):
         step(state, batch, (ROWS[:6], ROWS[:6, 0]))
     with pytest.raises(
-        af.BatchError, match=r"\[5\] rows; expected one for each of this rank's 6"
+        af.errors.BatchError,
+        match=r"\[5\] rows; expected one for each of this rank's 6",
     ):
         batch.zip(ROWS[:5])
     assert step(state, batch, {"table": ROWS[:6]})[0].step == 1

@@ -121,7 +121,7 @@ def created(setup: str) -> af.TrainState:
             torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2)
         ),
         optimizer=functools.partial(torch.optim.Adam, lr=0.1),
-        data=af.Data(X, batch_size=4),
+        data=af.Data(X, global_batch_size=4),
         setup=SETUPS[setup],
     )
 
@@ -361,7 +361,7 @@ def test_what_stood_in_a_function_is_found():
         expected = update(expected)
     with pytest.raises(KeyboardInterrupt):
         train(state, 3)
-    with pytest.raises(af.StateDonatedError, match="salvage"):
+    with pytest.raises(af.errors.StateDonatedError, match="salvage"):
         update(state)
     found = af.salvage(state)
     assert same(tensors(expected), tensors(found))

@@ -302,9 +302,9 @@ def test_any_data_are_read_as_a_list_is_cut(
         state = call.state(world)
         try:
             state = af.seek(state, start[1], epoch=start[0])
-        except af.BatchError:
+        except af.errors.BatchError:
             return None
-        batches = af.batches(state, epochs=epochs)
+        batches = af.batches(state, until_epoch=epochs)
         found = [said_of(call, batch) for batch in batches]
         assert len(batches) == len(found)
         counts = [

@@ -157,10 +157,10 @@ def test_ranks_that_differ_in_a_bit_are_refused(
         if world.rank == size - 1:
             bits = state.params[name].view(-1)[where % 2 :][:1].view(torch.int64)
             bits ^= 1 << bit if bit < 63 else -(1 << 63)
-        af.build(state)
+        af.prepare_engine(state)
 
     with pytest.raises(
-        af.ReplicaMismatchError, match=rf"(?s)values.*rank 0: {name}: checksum"
+        af.errors.ReplicaMismatchError, match=rf"(?s)values.*rank 0: {name}: checksum"
     ):
         simulate(size, build)
 
@@ -176,9 +176,11 @@ def test_ranks_that_differ_in_shape_are_refused(size: int, rank: int) -> None:
             setup=af.wrap_ddp(),
             world=world,
         )
-        af.build(state)
+        af.prepare_engine(state)
 
-    with pytest.raises(af.ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"):
+    with pytest.raises(
+        af.errors.ReplicaMismatchError, match=r"(?s)structure.*weight.*\(3, 2"
+    ):
         simulate(size, build)
 
 
@@ -197,7 +199,7 @@ def test_options_reach_ddp(option, value):
 
     def given_to_ddp(setup: object) -> dict[str, Any]:
         with mock.patch.object(module, "LeanDDP", wraps=module.LeanDDP) as spy:
-            simulate(2, lambda world: af.build(Run(setup=setup).state(world)))
+            simulate(2, lambda world: af.prepare_engine(Run(setup=setup).state(world)))
         seen = dict(spy.call_args.kwargs)
         del seen["process_group"]
         return seen
@@ -246,12 +248,12 @@ def test_fused_optimizers_divide_alike(
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(3, 2),
             optimizer=functools.partial(kind, lr=0.1, fused=fused),
-            data=af.Data(data, batch_size=batch_size),
+            data=af.Data(data, global_batch_size=batch_size),
             setup=DDP,
             world=world,
         )
         step = af.make_step(lambda model, x: model(x).square().mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         return dict(state.params)
 

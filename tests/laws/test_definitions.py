@@ -44,10 +44,10 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         *(lambda: halved(50), lambda: halved(500)),
     ],
     "data": [
-        lambda: af.Data(X, batch_size=8),
-        lambda: af.Data(X, batch_size=16),
-        lambda: af.Data(X[:24], batch_size=8),
-        lambda: af.Data(X, batch_size=8, shuffle=True),
+        lambda: af.Data(X, global_batch_size=8),
+        lambda: af.Data(X, global_batch_size=16),
+        lambda: af.Data(X[:24], global_batch_size=8),
+        lambda: af.Data(X, global_batch_size=8, shuffle=True),
     ],
     "seed": [lambda: 0, lambda: 1],
     "model": [
@@ -95,7 +95,7 @@ def trained(choices: list[dict[str, int]], *, by_hand: bool = False) -> list[str
             state = af.TrainState.create(world=world, **chosen)
             if by_hand:
                 reduced_by_hand(state, af.value_and_grad(loss))
-            af.build(state)
+            af.prepare_engine(state)
         except ReplicaMismatchError as error:
             return str(error)
         step(state, next(iter(af.batches(state))))
@@ -153,10 +153,10 @@ def test_ranks_that_agree_say_as_much_on_any_number_of_ranks(size: int) -> None:
             model=partial(torch.nn.Linear, 3, 1),
             optimizer=partial(SGD, lr=0.1),
             setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
-            data=af.Data(X, batch_size=8),
+            data=af.Data(X, global_batch_size=8),
             world=world,
         )
-        af.build(state)
+        af.prepare_engine(state)
 
     said = [(each.kind, each.num_bytes) for each in simulate(size, rank).log]
     assert said == [("all_reduce", 48)] * 4  # definitions, data, structure, values
@@ -170,7 +170,7 @@ def test_data_of_each_rank_may_be_its_own():
             model=partial(torch.nn.Linear, 3, 1),
             optimizer=partial(SGD, lr=0.1),
             setup=af.wrap_ddp(),
-            data=af.Data(X[world.rank :], batch_size=8 + world.rank),
+            data=af.Data(X[world.rank :], global_batch_size=8 + world.rank),
             world=world,
         )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
@@ -196,7 +196,7 @@ def test_functions_may_lie_anywhere():
             world=world,
         )
         try:
-            af.build(state)
+            af.prepare_engine(state)
         except ReplicaMismatchError as error:
             return str(error)
         return ""

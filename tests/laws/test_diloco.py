@@ -157,12 +157,12 @@ def test_what_a_rank_does_without_samples_leaves_nothing_out(
         state = af.TrainState.create(
             model=lambda: nn.Linear(3, 2),
             optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-            data=af.Data(torch.randn(3, 3, generator=generator), batch_size=2),
+            data=af.Data(torch.randn(3, 3, generator=generator), global_batch_size=2),
             setup=af.chain(af.shard_data(), af.diloco(sync_every=1, bits=bits)),
             world=world,
         )
         step, found = af.make_step(lambda net, x: net(x).square().mean()), []
-        for batch in af.batches(state, epochs=3):
+        for batch in af.batches(state, until_epoch=3):
             saw_some = batch.weights[0] != 0
             state, _ = step(state, batch)
             found.append((saw_some, state.copy().slots["diloco"]["error"]))

@@ -52,7 +52,7 @@ def saved_until(disk: Disk, cut_at: int, *, async_: bool, joint: bool) -> list[i
                 store.wait()
                 said.append(step)
             store.close()
-        except (PowerCut, af.CheckpointWriteError):
+        except (PowerCut, af.errors.CheckpointWriteError):
             assert disk.off
     return said
 
@@ -67,7 +67,7 @@ def failed_in(store: af.CheckpointStore, step: int, *, joint: bool) -> bool:
     try:
         store.save(to_save(step, joint=joint))
         store.wait()
-    except af.CheckpointWriteError:
+    except af.errors.CheckpointWriteError:
         return True
     return False
 
@@ -169,7 +169,7 @@ class Histories(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         self.watching.close()
-        with self.lent, suppress(af.Error):
+        with self.lent, suppress(af.errors.Error):
             if hasattr(self, "store"):
                 self.store.close()
 
@@ -253,7 +253,7 @@ class Histories(RuleBasedStateMachine):
             self.store.save(state_of(self.step), metrics=metrics)
             self.store.wait()
             said = True
-        except (PowerCut, af.CheckpointWriteError):
+        except (PowerCut, af.errors.CheckpointWriteError):
             assert self.disk.off
         self.disk.off = True
         before, tidied = dict(self.there), self.retained()
@@ -284,7 +284,7 @@ class Histories(RuleBasedStateMachine):
         try:
             self.store.save(state_of(self.step), metrics=metrics)
             self.store.wait()
-        except af.CheckpointWriteError as error:
+        except af.errors.CheckpointWriteError as error:
             assert f"step {self.step}" in str(error)  # noqa: PT017 - it may fail
             assert "rank 0" in str(error)  # noqa: PT017 - it may fail
             assert os.strerror(number) in str(error)  # noqa: PT017 - it may fail
@@ -337,7 +337,7 @@ class Histories(RuleBasedStateMachine):
         if not self.there:
             assert self.store.restore(state_of(0)).step == 0
         elif max(self.there) in self.rotten:
-            with pytest.raises(af.CheckpointCorruptError):
+            with pytest.raises(af.errors.CheckpointCorruptError):
                 self.store.restore(state_of(0))
         else:
             assert max(self.there) == self.store.restore(state_of(0)).step
@@ -355,7 +355,7 @@ class Histories(RuleBasedStateMachine):
             if self.known.get(step) == content:
                 continue
             if step in self.rotten:
-                with pytest.raises(af.CheckpointCorruptError):
+                with pytest.raises(af.errors.CheckpointCorruptError):
                     is_of(folder, step)
             else:
                 assert is_of(folder, step)

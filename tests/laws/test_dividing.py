@@ -143,9 +143,9 @@ def uses(draw: st.DrawFn) -> list[list[list[set[int]]]]:
     return draw(st.lists(update, min_size=2, max_size=2))
 
 
-@given(uses=uses(), accumulate=st.sampled_from(["whole", "sharded"]))
+@given(uses=uses(), keep_grads=st.sampled_from(["whole", "sharded"]))
 def test_parts_that_are_unused_are_as_on_one_rank(
-    uses: list[list[list[set[int]]]], accumulate: Any
+    uses: list[list[list[set[int]]]], keep_grads: Any
 ) -> None:
     """What takes part on some ranks or in some micro-batches is trained; the rest stays."""
     kinds, ranks, micro = [torch.float64] * 3, len(uses[0]), len(uses[0][0])
@@ -162,7 +162,7 @@ def test_parts_that_are_unused_are_as_on_one_rank(
         return af.full_params(state, at="train")
 
     expected = train(af.World.single())
-    split = af.wrap_fsdp(accumulate=accumulate, find_unused_parameters=True)
+    split = af.wrap_fsdp(keep_grads=keep_grads, find_unused_parameters=True)
     for found in simulate(ranks, lambda world: train(world, split)):
         for name, param in expected.items():
             assert torch.allclose(found[name], param, rtol=1e-12, atol=0)

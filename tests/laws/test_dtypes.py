@@ -46,11 +46,11 @@ ROWS = {
     "ema": af.chain(DDP, af.ema(0.5)),
     "ema, slow": af.chain(DDP, af.ema(0.998)),
     "context_parallel, ring": af.chain(DDP, af.context_parallel(ring=True)),
-    "compress, fp16": af.chain(DDP, af.compress("fp16")),
-    "compress, bf16": af.chain(DDP, af.compress("bf16")),
+    "compress, fp16": af.chain(DDP, af.compress_grads("fp16")),
+    "compress, bf16": af.chain(DDP, af.compress_grads("bf16")),
     "compress, powersgd": af.chain(
         DDP,
-        af.compress(
+        af.compress_grads(
             "powersgd",
             matrix_approximation_rank=4,
             start_powerSGD_iter=0,
@@ -73,7 +73,7 @@ ROWS |= {
     if type(each.transform) not in NAMED | ELSEWHERE.keys() | NOT_DRAWN
 }
 ACROSS = (
-    *(af.shard_data, af.wrap_ddp, af.compress, af.local_sgd, af.check_replicas),
+    *(af.shard_data, af.wrap_ddp, af.compress_grads, af.local_sgd, af.check_replicas),
     *(af.sync_batchnorm, af.accumulate, af.context_parallel),
 )
 """Transforms that leave a world of one, and a whole batch, as they are."""
@@ -143,12 +143,12 @@ def trained(
     state = af.TrainState.create(
         model=functools.partial(Numbers, found, real=real),
         optimizer=grouped,
-        data=af.Data(X, batch_size=4),
+        data=af.Data(X, global_batch_size=4),
         setup=setup,
         world=world,
     )
     step = af.make_step(lambda net, x: net(x).mean())
-    for batch in af.batches(state, epochs=3):
+    for batch in af.batches(state, until_epoch=3):
         state, _ = step(state, batch)
     return [
         {n: _as_real(p) for n, p in params.items() if n.startswith("held")}
@@ -192,7 +192,7 @@ def test_any_dtype_and_shape(row: str, found: list[Odd], size: int) -> None:
         return trained(world, found, setup)
 
     if any(refused(row, each) for each in found):
-        with pytest.raises(af.Error, match=r"held\.\d"):
+        with pytest.raises(af.errors.Error, match=r"held\.\d"):
             simulate(size, train)
         return
     expected = trained(single(), found, alone, real="largest" not in row)

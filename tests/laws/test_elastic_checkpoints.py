@@ -90,7 +90,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
         def fn(world: af.World) -> None:
             elastic(world, training, restore=af.CheckpointStore(folder).restore)
 
-        with pytest.raises(af.StateError, match="has loaded nothing"):
+        with pytest.raises(af.errors.StateError, match="has loaded nothing"):
             simulate(3, fn, faults=[Crash(1, step=3)], elastic=1)
 
 
@@ -105,7 +105,7 @@ def test_with_nothing_to_go_on_with_what_is_lost_is_lost():
 def test_what_restores_is_a_function_of_a_state(restore, said):
     """Told where it is given, or where what it gives is no state."""
     training = Training(setup=af.wrap_fsdp(), every=2, updates=6)
-    with pytest.raises(af.ArgumentError, match=said):
+    with pytest.raises(af.errors.ArgumentError, match=said):
         simulate(
             3,
             lambda world: elastic(world, training, restore=restore),

@@ -21,7 +21,7 @@ def create(n: int, batch_size: int, world: af.World | None = None) -> af.TrainSt
     return af.TrainState.create(
         model=partial(torch.nn.Linear, 1, 1),
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data(torch.linspace(-1, 1, n)[:, None], batch_size=batch_size),
+        data=af.Data(torch.linspace(-1, 1, n)[:, None], global_batch_size=batch_size),
         setup=SETUP,
         world=world,
     )
@@ -39,7 +39,7 @@ def said(fn: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fn()
-    assert {each.category for each in found} <= {af.Warning}
+    assert {each.category for each in found} <= {af.AccelfnWarning}
     return [str(each.message) for each in found]
 
 
@@ -83,7 +83,7 @@ def test_a_loop_that_does_nothing_says_so(
         if loaded:
             af.save(state, folder)
             state = af.load(create(*sizes, world), folder)
-        return len(list(af.batches(THEN[then](state), epochs=epochs)))
+        return len(list(af.batches(THEN[then](state), until_epoch=epochs)))
 
     with tempfile.TemporaryDirectory() as folder:
         found: list[int] = []
@@ -97,7 +97,7 @@ def test_a_loop_that_does_nothing_says_so(
     else:
         assert len(told) == 1
         (text,) = told
-        assert f"af.batches(state, epochs={epochs}) gives no batch" in text
+        assert f"af.batches(state, until_epoch={epochs}) gives no batch" in text
         assert f"has {behind} epochs and {updates} updates behind it" in text
         assert f"write epochs={behind + 1}" in text
 
@@ -109,7 +109,7 @@ def test_loops_of_epochs_are_told_apart(sizes: tuple[int, int], epochs: int) -> 
     def loop(count: Callable[[int], int]) -> int:
         state = create(*sizes)
         for epoch in range(epochs):
-            state = trained(state, af.batches(state, epochs=count(epoch)))
+            state = trained(state, af.batches(state, until_epoch=count(epoch)))
         return state.cursor.epoch
 
     reached: list[int] = []

@@ -49,7 +49,7 @@ def test_runs_that_are_killed_leave_no_more_than_is_kept(
         with (
             redirect_stderr(StringIO()) as said,
             mock.patch.object(commit, "write", mock.Mock(side_effect=Killed)),
-            suppress(Killed, af.CheckpointWriteError),
+            suppress(Killed, af.errors.CheckpointWriteError),
         ):
             saved.save(state_of(runs + 1))
             saved.wait()

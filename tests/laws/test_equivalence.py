@@ -55,7 +55,7 @@ def test_a_step_is_the_loop_by_hand(run: Run) -> None:
     """A step is torch's own, on the gradient of the weighted mean over the batch."""
     state = run.state()
     start = state.copy()
-    with af.bind(start) as net:
+    with af.borrow_model(start) as net:
         optimizer = OPTIMIZERS[run.optimizer](
             [(n, p) for n, p in net.named_parameters() if p.requires_grad]
         )
@@ -192,11 +192,13 @@ def test_adding_what_is_a_mean_already(run: Run, size: int, parts: int) -> None:
 def test_what_would_drift_is_refused(run: Run, size: int) -> None:
     """Adding to reduced gradients, and applying what nothing has reduced, say what to do."""
     run = attrs.evolve(run, setup=af.chain(DDP, af.accumulate(num_micro_batches=2)))
-    with pytest.raises(af.GradsError, match="are reduced over the ranks already"):
+    with pytest.raises(
+        af.errors.GradsError, match="are reduced over the ranks already"
+    ):
         simulate(size, lambda world: by_hand(world, run, "always"))
-    with pytest.raises(af.GradsError, match=r"not reduced.*wrap_ddp"):
+    with pytest.raises(af.errors.GradsError, match=r"not reduced.*wrap_ddp"):
         simulate(size, lambda world: by_hand(world, run, "never"))
-    with pytest.raises(af.GradsError, match=r"not reduced.*wrap_ddp"):
+    with pytest.raises(af.errors.GradsError, match=r"not reduced.*wrap_ddp"):
         trained(size, run, af.shard_data())
 
 
@@ -237,7 +239,7 @@ def test_evaluation_sees_each_sample_once(run: Run, size: int, batch_size: int) 
     """evaluate and predict give one process's result for any world and batch size."""
     state, _ = run.train(run.state())
     x, y = run.dataset()
-    with af.bind(state) as net, torch.no_grad():
+    with af.borrow_model(state) as net, torch.no_grad():
         expected = net(x)
         whole = LOSSES[run.loss](net, (x, y))
     if run.loss == "weighted":
@@ -246,7 +248,7 @@ def test_evaluation_sees_each_sample_once(run: Run, size: int, batch_size: int) 
 
     def evaluate(world: af.World) -> None:
         state, _ = run.train(attrs.evolve(run, setup=DDP).state(world))
-        data = af.Data(run.dataset(), batch_size=batch_size)
+        data = af.Data(run.dataset(), global_batch_size=batch_size)
         before, generator = tensors(state), torch.get_rng_state()
         means = af.evaluate(state, data, LOSSES[run.loss])
         assert abs(means["loss"] - loss) <= 1e-9 * max(1.0, abs(loss))

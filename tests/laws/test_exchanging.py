@@ -55,7 +55,7 @@ def trained(
     for _ in range(updates):
         state, _ = STEP(state, rows(state.step, state.world.rank))
         if anew:
-            af.release(state)
+            af.release_engine(state)
     return state
 
 
@@ -176,7 +176,7 @@ def test_ranks_go_together_again_when_they_agree(
         state = af.finalize(state) if ended else state
         held = tensors(state)
         mine = {n: float(t) for n, t in held.items() if "local_sgd" not in n}
-        ranks = af.gather_objects(mine, world)
+        ranks = af.all_gather_objects(mine, world)
         if ranks[0] != ranks[1]:
             with pytest.raises(ReplicaMismatchError, match="trained independently"):
                 state.with_setup(af.chain(DDP, beside))
@@ -200,7 +200,7 @@ def test_ddp_looks_at_what_it_is_given(momentum: float, updates: int) -> None:
         state = trained(create(world, DDP, momentum=momentum), rows, updates)
         other = {"0": state.params["0"] + world.rank}
         state = state.with_params(other)
-        af.release(state)
+        af.release_engine(state)
         with pytest.raises(ReplicaMismatchError):
             trained(state, rows, 1)
 

@@ -141,7 +141,7 @@ def test_full_params_are_copies_on_every_rank(
         with_them = state.copy().with_params(found)
         assert same(with_them.params, params_of(model))
         for name in found.keys() - state.params.keys():
-            with pytest.raises(af.StateError, match="is tied to"):
+            with pytest.raises(af.errors.StateError, match="is tied to"):
                 state.with_params({**found, name: found[name] + 1})
         for each in found.values():
             each.zero_()
@@ -161,7 +161,7 @@ def test_files_hold_what_they_may(kind: str, limit: int, exactly: int | None) ->
     Nor has one room for the first tensor of the next, though it be filled to the last byte.
     """
     state = trained(kind, af.World.single(device="cpu"))
-    order = af.frozen(state).state_dict()
+    order = af.snapshot_model(state).state_dict()
     if exactly is not None:  # as much as the first tensors together
         limit = sum(t.nbytes for t in [*order.values()][: exactly % len(order) + 1])
     with folder() as exported:

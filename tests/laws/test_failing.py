@@ -239,7 +239,7 @@ def test_gradients_of_a_failed_update(play: Play, size: int) -> None:
             except KeyError:
                 try:
                     state = af.apply_grads(state, grads)
-                except af.GradsError:
+                except af.errors.GradsError:
                     state = af.apply_grads(state, taken(batch))
             found.append(counted(state))
         return found
@@ -271,7 +271,7 @@ def test_a_state_that_was_updated_says_so(
                 state, _ = step(state, batch)
             except KeyError:
                 with pytest.raises(
-                    af.StateDonatedError, match=f"Update {tried} was inte"
+                    af.errors.StateDonatedError, match=f"Update {tried} was inte"
                 ):
                     step(state, batch)
                 state, _ = step(kept, batch)
@@ -280,7 +280,7 @@ def test_a_state_that_was_updated_says_so(
             try:
                 af.finalize(ended)
             except KeyError:
-                with pytest.raises(af.StateDonatedError, match="interrupted"):
+                with pytest.raises(af.errors.StateDonatedError, match="interrupted"):
                     ended.copy()
         return found
 

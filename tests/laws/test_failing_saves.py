@@ -26,7 +26,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "KeyError: 'a'": lambda: KeyError("a"),
     "OSError": OSError,
     "SystemExit: 3": lambda: SystemExit(3),
-    "bad": lambda: af.CheckpointCorruptError("bad"),
+    "bad": lambda: af.errors.CheckpointCorruptError("bad"),
 }
 PLACES: dict[str, tuple[Any, str, Callable[..., int]]] = {
     "begin": (store, "contents_of", lambda state, *_: state.world.rank),
@@ -85,7 +85,7 @@ def test_a_save_names_whose_error_it_was(
 
     def train(world: af.World) -> None:
         with af.CheckpointStore(root, async_=async_) as saved:
-            with pytest.raises(af.CheckpointWriteError) as caught:  # noqa: PT012 - either
+            with pytest.raises(af.errors.CheckpointWriteError) as caught:  # noqa: PT012 - either
                 saved.save(to_save(1, world, joint=joint))
                 saved.wait()
             told.append(str(caught.value))
@@ -126,7 +126,7 @@ def test_a_disk_that_breaks_fails_saves(size: int, at: int, async_: bool) -> Non
             try:
                 saved.save(state_of(2, world))
                 saved.wait()
-            except af.CheckpointWriteError as error:
+            except af.errors.CheckpointWriteError as error:
                 failed.append(str(error))
             except OSError as error:
                 pytest.fail(f"not an error of a save, but {error!r}")
@@ -164,7 +164,7 @@ def test_a_store_on_a_broken_disk_is_refused():
         folder = Disk(root, broken=True)
         with watched(folder), pytest.raises(Exception, match="Input/output") as caught:
             af.CheckpointStore(root / "run")
-    assert caught.type is af.CheckpointWriteError
+    assert caught.type is af.errors.CheckpointWriteError
     assert f"{root}/run" in str(caught.value)
 
 
@@ -192,7 +192,7 @@ def test_a_failed_save_does_not_cost_the_next(size: int, number: int) -> None:
             words = (
                 rf"step 1 was not saved: .*{os.strerror(number)}.* of step 2 has begun"
             )
-            with pytest.raises(af.CheckpointWriteError, match=words):
+            with pytest.raises(af.errors.CheckpointWriteError, match=words):
                 saved.save(state_of(2, world))
             saved.save(state_of(3, world))
 
@@ -211,7 +211,7 @@ def test_a_store_whose_last_save_failed_lets_go(size: int, number: int) -> None:
     def train(world: af.World) -> None:
         saved = af.CheckpointStore(root)
         saved.save(state_of(1, world))
-        with pytest.raises(af.CheckpointWriteError, match=os.strerror(number)):
+        with pytest.raises(af.errors.CheckpointWriteError, match=os.strerror(number)):
             saved.close()
         with af.CheckpointStore(root) as other:
             other.save(state_of(2, world))
@@ -232,7 +232,7 @@ def test_two_failed_saves_are_both_told():
         with mock.patch.object(files, "write_tensors", full):
             saved.save(state_of(1))
             refuse = mock.patch.object(files, "create", full)
-            with refuse, pytest.raises(af.CheckpointWriteError) as caught:
+            with refuse, pytest.raises(af.errors.CheckpointWriteError) as caught:
                 saved.save(state_of(2))
         assert "step 2 was not saved: rank 0 could not begin" in str(caught.value)
         assert "step 1 was not saved: rank 0 could not write" in str(caught.value)
@@ -330,7 +330,7 @@ def test_a_store_keeps_no_more_when_another_rank_ends(
         with (
             redirect_stderr(StringIO()),
             mock.patch.object(commit.Save, "run_on_all", end),
-            suppress(af.Error, SystemExit),
+            suppress(af.errors.Error, SystemExit),
         ):
             simulate(2, train)
         assert len(saved.steps) == keep

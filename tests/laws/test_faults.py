@@ -90,7 +90,7 @@ def test_no_rank_holds_half_a_step(drawn: tuple[Run, int, Fault]) -> None:
         except Exception:
             try:
                 still = tensors(state)
-            except af.StateDonatedError as error:
+            except af.errors.StateDonatedError as error:
                 held.append(str(error))
             else:
                 assert differences(before, still) == []
@@ -99,7 +99,7 @@ def test_no_rank_holds_half_a_step(drawn: tuple[Run, int, Fault]) -> None:
         assert differences(expected[world.rank], tensors(after)) == []
         held.append("after")
 
-    with pytest.raises((af.Error, RankFaultError)):
+    with pytest.raises((af.errors.Error, RankFaultError)):
         simulate(size, train, faults=[fault])
     assert len(held) >= size - 1
     for each in held:
@@ -121,7 +121,7 @@ def test_a_failure_ends_all_and_names_the_culprit(
             ended.append(type(error))
             raise
 
-    with pytest.raises((af.Error, RankFaultError)) as caught:
+    with pytest.raises((af.errors.Error, RankFaultError)) as caught:
         simulate(size, train, faults=[fault])
     said = "\n".join([str(caught.value), *caught.value.__notes__])
     assert len(ended) == size
@@ -205,7 +205,7 @@ def test_a_save_in_which_a_rank_fails_leaves_nothing_or_all(
         log = simulate(size, lambda world: save(world, whole))
         calls = [i for i, each in enumerate(log.log) if "save" in (each.label or "")]
         planned = fault(rank % size, calls[at % len(calls)])
-        with pytest.raises((af.Error, RankFaultError)):
+        with pytest.raises((af.errors.Error, RankFaultError)):
             simulate(size, lambda world: save(world, to), faults=[planned])
         if not to.exists():
             simulate(size, lambda world: save(world, to))

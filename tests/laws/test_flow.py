@@ -50,7 +50,7 @@ class Maps:
     def _moved(self, params: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return {name: self._of(param) for name, param in params.items()}
 
-    def data(self, plan: af.Plan) -> af.Plan:
+    def data(self, plan: af.typing.Plan) -> af.typing.Plan:
         return attrs.evolve(
             plan, num_micro_batches=int(self._of(plan.num_micro_batches))
         )
@@ -110,7 +110,7 @@ def test_wrappers_nest(field: str, maps: list[Affine]) -> None:
     assert float(metrics["loss"]) == through(inner_first, value)
     assert number(after) == 1.0 - slope * math.prod(by for by, _ in maps)
     if field == "loss":
-        found = af.evaluate(after, af.Data(X, batch_size=8), lambda *_: 5.0)
+        found = af.evaluate(after, af.Data(X, global_batch_size=8), lambda *_: 5.0)
         assert [*found.values()] == [through(inner_first, 5.0)]
 
 

@@ -74,7 +74,7 @@ def fresh(case: str, world: af.World) -> af.TrainState:
             nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
         ),
         optimizer=adam,
-        data=af.Data(torch.linspace(-1, 1, 32).reshape(8, 4), batch_size=4),
+        data=af.Data(torch.linspace(-1, 1, 32).reshape(8, 4), global_batch_size=4),
         setup=af.chain(af.shard_data(), setup),
         world=world,
     )
@@ -84,7 +84,7 @@ def saved(case: str, folder: Path, world: af.World) -> dict[str, Any]:
     """Save a state two updates old; return its values."""
     state = fresh(case, world).with_slot("own", {"a": torch.ones(2), 3: [0.5, (None,)]})
     step = af.make_step(loss)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     af.save(state, folder)
     return values(state)
@@ -261,7 +261,7 @@ def check(case: str, seed: int) -> str:
             error = ""
             try:
                 loaded = af.load(state, copied, allow=("trainable", "options"))
-            except af.Error as raised:
+            except af.errors.Error as raised:
                 error = str(raised)
                 assert len(error) < 5000
             if any(gather_text(error, world, label="errors")):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `af.frozen` lends stays as it was lent, and whoever writes into it writes into no state."""
+"""What `af.snapshot_model` lends stays as it was, and no write into it reaches a state."""
 
 import tempfile
 from collections.abc import Callable
@@ -84,11 +84,11 @@ def do(act: str, i: int, history: History, kin: list[Kin], held: list[Kept]) -> 
     if act.startswith("freeze"):
         state, way = kin[i % len(kin)].state, act.removeprefix("freeze ")
         if way == "trained":
-            module = af.frozen(state, at="train")
+            module = af.snapshot_model(state, at="train")
             for name, param in module.named_parameters():
                 assert torch.equal(param, state.params[name])
         else:
-            module = af.frozen(state)
+            module = af.snapshot_model(state)
             for name, param in af.eval_params(state).items():
                 assert torch.equal(dict(module.named_parameters())[name], param)
         held.append(keep(module, "module" if way == "trained" else way))
@@ -107,7 +107,7 @@ def check(run: Run, drawn: list[tuple[str, int]], world: af.World, folder: str) 
     """Check it on one rank: of what is kept, and of states, against those nobody froze."""
     training = Training(
         fresh=run.state,
-        data=lambda: af.Data(run.dataset(), batch_size=6),
+        data=lambda: af.Data(run.dataset(), global_batch_size=6),
         loss=LOSSES[run.loss],
         raising={},
     )

@@ -29,7 +29,7 @@ def in_lockstep(counts: list[int], ends: str) -> list[list[tuple[Any, ...]]]:
 
     def go(world: af.World) -> list[tuple[Any, ...]]:
         mine = [(10 * world.rank + i,) for i in range(counts[world.rank])]
-        batches = af.lockstep(iter(mine), world, ends=ends)
+        batches = af.join_uneven(iter(mine), world, ends=ends)
         return [(*batch.value, batch.weights, batch.ends_epoch) for batch in batches]
 
     return list(simulate(len(counts), go))
@@ -54,7 +54,7 @@ def test_lockstep_together_is_together(counts: list[int]) -> None:
         return
     first = min(counts)
     with pytest.raises(
-        af.DataError, match=rf"ran out at batch {first}, .* {first + 1}"
+        af.errors.DataError, match=rf"ran out at batch {first}, .* {first + 1}"
     ):
         in_lockstep(counts, "together")
 
@@ -64,11 +64,11 @@ def trained(
 ) -> list[dict[str, torch.Tensor]]:
     """Return the state after a first update on each batch, of a rank's own or of all."""
     found = []
-    batches = af.lockstep(own, world) if rounds is None else rounds
+    batches = af.join_uneven(own, world) if rounds is None else rounds
     step = af.make_step(LOSSES[run.loss])
     for batch in batches:
         state, metrics = step(run.state(world), batch)
-        loss = torch.tensor(af.mean(metrics, world)["loss"])
+        loss = torch.tensor(metrics.all_reduce_mean(world)["loss"])
         found.append({**tensors(state), "loss": loss})
     return found
 
@@ -122,7 +122,7 @@ def test_uneven_data_need_no_join(
 
     def updates(world: af.World, run: Run) -> list[dict[str, torch.Tensor]]:
         step = af.make_step(LOSSES[run.loss])
-        batches = af.batches(run.state(world), epochs=1)
+        batches = af.batches(run.state(world), until_epoch=1)
         found = []
         for batch in batches:
             state = attrs.evolve(run.state(world), cursor=batch.start)
@@ -183,20 +183,23 @@ def test_what_is_gathered_is_each_sample_once(
             model=lambda: torch.nn.Linear(1, 1),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
             data=af.Data(
-                values, batch_size=batch_size, remainder=remainder, shuffle=not stream
+                values,
+                global_batch_size=batch_size,
+                remainder=remainder,
+                shuffle=not stream,
             ),
             setup=af.chain(*split, af.accumulate(num_micro_batches=parts)),
             world=world,
         )
         found = []
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             rows = [int(row[0]) for part in batch.micro_batches for row in part]
-            found.append(readable(af.gather_valid(KINDS[kind](rows), batch, world)))
+            found.append(readable(af.all_gather_valid(KINDS[kind](rows), batch, world)))
         return found
 
     order = [*range(n)]
     if not stream:
-        data = af.Data(values, batch_size=1, shuffle=True)
+        data = af.Data(values, global_batch_size=1, shuffle=True)
         order = data.epoch(seed=0).order(np.arange(n)).tolist()
     if remainder == "drop":
         order = order[: n - n % batch_size]
@@ -217,7 +220,7 @@ def test_results_meet_by_name(
 ) -> None:
     """Ranks fill a dict in any order; one gather a dtype and batch brings each its entries."""
     size = len(orders)
-    data = af.Data(torch.arange(n), batch_size=batch_size)
+    data = af.Data(torch.arange(n), global_batch_size=batch_size)
 
     def results(values: torch.Tensor, order: list[str]) -> dict[str, torch.Tensor]:
         made = {"a": values, "b": values + 100, "c": values[:, None] / 2}
@@ -234,9 +237,9 @@ def test_results_meet_by_name(
         )
         rows = af.predict(state, data, lambda _, batch: results(batch, order))
         found = [{name: row[name].tolist() for name in row} for row in rows]
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             (mine,) = batch.micro_batches
-            valid = af.gather_valid(results(mine, order), batch, world)
+            valid = af.all_gather_valid(results(mine, order), batch, world)
             valid = {name: each.tolist() for name, each in valid.items()}
             parts = zip(*valid.values(), strict=True)
             found += [dict(zip(valid, part, strict=True)) for part in parts]
@@ -299,23 +302,23 @@ def test_what_is_left_early_harms_nothing(
             return af.TrainState.create(
                 model=lambda: torch.nn.Linear(1, 1),
                 optimizer=lambda named: torch.optim.SGD(named, lr=0.0),
-                data=af.Data(kind(n), batch_size=batch_size),
+                data=af.Data(kind(n), global_batch_size=batch_size),
                 setup=DDP if world.size > 1 else None,
                 world=world,
             )
 
-        inner, held_out = state(), af.Data(kind(n), batch_size=batch_size)
-        expected = plain(af.batches(state(), epochs=2))
+        inner, held_out = state(), af.Data(kind(n), global_batch_size=batch_size)
+        expected = plain(af.batches(state(), until_epoch=2))
         found = []
-        for i, batch in enumerate(af.batches(state(), epochs=2)):
+        for i, batch in enumerate(af.batches(state(), until_epoch=2)):
             found.append(batch)
             if i in at:
                 leave(left, inner, held_out)
         assert plain(found) == expected
         assert [batch.ends_epoch for batch in found].count(True) == 2
-        assert plain(af.batches(inner, epochs=2)) == expected
+        assert plain(af.batches(inner, until_epoch=2)) == expected
         rows = torch.stack(list(af.predict(inner, held_out, outputs)))
-        with af.bind(inner) as net, torch.no_grad():
+        with af.borrow_model(inner) as net, torch.no_grad():
             torch.testing.assert_close(rows, net(torch.arange(n).float()[:, None]))
         means = af.evaluate(inner, held_out, lambda *given: outputs(*given).mean())
         assert means["value"] == pytest.approx(float(rows.mean()), abs=1e-4)
@@ -354,7 +357,9 @@ def test_split_gives_all_and_changes_nothing(
     """In rank order the parts are the values, beside repeats of the last; these are as before."""
     whole = TREES[kind](values or [65] * pad)
     before = copy.deepcopy(whole)
-    parts = list(simulate(size, lambda world: af.split(whole, world, pad=pad)))
+    parts = list(
+        simulate(size, lambda world: af.split_over_ranks(whole, world, pad=pad))
+    )
     assert items(whole) == items(before)
     assert {type(part) for part in parts} == {type(whole)}
     n = len(items(whole))
@@ -387,6 +392,8 @@ def test_split_gives_all_and_changes_nothing(
 def test_split_as_others_do(values, size, pad, parts):
     """Known parts: the first ranks have one more, and a padded tuple is a tuple."""
     before = copy.deepcopy(values)
-    found = list(simulate(size, lambda world: af.split(values, world, pad=pad)))
+    found = list(
+        simulate(size, lambda world: af.split_over_ranks(values, world, pad=pad))
+    )
     assert found == parts
     assert values == before

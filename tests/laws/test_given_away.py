@@ -111,13 +111,15 @@ def test_a_model_that_was_given_raises(
     given = parts[part % len(parts)]
     make = functools.partial(torch.optim.Adam, lr=0.1)
     state = trained(af.TrainState.create(model=model, optimizer=make), updates)
-    with pytest.raises(af.ModelError, match=r"was given to TrainState.create.*af.bind"):
+    with pytest.raises(
+        af.errors.ModelError, match=r"was given to TrainState.create.*af.borrow_model"
+    ):
         (USES[use] if use in USES else lambda each: getattr(each, use))(given)
     other = trained(af.TrainState.create(model=copied, optimizer=make), updates)
     assert_states_equal(state, other)
     assert "given to the state 'state'" in repr(given)
     assert SHARED.pop("gelu").eval()(torch.zeros(1)) == 0
-    with pytest.raises(af.ModelError, match="another state's already"):
+    with pytest.raises(af.errors.ModelError, match="another state's already"):
         af.TrainState.create(model=nn.Sequential(given), optimizer=make)
 
 
@@ -155,7 +157,7 @@ def test_what_torch_has_wrapped_is_refused(
     path = r"\.".join(["model", *["1"] * around])
     where = f"{path} is a {kind}" if around else f"model={kind}"
     words = f"^{where}: give the plain module that it wraps, its {way}"
-    with pytest.raises(af.ModelError, match=words):
+    with pytest.raises(af.errors.ModelError, match=words):
         af.TrainState.create(
             model=model if instance else lambda: model, optimizer=torch.optim.SGD
         )
@@ -184,7 +186,9 @@ def test_an_optimizer_that_was_given_raises(use: str, updates: int) -> None:
     model = nn.Linear(3, 3)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     trained(af.TrainState.create(model=model, optimizer=optimizer), updates)
-    with pytest.raises(af.OptimizerError, match=r"was given to TrainState.create"):
+    with pytest.raises(
+        af.errors.OptimizerError, match=r"was given to TrainState.create"
+    ):
         (USES[use] if use in USES else lambda each: getattr(each, use))(optimizer)
     assert "Adam given to the state 'state'" in repr(optimizer)
 
@@ -197,7 +201,7 @@ def test_a_refused_model_is_as_it_was(kind: str) -> None:
     before, modes = copy.deepcopy(model), [each.training for each in model.modules()]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     late = af.chain(af.schedule_free())  # refused for this optimizer, last of all
-    with pytest.raises(af.Error):
+    with pytest.raises(af.errors.Error):
         af.TrainState.create(model=model, optimizer=optimizer, setup=late)
     assert modes == [each.training for each in model.modules()]
     found, expected = model.state_dict(), before.state_dict()

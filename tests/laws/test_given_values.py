@@ -33,7 +33,10 @@ SETUPS = {
         af.chain(af.shard_data(), af.diloco(sync_every=2, bits=8, delay=1)),
         SGD,
     ),
-    "PowerSGD": (af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=1)), SGD),
+    "PowerSGD": (
+        af.chain(DDP, af.compress_grads("powersgd", start_powerSGD_iter=1)),
+        SGD,
+    ),
 }
 
 
@@ -55,7 +58,7 @@ def created(
     return af.TrainState.create(
         model=model,
         optimizer=optimizer,
-        data=af.Data(X, batch_size=8),
+        data=af.Data(X, global_batch_size=8),
         setup=transforms,
         world=world,
         seed=seed,
@@ -63,7 +66,7 @@ def created(
 
 
 def trained(state: af.TrainState, updates: int) -> af.TrainState:
-    for batch in islice(af.batches(state, epochs=9), updates):
+    for batch in islice(af.batches(state, until_epoch=9), updates):
         state, _ = STEP(state, batch)
     return state
 
@@ -75,7 +78,7 @@ def by_with_params(state: af.TrainState, values: Any, folder: str) -> af.TrainSt
 
 def by_bind(state: af.TrainState, values: Any, folder: str) -> af.TrainState:
     del folder
-    with af.bind(state, at="train") as model:
+    with af.borrow_model(state, at="train") as model:
         model.load_state_dict(dict(values))
     return state
 
@@ -125,14 +128,14 @@ def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
         state, other = trained(created(world, setup), 1), created(world, setup, seed=1)
         slots = {name: each for name, each in tensors(state).items() if "slots" in name}
         af.save(other, Path(folder) / "other")
-        with pytest.warns(af.Warning, match=r"load_part: .* go on as they were"):
+        with pytest.warns(af.AccelfnWarning, match=r"load_part: .* go on as they were"):
             loaded = by_load_part(state, None, folder)
         for found in (loaded, state.with_params(other.params)):
             there = tensors(found)
             assert differences(slots, {name: there[name] for name in slots}) == []
             assert differences(dict(other.params), dict(found.params)) == []
         with warnings.catch_warnings():
-            warnings.simplefilter("error", af.Warning)
+            warnings.simplefilter("error", af.AccelfnWarning)
             both = "params", "slots"
             whole = af.load_part(state, Path(folder) / "other", both).state
         assert (
@@ -233,7 +236,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(
     """Replicas draw alike, and a run that is resumed what the other would have drawn."""
     optimizer: Any = partial(Noisy, lr=0.1)
     if parts:
-        optimizer = af.partition(
+        optimizer = af.combine_optimizers(
             (lambda name, _: "weight" in name, optimizer), (..., SGD)
         )
 
@@ -242,7 +245,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(
             return af.TrainState.create(
                 model=net,
                 optimizer=optimizer,
-                data=af.Data(X, batch_size=8),
+                data=af.Data(X, global_batch_size=8),
                 setup=DDP,
                 world=world,
             )
@@ -267,7 +270,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(
 def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
     path = Path(folder) / f"seed {state.world.rank}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", af.Warning)  # of slots that go on
+        warnings.simplefilter("ignore", af.AccelfnWarning)  # of slots that go on
         return af.load_part(state, path, "params").state
 
 
@@ -297,7 +300,7 @@ def test_ranks_that_part_in_mid_run_are_told(act: str, updates: int) -> None:
 
     def fn(world: af.World) -> None:
         state = change(trained(created(world, "ema"), updates), folder)
-        with pytest.raises(af.ReplicaMismatchError, match=words):
+        with pytest.raises(af.errors.ReplicaMismatchError, match=words):
             trained(state, 1)
 
     with tempfile.TemporaryDirectory() as folder:

@@ -133,14 +133,14 @@ def test_a_stand_in_is_in_no_buffer(
         state = af.TrainState.create(
             model=Tally,
             optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            data=af.Data(x, batch_size=batch_size),
+            data=af.Data(x, global_batch_size=batch_size),
             setup=af.chain(
                 af.shard_data(), af.accumulate(num_micro_batches=parts), reducing
             ),
             world=world,
         )
         step = af.make_step(lambda net, x: net(x).mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         return float(state.buffers["seen"])
 
@@ -214,7 +214,7 @@ def test_what_is_added_is_what_one_pass_gives(sizes: list[int], kind: str) -> No
     def taken(pieces: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         compute, grads, state = af.value_and_grad(loss), None, number(single())
         for piece in pieces:
-            data = number(single(), data=af.Data(piece, batch_size=len(piece)))
+            data = number(single(), data=af.Data(piece, global_batch_size=len(piece)))
             batch = next(iter(af.batches(data)))
             is_batch = kind == "of batches"
             _, grads = compute(state, batch if is_batch else piece, into=grads)
@@ -291,9 +291,9 @@ def test_a_state_is_what_it_holds(taken: set[str], optimizer: str) -> None:
     step = af.make_step(LOSSES["squared"])
     batch = next(iter(af.batches(one))).value
     fresh = mixed.copy()
-    af.release(fresh)
+    af.release_engine(fresh)
     expected = tensors(step(fresh, batch)[0])
-    af.build(one)  # now the engine holds what it shares
+    af.prepare_engine(one)  # now the engine holds what it shares
     assert differences(expected, tensors(step(mixed, batch)[0])) == []
 
 
@@ -303,21 +303,23 @@ def test_batches_that_are_added_follow_one_another(
 ) -> None:
     """Added is what begins where the state stands, or the gradients; the furthest counts.
 
-    Plain values (-1) and batches of `af.lockstep` count for no samples.
+    Plain values (-1) and batches of `af.join_uneven` count for no samples.
     """
-    data = af.Data(torch.ones(8, dtype=torch.float64), batch_size=2, shuffle=False)
+    data = af.Data(
+        torch.ones(8, dtype=torch.float64), global_batch_size=2, shuffle=False
+    )
     world = af.World.single(device="cpu")
     setup = af.accumulate(micro_batch_size=1) if parts else None
     state = number(world, setup, data=data)
-    batches = list(af.batches(state, epochs=1))
+    batches = list(af.batches(state, until_epoch=1))
     value = [torch.ones(1)] * 2 if parts else torch.ones(2)
-    plain = [value, next(iter(af.lockstep([value], world)))]
+    plain = [value, next(iter(af.join_uneven([value], world)))]
     compute = af.value_and_grad(lambda net, x: (net[0] * x).mean())
     grads, stands = None, 0
     for i, turn in enumerate(turns):
         batch = plain[i % 2] if turn < 0 else batches[turn]
         if turn > 0 and turn not in (stands, stands - 1):
-            with pytest.raises(af.BatchError, match=f"sample {2 * turn}"):
+            with pytest.raises(af.errors.BatchError, match=f"sample {2 * turn}"):
                 compute(state, batch, into=grads)
             continue
         _, grads = compute(state, batch, into=grads)
@@ -344,6 +346,6 @@ def test_copies_of_gradients_are_their_own(
     found = set[float]()
     for one in [grads, *each] if given_first else [*each, grads]:
         found.add(float(af.apply_grads(state.copy(), one).params["0"]))
-        with pytest.raises(af.GradsError, match="were given to apply_grads"):
+        with pytest.raises(af.errors.GradsError, match="were given to apply_grads"):
             af.apply_grads(state.copy(), one)
     assert found == {1 - 0.5 * (slope + 0.25)}

@@ -111,7 +111,7 @@ def goes_on(
     counts = [e["step"] for e in state.opt_state.values() if "step" in e]
     assert {each.dtype for each in counts} <= {torch.float32}  # whatever is counted for
     for batch in X[cut : cut + 2]:
-        state, _ = step(state, af.split(batch, world))
+        state, _ = step(state, af.split_over_ranks(batch, world))
     missing = (("opt_state",) if kind == "sgd" else ()) + ("step",) * (not counted)
     assert report.missing == missing
     assert report.cast == {}

@@ -63,7 +63,7 @@ MORE: dict[str, Any] = {
     "foreach": functools.partial(torch.optim.Adam, lr=0.05, foreach=True),
     "counting": functools.partial(Counting, lr=0.25),
     "empty groups": with_empty_groups,
-    "parts": af.partition(
+    "parts": af.combine_optimizers(
         (is_head, functools.partial(torch.optim.SGD, lr=0.25, momentum=0.5)),
         (..., OPTIMIZERS["adamw"]),
     ),
@@ -112,7 +112,11 @@ def test_it_is_the_plain_update(run: Other, *, averaging: bool) -> None:
     bucket=st.sampled_from([None, 1e-5]),
     views=st.booleans(),
     beside=st.sampled_from(
-        [None, af.compress("fp16"), af.compress("powersgd", start_powerSGD_iter=1)]
+        [
+            None,
+            af.compress_grads("fp16"),
+            af.compress_grads("powersgd", start_powerSGD_iter=1),
+        ]
     ),
 )
 def test_over_ranks_it_is_the_plain_update(
@@ -210,7 +214,7 @@ def test_a_broken_backward_pass_ends_the_state(run: Run, *, late: bool) -> None:
     with pytest.raises(KeyError):
         af.make_step(loss_fn)(state, batch)
     if late:
-        with pytest.raises(af.StateDonatedError, match="partly updated"):
+        with pytest.raises(af.errors.StateDonatedError, match="partly updated"):
             _ = state.params
         return
     assert differences(kept, tensors(state)) == []
@@ -237,7 +241,7 @@ def test_saved_in_one_setup_it_goes_on_in_the_other(run: Other, *, first: bool) 
 @given(rate=st.sampled_from([0.5, 0.125]))
 def test_an_optimizer_that_couples_parameters_is_refused(rate: float) -> None:
     """It is tried when the state is created, which names it and what came out otherwise."""
-    with pytest.raises(af.OptimizerError, match=r"(?s)Coupled.*one by one"):
+    with pytest.raises(af.errors.OptimizerError, match=r"(?s)Coupled.*one by one"):
         af.TrainState.create(
             model=lambda: nn.Linear(8, 8),
             optimizer=functools.partial(Coupled, lr=rate),
@@ -271,7 +275,7 @@ def test_gradients_by_themselves_are_refused(
         before, step = tensors(state), af.make_step(loss_fn)
         if failed == "batch":
             later = next(iter(af.batches(af.seek(state, 0, epoch=1))))
-            with pytest.raises(af.BatchError, match="epoch 1"):
+            with pytest.raises(af.errors.BatchError, match="epoch 1"):
                 step(state, later)
         elif failed == "loss":
             with pytest.raises(ZeroDivisionError):
@@ -279,7 +283,7 @@ def test_gradients_by_themselves_are_refused(
         elif failed == "extras":
             with pytest.raises(TypeError):
                 af.make_step(LOSSES[run.loss])(state, first, "extra")
-        with pytest.raises(af.GradsError, match="make_step"):
+        with pytest.raises(af.errors.GradsError, match="make_step"):
             af.value_and_grad(loss_fn)(state, first)
         assert differences(before, tensors(state)) == []
         run.train(state, 1)

@@ -42,8 +42,8 @@ def test_any_order_of_ranks_gives_the_same(
 
     def everything(world: af.World) -> tuple[Found, list[dict[str, float]]]:
         state, metrics = run.train(run.state(world))
-        means = [af.mean(each, world) for each in metrics]
-        data = af.Data(run.dataset(), batch_size=3)
+        means = [each.all_reduce_mean(world) for each in metrics]
+        data = af.Data(run.dataset(), global_batch_size=3)
         means.append(af.evaluate(state, data, LOSSES[run.loss]))
         return tensors(af.finalize(state)), means
 

@@ -55,7 +55,7 @@ def trained(world: af.World, program: Program, acts: Acts, folder: str) -> list[
     try:
         return _trained(world, program, acts, folder)
     except RuntimeError as error:
-        if isinstance(error, af.Error):
+        if isinstance(error, af.errors.Error):
             raise
         raise AssertionError(error) from error  # of torch's, about what it has left
 
@@ -73,7 +73,7 @@ def _trained(
             state = INTERLUDES[act](scene) or state
         before, batch = state, next(iter(af.batches(state)))
         state, metrics = step(state, batch)
-        moments.append((tensors(state), af.mean(metrics, world)))
+        moments.append((tensors(state), metrics.all_reduce_mean(world)))
     held_out = attrs.evolve(program.data, batch_size=5, remainder="short")
     measured = af.evaluate(state, held_out, program.loss)
     moments.append((tensors(af.finalize(state)), measured))
@@ -101,14 +101,14 @@ def check(program: Program, size: int, acts: Acts) -> None:
 APART = {
     "fsdp": (af.wrap_fsdp(torch.nn.Linear), af.skip_nonfinite()),
     "fsdp, sharded": (
-        af.wrap_fsdp(accumulate="sharded", reshard_after_forward=False),
+        af.wrap_fsdp(keep_grads="sharded", reshard_after_forward=False),
         af.accumulate(num_micro_batches=2),
         af.ema(0.5),
     ),
-    "bits": (af.wrap_ddp(), af.compress("bf16")),
+    "bits": (af.wrap_ddp(), af.compress_grads("bf16")),
     "powersgd": (
         af.wrap_ddp(),
-        af.compress(
+        af.compress_grads(
             "powersgd",
             matrix_approximation_rank=1,
             start_powerSGD_iter=0,
@@ -131,7 +131,11 @@ SETUPS: dict[str, tuple[Any, ...]] = {
     "local sgd": (af.local_sgd(sync_every=2, opt_state=True), af.ema(0.5)),
     "diloco": (af.diloco(sync_every=2, delay=1, fragments=2, bits=8, mix=0.5),),
     "fp16": (af.wrap_ddp(), af.autocast("fp16", init_scale=256.0, growth_interval=2)),
-    "plateau": (af.wrap_ddp(), af.plateau(0.5, patience=0), af.clip_grad_norm(0.5)),
+    "plateau": (
+        af.wrap_ddp(),
+        af.reduce_lr_on_plateau(0.5, patience=0),
+        af.clip_grad_norm(0.5),
+    ),
     "checked": (
         af.wrap_ddp(),
         af.check_replicas(every=2),

@@ -53,7 +53,7 @@ KNOWN = {
     "foreach": functools.partial(torch.optim.Adam, lr=0.05, foreach=True),
     "fused": functools.partial(torch.optim.Adam, lr=0.05, fused=True),
     "lr": lambda named: torch.optim.SGD(named, lr=torch.tensor(0.5), momentum=0.5),
-    "parts": af.partition(
+    "parts": af.combine_optimizers(
         (lambda _, param: param.ndim == 1, OPTIMIZERS["momentum"]),
         (..., OPTIMIZERS["adamw"]),
     ),
@@ -166,8 +166,8 @@ def test_a_step_that_raises_leaves_a_state_or_none(case: Case, part: float) -> N
         step()
     try:
         left = tensors(state)
-    except af.StateDonatedError:
-        with pytest.raises(af.StateDonatedError):
+    except af.errors.StateDonatedError:
+        with pytest.raises(af.errors.StateDonatedError):
             af.salvage(state)
         assert case.run.optimizer in UNSURE or differences(before, tensors(held)) != []
         return

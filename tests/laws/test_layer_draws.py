@@ -20,7 +20,7 @@ from tests.laws.parallel_layers import DDP, PLAN, Lying, Speech
     "axes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
 )
 def test_ranks_that_compute_the_same_draw_the_same(axes):
-    """Where a model is evaluated, ranks along "tp" alone; by `af.rng`, all that share samples."""
+    """Ranks along "tp" where a model is evaluated; by `af.fork_rng`, all that share samples."""
     speech, lying = Speech(n=8, batch_size=4, plan=PLAN), Lying(axes, DDP)
 
     def fn(world: af.World) -> list[tuple[int, float]]:
@@ -31,7 +31,7 @@ def test_ranks_that_compute_the_same_draw_the_same(axes):
             return af.Loss(torch.zeros(()), 1)
 
         af.evaluate(state, speech.data(), draws)
-        with af.rng(state, "noise"):
+        with af.fork_rng(state, "noise"):
             noise = float(torch.rand(()))
         return [(world.loss.rank, drawn[-1]), (world.batch.rank, noise)]
 

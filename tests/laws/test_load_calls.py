@@ -167,7 +167,7 @@ def test_a_partial_load_is_what_was_asked_for(
         state = holder.state(world)
         try:
             found = af.load_part(state, root / "saved", **attrs.asdict(ask))
-        except af.CheckpointError:
+        except af.errors.CheckpointError:
             assert expected is None
             return
         assert expected is not None

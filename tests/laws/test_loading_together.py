@@ -68,11 +68,11 @@ def test_a_file_that_one_rank_cannot_read_is_told_to_all(
             state = stepped(run, run.state(world, one.engine), 1)
             af.save(state, saved, frozen=frozen)
 
-        def told(world: af.World) -> af.Error | None:
+        def told(world: af.World) -> af.errors.Error | None:
             state, error = run.state(world, other.engine), None
             try:
                 load(state, copies / str(world.rank))
-            except af.CheckpointError as raised:
+            except af.errors.CheckpointError as raised:
                 error = raised
             af.barrier(world, label="what comes next")
             return error

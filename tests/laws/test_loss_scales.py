@@ -117,7 +117,7 @@ def test_a_loss_that_is_a_total_needs_no_smaller_scale(rows):
     """A sum over 4,096 rows overflows no sooner than their mean, and skips nothing."""
     torch.manual_seed(0)
     data = af.Data(
-        (torch.randn(rows * 3, 8), torch.randn(rows * 3, 4)), batch_size=rows
+        (torch.randn(rows * 3, 8), torch.randn(rows * 3, 4)), global_batch_size=rows
     )
 
     def total(net: nn.Module, batch: Any) -> af.Loss:
@@ -133,7 +133,7 @@ def test_a_loss_that_is_a_total_needs_no_smaller_scale(rows):
             world=single(),
         )
         step = af.make_step(loss_fn)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         return state.num_skipped
 

@@ -39,7 +39,7 @@ def stepped(
     step, means = af.make_step(loss_of_tokens), []
     for batch in islice(af.batches(state), updates):
         state, metrics = step(state, batch)
-        means.append(af.mean(metrics, state.world))
+        means.append(metrics.all_reduce_mean(state.world))
     return state, means
 
 

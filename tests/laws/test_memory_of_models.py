@@ -72,7 +72,7 @@ def test_a_copy_trains_as_its_original(drawn: list[Any], buffer: bool) -> None:
         optimizer=partial(torch.optim.SGD, lr=0.1),
     )
     if not apart:
-        with pytest.raises(af.ModelError, match="lie in the same memory"):
+        with pytest.raises(af.errors.ModelError, match="lie in the same memory"):
             create()
         return
     state = create()
@@ -129,7 +129,7 @@ def test_what_a_loss_freezes_is_trained_after_it(
                     net.get_parameter(name).requires_grad_(requires_grad=False)
                 return loss_fn(net, given)
 
-            with pytest.raises(af.LossError, match="froze") as raised:
+            with pytest.raises(af.errors.LossError, match="froze") as raised:
                 af.make_step(freezing)(state, batch)
             assert f"froze {len(names)} parameters" in str(raised.value)
         state, _ = step(state, batch)

@@ -55,7 +55,7 @@ def state_of(kind: Kind, world: af.World, setup: str) -> af.TrainState:
 def built(pair: Pair, world: af.World, setup: str, folder: str) -> None:
     """Build a state on ranks of which the last has the other kind."""
     del folder
-    af.build(state_of(pair[world.rank == world.size - 1], world, setup))
+    af.prepare_engine(state_of(pair[world.rank == world.size - 1], world, setup))
 
 
 def loaded(pair: Pair, world: af.World, setup: str, folder: str) -> None:
@@ -113,7 +113,7 @@ def test_a_shape_and_a_dtype_are_both_told(pair: Pair, way: str, setup: str) -> 
     def rank(world: af.World, folder: str) -> str:
         try:
             WAYS[way](pair, world, setup, f"{folder}/saved")
-        except af.Error as error:
+        except af.errors.Error as error:
             return str(error)
         return ""
 

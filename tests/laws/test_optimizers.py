@@ -43,16 +43,16 @@ def is_matrix(_name: str, param: torch.Tensor) -> bool:
     return param.ndim == 2
 
 
-def muon_and(rest: str) -> af.partition:
+def muon_and(rest: str) -> af.combine_optimizers:
     """Return Muon for matrices, and another optimizer for the rest."""
-    return af.partition((is_matrix, PARTS["muon"]), (..., PARTS[rest]))
+    return af.combine_optimizers((is_matrix, PARTS["muon"]), (..., PARTS[rest]))
 
 
-def halves(names: frozenset[str], make: Callable[..., object]) -> af.partition:
+def halves(names: frozenset[str], make: Callable[..., object]) -> af.combine_optimizers:
     """Return one optimizer twice, each for some of the parameters, or once for all."""
     if "head.weight" in names or "head.bias" not in names:
-        return af.partition((..., make))
-    return af.partition((lambda name, _: name in names, make), (..., make))
+        return af.combine_optimizers((..., make))
+    return af.combine_optimizers((lambda name, _: name in names, make), (..., make))
 
 
 def made(run: Run, optimizer: object, setup: object, world: af.World) -> af.TrainState:
@@ -121,7 +121,7 @@ def test_each_part_is_its_own_optimizer(
         schedule=lambda step: factors[step],
         world=single(),
     )
-    with af.bind(state.copy(), at="train") as net:
+    with af.borrow_model(state.copy(), at="train") as net:
         expected = by_hand(net, rest, factors)
     step = af.make_step(lambda net, x: net(x).square().mean())
     for i in range(len(factors)):
@@ -169,9 +169,9 @@ def test_parts_take_no_other_parts_state(
     """
     run = Run(optimizer=make)
 
-    def parts(mine: frozenset[str]) -> af.partition:
+    def parts(mine: frozenset[str]) -> af.combine_optimizers:
         is_mine = lambda name, _: name in mine  # noqa: E731
-        return af.partition((is_mine, PARTS[make]), (..., PARTS[make]))
+        return af.combine_optimizers((is_mine, PARTS[make]), (..., PARTS[make]))
 
     state, fresh = (made(run, parts(mine), None, single()) for mine in (one, other))
     state, _ = run.train(state, 1)
@@ -180,7 +180,9 @@ def test_parts_take_no_other_parts_state(
         if one == other:
             af.load(fresh, f"{folder}/saved")
             return
-        with pytest.raises(af.CheckpointError, match=r"partition\(.* parameters"):
+        with pytest.raises(
+            af.errors.CheckpointError, match=r"partition\(.* parameters"
+        ):
             af.load(fresh, f"{folder}/saved")
 
 
@@ -225,7 +227,7 @@ def test_freezing_is_requires_grad(optimizer: str, masks: list[frozenset[str]]) 
     """Training what a predicate says is a loop by hand that sets `requires_grad` so."""
     state = af.TrainState.create(model=model("plain"), optimizer=OPTIMIZERS[optimizer])
     step = af.make_step(lambda net, x: net(x).square().mean())
-    with af.bind(state, at="train") as lent:
+    with af.borrow_model(state, at="train") as lent:
         net = copy.deepcopy(lent)
     torchs = OPTIMIZERS[optimizer](list(net.named_parameters()))
     for i, mask in enumerate(masks):
@@ -282,7 +284,7 @@ def test_schedule_free_is_its_own_modes(kind: str, updates: int, seed: int) -> N
         world=single(),
     )
     step = af.make_step(lambda net, x: net(x).square().mean())
-    with af.bind(state.copy(), at="train") as net:
+    with af.borrow_model(state.copy(), at="train") as net:
         torchs = FREE[kind](list(net.named_parameters()))
         torchs.train()
         for i in range(updates):

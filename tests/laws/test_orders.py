@@ -98,12 +98,12 @@ KINDS: dict[str, Callable[[int, int, list[int]], af.Data]] = {
         n, af.orders.bucketed(costs, window=7), batch_size=size
     ),
     "budget": lambda n, size, costs: numbers(
-        n, None, shuffle=True, batch_size=af.budget(costs, limit=9 * size)
+        n, None, shuffle=True, batch_size=af.token_budget(costs, limit=9 * size)
     ),
     "bucketed budget": lambda n, size, costs: numbers(
         n,
         af.orders.bucketed(costs, window=7),
-        batch_size=af.budget(costs, limit=9 * size, padded=False),
+        batch_size=af.token_budget(costs, limit=9 * size, padded=False),
     ),
     "sampler": lambda n, size, _: sampled(n, size, Listed([*range(n), 0, n - 1])),
     "random sampler": lambda n, size, _: sampled(
@@ -205,10 +205,13 @@ def test_no_sample_is_lost_between_blocks(
     n: int, batch_size: int, size: int, start: int, *, shuffle: bool
 ) -> None:
     """However batches lie across the blocks in which a long order is computed."""
-    data, at = af.Data(torch.arange(n), batch_size=batch_size, shuffle=shuffle), start
+    data, at = (
+        af.Data(torch.arange(n), global_batch_size=batch_size, shuffle=shuffle),
+        start,
+    )
 
     def rank(world: af.World) -> list[af.Batch]:
-        return read(world, data, epochs=1, start=af.Cursor(0, at))
+        return read(world, data, epochs=1, start=af.typing.Cursor(0, at))
 
     found = joined(simulate(size, rank))
     assert flat(found) == order_of(data, 0)[start:]
@@ -268,7 +271,7 @@ def test_a_shuffle_of_any_length_is_looked_into(
     n: int, seed: int, epoch: int, draw: st.DataObject
 ) -> None:
     """Positions near and far have indices of their own, each the one computed alone."""
-    order = af.Data(range(n), batch_size=1, shuffle=True)
+    order = af.Data(range(n), global_batch_size=1, shuffle=True)
     order = order.epoch(seed=seed, number=epoch).order
     start = draw.draw(st.integers(0, max(0, n - 50)))
     block = np.arange(start, min(start + 50, n))
@@ -285,7 +288,7 @@ def test_a_shuffle_of_any_length_is_looked_into(
 @pytest.mark.parametrize("n", [1, 2, 2**20 - 1, 2**20, 2**20 + 1, 10**6])
 def test_a_long_shuffle_has_each_index_once(n):
     """Computed in blocks, an epoch of a million samples is a permutation."""
-    order = af.Data(range(n), batch_size=1, shuffle=True).epoch(seed=1).order
+    order = af.Data(range(n), global_batch_size=1, shuffle=True).epoch(seed=1).order
     times = np.zeros(n, np.int64)
     for start in range(0, n, 65_536):
         times[order(np.arange(start, min(start + 65_536, n)))] += 1

@@ -58,7 +58,7 @@ class Notes:
     def init(self, state: af.TrainState) -> Any:
         return self._note("init", None)
 
-    def data(self, plan: af.Plan) -> af.Plan:
+    def data(self, plan: af.typing.Plan) -> af.typing.Plan:
         self._note("data", None)
         return plan
 
@@ -145,7 +145,7 @@ def create(*setup: object, **options: Any) -> af.TrainState:
     return af.TrainState.create(
         model=lambda: nn.ParameterList([torch.ones((), dtype=torch.float64)]),
         optimizer=options.pop("optimizer", functools.partial(torch.optim.SGD, lr=1.0)),
-        data=af.Data(X, batch_size=8),
+        data=af.Data(X, global_batch_size=8),
         setup=af.chain(*setup),
         world=single(),
         **options,
@@ -166,7 +166,7 @@ def played(setup: list[Any], num_updates: int) -> tuple[af.TrainState, list[Any]
     state, step = create(*setup), af.make_step(mean)
     for _ in range(num_updates):
         state, _ = step(state, next(iter(af.batches(state))))
-    state = af.observe(state, 1.0) if state.setup.owners["observe"] else state
+    state = af.report_metric(state, 1.0) if state.setup.owners["observe"] else state
     af.eval_params(state)
     return af.finalize(state), list(LOG)
 

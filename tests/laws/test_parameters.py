@@ -104,8 +104,8 @@ OUT_OF_BUCKETS = [
     af.chain(DDP, each)
     for each in (
         af.optimizer_in_backward(),
-        af.compress("fp16"),
-        af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
+        af.compress_grads("fp16"),
+        af.compress_grads("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
     )
 ]
 
@@ -136,7 +136,7 @@ def test_layouts_change_nothing(
         state = af.TrainState.create(
             model=lambda: model(layout),
             optimizer=OPTIMIZERS["sgd"],
-            data=af.Data(data, batch_size=power, shuffle=True),
+            data=af.Data(data, global_batch_size=power, shuffle=True),
             setup=setup,
             world=world,
         )
@@ -198,10 +198,10 @@ def test_tied_stays_tied(run: Run, setup: object) -> None:
         loaded = af.load(run.state(), Path(folder) / "saved")
     for each in (state, state.copy(), loaded):
         assert "second.weight" not in each.params
-        with af.bind(each, at="train") as net:
+        with af.borrow_model(each, at="train") as net:
             assert net.second.weight is net.first.weight
             assert torch.equal(net.first.weight, state.params["first.weight"])
-        lent = af.frozen(each)
+        lent = af.snapshot_model(each)
         assert lent.second.weight is lent.first.weight
 
 

@@ -42,8 +42,8 @@ def test_reduced_within_and_across_is_reduced(
         assert (within.size, across.size) == (size, count)
         assert (across.rank, within.rank) == divmod(world.rank, size)
         orders = (within, across), (across, within)
-        twice = [af.reduce(af.reduce(value, a, op), b, op) for a, b in orders]
-        return [af.reduce(value, world, op), *twice]
+        twice = [af.all_reduce(af.all_reduce(value, a, op), b, op) for a, b in orders]
+        return [af.all_reduce(value, world, op), *twice]
 
     for whole, first, second in simulate(size * count, reduced):
         assert torch.equal(whole, first)

@@ -58,11 +58,11 @@ def test_it_is_the_reduction(several: list[Call], size: int, order: Any) -> None
 
     def go(world: af.World) -> None:
         expected = [
-            af.reduce(each.values(world.rank), world, each.op) for each in several
+            af.all_reduce(each.values(world.rank), world, each.op) for each in several
         ]
         given = [each.values(world.rank) for each in several]
         begun = [
-            af.start_reduce(values, world, each.op)
+            af.start_all_reduce(values, world, each.op)
             for values, each in zip(given, several, strict=True)
         ]
         for values in given:
@@ -109,7 +109,7 @@ def test_a_mean_is_by_weight(
         mine = weights[world.rank]
         weight = torch.tensor(mine) if on_device else mine
         values = call.values(world.rank)
-        found = af.reduce(values, world, "mean", weight=weight, bucket_cap_mb=cap)
+        found = af.all_reduce(values, world, "mean", weight=weight, bucket_cap_mb=cap)
         assert differences(values, call.values(world.rank)) == []
         return found
 
@@ -151,13 +151,13 @@ def test_what_failed_on_its_way_fails_whoever_waits(
     def go(world: af.World) -> None:
         if world.rank:
             fail()
-        pending = af.start_reduce(torch.ones(2), world)
+        pending = af.start_all_reduce(torch.ones(2), world)
         if how == "a function":
             pending = af.Pending.of(torch.ones(2)).then(fail)
         for _ in range(further):
             pending = pending.then(lambda values: values)
         for _ in range(times):
-            with pytest.raises((af.PeerFailedError, KeyError)) as caught:
+            with pytest.raises((af.errors.PeerFailedError, KeyError)) as caught:
                 pending.wait()
             told.append(caught.type.__name__)
         assert not pending.has_arrived
@@ -192,7 +192,7 @@ class late_mean:
         seen = slot["seen"]
         if slot["flying"] is not None:
             seen = seen + slot["flying"].wait()["x"]
-        flying = af.start_reduce(dict(state.params), update.world, "mean")
+        flying = af.start_all_reduce(dict(state.params), update.world, "mean")
         return state, {"flying": flying, "seen": seen}
 
 
@@ -229,7 +229,7 @@ def test_in_a_slot_it_is_waited_for_by_whoever_looks(
             elif look == "memory":
                 assert af.memory(state).slots["late_mean"].here == 32
             elif look == "compare":
-                with suppress(af.ReplicaMismatchError):  # for they are apart
+                with suppress(af.errors.ReplicaMismatchError):  # for they are apart
                     af.assert_replicas_agree(state)
             if look in ("save", "copy"):
                 assert state.slots["late_mean"]["flying"].has_arrived

@@ -130,11 +130,11 @@ def test_a_placed_model_computes_the_same(
         }
         largest = comes(model, SimpleNamespace(**every))
         budget = largest + total * share // 100 + sum(b.nbytes for b in model.buffers())
-        plan = af.place(model, {"cpu": budget, "disk": folder})
+        plan = af.plan_devices(model, {"cpu": budget, "disk": folder})
         assert sum(unit.num_bytes for unit in plan.units) == total
         for number, is_disk in moves:
             name = plan.units[number % len(plan.units)].names[0]
-            with suppress(af.ArgumentError):
+            with suppress(af.errors.ArgumentError):
                 plan = plan.moved(name, "disk" if is_disk else "cpu")
         assert held(model, plan) == plan.needed("cpu") <= budget
         for number, param in enumerate(model.parameters()):
@@ -143,7 +143,7 @@ def test_a_placed_model_computes_the_same(
         catching = pytest.raises(ZeroDivisionError) if raises else nullcontext()
         with (
             catching,
-            af.placed(model, plan, weights=state if empty else None) as lent,
+            af.on_devices(model, plan, weights=state if empty else None) as lent,
             torch.no_grad(),
         ):
             marks = [param.theirs for param in lent.parameters()]
@@ -201,7 +201,7 @@ SGD = torch.optim.SGD
 
 
 def whole(model, folder):
-    return af.place(model, {"cpu": "1GiB", "disk": folder})
+    return af.plan_devices(model, {"cpu": "1GiB", "disk": folder})
 
 
 def held(model, plan):
@@ -259,7 +259,7 @@ def test_the_order_of_units_is_filled(number, budget):
     )
     size = 80
     with tempfile.TemporaryDirectory() as folder:
-        plan = af.place(model, {"cpu": budget * size, "disk": folder})
+        plan = af.plan_devices(model, {"cpu": budget * size, "disk": folder})
     here = number if budget >= number else budget - 1
     devices = [unit.device for unit in plan.units]
     assert devices == ["cpu"] * here + ["disk"] * (number - here)

@@ -44,8 +44,8 @@ class Given:
         return af.TrainState.create(
             model=model("plain"),
             optimizer=self.optimizer,
-            setup=af.chain(*setup, af.plateau(**self.options)),
-            data=af.Data(ROWS, batch_size=4),
+            setup=af.chain(*setup, af.reduce_lr_on_plateau(**self.options)),
+            data=af.Data(ROWS, global_batch_size=4),
             world=world or single(),
         )
 
@@ -84,9 +84,9 @@ def at_the_bar(mode: str) -> Given:
 @example(given=at_the_bar("max"), values=[1.0, 1.0])
 def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
     """Rates and parameters are bitwise those of ReduceLROnPlateau on the same values."""
-    state = attrs.evolve(given.state(), cursor=af.Cursor(0, 4))
+    state = attrs.evolve(given.state(), cursor=af.typing.Cursor(0, 4))
     step = af.make_step(loss_fn)
-    with af.bind(state.copy()) as net:
+    with af.borrow_model(state.copy()) as net:
         optimizer = given.optimizer(list(net.named_parameters()))
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(
             optimizer, **given.options
@@ -97,7 +97,7 @@ def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
             optimizer.zero_grad()
             scheduler.step(value)
             state, _ = step(state, ROWS + i / 16)
-            state = af.observe(state, value)
+            state = af.report_metric(state, value)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
             assert rates == state.lrs
             slot = state.slots["plateau"]
@@ -121,11 +121,11 @@ def test_what_was_observed_is_saved(
     def train(world: af.World, folder: Path) -> tuple[Found, Found]:
         def taken(state: af.TrainState, updates: int) -> af.TrainState:
             step = af.make_step(loss_fn)
-            for batch in af.batches(state, epochs=2):
+            for batch in af.batches(state, until_epoch=2):
                 if state.step == updates:
                     break
                 state, _ = step(state, batch)
-                state = af.observe(state, values[state.step - 1])
+                state = af.report_metric(state, values[state.step - 1])
             return state
 
         state = taken(given.state(world, DDP), cut)
@@ -152,7 +152,7 @@ def test_plateau_reduces_what_is_scheduled(
     """Beside a schedule, an update takes the schedule's rate, reduced as often as it stalled."""
     alone = given.state()
     for value in values:
-        alone = af.observe(alone, value)
+        alone = af.report_metric(alone, value)
     for i, factor in enumerate(factors):
         rates = tuple(rate * factor for rate in given.rates)
         lower = attrs.evolve(given, rates=rates, tensor=False).state()
@@ -161,7 +161,7 @@ def test_plateau_reduces_what_is_scheduled(
             model=model("plain"),
             optimizer=attrs.evolve(given, tensor=False).optimizer,
             schedule=lambda step: factors[step],
-            setup=af.plateau(**given.options),
+            setup=af.reduce_lr_on_plateau(**given.options),
         )
         state = attrs.evolve(state, slots=dict(alone.slots), step=i)
         assert expected == state.lrs
@@ -198,8 +198,8 @@ def test_ranks_observe_the_same(
     def rank(world: af.World) -> str:
         state = given.state(world, TOGETHER[by])
         try:
-            af.observe(state, values[0 if world.rank == 0 else 1])
-        except af.ReplicaMismatchError as error:
+            af.report_metric(state, values[0 if world.rank == 0 else 1])
+        except af.errors.ReplicaMismatchError as error:
             return str(error)
         return ""
 
@@ -215,11 +215,11 @@ def test_ranks_apart_observe_their_own():
         state = af.TrainState.create(
             model=model("plain"),
             optimizer=partial(torch.optim.SGD, lr=1.0),
-            setup=af.plateau(0.5, patience=0),
+            setup=af.reduce_lr_on_plateau(0.5, patience=0),
             world=world,
         )
         for _ in range(1 + world.rank):
-            state = af.observe(state, 1.0)
+            state = af.report_metric(state, 1.0)
         return state.lrs
 
     assert list(simulate(2, rank)) == [(1.0,), (0.5,)]

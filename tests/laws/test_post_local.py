@@ -35,7 +35,7 @@ def begun(seed: int, setup: af.chain, world: af.World) -> af.TrainState:
     return af.TrainState.create(
         model=lambda: nn.Linear(3, 2).to(torch.float64),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        data=af.Data((draw(4 * LENGTH, 3), draw(4 * LENGTH, 2)), batch_size=4),
+        data=af.Data((draw(4 * LENGTH, 3), draw(4 * LENGTH, 2)), global_batch_size=4),
         setup=setup,
         world=world,
         seed=seed,
@@ -47,7 +47,7 @@ def trained(
 ) -> af.TrainState:
     """Train on, up to an update; at the one where it is time, apart from then on."""
     step = af.make_step(loss_fn)
-    for batch in itertools.islice(af.batches(state, epochs=2), last - state.step):
+    for batch in itertools.islice(af.batches(state, until_epoch=2), last - state.step):
         if state.step == switch:
             state = state.with_setup(setup_at(switch, switch, every))
         state, _ = step(state, batch)
@@ -84,8 +84,10 @@ def by_hand(
         model.load_state_dict(dict(state.params))
     made = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.5) for m in models]
     seen = [0] * size
-    bounds = [af.Plan(rank=r, num_shares=size).parts((0, 4)) for r in range(size)]
-    for update, batch in enumerate(af.batches(state, epochs=1)):
+    bounds = [
+        af.typing.Plan(rank=r, num_shares=size).parts((0, 4)) for r in range(size)
+    ]
+    for update, batch in enumerate(af.batches(state, until_epoch=1)):
         for rank, (model, ((begin, end), *_)) in enumerate(
             zip(models, bounds, strict=True)
         ):

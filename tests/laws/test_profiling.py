@@ -25,11 +25,11 @@ def trained(setup: af.Transform, profiler: Any) -> af.TrainState:
     state = linear_state(
         3,
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        data=af.Data(torch.linspace(-1, 1, 48).reshape(16, 3), batch_size=4),
+        data=af.Data(torch.linspace(-1, 1, 48).reshape(16, 3), global_batch_size=4),
         setup=setup,
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
         af.eval_params(state)  # beside steps
         if profiler is not None:

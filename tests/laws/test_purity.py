@@ -178,7 +178,7 @@ def train_in_float32(run: Run, setup: object) -> tuple[dict, set]:
     state = af.TrainState.create(
         model=lambda: Net(run.kind).float(),
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        data=af.Data((x, y), batch_size=run.batch_size),
+        data=af.Data((x, y), global_batch_size=run.batch_size),
         setup=setup,
         seed=run.seed,
     )
@@ -272,7 +272,7 @@ def whole(module: torch.nn.Module) -> list[torch.Tensor]:
 
 
 TAKEN: dict[str, Any] = {
-    "a frozen model": lambda s, at: whole(af.frozen(s, at=at)),
+    "a frozen model": lambda s, at: whole(af.snapshot_model(s, at=at)),
     "parameters as a whole": lambda s, at: af.full_params(s, at=at).values(),
     "a copy": lambda s, _: tensors(s.copy()).values(),
     "given parameters": lambda s, _: s.with_params(dict(s.params)).params.values(),

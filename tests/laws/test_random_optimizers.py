@@ -49,7 +49,7 @@ class Setup:
         head, *rest = (part.make for part in self.recipe.parts)
         if not rest:
             return head(named)
-        return af.partition((is_head, head), (..., *rest))(list(named))
+        return af.combine_optimizers((is_head, head), (..., *rest))(list(named))
 
     def chain(self, how: str) -> af.chain:
         """Return the transforms."""
@@ -69,7 +69,7 @@ class Setup:
             else None,
             af.skip_nonfinite() if self.recipe.broken is not None else None,
             *(
-                af.plateau(value, patience=1, name=f"plateau-{i}")
+                af.reduce_lr_on_plateau(value, patience=1, name=f"plateau-{i}")
                 if kind == "plateau"
                 else Sets(key, value=value, name=f"sets-{i}")
                 for i, (kind, key, value) in enumerate(self.recipe.setters)
@@ -88,7 +88,7 @@ class Setup:
             model=lambda: plain.Net(recipe.seed, is_complex=recipe.is_complex),
             optimizer=self.optimizer,
             schedule=plain.factor if recipe.schedule else None,
-            data=af.Data(recipe.samples(), batch_size=recipe.batch_size),
+            data=af.Data(recipe.samples(), global_batch_size=recipe.batch_size),
             setup=self.chain(how),
             world=world,
         )
@@ -114,7 +114,7 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[M
     for batch in islice(af.batches(state) if number else (), number):
         state, _ = step(state, batch)
         if any(kind == "plateau" for kind, _, _ in setup.recipe.setters):
-            state = af.observe(state, 1.0)
+            state = af.report_metric(state, 1.0)
         kept = tuple(
             {n: p.clone() for n, p in state.slots[f"ema-{i}"].items()}
             for i, _ in enumerate(setup.recipe.decays)

@@ -93,7 +93,7 @@ class Setup:
             ),
             "skips": (af.skip_nonfinite(),),
         }
-        compress = af.compress(
+        compress = af.compress_grads(
             "powersgd",
             matrix_approximation_rank=self.rank,
             start_powerSGD_iter=self.start,
@@ -107,7 +107,7 @@ class Setup:
         return af.TrainState.create(
             model=Net,
             optimizer=partial(torch.optim.SGD, lr=LR),
-            data=af.Data(self.samples(), batch_size=self.batch_size),
+            data=af.Data(self.samples(), global_batch_size=self.batch_size),
             setup=self.chain(self.beside[0]),
             world=world,
         )

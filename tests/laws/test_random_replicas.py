@@ -57,7 +57,7 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[M
                 {n: p.clone() for n, p in af.eval_params(state).items()},
                 {str(i): kept[key] for i, key in enumerate(_in_order(kept, state))},
                 state.buffers["seen"].clone(),
-                float(af.mean(metrics, world)["loss"]),
+                float(metrics.all_reduce_mean(world)["loss"]),
                 state.num_skipped,
             )
         )

@@ -85,7 +85,7 @@ class Setup:
             schedule=schedule,
             data=af.Data(
                 recipe.samples(),
-                batch_size=self.batch_size,
+                global_batch_size=self.batch_size,
                 shuffle=self.shuffle,
                 remainder=self.remainder,
             ),
@@ -163,7 +163,7 @@ def train(setup: Setup, world: af.World, folder: Path, *, first: bool) -> Seen:
     for batch in islice(af.batches(state) if number else (), number):
         state, metrics = step(state, batch)
         seen.params.append(af.full_params(state, at="train"))
-        seen.losses.append(float(af.mean(metrics, world)["loss"]))
+        seen.losses.append(float(metrics.all_reduce_mean(world)["loss"]))
         seen.skipped.append(state.num_skipped)
         parts = zip(batch.parts_indices, batch.weights, strict=True)
         seen.rows.append([i for rows, w in parts if w != 0 for i in rows.tolist()])

@@ -135,7 +135,7 @@ class Setup:
         return af.TrainState.create(
             model=Net,
             optimizer=partial(torch.optim.SGD, lr=LR),
-            data=af.Data(self.samples(), batch_size=self.batch_size),
+            data=af.Data(self.samples(), global_batch_size=self.batch_size),
             setup=af.chain(
                 af.shard_data(),
                 reduce[self.reduce],
@@ -250,7 +250,7 @@ def train(setup: Setup, world: af.World) -> list[Moment]:
             Moment(
                 af.full_params(state, at="train"),
                 state.buffers["seen"].clone(),
-                af.mean(metrics, world),
+                metrics.all_reduce_mean(world),
                 cursor.epoch * setup.n + cursor.samples,
             )
         )

@@ -165,7 +165,7 @@ def draws_of(
     state = af.TrainState.create(
         model=Drawing,
         optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-        data=af.Data(torch.ones(24, 2).double(), batch_size=8),
+        data=af.Data(torch.ones(24, 2).double(), global_batch_size=8),
         setup=setup,
         world=world,
         seed=seed,
@@ -175,9 +175,9 @@ def draws_of(
     noted: list[Draws] = []
     users: list[Draws] = []
     step = af.make_step(functools.partial(noting, noted))
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         for purpose, shared in itertools.product(("one", "two"), (False, True)):
-            with af.rng(state, purpose, shared=shared):
+            with af.fork_rng(state, purpose, shared=shared):
                 users.append(tuple(torch.rand(4, dtype=torch.float64).tolist()))
         state, _ = step(state, batch)
     return noted, users, first

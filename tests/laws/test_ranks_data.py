@@ -56,13 +56,13 @@ def test_augmentation_does_not_depend_on_the_world(
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(3, 1),
             optimizer=torch.optim.SGD,
-            data=af.Data(Augmented(n), batch_size=batch_size, shuffle=True),
+            data=af.Data(Augmented(n), global_batch_size=batch_size, shuffle=True),
             setup=setup,
             world=world,
             seed=seed,
         )
         found: dict[tuple[int, int], torch.Tensor] = {}
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             rows = torch.cat(batch.micro_batches)
             for i, row in zip(batch.indices.tolist(), rows, strict=True):
                 assert row[0] == i
@@ -90,7 +90,7 @@ def drawing(draw: st.DrawFn, num_workers: int = 0) -> af.Data:
     largest = min(n, 24) if remainder == "drop" else 24
     return af.Data(
         Drawing(n),
-        batch_size=draw(st.integers(min(largest, max(1, n // 15)), largest)),
+        global_batch_size=draw(st.integers(min(largest, max(1, n // 15)), largest)),
         shuffle=True,
         remainder=remainder,
         num_workers=num_workers,

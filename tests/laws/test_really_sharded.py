@@ -82,14 +82,14 @@ def test_each_rank_has_its_share_and_no_more(
     axes=st.sampled_from(AXES),
     units=st.sampled_from([None, Block, torch.nn.Linear]),
     reshard=st.booleans(),
-    accumulate=st.sampled_from(["whole", "sharded"]),
+    keep_grads=st.sampled_from(["whole", "sharded"]),
     dtypes=st.tuples(*[st.sampled_from([None, torch.float32])] * 2),
 )
 def test_what_crosses_the_ranks_is_units(
     run: Run,
     axes: dict[str, int],
     units: Any,
-    accumulate: Any,
+    keep_grads: Any,
     dtypes: Any,
     *,
     reshard: bool,
@@ -100,7 +100,7 @@ def test_what_crosses_the_ranks_is_units(
     wrap = af.wrap_fsdp(
         units,
         reshard_after_forward=reshard,
-        accumulate=accumulate,
+        keep_grads=keep_grads,
         gather_dtype=dtypes[0],
         reduce_dtype=dtypes[1],
     )
@@ -130,7 +130,7 @@ def test_what_crosses_the_ranks_is_units(
             size * width[dtypes[0]] for size in each * run.micro * copies
         )
     shares = axes["dp_shard"]
-    rounds = run.micro if accumulate == "sharded" else 1
+    rounds = run.micro if keep_grads == "sharded" else 1
     trained = [_size(unit, shares, trained=True) for unit in inside]
     trained.append(_size(net, shares, trained=True) - sum(trained))
     assert sorted(scatters) == sorted(

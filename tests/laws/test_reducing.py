@@ -44,7 +44,7 @@ class HalvesTheSum:
 
     def reduce(self, grads, slot, update):
         own = weight_of(grads, update.world)
-        sums, weight = af.reduce((grads.tensors, own), update.world)
+        sums, weight = af.all_reduce((grads.tensors, own), update.world)
         return grads.with_sums({n: s / 2 for n, s in sums.items()}, weight), slot
 
 
@@ -86,7 +86,7 @@ class OffBy:
 
     def reduce(self, grads, slot, update):
         world = update.world
-        sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+        sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
         if world.rank == self.rank and not self.name_:
             weight = torch.nextafter(weight, 2 * weight + 1)
         elif world.rank == self.rank:
@@ -107,7 +107,7 @@ def test_sums_that_differ_by_rank_are_refused(
     culprit = data.draw(st.integers(0, size - 1))
     setup = af.chain(af.shard_data(), OffBy(culprit, name_=name))
     run = Run(n=7, batch_size=7, updates=1, setup=setup)
-    with pytest.raises(af.ReplicaMismatchError) as caught:
+    with pytest.raises(af.errors.ReplicaMismatchError) as caught:
         simulate(size, lambda world: programs.train(world, run))
     told = str(caught.value)
     assert f": {name or 'the weight'}: " in told
@@ -120,7 +120,7 @@ class OwnWeight:
 
     def reduce(self, grads, slot, update):
         own = weight_of(grads, update.world)
-        sums, weight = af.reduce((grads.tensors, own), update.world)
+        sums, weight = af.all_reduce((grads.tensors, own), update.world)
         means = {n: s / weight * own.clamp(min=1) for n, s in sums.items()}
         return grads.with_tensors(means), slot
 
@@ -139,9 +139,9 @@ class OnItsOwn:
 def test_a_weight_of_one_rank_is_refused(run: Run, size: int) -> None:
     """A7: gradients that each rank would divide by a weight of its own are not applied."""
     run = attrs.evolve(run, setup=af.chain(af.shard_data(), OwnWeight()))
-    with pytest.raises(af.GradsError, match="with_sums"):
+    with pytest.raises(af.errors.GradsError, match="with_sums"):
         simulate(size, lambda world: programs.train(world, run))
-    with pytest.raises(af.GradsError, match="with_sums"):
+    with pytest.raises(af.errors.GradsError, match="with_sums"):
         programs.train(single(), run)
     apart = attrs.evolve(run, setup=af.chain(af.shard_data(), OnItsOwn()))
     local = attrs.evolve(
@@ -169,6 +169,6 @@ class RoundsAtRandom:
 
     def reduce(self, grads, slot, update):
         world = update.world
-        sums, weight = af.reduce((grads.tensors, weight_of(grads, world)), world)
+        sums, weight = af.all_reduce((grads.tensors, weight_of(grads, world)), world)
         rounded = {n: (s + torch.rand_like(s)).floor() for n, s in sums.items()}
         return grads.with_sums(rounded, weight), slot

@@ -245,7 +245,7 @@ def test_the_newest_state_is_what_all_go_on_from(
         first = state.copy()
         state = training.train(state, 2)
         second = state.copy()
-        with pytest.raises(af.PeerFailedError):
+        with pytest.raises(af.errors.PeerFailedError):
             training.train(state, 2)
         state = af.regroup(first if world.rank in late else second)
         return state.step, tensors(state)
@@ -264,7 +264,7 @@ def test_where_all_are_there_nothing_changes(size: int, updates: int) -> None:
 
     def fn(world: af.World) -> bool:
         state = training.train(training.state(world), updates)
-        pending = af.start_reduce(torch.ones(1), world)
+        pending = af.start_all_reduce(torch.ones(1), world)
         state = state.with_slot("mine", {"on its way": pending})
         return af.regroup(state) is state and pending.has_arrived
 

@@ -50,30 +50,34 @@ def test_what_cannot_be_regrouped_is_refused():
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
 
     def not_elastic(world: af.World) -> None:
-        with pytest.raises(af.WorldError, match="accelfn launch --elastic MIN:MAX"):
+        with pytest.raises(
+            af.errors.WorldError, match="accelfn launch --elastic MIN:MAX"
+        ):
             af.regroup(training.state(world))
 
     def part(world: af.World) -> None:
-        with pytest.raises(af.WorldError, match="in a part of a world, of 1 ranks"):
+        with pytest.raises(
+            af.errors.WorldError, match="in a part of a world, of 1 ranks"
+        ):
             af.regroup(training.state(world.split(size=1)))
 
     simulate(2, not_elastic)
     simulate(2, part, elastic=1)
-    with pytest.raises(af.WorldError, match="accelfn launch --elastic MIN:MAX"):
+    with pytest.raises(af.errors.WorldError, match="accelfn launch --elastic MIN:MAX"):
         af.regroup(training.state(None))
     for options, said in (
         ({"elastic": 3}, r"elastic=3\): expected the fewest ranks .* 1 to 2"),
         ({"elastic": 1, "axes": {"dp_shard": 2}}, "Leave out axes= or elastic="),
         ({"faults": [Crash(1, step=1, returns=2)]}, "may continue: elastic=1"),
     ):
-        with pytest.raises(af.ArgumentError, match=said):
+        with pytest.raises(af.errors.ArgumentError, match=said):
             simulate(2, not_elastic, **options)
 
 
 def test_a_part_of_a_model_that_is_gone_is_missed():
     """Of a model that is split no checkpoint in memory is left; those on a disk are."""
     training = Training(setup=af.wrap_fsdp(), every=1, updates=6)
-    with pytest.raises(af.StateError, match="Continue from the last checkpoint"):
+    with pytest.raises(af.errors.StateError, match="Continue from the last checkpoint"):
         simulate(
             3,
             lambda world: elastic(world, training),
@@ -102,10 +106,12 @@ def test_who_has_not_come_in_does_not_train_alone():
         came_late = world.size == 1
         state = training.state(world)
         if came_late:
-            with pytest.raises(af.WorldError, match=r"state = af\.regroup\(state\)"):
+            with pytest.raises(
+                af.errors.WorldError, match=r"state = af\.regroup\(state\)"
+            ):
                 training.train(state, 1)
             return
-        with pytest.raises(af.PeerFailedError):
+        with pytest.raises(af.errors.PeerFailedError):
             training.train(state, 3)
         training.train(af.regroup(state), 3)
 
@@ -120,7 +126,7 @@ def test_whoever_comes_back_in_vain_is_told_of():
         state = training.state(world)
         if world.size == 1:
             af.regroup(state)
-        with pytest.raises(af.PeerFailedError):
+        with pytest.raises(af.errors.PeerFailedError):
             training.train(state.copy(), 2)
         training.train(af.regroup(state), 5)
 
@@ -134,10 +140,14 @@ def test_the_old_world_says_where_the_ranks_are():
 
     def fn(world: af.World) -> int:
         state = training.state(world)
-        with pytest.raises(af.PeerFailedError, match="rank 1 crashed, as planned"):
+        with pytest.raises(
+            af.errors.PeerFailedError, match="rank 1 crashed, as planned"
+        ):
             training.train(state, 3)
         state = af.regroup(state)
-        with pytest.raises(af.WorldError, match=r"use the world of the new state"):
+        with pytest.raises(
+            af.errors.WorldError, match=r"use the world of the new state"
+        ):
             af.barrier(world)
         af.barrier(state.world)
         return state.world.rank

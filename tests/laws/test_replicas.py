@@ -44,7 +44,7 @@ def test_the_next_check_finds_one_element_of_one_rank(
             update = state.step + 1
             try:
                 state, _ = run.train(state, 1)
-            except af.ReplicaMismatchError as error:
+            except af.errors.ReplicaMismatchError as error:
                 return update, str(error)
         return 0, ""
 
@@ -173,7 +173,7 @@ def test_whatever_differs_in_a_state_is_named(field, culprit):
         af.assert_replicas_agree(state)
         if world.rank == culprit:
             state = FIELDS[field](state, swapped)
-        with pytest.raises(af.ReplicaMismatchError) as told:
+        with pytest.raises(af.errors.ReplicaMismatchError) as told:
             af.assert_replicas_agree(state)
         return str(told.value)
 
@@ -237,7 +237,7 @@ def test_any_leaf_of_a_slot_is_compared(
         state = Run().state(world).with_slot("mine", around(kinds, mine))
         try:
             af.assert_replicas_agree(state)
-        except af.ReplicaMismatchError as error:
+        except af.errors.ReplicaMismatchError as error:
             return str(error)
         return ""
 

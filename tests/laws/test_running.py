@@ -38,7 +38,7 @@ def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
     """Train in a loop; return the state, and what was seen every so often."""
     step, seen, told = af.make_step(LOSSES[run.loss]), af.Metrics({}), []
     in_epochs = isinstance(until, af.epochs)
-    for batch in af.batches(state, epochs=until.count if in_epochs else None):
+    for batch in af.batches(state, until_epoch=until.count if in_epochs else None):
         before = state.step
         state, metrics = step(state, batch)
         assert state.cursor == batch.cursor  # skipped or not, it was seen
@@ -48,7 +48,7 @@ def by_hand(state: af.TrainState, run: Run, until: Any, period: Any) -> Any:
         else:  # a skipped update has no number
             due = state.step % period == 0 and state.step > before
         if due:
-            told.append((af.mean(seen, state.world), state.step))
+            told.append((seen.all_reduce_mean(state.world), state.step))
             seen = af.Metrics({})
         if not in_epochs and state.step == until:
             break
@@ -75,7 +75,9 @@ def test_it_is_the_loop(
             run.state(world),
             af.make_step(LOSSES[run.loss]),
             until=until,
-            actions={period: lambda state, metrics: af.mean(metrics, state.world)},
+            actions={
+                period: lambda state, metrics: metrics.all_reduce_mean(state.world)
+            },
             track=lambda numbers, update: told.append((dict(numbers), update)),
         )
         expected, seen = by_hand(run.state(world), run, until, period)

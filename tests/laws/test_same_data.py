@@ -94,7 +94,7 @@ def told(
         )
         try:
             if by in SETUPS:
-                af.build(state)
+                af.prepare_engine(state)
             elif by == "evaluate":
                 af.evaluate(state, data, lambda _, batch: _first(batch).mean())
             else:
@@ -115,7 +115,7 @@ def built(data: af.Data, world: af.World) -> str:
         setup=SETUPS["ddp"],
         world=world,
     )
-    return _raised(lambda _: af.build(state), world)
+    return _raised(lambda _: af.prepare_engine(state), world)
 
 
 def _first(batch: Any) -> torch.Tensor:
@@ -253,7 +253,7 @@ def test_batches_of_each_rank_are_seen(
     def rank(world: af.World) -> str:
         own, options = (costs, other)[world.rank], {}
         if by == "budget":
-            options = {"batch_size": af.budget(own, limit=8), "shuffle": shuffle}
+            options = {"batch_size": af.token_budget(own, limit=8), "shuffle": shuffle}
         else:
             ends = np.cumsum(own).clip(max=n)
             parts = np.split(np.arange(n), ends[ends < n])
@@ -293,7 +293,7 @@ def test_ranks_that_read_otherwise_are_told(
     """Before a sample is read: of which option they differ; by whichever call they meet first."""
 
     def rank(world: af.World) -> str:
-        data = af.Data(Stream(), batch_size=4, **READERS[readers[world.rank]])
+        data = af.Data(Stream(), global_batch_size=4, **READERS[readers[world.rank]])
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 1, 1),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -304,12 +304,12 @@ def test_ranks_that_read_otherwise_are_told(
 
         def train(_: af.World) -> None:
             step, trained = af.make_step(lambda model, x: model(x).mean()), state
-            for batch in af.batches(trained, epochs=epochs):
+            for batch in af.batches(trained, until_epoch=epochs):
                 trained, _ = step(trained, batch)
 
         ways = {
             "loop": train,
-            "build": lambda _: af.build(state),
+            "build": lambda _: af.prepare_engine(state),
             "evaluate": lambda _: af.evaluate(state, data, lambda _, x: x.mean()),
         }
         return _raised(ways[by], world)
@@ -333,7 +333,7 @@ def test_data_that_name_themselves_are_compared_by_name():
         assert told(2, lambda rank: paths[rank], by, fingerprint="one") == {""}
 
     def named(world: af.World) -> None:
-        data = af.Data(paths[0], batch_size=2, fingerprint=f"{world.rank}")
+        data = af.Data(paths[0], global_batch_size=2, fingerprint=f"{world.rank}")
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 1, 1), optimizer=torch.optim.SGD, world=world
         )
@@ -427,7 +427,7 @@ def test_objects_are_known_by_what_they_hold(
     one, other = rows
     make = SHAPES[shape]
     prints = [
-        af.Data([make(each)], batch_size=1).facts["fingerprint"]
+        af.Data([make(each)], global_batch_size=1).facts["fingerprint"]
         for each in (one, one, other)
     ]
     assert prints[0] == prints[1]
@@ -448,6 +448,6 @@ def test_digits_that_are_cut_elsewhere_are_other_data(
     cuts = [min(cut, len(digits) - 1) for cut in cuts]
     samples = [(int(digits[:cut]), int(digits[cut:])) for cut in cuts]
     one, other = (
-        af.Data([each], batch_size=1).facts["fingerprint"] for each in samples
+        af.Data([each], global_batch_size=1).facts["fingerprint"] for each in samples
     )
     assert (one == other) == (samples[0] == samples[1])

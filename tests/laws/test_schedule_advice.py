@@ -166,7 +166,7 @@ def test_one_rank_tells():
             setup=DDP,
             world=world,
         )
-        af.build(state)
+        af.prepare_engine(state)
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -27,8 +27,8 @@ SETUPS = {
     "ddp": DDP,
     "unused": af.chain(SHARD, af.wrap_ddp(find_unused_parameters=True)),
     "small buckets": af.chain(SHARD, af.wrap_ddp(bucket_cap_mb=0.00005)),
-    "bf16": af.chain(DDP, af.compress("bf16"), af.autocast("bf16")),
-    "powersgd": af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=0)),
+    "bf16": af.chain(DDP, af.compress_grads("bf16"), af.autocast("bf16")),
+    "powersgd": af.chain(DDP, af.compress_grads("powersgd", start_powerSGD_iter=0)),
     "clipped": af.chain(DDP, af.clip_grad_norm(1.0), af.ema(0.5)),
     "local": af.chain(SHARD, af.local_sgd(sync_every=2)),
     "local, all": af.chain(SHARD, af.local_sgd(sync_every=1, opt_state=True)),
@@ -58,7 +58,7 @@ def training(run: Run, setup: object) -> Callable[[af.World], af.TrainState]:
 
     def program(world: af.World) -> af.TrainState:
         state, _ = split.train(split.state(world))
-        af.gather_objects({"rank": world.rank}, world, label="who is who")
+        af.all_gather_objects({"rank": world.rank}, world, label="who is who")
         return af.finalize(state)
 
     return program
@@ -155,7 +155,7 @@ def test_what_needs_values_is_refused_by_name(kind: str, run: Run) -> None:
     """What compiles a model, or decides by its numbers."""
     setup, named = REFUSED[kind]
     error = refusal(training(run, setup))
-    assert isinstance(error, af.Error)
+    assert isinstance(error, af.errors.Error)
     assert named in str(error)
     assert 'device="cpu"' in str(error)
 
@@ -168,7 +168,7 @@ def test_what_would_be_sent_in_another_dtype_is_refused(
     """torch computes in the model's own dtype on meta, whatever `autocast` says."""
     cast = af.autocast(precision)
     speech = Speech(n=4, batch_size=2, plan=SEQUENCE)
-    with pytest.raises(af.Error, match="another dtype") as caught:
+    with pytest.raises(af.errors.Error, match="another dtype") as caught:
         parts_of(speech, lying, "meta", cast)
     assert repr(cast) in str(caught.value)
 
@@ -193,7 +193,7 @@ def test_a_program_that_reads_a_value_is_told_where(reads: Any) -> None:
         reads(metrics[-1], world)
 
     error = refusal(program)
-    assert isinstance(error, af.Error)
+    assert isinstance(error, af.errors.Error)
     assert "reads a value, and tensors on the meta device have no values" in str(error)
 
 
@@ -209,7 +209,7 @@ def test_a_loss_that_reads_a_value_is_told_where(lying: Lying, speech: Speech) -
         state = speech.state(world, *lying.setup(speech.plan))
         af.make_step(reading)(state, next(iter(af.batches(state))))
 
-    with pytest.raises(af.Error) as caught:
+    with pytest.raises(af.errors.Error) as caught:
         simulate(2, program, axes=lying.axes, device="meta")
     line = reading.__code__.co_firstlineno + 1
     assert f"{Path(__file__).name}:{line} reads a value" in str(caught.value)

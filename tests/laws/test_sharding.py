@@ -36,7 +36,10 @@ def test_parts_partition_every_batch(
     n: int, batch_size: int, remainder: str, size: int, k: int
 ) -> None:
     """Concatenated in rank order the parts are the batch; sizes differ by at most one."""
-    plans = [af.Plan(rank=r, num_shares=size, num_micro_batches=k) for r in range(size)]
+    plans = [
+        af.typing.Plan(rank=r, num_shares=size, num_micro_batches=k)
+        for r in range(size)
+    ]
     cut = EvenCut(n, batch_size, remainder)
     batches = list(cut.spans(0))
     assert len(batches) == cut.num_batches(0)
@@ -67,7 +70,7 @@ def test_micro_batch_size_bounds_parts(
     """With micro_batch_size no part is larger, and every rank has as many parts."""
     made = []
     for rank in range(size):
-        plan = af.Plan(rank=rank, num_shares=size, micro_batch_size=micro)
+        plan = af.typing.Plan(rank=rank, num_shares=size, micro_batch_size=micro)
         for batch in EvenCut(n, batch_size, remainder).spans(0):
             parts = plan.parts(batch)
             assert all(high - low <= micro for low, high in parts)
@@ -92,12 +95,12 @@ def test_shuffle_is_a_bijection(n: int, seed: int, epoch: int) -> None:
 @given(seed=st.integers(0, 1000))
 def test_order_changes_with_epoch_and_seed(seed: int) -> None:
     """Two epochs, and two seeds, have different orders."""
-    data = af.Data(list(range(50)), batch_size=50, shuffle=True)
+    data = af.Data(list(range(50)), global_batch_size=50, shuffle=True)
     orders = set()
     for each in (seed, seed + 1, seed + 2**32):
         state = state_of(data, seed=each, setup=None)
         for epoch in (0, 1, 2**32):
-            at = attrs.evolve(state, cursor=af.Cursor(epoch))
+            at = attrs.evolve(state, cursor=af.typing.Cursor(epoch))
             orders.add(tuple(next(iter(af.batches(at))).indices.tolist()))
     assert len(orders) == 9
 
@@ -128,7 +131,7 @@ def read_all(
     """Return every sample in order, in one process, perhaps cut and resumed."""
     state = state_of(data, seed=seed, setup=setup)
     seen: list[int] = []
-    for i, batch in enumerate(af.batches(state, epochs=2)):
+    for i, batch in enumerate(af.batches(state, until_epoch=2)):
         if i == cut:
             break
         seen += batch.indices[~batch.filler].tolist()
@@ -136,8 +139,10 @@ def read_all(
     if cut is None or cut == 0:
         return seen
     resumed = attrs.evolve(state, cursor=cursor)
-    assert len(af.batches(resumed, epochs=2)) + cut == len(af.batches(state, epochs=2))
-    for batch in af.batches(resumed, epochs=2):
+    assert len(af.batches(resumed, until_epoch=2)) + cut == len(
+        af.batches(state, until_epoch=2)
+    )
+    for batch in af.batches(resumed, until_epoch=2):
         seen += batch.indices[~batch.filler].tolist()
     return seen
 
@@ -157,7 +162,7 @@ def test_resuming_at_any_batch_gives_the_very_rest(
     if remainder == "drop":
         n = max(n, batch_size)
     data = af.Data(
-        list(range(n)), batch_size=batch_size, shuffle=True, remainder=remainder
+        list(range(n)), global_batch_size=batch_size, shuffle=True, remainder=remainder
     )
     setup = af.accumulate(num_micro_batches=parts)
     whole = read_all(data, seed=seed, setup=setup)

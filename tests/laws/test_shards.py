@@ -39,7 +39,7 @@ def trained(world: af.World, run: Run, *engine: object, updates: int = 3) -> Fou
     state, step, means = run.state(world, *engine), af.make_step(LOSSES[run.loss]), []
     for batch in run.batches(state, updates):
         state, metrics = step(state, batch)
-        means.append(af.mean(metrics, world))
+        means.append(metrics.all_reduce_mean(world))
     return tensors(state), means, (state.step, state.num_skipped)
 
 

@@ -115,7 +115,7 @@ def seen_by(
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(2, 1).double(),
             optimizer=functools.partial(torch.optim.SGD, lr=0.5),
-            data=af.Data(torch.ones(24, 2).double(), batch_size=8),
+            data=af.Data(torch.ones(24, 2).double(), global_batch_size=8),
             setup=af.chain(
                 af.shard_data(),
                 af.wrap_ddp() if world.size > 1 else None,
@@ -127,7 +127,7 @@ def seen_by(
             name=name,
         )
     kept = [state.slots[noting.name]]
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         with in_modes(*modes):
             state, _ = step(state, batch)
         kept.append(state.slots[noting.name])
@@ -233,7 +233,7 @@ def test_what_is_loaded_draws_by_its_own_seed(
     So do transforms, losses and the first factors of PowerSGD, if it starts at all.
     """
     step = af.make_step(lambda model, x: model(x * torch.rand(())).square().mean())
-    sends = starts is not None and af.compress(
+    sends = starts is not None and af.compress_grads(
         "powersgd", start_powerSGD_iter=starts, min_compression_rate=0
     )
 

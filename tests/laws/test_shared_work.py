@@ -40,7 +40,7 @@ def said(size: int, fn: Callable[[af.World], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         simulate(size, fn)
-    assert {each.category for each in found} <= {af.Warning}
+    assert {each.category for each in found} <= {af.AccelfnWarning}
     return [str(each.message) for each in found]
 
 
@@ -73,7 +73,7 @@ def test_ranks_that_do_the_same_work_are_told(
             REDUCED[by],
             af.accumulate(num_micro_batches=parts),
         )
-        state = create(world, setup, af.Data(rows, batch_size=batch_size))
+        state = create(world, setup, af.Data(rows, global_batch_size=batch_size))
         step = af.make_step(loss_fn)
         for _, batch in zip(range(updates), af.batches(state), strict=False):
             state, _ = step(state, batch)
@@ -107,15 +107,15 @@ def test_values_that_are_not_cut_are_told(
     has_data = has_data or way in ("batches", "first batches")
 
     def rank(world: af.World) -> None:
-        data = af.Data(X, batch_size=6) if has_data else None
+        data = af.Data(X, global_batch_size=6) if has_data else None
         state = create(world, af.chain(af.shard_data(), REDUCED[by]), data)
         step = af.make_step(loss_fn)
         value = X + world.rank if way in ("own plain", "lockstep") else X
         given: list[Any] = [value, value.clone()]
         if way == "lockstep":
-            given = list(af.lockstep(given, world))
+            given = list(af.join_uneven(given, world))
         elif way == "batches":
-            given = list(af.batches(state, epochs=1))
+            given = list(af.batches(state, until_epoch=1))
         elif way == "first batches":
             given = [next(iter(af.batches(state))), value, value.clone()]
         for batch in given:
@@ -131,7 +131,7 @@ def test_values_that_are_not_cut_are_told(
         assert len(told) == 1
         only = told[0]
         assert "got the same value on all" in only
-        assert "af.batches(state, epochs=...)" in only
+        assert "af.batches(state, until_epoch=...)" in only
     else:
         assert told == []
 
@@ -156,16 +156,18 @@ def test_batches_that_another_state_cut_are_told(
 
     def rank(world: af.World) -> None:
         setup = af.chain(af.shard_data(), af.wrap_ddp())
-        data = af.Data(X, batch_size=batch_size)
+        data = af.Data(X, global_batch_size=batch_size)
         if of == "a stream of its own":
-            data = af.Data(Stream(1 + 9 * world.rank), batch_size=size, sharded=True)
+            data = af.Data(
+                Stream(1 + 9 * world.rank), global_batch_size=size, sharded=True
+            )
         state = create(world, setup, data)
         source = {
             "another's": lambda: create(world, setup, data, name="other"),
             "one before": lambda: create(world, None, data),
         }.get(of, lambda: state)()
         step = af.make_step(loss_fn)
-        for batch in list(af.batches(source, epochs=1)):
+        for batch in list(af.batches(source, until_epoch=1)):
             state, _ = step(state.with_setup(setup), batch)
 
     told = said(size, rank)

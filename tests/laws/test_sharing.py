@@ -119,19 +119,19 @@ def collected(scene: Scene) -> Any:
     given, world = dict(scene.state.params), scene.world
     one = {"w": given["inner.weight"]}
     return [
-        *(call(one, world) for call in (af.reduce, af.gather, af.broadcast)),
-        af.start_reduce(one, world, "min").wait(),
-        af.reduce(given, world, "mean"),
-        af.reduce(given, world, "max", weight=None),
-        af.reduce(given, world, "mean", weight=2),
-        af.gather(given, world),
-        af.gather_ragged({"w": given["inner.weight"]}, world),
+        *(call(one, world) for call in (af.all_reduce, af.all_gather, af.broadcast)),
+        af.start_all_reduce(one, world, "min").wait(),
+        af.all_reduce(given, world, "mean"),
+        af.all_reduce(given, world, "max", weight=None),
+        af.all_reduce(given, world, "mean", weight=2),
+        af.all_gather(given, world),
+        af.all_gather({"w": given["inner.weight"]}, world, ragged=True),
         af.broadcast(given, world),
         af.pad_across({"w": given["inner.weight"]}, world, dim=1),
-        af.start_reduce(given, world).wait(),
-        af.gather_objects({n: p.clone() for n, p in given.items()}, world),
+        af.start_all_reduce(given, world).wait(),
+        af.all_gather_objects({n: p.clone() for n, p in given.items()}, world),
         af.all_to_all([given] * world.size, world),
-        *(call(NOTHING, world) for call in (af.gather_ragged, af.pad_across)),
+        *(call(NOTHING, world) for call in (af.all_gather_ragged, af.pad_across)),
     ]
 
 
@@ -139,8 +139,8 @@ TAKEN: dict[str, Callable[[Scene], Any]] = {
     "a copy": lambda s: fields(s.state.copy()),
     "a deep copy": lambda s: fields(copy.deepcopy(s.state)),
     "with_params": lambda s: dict(s.state.with_params(s.state.params).params),
-    "frozen, to evaluate": lambda s: module_of(af.frozen(s.state)),
-    "frozen, as trained": lambda s: module_of(af.frozen(s.state, at="train")),
+    "frozen, to evaluate": lambda s: module_of(af.snapshot_model(s.state)),
+    "frozen, as trained": lambda s: module_of(af.snapshot_model(s.state, at="train")),
     "full_params, to evaluate": lambda s: af.full_params(s.state),
     "full_params, as trained": lambda s: af.full_params(s.state, at="train"),
     "with_world": lambda s: fields(af.with_world(s.state, s.world)),
@@ -219,7 +219,7 @@ def test_a_wrapper_may_keep_what_it_took(size: int, setup: str, updates: int) ->
 
 
 def bound(scene: Scene) -> Any:
-    with af.bind(scene.state, at="train") as module:
+    with af.borrow_model(scene.state, at="train") as module:
         return {n: p.detach() for n, p in module.named_parameters()}
 
 
@@ -230,7 +230,7 @@ LENT: dict[str, Callable[[Scene], Any]] = {
         s.state.with_trainable(lambda name, _: name not in ("scale", "still"))
     ),
     "with_slot": lambda s: fields(s.state.with_slot("more", 1)),
-    "build": lambda s: fields(af.build(s.state)),
+    "build": lambda s: fields(af.prepare_engine(s.state)),
     "bind": lambda s: {**fields(s.state), "params": bound(s)},
     "a step": lambda s: fields(s.step(s.state)[0]),
 }

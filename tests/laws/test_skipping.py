@@ -421,7 +421,7 @@ def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
         state = af.TrainState.create(
             model=lambda: nn.Linear(2, 5),
             optimizer=functools.partial(torch.optim.SGD, lr=0.25),
-            data=af.Data(torch.ones(16, 2), batch_size=8),
+            data=af.Data(torch.ones(16, 2), global_batch_size=8),
             setup=af.chain(
                 af.accumulate(num_micro_batches=micro), af.shard_data(), split, who
             ),

@@ -91,7 +91,7 @@ def test_a_slice_that_is_missing_is_noticed(
         assert torch.equal(numbered(shape), assemble(whole, torch.int32, parts))
         return
     with pytest.raises(
-        af.CheckpointError, match=rf"{boxes[gone].count} of {whole.count}"
+        af.errors.CheckpointError, match=rf"{boxes[gone].count} of {whole.count}"
     ):
         assemble(whole, torch.int32, parts)
 
@@ -137,7 +137,9 @@ def test_what_no_part_has_is_told(begin: int, count: int, first: int) -> None:
     parts = [(part, values[first:])]
     missing = min(max(first - begin, 0), count)
     if missing:
-        with pytest.raises(af.CheckpointCorruptError, match=f"^{missing} of {count} "):
+        with pytest.raises(
+            af.errors.CheckpointCorruptError, match=f"^{missing} of {count} "
+        ):
             assemble(target, torch.float32, parts)
     else:
         found = assemble(target, torch.float32, parts)

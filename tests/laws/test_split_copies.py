@@ -237,7 +237,7 @@ def test_copies_change_their_layout_when_they_agree(
     def moved(world: af.World) -> None:
         state = split.stepped(run, run.fed(world, *before), updates)
         mine = values(state)
-        listed = af.gather_objects(mine, world)
+        listed = af.all_gather_objects(mine, world)
         setup = af.chain(*after, micro)
         if to != "whole" and any(each != listed[0] for each in listed):
             with pytest.raises(ReplicaMismatchError, match="trained independently"):

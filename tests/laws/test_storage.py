@@ -208,7 +208,7 @@ def test_any_change_of_a_file_is_noticed(
                 given = {"one": fresh} if joint else fresh
                 found = af.load(given, saved)
                 loaded = tensors(found["one"] if joint else found)
-            except af.CheckpointError as error:
+            except af.errors.CheckpointError as error:
                 assert path.name in str(error)  # noqa: PT017 - either of two ways is right
                 return False
             assert differences(expected[world.rank], loaded) == []
@@ -252,7 +252,7 @@ def test_whoever_reads_notices_a_change(
         (saved / name).write_bytes(content)
 
         def read(world: af.World) -> None:
-            with pytest.raises(af.CheckpointCorruptError, match=name):
+            with pytest.raises(af.errors.CheckpointCorruptError, match=name):
                 READERS[reader](run.state(world), saved)
 
         simulate(size, read)
@@ -413,7 +413,9 @@ def test_states_that_are_saved_together_are_what_each_alone_is(
             assert (alone.step, alone.cursor) == (found[name].step, found[name].cursor)
 
     def refuse(world: af.World) -> None:
-        with pytest.raises(af.CheckpointCorruptError, match=f"{mixed}/manifest.json"):
+        with pytest.raises(
+            af.errors.CheckpointCorruptError, match=f"{mixed}/manifest.json"
+        ):
             af.load(fresh(world), root / "both 0")
 
     with lent() as root:

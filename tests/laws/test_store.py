@@ -69,7 +69,7 @@ def test_a_save_that_fails_fails_on_all_ranks(
             try:
                 store.save(to_save(2, world, joint=joint))
                 store.wait()
-            except af.CheckpointWriteError as error:
+            except af.errors.CheckpointWriteError as error:
                 said.append(str(error))
             gather_text("", world, label="tried")
             if world.is_main:
@@ -113,7 +113,7 @@ def test_no_file_is_flushed_twice(at: int, async_: bool) -> None:
                 try:
                     store.save(state_of(1))
                     store.wait()
-                except af.CheckpointWriteError:
+                except af.errors.CheckpointWriteError:
                     continue
                 break
             assert is_of(store.latest, 1)
@@ -291,7 +291,7 @@ def test_an_interrupted_save_can_be_made_again(at: int, async_: bool) -> None:
             store.wait()
             state = state_of(2)
             disk.happens[len(disk.acts) + at] = interrupt
-            with suppress(KeyboardInterrupt, af.CheckpointWriteError):
+            with suppress(KeyboardInterrupt, af.errors.CheckpointWriteError):
                 store.save(state)
                 store.wait()
             disk.happens.clear()

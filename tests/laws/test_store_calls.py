@@ -197,14 +197,14 @@ def saved(
     if model.save(call, number):
         assert store.save(state, metrics=metrics).name == f"step-{call.step:08d}"
         return
-    with pytest.raises(af.CheckpointWriteError, match="exists already"):
+    with pytest.raises(af.errors.CheckpointWriteError, match="exists already"):
         store.save(state, metrics=metrics)
 
 
 def due(store: af.CheckpointStore, model: Model, state: Any, step: int) -> None:
     every = model.options.every
     if every is None:
-        with pytest.raises(af.ArgumentError, match="every="):
+        with pytest.raises(af.errors.ArgumentError, match="every="):
             store.due(state)
     else:
         assert store.due(state) == (step > 0 and step % every == 0)
@@ -218,7 +218,9 @@ def restored(
         assert store.restore(first) is first
         return
     if step is not None and step not in model.there:
-        with pytest.raises(af.CheckpointError, match=f"no checkpoint of step {step};"):
+        with pytest.raises(
+            af.errors.CheckpointError, match=f"no checkpoint of step {step};"
+        ):
             store.restore(first, step=step)
         return
     chosen = max(model.there) if step is None else step
@@ -243,7 +245,7 @@ def agrees(store: af.CheckpointStore, model: Model) -> None:
         for manifest in manifests.values():
             assert bool(manifest.kept) == (frozen == "hash")
     if model.options.keep_best is None:
-        with pytest.raises(af.ArgumentError, match="keep_best="):
+        with pytest.raises(af.errors.ArgumentError, match="keep_best="):
             _ = store.best
         return
     best = [f"step-{step:08d}" for step in model.best()]
@@ -263,7 +265,7 @@ class Sampled:
     def data(self) -> af.Data:
         return af.Data(
             torch.zeros(self.samples, 2),
-            batch_size=self.batch_size,
+            global_batch_size=self.batch_size,
             remainder=self.remainder,
             shuffle=self.order,
             fingerprint=self.fingerprint,
@@ -319,7 +321,7 @@ def test_data_may_differ_in_what_is_allowed(
             if changed <= allow:
                 assert call().params["bias"].item() == 7.0
             else:
-                with pytest.raises(af.CheckpointError, match="with other data"):
+                with pytest.raises(af.errors.CheckpointError, match="with other data"):
                     call()
 
     with lent() as root:

@@ -152,7 +152,7 @@ def test_workers_read_as_one(
 def test_a_stream_goes_on_from_any_sample(case: Case, place: int) -> None:
     """Batches are cut from there, as those of a map, though no batch of the epoch ended there."""
     least = case.batch_size if case.remainder == "drop" else 1  # that are left
-    start = af.Cursor(0, min(place, case.n - least))
+    start = af.typing.Cursor(0, min(place, case.n - least))
     how: dict[str, Any] = {"parts": case.parts, "seed": case.seed, "start": start}
     expected = read(single(), case.data(Drawing(case.n)), **how)
     for kind in (Counting, Remembering):
@@ -257,7 +257,7 @@ def test_a_stream_is_read_again(case: Case, at: int) -> None:
     cursor = whole[min(at, len(whole) - 1)].cursor
     rest = whole[min(at, len(whole) - 1) + 1 :]
     if cursor.samples:
-        with pytest.raises(af.DataError, match="stream without state"):
+        with pytest.raises(af.errors.DataError, match="stream without state"):
             read(single(), given, start=cursor)
     again = read(single(), case.data(Counting(case.n), replay=True), start=cursor)
     assert plain(again) == plain(rest)
@@ -290,7 +290,7 @@ def test_saving_and_peeking_change_nothing(
             setup=af.shard_data() if world.size == 1 else SHARDED,
             world=world,
         )
-        for i, batch in enumerate(af.batches(state, epochs=2)):
+        for i, batch in enumerate(af.batches(state, until_epoch=2)):
             found.append(batch)
             state, _ = step(state, batch)
             if i in saves:
@@ -353,7 +353,7 @@ def test_a_stream_of_datasets_that_was_looked_at_comes_whole(
         return [x for batch in batches for x in batch.value["x"].tolist()]
 
     def data(stream: Any) -> af.Data:
-        return af.Data(stream, batch_size=3)
+        return af.Data(stream, global_batch_size=3)
 
     expected = [row["x"] for row in made()] * 2
     looked = made()
@@ -377,14 +377,16 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
         state = af.TrainState.create(
             model=lambda: torch.nn.Linear(1, 1),
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
-            data=af.Data(stream, batch_size=2),
+            data=af.Data(stream, global_batch_size=2),
             setup=af.shard_data(),
             world=world,
         )
-        return af.batches(state, epochs=2)
+        return af.batches(state, until_epoch=2)
 
     def one(world: af.World) -> list[int]:
-        rows = [af.gather(batch.value[:, 0], world).tolist() for batch in loop(world)]
+        rows = [
+            af.all_gather(batch.value[:, 0], world).tolist() for batch in loop(world)
+        ]
         return [int(x) for row in rows for x in row]
 
     def two(world: af.World) -> list[list[int]]:
@@ -396,7 +398,9 @@ def test_a_stream_with_one_state_is_read_by_one_loop(kind: Any, by: str) -> None
         return list(simulate(2, one)) if by == "ranks" else two(single())
 
     if kind in (Remembering, Put):
-        with pytest.raises(af.DataError, match=f"{kind.__name__}.*a second loop"):
+        with pytest.raises(
+            af.errors.DataError, match=f"{kind.__name__}.*a second loop"
+        ):
             run()
     else:
         assert run() == [[*range(8)] * 2] * 2
@@ -417,7 +421,7 @@ def test_a_stream_draws_anew_at_every_place(
     """What torch, numpy and Python draw differs between positions, epochs and seeds."""
     rows = []
     for each in (seed, seed + 2**32):
-        data = af.Data(Counting(n), batch_size=batch_size, **READ[how])
+        data = af.Data(Counting(n), global_batch_size=batch_size, **READ[how])
         for batch in read(single(), data, seed=each):
             rows += batch.value[:, 1:].tolist()
     for column in zip(*rows, strict=True):
@@ -448,7 +452,9 @@ def test_a_stream_is_evaluated_on_each_sample_once(
             optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
             world=world,
         )
-        data = af.Data(kind(n), batch_size=batch_size, remainder=remainder, **READ[how])
+        data = af.Data(
+            kind(n), global_batch_size=batch_size, remainder=remainder, **READ[how]
+        )
         for _ in range(2):
             seen = af.predict(state, data, lambda _, batch: batch[:, 0])
             assert list(range(n)) == [int(each) for each in seen]

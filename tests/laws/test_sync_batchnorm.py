@@ -83,7 +83,7 @@ class Case:
             optimizer=functools.partial(torch.optim.SGD, lr=0.125, momentum=0.5),
             data=af.Data(
                 torch.utils.data.TensorDataset(inputs, draw(self.n, 2)),
-                batch_size=self.batch_size,
+                global_batch_size=self.batch_size,
                 shuffle=True,
             ),
             setup=af.chain(*setup),
@@ -93,7 +93,7 @@ class Case:
     def train(self, world: af.World, *setup: object) -> list[Found]:
         state, step = self.state(world, *setup), af.make_step(self.loss)
         found = []
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, _ = step(state, batch)
             found.append(tensors(state))
         return found
@@ -151,7 +151,7 @@ def test_a_micro_batch_is_that_of_all_ranks(case: Case, size: int, parts: int) -
 
     def micro_batches(world: af.World) -> tuple[Found, list[Any]]:
         state = case.state(world, *SYNCED, af.accumulate(num_micro_batches=parts))
-        batch = next(iter(af.batches(state, epochs=1)))
+        batch = next(iter(af.batches(state, until_epoch=1)))
         values = [part.value for part in batch.parts()]
         state, _ = af.make_step(case.loss)(state, batch)
         return tensors(state), values

@@ -46,7 +46,7 @@ def stepped(
     step, means = af.make_step(loss), []
     for batch in islice(af.batches(state), updates):
         state, metrics = step(state, batch)
-        means.append(af.mean(metrics, state.world))
+        means.append(metrics.all_reduce_mean(state.world))
     return state, means
 
 
@@ -89,7 +89,7 @@ def test_each_token_counts_once(speech: Speech, lying: Lying) -> None:
         batch = next(iter(af.batches(state)))
         metrics, grads = af.value_and_grad(loss_of_tokens)(state, batch)
         total = torch.as_tensor(metrics.sums["nll"].weight, dtype=torch.float64)
-        seen = af.reduce(total.reshape(1), world.loss)
+        seen = af.all_reduce(total.reshape(1), world.loss)
         return float(grads.taken.divisor) * grads.taken.num_averaged, float(seen)
 
     _, expected = weights(single())

@@ -21,7 +21,7 @@ from tests.internals import draws
 
 Result = list[float]
 Inside = Callable[[], None]
-HELD_OUT = af.Data(torch.ones(4, 3), batch_size=2)
+HELD_OUT = af.Data(torch.ones(4, 3), global_batch_size=2)
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
@@ -43,7 +43,7 @@ def create(inside: Inside, seed: int) -> af.TrainState:
     return af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)),
         optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-        data=af.Data(Noisy(inside), batch_size=4),
+        data=af.Data(Noisy(inside), global_batch_size=4),
         seed=seed,
     )
 
@@ -68,7 +68,7 @@ def evaluated(state: af.TrainState, inside: Inside) -> Result:
 
 
 def drawn(state: af.TrainState, inside: Inside) -> Result:
-    with af.rng(state, "noise"):
+    with af.fork_rng(state, "noise"):
         inside()
         return torch.rand(4).tolist()
 
@@ -114,9 +114,11 @@ def test_a_second_thread_is_refused(
     try:
         while not begun.wait(0.1):
             assert thread.is_alive(), "the first thread was refused"
-        with pytest.raises(af.WorldError, match="another thread.*use two processes"):
+        with pytest.raises(
+            af.errors.WorldError, match="another thread.*use two processes"
+        ):
             CALLS[second](state, lambda: None)
-        with pytest.raises(af.WorldError, match="another thread"):
+        with pytest.raises(af.errors.WorldError, match="another thread"):
             create(lambda: None, seeds[1])
     finally:
         tried.set()
@@ -168,6 +170,6 @@ def test_draws_that_are_broken_off_let_others_draw(
     """A8: where Ctrl-C comes as draws begin or end, another thread may draw ever after."""
     expected, state = run(call, seed), create(lambda: None, seed)
     with ThreadPoolExecutor(1) as another, torch.random.fork_rng(devices=[]):
-        with suppress(KeyboardInterrupt, af.Error), Breaking(at):
+        with suppress(KeyboardInterrupt, af.errors.Error), Breaking(at):
             CALLS[call](state, lambda: None)
         assert another.submit(run, call, seed).result() == expected

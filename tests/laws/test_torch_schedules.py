@@ -92,7 +92,7 @@ def by_hand(
     given: Given, batches: list[torch.Tensor], skipped: list[bool]
 ) -> list[tuple[tuple[float, ...], Any, Found]]:
     """Return the rates, the other options and the parameters before each update."""
-    with af.bind(given.state().copy()) as net:
+    with af.borrow_model(given.state().copy()) as net:
         optimizer = given.optimizer(list(net.named_parameters()))
         scheduler = given.scheduler(optimizer)
         seen = []
@@ -201,7 +201,7 @@ def test_an_error_is_told_again_or_costs_nothing(
     def lrs(state: af.TrainState, update: int) -> tuple[float, ...] | str:
         try:
             return attrs.evolve(state, step=update).lrs
-        except af.ArgumentError as told:
+        except af.errors.ArgumentError as told:
             return str(told)
 
     if interrupted and where == "wrong rate":
@@ -237,7 +237,7 @@ def test_from_torch_over_ranks_and_cuts(
     def train(world: af.World, folder: Path) -> tuple[Found, Found]:
         def taken(state: af.TrainState, updates: int) -> af.TrainState:
             step = af.make_step(loss_fn)
-            for batch in af.batches(state, epochs=2):
+            for batch in af.batches(state, until_epoch=2):
                 if state.step == updates:
                     break
                 assert expected[state.step] == state.lrs
@@ -245,7 +245,7 @@ def test_from_torch_over_ranks_and_cuts(
             return state
 
         fresh = partial(
-            given.state, world, setup=exact, data=af.Data(ROWS, batch_size=4)
+            given.state, world, setup=exact, data=af.Data(ROWS, global_batch_size=4)
         )
         state = taken(fresh(), cut)
         af.save(state, folder / "saved")
@@ -335,9 +335,9 @@ def test_every_scheduler_is_drawn():
 
 @pytest.mark.parametrize("name", sorted(TRANSFORMERS_WITH_METRIC))
 def test_what_follows_a_metric_is_refused(name):
-    """Transformers' schedulers that read a metric are refused, and af.plateau is named."""
+    """Schedulers of Transformers that read a metric are refused: `af.reduce_lr_on_plateau`."""
     from transformers import get_scheduler
 
     given = Given("sgd", (0.1,), tensor=False, scheduler=partial(get_scheduler, name))
-    with pytest.raises(af.ArgumentError, match=r"metrics.*af\.plateau"):
+    with pytest.raises(af.errors.ArgumentError, match=r"metrics.*af\.plateau"):
         given.state()

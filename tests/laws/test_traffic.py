@@ -32,8 +32,8 @@ from tests.strategies import Run, runs
 
 SETUPS = [
     DDP,
-    af.chain(DDP, af.compress("bf16")),
-    af.chain(DDP, af.compress("powersgd", start_powerSGD_iter=0)),
+    af.chain(DDP, af.compress_grads("bf16")),
+    af.chain(DDP, af.compress_grads("powersgd", start_powerSGD_iter=0)),
     af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
     af.chain(af.shard_data(), af.local_sgd(sync_every=1, opt_state=True)),
 ]
@@ -47,7 +47,7 @@ def training(run: Run, *setup: object) -> Any:
 
     def program(world: af.World) -> None:
         split.train(split.state(world))
-        af.gather_objects({"rank": 0}, world, label="who is who")
+        af.all_gather_objects({"rank": 0}, world, label="who is who")
 
     return program
 
@@ -61,7 +61,7 @@ def collectives(draw: st.DrawFn) -> Any:
     def program(world: af.World) -> None:
         for collective, n in steps:
             collective(world, n)
-        af.reduce(torch.zeros(count), world, "sum", label="a sum")
+        af.all_reduce(torch.zeros(count), world, "sum", label="a sum")
         af.all_to_all([torch.zeros(count)] * world.size, world, label="for each")
         af.barrier(world)
 
@@ -284,7 +284,7 @@ def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(
         cut = max(0, min(padded, rows - padded * world.rank))
         part = torch.zeros(cut if kind == "swap" else padded, dtype=torch.uint8)
         if kind == "gather":
-            af.gather(part, world, label="a part")
+            af.all_gather(part, world, label="a part")
         elif kind == "scatter":
             reduce_scatter(world, padded)
         else:
@@ -294,7 +294,7 @@ def test_what_is_cut_into_parts_is_foreseen_rightly_or_not_at_all(
     for size in (3, 4, 6, 7, 8, 9):
         try:
             foreseen = traffic.bytes(size)
-        except af.ArgumentError:
+        except af.errors.ArgumentError:
             named = "reduce_scatter" if kind == "scatter" else "a part"
             refused(traffic, size, named)
             foreseen = communication(program, ranks=[size]).bytes(size)
@@ -343,7 +343,7 @@ def dist_send(world: af.World) -> None:
 
 
 def refused(traffic: Traffic, ranks: int, named: str) -> None:
-    with pytest.raises(af.ArgumentError, match="cannot be foreseen") as error:
+    with pytest.raises(af.errors.ArgumentError, match="cannot be foreseen") as error:
         traffic.bytes(ranks)
     assert named in str(error.value)
     assert f"communication(fn, ranks=[{ranks}])" in str(error.value)

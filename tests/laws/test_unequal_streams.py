@@ -25,7 +25,10 @@ def of_rank(counts: list[int], kind: Callable[..., Any], case: Case) -> Any:
     def make(world: af.World) -> af.Data:
         dataset = kind(counts[world.rank], 100 * world.rank)
         return af.Data(
-            dataset, batch_size=case.batch_size, num_workers=case.workers, sharded=True
+            dataset,
+            global_batch_size=case.batch_size,
+            num_workers=case.workers,
+            sharded=True,
         )
 
     return make

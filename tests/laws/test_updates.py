@@ -151,7 +151,7 @@ def test_groups_that_would_be_one_are_refused(names: list[Any]) -> None:
         norms = {f"grad_norm.{label}" for label in labels}
         assert clipping(per_group=True) == {"loss", "grad_norm", *norms}
         return
-    with pytest.raises(af.OptimizerError, match=r"parameter groups \d and \d"):
+    with pytest.raises(af.errors.OptimizerError, match=r"parameter groups \d and \d"):
         clipping(per_group=True)
 
 
@@ -263,7 +263,7 @@ def test_the_schedule_follows_updates(
             model=lambda: nn.Linear(1, 1, bias=False).double(),
             optimizer=functools.partial(torch.optim.SGD, lr=rate),
             schedule=lambda update: 2.0 ** -(update + 1),
-            data=af.Data(torch.ones(8, 1).double(), batch_size=4),
+            data=af.Data(torch.ones(8, 1).double(), global_batch_size=4),
             setup=setup,
             world=world,
         )

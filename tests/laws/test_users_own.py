@@ -38,7 +38,7 @@ PAIRS = {
     "reduce": (af.chain(own.Shard(), own.Mean()), MEAN),
     "plateau": (
         own.Plateau(0.5, patience=0, name="plateau"),
-        af.plateau(0.5, patience=0),
+        af.reduce_lr_on_plateau(0.5, patience=0),
     ),
     "skip_nonfinite": (own.SkipNonFinite(name="skip_nonfinite"), af.skip_nonfinite()),
     "loss_scale": (own.Scale(1024.0), None),
@@ -116,7 +116,7 @@ def test_what_not_all_may_evaluate_is_brought_together():
 
 
 def test_two_that_recompute_are_refused():
-    with pytest.raises(af.CompositionError, match="may mean the same modules"):
+    with pytest.raises(af.errors.CompositionError, match="may mean the same modules"):
         af.chain(af.checkpoint_activations(), own.Recompute())
-    with pytest.raises(af.CompositionError, match="may mean the same modules"):
+    with pytest.raises(af.errors.CompositionError, match="may mean the same modules"):
         af.chain(own.Recompute(), af.checkpoint_activations(torch.nn.Linear))

@@ -25,7 +25,7 @@ SETUPS = {
     "ddp": (af.wrap_ddp(find_unused_parameters=True), af.ema(0.5)),
     "powersgd": (
         af.wrap_ddp(),
-        af.compress("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
+        af.compress_grads("powersgd", start_powerSGD_iter=0, min_compression_rate=0),
     ),
     "local sgd": (af.local_sgd(sync_every=3), af.clip_grad_norm(0.5)),
     "diloco": (af.diloco(sync_every=4, fragments=2, delay=1, bits=8),),
@@ -227,7 +227,7 @@ def test_who_can_take_nothing_lets_it_pass(size: int, bad: int) -> None:
             world=world.split(size=1),
         )
         state = state if is_new else stepped(state, world.rank)
-        with pytest.raises(af.Error) as raised:
+        with pytest.raises(af.errors.Error) as raised:
             af.with_world(state, world, newcomer=is_new)
         return str(raised.value)
 
@@ -270,7 +270,7 @@ def test_parts_of_a_model_that_are_gone_are_missed():
 
     def fn(world: af.World) -> None:
         state = apart(world, 1)
-        with pytest.raises(af.StateError, match="have not all of it"):
+        with pytest.raises(af.errors.StateError, match="have not all of it"):
             af.with_world(state, world.across(size=2))
 
     simulate(4, fn, axes=COPIES)
@@ -287,7 +287,7 @@ def test_a_rank_that_fails_is_told_of_on_all(size: int, bad: int, gives: bool) -
         if gives and world.rank == bad:
             state = attrs.evolve(state, slots={"mine": object()})
         newcomer = not gives and world.rank == bad
-        with pytest.raises(af.Error) as raised:
+        with pytest.raises(af.errors.Error) as raised:
             af.with_world(state, world, newcomer=newcomer)
         return str(raised.value)
 
@@ -301,16 +301,18 @@ def test_what_a_rank_lacks_is_refused():
     def fn(world: af.World) -> None:
         state = Run(n=12).state(world)
         not_a_world: Any = 2
-        with pytest.raises(af.ArgumentError, match=r"expected an af\.World, got 2"):
+        with pytest.raises(
+            af.errors.ArgumentError, match=r"expected an af\.World, got 2"
+        ):
             af.with_world(state, not_a_world)
-        with pytest.raises(af.ArgumentError, match="is not a part of the world"):
+        with pytest.raises(af.errors.ArgumentError, match="is not a part of the world"):
             af.with_world(state, af.World(), among=world)
-        with pytest.raises(af.StateError, match="all 2 ranks are newcomers"):
+        with pytest.raises(af.errors.StateError, match="all 2 ranks are newcomers"):
             af.with_world(state, world, newcomer=True)
         own = state.with_slot("mine", world.rank)
         assert af.with_world(own, world).slots["mine"] == world.rank
         with pytest.raises(
-            af.CheckpointError, match=r"2 ranks whose slots\.mine differ"
+            af.errors.CheckpointError, match=r"2 ranks whose slots\.mine differ"
         ):
             af.with_world(own, world.split(size=1), among=world)
 

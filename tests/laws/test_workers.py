@@ -105,7 +105,7 @@ def test_only_averages_cross_workers(
     run: Run, apart: Apart, every: Any, updates: int
 ) -> None:
     """Gradients, compressed ones too, stay among the ranks of one."""
-    run = attrs.evolve(run, behind=(af.compress("bf16"),) if run.seed % 2 else ())
+    run = attrs.evolve(run, behind=(af.compress_grads("bf16"),) if run.seed % 2 else ())
 
     def trained(world: af.World) -> None:
         apart.stepped(run, apart.state(run, world, every), updates)
@@ -206,7 +206,7 @@ def test_workers_form_when_ranks_agree(
             batch = some(rows, part, apart.ranks) if len(before) > 1 else rows
             state, _ = step(state, [batch] * run.micro)
         mine = values(state)
-        listed = af.gather_objects(mine, world)
+        listed = af.all_gather_objects(mine, world)
         setup = af.chain(*after, micro)
         if to in ("together", "workers") and any(each != listed[0] for each in listed):
             with pytest.raises(ReplicaMismatchError, match="trained independently"):
@@ -244,7 +244,7 @@ def test_ranks_of_a_worker_are_compared(run: Run, apart: Apart, updates: int) ->
         _, place = apart.place(world.rank)
         other = {name: state.params[name] + (place == apart.ranks - 1)}
         state = state.with_params({**state.params, **other})
-        af.release(state)
+        af.release_engine(state)
         if apart.ranks == 1:
             apart.stepped(run, state, 1)
             return

@@ -19,7 +19,7 @@ import accelfn as af
 class Shard:
     """`shard_data`: a share of each batch for each rank."""
 
-    def data(self, plan: af.Plan) -> af.Plan:
+    def data(self, plan: af.typing.Plan) -> af.typing.Plan:
         return plan.sharded()
 
 
@@ -33,7 +33,7 @@ class Accumulate:
     def tells(self) -> Mapping[str, Any]:
         return {"micro_batches": self._parts}
 
-    def data(self, plan: af.Plan) -> af.Plan:
+    def data(self, plan: af.typing.Plan) -> af.typing.Plan:
         return attrs.evolve(plan, num_micro_batches=self.num)
 
     def value_and_grad(self, inner: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +119,7 @@ class LocalSgd:
 
     def _mean(self, params: Any, weight: Any, world: af.World) -> dict[str, Any]:
         mine = torch.as_tensor(weight, dtype=torch.float64)
-        sums, whole = af.reduce(
+        sums, whole = af.all_reduce(
             ({name: param * mine for name, param in params.items()}, mine), world
         )
         if whole == 0:
@@ -135,7 +135,7 @@ class Mean:
 
     def reduce(self, grads: af.Grads, slot: None, update: af.Update) -> Any:
         mine = torch.as_tensor(grads.weight, dtype=torch.float64)
-        sums, weight = af.reduce((dict(grads.tensors), mine), update.world)
+        sums, weight = af.all_reduce((dict(grads.tensors), mine), update.world)
         return grads.with_sums(sums, weight), slot
 
 

@@ -19,7 +19,7 @@ import accelfn as af
 from tests.budget import budgeted
 from tests.mutants.mutant import Mutant, planted
 
-FOUND = (AssertionError, af.Error, pytest.fail.Exception)
+FOUND = (AssertionError, af.errors.Error, pytest.fail.Exception)
 """How a test says that it is broken; any other error is the bug's own, and kills nothing."""
 
 

@@ -19,7 +19,7 @@ def train(world: af.World, run: Run) -> tuple[list[Found], list[dict[str, float]
     for _ in range(run.updates):
         state, metrics = run.train(state, 1)
         states.append(tensors(state))
-        means.append(af.mean(metrics[0], world))
+        means.append(metrics[0].all_reduce_mean(world))
     return states, means
 
 
@@ -33,7 +33,7 @@ def instance_by_rank(world: af.World) -> None:
         setup=af.wrap_ddp(),
         world=world,
     )
-    af.build(state)
+    af.prepare_engine(state)
 
 
 def shape_by_rank(world: af.World) -> None:
@@ -44,7 +44,7 @@ def shape_by_rank(world: af.World) -> None:
         setup=af.wrap_ddp(),
         world=world,
     )
-    af.build(state)
+    af.prepare_engine(state)
 
 
 def unreduced(world: af.World, run: Run) -> None:

@@ -114,8 +114,8 @@ def _dtensor(value: torch.Tensor, part: af.World) -> torch.Tensor:
 
 
 KINDS = {
-    "reduce": af.reduce,
-    "gather": af.gather,
+    "reduce": af.all_reduce,
+    "gather": af.all_gather,
     "broadcast": _broadcast,
     "message": _message,
     "functional": _functional,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 import accelfn as af
-from tests.internals import gather_objects
+from tests.internals import all_gather_objects
 from tests.laws.broken_off import KINDS, Breaking, Place
 from tests.ranks.programs_of_zero import Trained, stepped
 from tests.states import bits
@@ -42,12 +42,12 @@ def broken_off(
                 assert bits(tensors(hit)) == before, place
                 assert bits(tensors(stepped(each, hit, 2))) == expected, place
             assert bits(tensors(stepped(each, state.copy(), 2))) == expected, place
-        af.release(state)
+        af.release_engine(state)
 
 
 def _common(world: af.World, counts: dict[Place, int]) -> dict[Place, int]:
     """Return the calls that all ranks make, and as often."""
-    first, *others = gather_objects(counts, world, pickle=True)
+    first, *others = all_gather_objects(counts, world, pickle=True)
     return {
         place: number
         for place, number in sorted(first.items())

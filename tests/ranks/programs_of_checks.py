@@ -32,39 +32,39 @@ def several(world: af.World, *, reverse: bool = False) -> list[Any]:
 
 
 CALLS: dict[str, Callable[[af.World], Any]] = {
-    "reduce 3": lambda w: af.reduce(mine(w, 3), w),
-    "reduce 2": lambda w: af.reduce(mine(w, 2), w),
-    "reduce 1 by 2": lambda w: af.reduce(mine(w, 1, 2), w),
-    "reduce float64": lambda w: af.reduce(mine(w, 3).double(), w),
-    "reduce int64": lambda w: af.reduce(mine(w, 3).long(), w),
-    "reduce the greatest": lambda w: af.reduce(mine(w, 3), w, "max"),
-    "reduce labelled": lambda w: af.reduce(mine(w, 3), w, label="counts"),
-    "reduce a and b": lambda w: af.reduce(pair(w, "a", "b"), w),
-    "reduce b and c": lambda w: af.reduce(pair(w, "b", "c"), w),
-    "reduce a list": lambda w: af.reduce([*pair(w, "a", "b").values()], w),
-    "reduce nothing": lambda w: af.reduce({}, w),
-    "gather 3": lambda w: af.gather(mine(w, 3), w),
-    "gather 2": lambda w: af.gather(mine(w, 2), w),
-    "gather for gradients": lambda w: af.gather(mine(w, 2), w, grad=True),
-    "gather for its gradients": lambda w: af.gather(
+    "reduce 3": lambda w: af.all_reduce(mine(w, 3), w),
+    "reduce 2": lambda w: af.all_reduce(mine(w, 2), w),
+    "reduce 1 by 2": lambda w: af.all_reduce(mine(w, 1, 2), w),
+    "reduce float64": lambda w: af.all_reduce(mine(w, 3).double(), w),
+    "reduce int64": lambda w: af.all_reduce(mine(w, 3).long(), w),
+    "reduce the greatest": lambda w: af.all_reduce(mine(w, 3), w, "max"),
+    "reduce labelled": lambda w: af.all_reduce(mine(w, 3), w, label="counts"),
+    "reduce a and b": lambda w: af.all_reduce(pair(w, "a", "b"), w),
+    "reduce b and c": lambda w: af.all_reduce(pair(w, "b", "c"), w),
+    "reduce a list": lambda w: af.all_reduce([*pair(w, "a", "b").values()], w),
+    "reduce nothing": lambda w: af.all_reduce({}, w),
+    "gather 3": lambda w: af.all_gather(mine(w, 3), w),
+    "gather 2": lambda w: af.all_gather(mine(w, 2), w),
+    "gather for gradients": lambda w: af.all_gather(mine(w, 2), w, grad=True),
+    "gather for its gradients": lambda w: af.all_gather(
         mine(w, 2).requires_grad_(), w, grad=True
     ),
-    "gather ragged": lambda w: af.gather_ragged(mine(w, w.rank, 2), w),
-    "gather ragged 3": lambda w: af.gather_ragged(mine(w, w.rank, 3), w),
+    "gather ragged": lambda w: af.all_gather(mine(w, w.rank, 2), w, ragged=True),
+    "gather ragged 3": lambda w: af.all_gather(mine(w, w.rank, 3), w, ragged=True),
     "pad": lambda w: af.pad_across(mine(w, 2, w.rank), w, dim=1),
     "pad the other way": lambda w: af.pad_across(mine(w, w.rank, 2), w, dim=0),
     "broadcast": lambda w: af.broadcast(mine(w, 3), w),
     "broadcast from 1": lambda w: af.broadcast(mine(w, 3), w, root=1),
     "broadcast 2": lambda w: af.broadcast(mine(w, 2), w),
-    "objects": lambda w: af.gather_objects("ab" * w.rank, w),
-    "pickles": lambda w: af.gather_objects("ab" * w.rank, w, pickle=True),
+    "objects": lambda w: af.all_gather_objects("ab" * w.rank, w),
+    "pickles": lambda w: af.all_gather_objects("ab" * w.rank, w, pickle=True),
     "object of 0": lambda w: af.broadcast_object([w.rank], w),
     "object of 1": lambda w: af.broadcast_object([w.rank], w, root=1),
     "scatter": lambda w: af.scatter([*range(w.size)] if w.is_main else None, w),
     "all to all": lambda w: af.all_to_all(several(w), w),
     "all to all reversed": lambda w: af.all_to_all(several(w, reverse=True), w),
-    "mean of a": lambda w: af.mean(af.Metrics({"a": (w.rank, 1)}), w),
-    "mean of b": lambda w: af.mean(af.Metrics({"b": (w.rank, 1)}), w),
+    "mean of a": lambda w: (af.Metrics({"a": (w.rank, 1)})).all_reduce_mean(w),
+    "mean of b": lambda w: (af.Metrics({"b": (w.rank, 1)})).all_reduce_mean(w),
     "any": lambda w: af.any_rank(w.rank, w),
     "barrier": af.barrier,
     "texts": lambda w: collectives.gather_text("a" * w.rank, w, label="texts"),
@@ -90,5 +90,5 @@ def meet(world: af.World, names: Sequence[str]) -> str:
     else:
         expected = CALLS[names[world.rank]](world)
         assert repr(expected).split(", grad_fn")[0] == repr(found).split(", grad_fn")[0]
-    assert af.gather_objects(world.rank, asking) == list(range(world.size))
+    assert af.all_gather_objects(world.rank, asking) == list(range(world.size))
     return told

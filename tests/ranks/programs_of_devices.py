@@ -20,7 +20,7 @@ SETUPS: Mapping[str, tuple[Any, ...]] = {
     "plain, micro-batches": (af.accumulate(num_micro_batches=2),),
     "ddp": (af.wrap_ddp(),),
     "ddp, unused looked for": (af.wrap_ddp(find_unused_parameters=True),),
-    "ddp, sent in bf16": (af.wrap_ddp(), af.compress("bf16")),
+    "ddp, sent in bf16": (af.wrap_ddp(), af.compress_grads("bf16")),
     "ddp, updates in backward": (af.wrap_ddp(), af.optimizer_in_backward()),
     "ddp, statistics of all": (af.wrap_ddp(), af.sync_batchnorm()),
     "ddp, micro-batches": (af.wrap_ddp(), af.accumulate(num_micro_batches=2)),
@@ -66,7 +66,9 @@ def data() -> af.Data:
     """Return sequences, and a class of each."""
     draw = torch.Generator().manual_seed(0)
     rows = torch.randn(48, 7, 6, generator=draw)
-    return af.Data((rows, torch.randint(5, (48,), generator=draw)), batch_size=16)
+    return af.Data(
+        (rows, torch.randint(5, (48,), generator=draw)), global_batch_size=16
+    )
 
 
 def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -91,7 +93,7 @@ def trained(world: af.World, setups: Mapping[str, tuple[Any, ...]]) -> dict[str,
     found: dict[str, Any] = {}
     for name, setup in setups.items():
         state, step = create(world, *setup), af.make_step(loss_fn)
-        batches = iter(af.batches(state, epochs=None))
+        batches = iter(af.batches(state, until_epoch=None))
         for _ in range(UPDATES):
             state, metrics = step(state, next(batches))
         state = af.finalize(state)
@@ -99,10 +101,10 @@ def trained(world: af.World, setups: Mapping[str, tuple[Any, ...]]) -> dict[str,
         whole = af.full_params(state, at="train")
         found[name] = {
             "params": {n: p.detach().cpu() for n, p in whole.items()},
-            "loss": af.mean(metrics, world)["loss"],
+            "loss": metrics.all_reduce_mean(world)["loss"],
             "scores": scores,
         }
-        af.release(state)
+        af.release_engine(state)
     return found
 
 
@@ -123,7 +125,7 @@ def saved_and_gone_on(world: af.World) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for name, setup in SETUPS.items():
         state, step = create(world, *setup), af.make_step(loss_fn)
-        batches = iter(af.batches(state, epochs=None))
+        batches = iter(af.batches(state, until_epoch=None))
         with tempfile.TemporaryDirectory() as folder:
             for _ in range(2):
                 state, _ = step(state, next(batches))
@@ -132,7 +134,7 @@ def saved_and_gone_on(world: af.World) -> dict[str, list[str]]:
                 for _ in range(2):
                     state, _ = step(state, next(batches))
             again = af.load(create(world, *setup), at)
-        batches = iter(af.batches(again, epochs=None))
+        batches = iter(af.batches(again, until_epoch=None))
         for _ in range(2):
             again, _ = step(again, next(batches))
         found[name] = differences(tensors(state), tensors(again))

@@ -19,13 +19,15 @@ from tests.internals import connection
 SECONDS = 3.0
 
 CALLS: dict[str, Callable[[af.World], Any]] = {
-    "reduce": lambda world: af.reduce(torch.ones(3), world),
-    "gather": lambda world: af.gather({"a": torch.ones(2)}, world),
+    "reduce": lambda world: af.all_reduce(torch.ones(3), world),
+    "gather": lambda world: af.all_gather({"a": torch.ones(2)}, world),
     "broadcast": lambda world: af.broadcast(torch.ones(2), world),
-    "gather_objects": lambda world: af.gather_objects([world.rank], world),
+    "gather_objects": lambda world: af.all_gather_objects([world.rank], world),
     "all_to_all": lambda world: af.all_to_all([torch.ones(1)] * world.size, world),
     "scatter": lambda world: af.scatter([0] * world.size, world),
-    "mean": lambda world: af.mean(af.Metrics({"loss": (torch.ones(()), 1.0)}), world),
+    "mean": lambda world: (af.Metrics({"loss": (torch.ones(()), 1.0)})).all_reduce_mean(
+        world
+    ),
     "any_rank": lambda world: af.any_rank(flag=False, world=world),
     "barrier": af.barrier,
 }
@@ -83,7 +85,7 @@ def live(
                     go(fault.how)
                     break
                 CALLS[name](world)
-    except (ValueError, af.Error) as error:
+    except (ValueError, af.errors.Error) as error:
         said = f"{type(error).__name__}: {error}"
     if opens == "torch":
         calls_roll = world.connection.roll_call

@@ -25,7 +25,7 @@ def by_accelfn(world: af.World, speech: Speech, lying: Lying) -> dict[str, Any]:
     step, metrics = af.make_step(loss_of_tokens), af.Metrics({})
     for batch in islice(af.batches(state), UPDATES):
         state, metrics = step(state, batch)
-    return {**af.full_params(state, at="train"), **af.mean(metrics, world)}
+    return {**af.full_params(state, at="train"), **metrics.all_reduce_mean(world)}
 
 
 STYLES = {
@@ -53,7 +53,7 @@ def by_hand(world: af.World, speech: Speech) -> dict[str, torch.Tensor]:
         (loss.total / loss.weight).backward()
         inside: Any = net.blocks[0]
         for param in nn.Module.parameters(inside.of_heads):
-            param.grad = af.reduce(param.grad, world)
+            param.grad = af.all_reduce(param.grad, world)
         optimizer.step()
         optimizer.zero_grad()
     return {

@@ -92,7 +92,7 @@ def by_hand(world: af.World, speech: MegatronSpeech) -> dict[str, torch.Tensor]:
         (loss.total / loss.weight).backward()
         inside: Any = net.blocks[0]
         for param in nn.Module.parameters(inside.of_heads):
-            param.grad = af.reduce(param.grad, world)
+            param.grad = af.all_reduce(param.grad, world)
         optimizer.step()
         optimizer.zero_grad()
     found = {}

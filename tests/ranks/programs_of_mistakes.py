@@ -299,7 +299,7 @@ class Reduce:
 
 def least(world: af.World) -> list[float]:
     """Reduce a number and NaN by accelfn's own call."""
-    return af.reduce(numbers((1.0, math.nan)[world.rank]), world, "min").tolist()
+    return af.all_reduce(numbers((1.0, math.nan)[world.rank]), world, "min").tolist()
 
 
 def gathers_into_too_few(world: af.World) -> list[float]:

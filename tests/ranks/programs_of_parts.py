@@ -138,18 +138,20 @@ def trained(size: int, first: int, every: object, world: af.World) -> Any:
             nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)
         ).to(torch.float64),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        data=af.Data((draw(11, 3), draw(11, 2)), batch_size=4, shuffle=True),
+        data=af.Data((draw(11, 3), draw(11, 2)), global_batch_size=4, shuffle=True),
         setup=af.chain(af.shard_data(), every),
         world=part,
         seed=seed,
     )
     step = af.make_step(loss_fn)
     seen: list[Any] = []
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, metrics = step(state, batch)
-        seen.append(af.mean(metrics, part))
+        seen.append(metrics.all_reduce_mean(part))
     state = af.finalize(state)
-    mean = af.evaluate(state, af.Data((draw(5, 3), draw(5, 2)), batch_size=2), loss_fn)
+    mean = af.evaluate(
+        state, af.Data((draw(5, 3), draw(5, 2)), global_batch_size=2), loss_fn
+    )
     return seen, mean, dict(state.params), dict(state.opt_state)
 
 

@@ -30,7 +30,7 @@ def fresh(world: af.World, options: dict[str, Any]) -> af.TrainState:
     return af.TrainState.create(
         model=Crossed,
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        data=af.Data(data, batch_size=24),
+        data=af.Data(data, global_batch_size=24),
         setup=af.chain(af.shard_data(), af.wrap_ddp(**options)),
         world=world,
     )

@@ -35,7 +35,7 @@ class Training:
         step = af.make_step(LOSSES[self.run.loss])
         for batch in self.run.batches(state, UPDATES):
             state, metrics = step(state, batch)
-            seen += [tensors(state), af.mean(metrics, world)]
+            seen += [tensors(state), metrics.all_reduce_mean(world)]
         place = Path(self.folder, f"of-{type(world.group).__name__}")
         af.save(state, place)
         loaded = af.load(self.run.state(world, self.wrap), place)
@@ -64,7 +64,7 @@ def by_hand(world: af.World, run: Run) -> dict[str, torch.Tensor]:
         share = [value.tensor_split(world.size)[world.rank] for value in batch.value]
         LOSSES["mean"](net, share).backward()
         for param in whole:
-            param.grad = af.reduce(param.grad, world, op="mean")
+            param.grad = af.all_reduce(param.grad, world, op="mean")
         optimizer.step()
         optimizer.zero_grad()
     return {

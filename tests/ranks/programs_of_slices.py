@@ -111,7 +111,7 @@ def load_other_shape(world: af.World, folder: Path) -> str:
     state = sharded(world).with_slot("mine", {"in": {"rows": other}})
     try:
         af.load(state, folder)
-    except af.CheckpointError as error:
+    except af.errors.CheckpointError as error:
         return str(error)
     return ""
 
@@ -124,7 +124,7 @@ def save_summands(world: af.World, folder: Path) -> str:
     )
     try:
         af.save(fresh(world).with_slot("mine", summand), folder)
-    except af.CheckpointError as error:
+    except af.errors.CheckpointError as error:
         return str(error)
     return ""
 

@@ -17,7 +17,7 @@ WIDTH = 64
 LINK = "link"
 SETUPS = {
     "DDP": af.wrap_ddp(),
-    "bf16": af.chain(af.wrap_ddp(), af.compress("bf16")),
+    "bf16": af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
     "local_sgd(8)": af.local_sgd(sync_every=8),
     "diloco(8)": af.diloco(sync_every=8),
     "diloco(8), 8 bits": af.diloco(sync_every=8, bits=8),
@@ -95,7 +95,7 @@ def measured(cable: str, rounds: int) -> dict[str, dict[str, list[float]]]:
                 af.barrier(world)
                 settled(cable)
                 # what a slowed cable lets pass at once after a pause would go uncounted
-                af.reduce(torch.zeros(AT_ONCE // 2), world, "sum")
+                af.all_reduce(torch.zeros(AT_ONCE // 2), world, "sum")
                 before, start = sent_by(cable), time.perf_counter()
                 run.train()
                 seconds = time.perf_counter() - start

@@ -92,20 +92,20 @@ def metrics(world: af.World, call: TreeCall) -> af.Metrics:
 
 
 KINDS: dict[str, Callable[[af.World, TreeCall], Any]] = {
-    "gather": lambda w, c: af.gather(alike(w, c), w),
-    "gather_ragged": lambda w, c: af.gather_ragged(ragged(w, c), w),
+    "gather": lambda w, c: af.all_gather(alike(w, c), w),
+    "gather_ragged": lambda w, c: af.all_gather(ragged(w, c), w, ragged=True),
     "pad_across": lambda w, c: af.pad_across(ragged(w, c)["x"], w),
     "broadcast": lambda w, c: af.broadcast(alike(w, c), w, root=c.root % w.size),
-    "reduce": lambda w, c: af.reduce(alike(w, c), w, c.op),
+    "reduce": lambda w, c: af.all_reduce(alike(w, c), w, c.op),
     "all_to_all": lambda w, c: af.all_to_all(for_each(w, c), w),
-    "gather_objects": lambda w, c: af.gather_objects([c.kind] * w.rank, w),
+    "gather_objects": lambda w, c: af.all_gather_objects([c.kind] * w.rank, w),
     "broadcast_object": lambda w, c: af.broadcast_object(
         only_at(w, c, w.rank), w, root=c.root % w.size
     ),
     "scatter": lambda w, c: af.scatter(
         only_at(w, c, [*range(w.size)]), w, root=c.root % w.size
     ),
-    "mean": lambda w, c: af.mean(metrics(w, c), w),
+    "mean": lambda w, c: metrics(w, c).all_reduce_mean(w),
     "any_rank": lambda w, c: af.any_rank(c.count(w.rank), w),
     "barrier": lambda w, _: af.barrier(w),
 }
@@ -132,13 +132,13 @@ def at_limits(world: af.World) -> list[Any]:
     found: list[Any] = []
     for name in FLOATS:
         mine = torch.tensor(rows[world.rank % 2], dtype=getattr(torch, name))
-        found += [af.reduce(mine, world, op) for op in ("min", "max")]
-        found.append(af.reduce(mine[-1:], world, "mean"))
+        found += [af.all_reduce(mine, world, op) for op in ("min", "max")]
+        found.append(af.all_reduce(mine[-1:], world, "mean"))
     for name in INTEGERS:
         info = torch.iinfo(getattr(torch, name))
         ends = [[info.max, info.min, info.max], [info.max, info.min, info.min]]
         mine = torch.tensor(ends[world.rank % 2]).to(getattr(torch, name))
-        found += [af.reduce(mine, world, op) for op in OPS]
+        found += [af.all_reduce(mine, world, op) for op in OPS]
     return [bits(each) for each in found]
 
 

@@ -52,10 +52,10 @@ def numbers(world: af.World, trainings: Sequence[Trained]) -> list[list[Any]]:
         step = af.make_step(LOSSES[each.run.loss])
         for batch in each.run.batches(state, UPDATES):
             state, metrics = step(state, batch)
-            seen += [tensors(state), af.mean(metrics, world)]
+            seen += [tensors(state), metrics.all_reduce_mean(world)]
         held_out = af.evaluate(state, each.run.data(), LOSSES[each.run.loss])
         found.append([*seen, held_out])
-        af.release(state)
+        af.release_engine(state)
     return found
 
 
@@ -230,7 +230,7 @@ def starts_of_processes(world: af.World, each: Trained) -> tuple[int, bool]:
     numa: Any = importlib.import_module("deepspeed.utils.numa")
     listing, start, started = numa.get_numa_cores, subprocess.Popen.__init__, 0
     state, step = each.state(world), af.make_step(LOSSES[each.run.loss])
-    af.build(state)
+    af.prepare_engine(state)
 
     def noted(self: Any, *args: Any, **options: Any) -> None:
         nonlocal started
@@ -603,7 +603,7 @@ def released(world: af.World, each: Trained) -> None:
     zero = engine_of(state).binding.zero
     after = tensors(stepped(each, state, 1, donate=False))
     assert _holds_parts(zero._optimizer) is (zero.stage == 3)
-    af.release(state)
+    af.release_engine(state)
     gc.collect()
     assert not _holds_parts(zero._optimizer)
     assert {p.numel() for p in zero._engine.module.parameters()} == {0}

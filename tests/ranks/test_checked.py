@@ -41,8 +41,8 @@ def from_environment(world: af.World) -> tuple[bool, bool, str]:
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="1")
     asking = af.World.from_env(checked=True)
     try:
-        af.reduce(CALLS["reduce 3"](world), asking, ("sum", "max")[world.rank])
-    except af.CollectiveMismatchError as error:
+        af.all_reduce(CALLS["reduce 3"](world), asking, ("sum", "max")[world.rank])
+    except af.errors.CollectiveMismatchError as error:
         return world.checked, asking.checked, str(error)
     return world.checked, asking.checked, ""
 

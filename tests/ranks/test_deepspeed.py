@@ -96,7 +96,7 @@ def goes_on(
     assert report.missing == ()
     assert report.unexpected == ("mine",)
     for batch in X[SAVED:]:
-        state, _ = step(state, af.split(batch, world))
+        state, _ = step(state, af.split_over_ranks(batch, world))
     return there, whole(state.params), report.cast
 
 

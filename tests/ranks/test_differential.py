@@ -156,9 +156,9 @@ def test_training_gives_what_gloo_gives(run: Run, schedule: list[int]) -> None:
 
 
 COMPRESSED = [
-    af.compress("fp16"),
-    af.compress("bf16"),
-    af.compress("powersgd", start_powerSGD_iter=1, min_compression_rate=0),
+    af.compress_grads("fp16"),
+    af.compress_grads("bf16"),
+    af.compress_grads("powersgd", start_powerSGD_iter=1, min_compression_rate=0),
     af.optimizer_in_backward(),
 ]
 
@@ -213,7 +213,9 @@ def test_equal_results_pass(name):
 @pytest.mark.parametrize("name", differences.INCOMPARABLE)
 def test_what_cannot_be_compared_is_refused(name):
     """It never passes for equal."""
-    with pytest.raises(af.ArgumentError, match=r"\['inside'\]\[0\]\._field.*compared"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"\['inside'\]\[0\]\._field.*compared"
+    ):
         simulate(2, partial(differences.incomparable, name=name), also="processes")
 
 
@@ -259,13 +261,15 @@ def test_what_gloo_does_wrong_is_found():
 
 def test_faults_are_refused():
     """They cannot happen to processes."""
-    with pytest.raises(af.ArgumentError, match=r"Raise\(rank=1.*simulated world only"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"Raise\(rank=1.*simulated world only"
+    ):
         simulate(2, differences.draws, faults=[Raise(1)], also="processes")
 
 
 def test_a_program_that_cannot_be_sent_is_refused():
     """A lambda has no name by which another process could import it."""
-    with pytest.raises(af.ArgumentError, match='also="processes".*is a lambda'):
+    with pytest.raises(af.errors.ArgumentError, match='also="processes".*is a lambda'):
         simulate(2, lambda world: world.rank, also="processes")
 
 

@@ -457,7 +457,7 @@ ROWS = [
         (Gives([NAN]), Gives([NAN])),
     ),
     Row(
-        "The same by `af.reduce`",
+        "The same by `af.all_reduce`",
         mistakes.least,
         (Gives([NAN]), Gives([NAN])),
         (Gives([NAN]), Gives([NAN])),
@@ -466,19 +466,19 @@ ROWS = [
         "`all_reduce` with `AVG` of integers",
         Reduce("AVG", (1, 2), I64),
         (Raises("result type Float can't be cast"),) * 2,
-        Refuses(af.ArgumentError, "Gloo has no AVG"),
+        Refuses(af.errors.ArgumentError, "Gloo has no AVG"),
     ),
     Row(
         "`all_reduce` with `BAND` of floats",
         Reduce("BAND", (1, 2), F64),
         (Raises("Cannot use ReduceOp.BAND with non-integral dtype"),) * 2,
-        Refuses(af.ArgumentError, "Gloo has no BAND"),
+        Refuses(af.errors.ArgumentError, "Gloo has no BAND"),
     ),
     Row(
         "`all_reduce` of int16",
         Reduce("SUM", (1, 2), I16),
         (Raises("Invalid scalar type"),) * 2,
-        Refuses(af.ArgumentError, "Gloo has no SUM"),
+        Refuses(af.errors.ArgumentError, "Gloo has no SUM"),
     ),
     Row(
         "`all_reduce` without `group=`",

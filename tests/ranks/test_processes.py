@@ -99,21 +99,21 @@ def unmade() -> Callable[..., None]:
 )
 def test_what_cannot_be_sent_is_refused(fn, args, said):
     """Before any rank starts, the error says what, and what to do."""
-    with pytest.raises(af.ArgumentError, match=said):
+    with pytest.raises(af.errors.ArgumentError, match=said):
         run_processes(2, fn, *args)
 
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2"])
 def test_a_size_is_a_number_of_ranks(size):
     """Anything but a positive integer is refused."""
-    with pytest.raises(af.ArgumentError, match="number of ranks"):
+    with pytest.raises(af.errors.ArgumentError, match="number of ranks"):
         run_processes(size, programs.place)
 
 
 @pytest.mark.parametrize("timeout", [0, -1.0, math.nan, math.inf, None, True])
 def test_a_timeout_is_a_number_of_seconds(timeout):
     """It is positive and finite."""
-    with pytest.raises(af.ArgumentError, match="timeout"):
+    with pytest.raises(af.errors.ArgumentError, match="timeout"):
         run_processes(2, programs.place, timeout=timeout)
 
 

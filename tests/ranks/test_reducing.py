@@ -44,7 +44,7 @@ def told(world: af.World, run: Run, checked: bool) -> str:
     world = attrs.evolve(world, group=world.connection, checked=checked)
     try:
         programs.train(world, run)
-    except af.ReplicaMismatchError as error:
+    except af.errors.ReplicaMismatchError as error:
         return str(error)
     return ""
 
@@ -62,8 +62,8 @@ def means(world: af.World, names: list[list[str]]) -> str:
     """Return what a rank is told of the means of its own names, each of which is 1."""
     metrics = af.Metrics(dict.fromkeys(names[world.rank], (2.0, 2.0)))
     try:
-        return repr(af.mean(metrics, world))
-    except af.CollectiveMismatchError as error:
+        return repr(metrics.all_reduce_mean(world))
+    except af.errors.CollectiveMismatchError as error:
         return str(error)
 
 

@@ -196,7 +196,7 @@ def read(world: af.World, text: Text, engine: object) -> dict[str, Any]:
     step, metrics = af.make_step(loss_of_tokens), af.Metrics({})
     for batch in islice(af.batches(state), 2):
         state, metrics = step(state, batch)
-    return {**af.full_params(state, at="train"), **af.mean(metrics, world)}
+    return {**af.full_params(state, at="train"), **metrics.all_reduce_mean(world)}
 
 
 def numbers(found: dict[str, Any]) -> dict[str, torch.Tensor]:

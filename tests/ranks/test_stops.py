@@ -174,7 +174,7 @@ def limited(directory: str, async_: bool, pipe: Connection) -> None:
         try:
             store.save(state_of(2).with_slot("big", torch.zeros(100_000)))
             store.wait()
-        except af.CheckpointWriteError as error:
+        except af.errors.CheckpointWriteError as error:
             pipe.send(str(error))
         store.save(state_of(3))
     pipe.send("done")

@@ -62,7 +62,7 @@ BEHIND = (af.clip_grad_norm(0.3), af.ema(0.5), af.checkpoint_activations(Block))
 zeros = st.builds(
     af.wrap_deepspeed,
     st.sampled_from([1, 2, 3]),
-    accumulate=st.sampled_from(["whole", "sharded"]),
+    keep_grads=st.sampled_from(["whole", "sharded"]),
     config=st.sampled_from(
         [
             {},
@@ -285,14 +285,14 @@ def test_an_update_begins_with_the_buffers_of_rank_0(stage):
 
 
 @pytest.mark.parametrize("micro", [1, 2])
-@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
+@pytest.mark.parametrize("keep_grads", ["whole", "sharded"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_gradients_that_are_thrown_away_leave_nothing(stage, accumulate, micro):
+def test_gradients_that_are_thrown_away_leave_nothing(stage, keep_grads, micro):
     """Reduced or not, in the host's memory or not: the next update is bitwise the same."""
     run = attrs.evolve(RUN, micro=micro)
     for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
         config = {"zero_optimization": zero}
-        engine = af.wrap_deepspeed(stage, config=config, accumulate=accumulate)
+        engine = af.wrap_deepspeed(stage, config=config, keep_grads=keep_grads)
         run_ranks(2, thrown_away, Trained(run, engine))
 
 
@@ -371,7 +371,7 @@ def test_an_update_is_one_reduction(stage):
     one, three = run_ranks(2, calls, Trained(RUN, af.wrap_deepspeed(stage)))[0]
     assert one == three
     if stage > 1:
-        parts = af.wrap_deepspeed(stage, accumulate="sharded")
+        parts = af.wrap_deepspeed(stage, keep_grads="sharded")
         one, three = run_ranks(2, calls, Trained(RUN, parts))[0]
         assert one < three
 

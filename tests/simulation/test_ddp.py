@@ -177,7 +177,7 @@ def test_any_fault_ends(name, kind, size, data):
     schedule = data.draw(st.lists(st.integers(0, size - 1), max_size=20))
     threads = threading.active_count()
     ended = None
-    with suppress(af.Error, RuntimeError, ValueError):
+    with suppress(af.errors.Error, RuntimeError, ValueError):
         ended = simulate(
             size,
             lambda world: by_ddp(world, **PROGRAMS[name]),

@@ -19,7 +19,7 @@ BOX = {"dp_shard": 2, "tp": 2}
 
 def test_the_log_names_a_call_s_group():
     """And who took part in it."""
-    run = simulate(4, lambda w: af.reduce(torch.ones(3), w.along("tp")), axes=BOX)
+    run = simulate(4, lambda w: af.all_reduce(torch.ones(3), w.along("tp")), axes=BOX)
     assert [(entry.group, entry.ranks) for entry in run.log] == [
         ("tp", (0, 1)),
         ("tp", (2, 3)),
@@ -32,7 +32,7 @@ def test_a_mismatch_shows_the_group():
 
     def fn(world):
         size = 2 if world.rank == 3 else 3
-        af.reduce(torch.ones(size), world.along("tp"))
+        af.all_reduce(torch.ones(size), world.along("tp"))
 
     with pytest.raises(af.errors.CollectiveMismatchError) as caught:
         simulate(4, fn, axes=BOX)

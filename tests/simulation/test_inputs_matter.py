@@ -77,7 +77,7 @@ def trained(run: Run) -> dict[str, torch.Tensor]:
 
     def rank(world: af.World) -> tuple[dict[str, torch.Tensor], list[float]]:
         state, metrics = run.train(run.state(world))
-        return tensors(state), [af.mean(each, world)["loss"] for each in metrics]
+        return tensors(state), [each.all_reduce_mean(world)["loss"] for each in metrics]
 
     (found, losses), _ = simulate(2, rank)
     return {**found, "losses": torch.tensor(losses, dtype=torch.float64)}
@@ -130,7 +130,7 @@ def test_a_fault_happens_where_it_is_planned(kind: type, rank: int, at: int) -> 
             dist.barrier(group=world.group)
             made[world.rank] += 1
 
-    with pytest.raises((af.Error, RuntimeError)):
+    with pytest.raises((af.errors.Error, RuntimeError)):
         simulate(3, fn, faults=[kind(rank, at)])
     assert made[rank] == at
     assert max(made) <= at

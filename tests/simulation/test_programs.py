@@ -172,7 +172,7 @@ def test_any_fault_ends_with_a_report(drawn):
     fn, error = functools.partial(run, program), None
     try:
         ended = simulate(size, fn, schedule=schedule, faults=[fault])
-    except (af.Error, RuntimeError) as raised:
+    except (af.errors.Error, RuntimeError) as raised:
         error = raised
     assert threads == threading.active_count()
     event(type(error).__name__ if error else f"{type(fault).__name__} harmless")
@@ -208,7 +208,7 @@ def test_a_rank_that_skips_a_call_is_found_out(drawn, data):
         simulate(size, fn, schedule=schedule)
         return
     with pytest.raises(
-        (af.errors.SimulationError, af.CollectiveMismatchError)
+        (af.errors.SimulationError, af.errors.CollectiveMismatchError)
     ) as raised:
         simulate(size, fn, schedule=schedule)
     event(type(raised.value).__name__)

@@ -100,7 +100,7 @@ def entered_by_a_step() -> tuple[int, int]:
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(8, 3),
         optimizer=partial(torch.optim.AdamW, lr=0.01),
-        data=af.Data((inputs, targets), batch_size=16, shuffle=True),
+        data=af.Data((inputs, targets), global_batch_size=16, shuffle=True),
         setup=af.chain(
             *(af.shard_data(), af.wrap_ddp(), af.autocast("bf16")),
             *(af.accumulate(num_micro_batches=2), af.clip_grad_norm(1.0)),

@@ -109,29 +109,31 @@ def test_under_ddp():
 def test_the_model_is_not_touched():
     """The modules that a state lends have their own forward."""
     state = begun(af.checkpoint_activations())
-    af.build(state)
-    with af.bind(state) as model:
+    af.prepare_engine(state)
+    with af.borrow_model(state) as model:
         assert all("forward" not in vars(each) for each in model.modules())
 
 
 @pytest.mark.parametrize("regions", [3, "Linear", nn.Linear(2, 2), (), int, (int,)])
 def test_what_is_no_region(regions):
     """Only classes of modules and functions say which modules are meant."""
-    with pytest.raises(af.ArgumentError, match="class of modules"):
+    with pytest.raises(af.errors.ArgumentError, match="class of modules"):
         af.checkpoint_activations(regions)
 
 
 def test_no_such_module():
     """A model without such a module is refused when the engine is built, with what it has."""
     state = begun(af.checkpoint_activations(nn.Conv2d))
-    with pytest.raises(af.ModelError, match="BatchNorm1d, Counts, Dropout, Linear"):
-        af.build(state)
+    with pytest.raises(
+        af.errors.ModelError, match="BatchNorm1d, Counts, Dropout, Linear"
+    ):
+        af.prepare_engine(state)
 
 
 def test_two_of_them():
     """Two may mean the same modules."""
     own = af.checkpoint_activations
-    with pytest.raises(af.CompositionError, match="same modules"):
+    with pytest.raises(af.errors.CompositionError, match="same modules"):
         af.chain(own(nn.Linear), own(nn.Tanh, name="other"))
 
 

@@ -34,7 +34,7 @@ def create(world, parts, *, model=adapted, seed=0):
     return af.TrainState.create(
         model=model,
         optimizer=partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-        data=af.Data(ROWS, batch_size=8),
+        data=af.Data(ROWS, global_batch_size=8),
         setup=af.chain(af.shard_data(), parts),
         world=world,
         seed=seed,
@@ -43,7 +43,7 @@ def create(world, parts, *, model=adapted, seed=0):
 
 def trained(state):
     step = af.make_step(lambda model, batch: model(batch, labels=batch).loss)
-    for batch in af.batches(state, epochs=2):
+    for batch in af.batches(state, until_epoch=2):
         state, _ = step(state, batch)
     return state
 
@@ -57,7 +57,7 @@ def gone_on(folder, parts, world):
     af.save_pretrained(state, folder / "adapter")
     af.export_model(state, folder / "whole")
     with torch.no_grad():
-        merged = af.frozen(state).merge_and_unload()
+        merged = af.snapshot_model(state).merge_and_unload()
         said = merged(ROWS).logits
     loaded = af.load(create(world, parts), folder / "saved")
     assert bits(af.full_params(state)) == bits(af.full_params(loaded))
@@ -95,7 +95,7 @@ def test_merging_what_is_lent_for_reading_leaves_the_state():
     """A frozen module is a copy: what is merged into it is in no state."""
     state = trained(create(None, None))
     before = bits(af.full_params(state))
-    af.frozen(state).merge_and_unload()
+    af.snapshot_model(state).merge_and_unload()
     assert before == bits(af.full_params(state))
 
 
@@ -111,5 +111,5 @@ def test_adapters_that_cannot_be_drawn_in_parts_are_refused():
             init="shard",
         )
 
-    with pytest.raises(af.ModelError, match=r"lora_B.*init=\"whole\""):
+    with pytest.raises(af.errors.ModelError, match=r"lora_B.*init=\"whole\""):
         simulate(2, cut)

@@ -27,7 +27,7 @@ def test_a_script_and_its_launcher_name_the_same_axes():
     assert choose_axes("call", {"dp_shard": -1}, None, 4) == {"dp_shard": 4}
     agreed = choose_axes("call", {"dp_shard": -1, "cp": 1}, "dp_shard=4,tp=1", 4)
     assert agreed == {"dp_shard": 4, "cp": 1}
-    with pytest.raises(af.ArgumentError, match="name different axes"):
+    with pytest.raises(af.errors.ArgumentError, match="name different axes"):
         choose_axes("call", {"dp_shard": 4}, "dp_shard=2,dp_replicate=2", 4)
 
 
@@ -65,12 +65,12 @@ BAD = {
 def test_axes_that_cannot_be_are_refused(case):
     """By name, with what can be, in simulation, on processes and from the environment."""
     axes, words = BAD[case]
-    with pytest.raises(af.ArgumentError, match=f"(?s)simulate.*{words}"):
+    with pytest.raises(af.errors.ArgumentError, match=f"(?s)simulate.*{words}"):
         simulate(4, print, axes=axes)
-    with pytest.raises(af.ArgumentError, match=f"(?s)run_processes.*{words}"):
+    with pytest.raises(af.errors.ArgumentError, match=f"(?s)run_processes.*{words}"):
         run_processes(4, print, axes=axes)
     if case != "two are left":
-        with pytest.raises(af.ArgumentError, match="World.from_env"):
+        with pytest.raises(af.errors.ArgumentError, match="World.from_env"):
             af.World.from_env(
                 axes={"tp": 1, **axes} if isinstance(axes, dict) else axes
             )
@@ -82,7 +82,7 @@ def test_an_axis_that_is_not_there_is_of_one_rank():
     def program(world):
         part = world.along("tp")
         assert (part.rank, part.size, part.group) == (0, 1, None)
-        return af.reduce(torch.tensor(float(world.rank)), part).item()
+        return af.all_reduce(torch.tensor(float(world.rank)), part).item()
 
     assert simulate(2, program).results == (0.0, 1.0)
     assert simulate(2, program, axes={"cp": 2}).results == (0.0, 1.0)
@@ -95,9 +95,9 @@ def test_axes_between_which_another_stands_have_no_group():
     def between(world):
         world.along("dp_replicate", "tp")
 
-    with pytest.raises(af.ArgumentError, match="expected neighboring axes"):
+    with pytest.raises(af.errors.ArgumentError, match="expected neighboring axes"):
         simulate(8, between, axes=axes)
-    with pytest.raises(af.ArgumentError, match="'dp' is no axis"):
+    with pytest.raises(af.errors.ArgumentError, match="'dp' is no axis"):
         simulate(8, lambda world: world.along("dp"), axes=axes)
 
 
@@ -144,7 +144,7 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
     def move(world):
         state = linear_state(world=world.split(size=1))
         with pytest.raises(
-            af.WorldError, match=r"2 ranks along 'tp'.*all would do the"
+            af.errors.WorldError, match=r"2 ranks along 'tp'.*all would do the"
         ):
             af.with_world(state, world)
         return world.connection.activity.trail
@@ -155,7 +155,9 @@ def test_a_state_goes_on_along_axes_that_divide_its_work():
 
 def test_axes_without_a_world_leave_nothing_open():
     """Where there is no world yet, -1 has no number of ranks to be the rest of."""
-    with pytest.raises(af.ArgumentError, match="no world yet, of which -1 could be"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="no world yet, of which -1 could be"
+    ):
         af.memory_estimate(
             lambda: torch.nn.Linear(2, 2),
             optimizer=torch.optim.AdamW,

@@ -39,7 +39,9 @@ def talks(tmp_path):
 
 def said(talk):
     """Return how a rank's first turn fails."""
-    with pytest.raises((af.PeerFailedError, af.CheckpointWriteError)) as caught:
+    with pytest.raises(
+        (af.errors.PeerFailedError, af.errors.CheckpointWriteError)
+    ) as caught:
         talk("write its file", "ok")
     return f"{caught.type.__name__}: {caught.value}"
 
@@ -152,6 +154,6 @@ def test_a_save_that_waits_for_one_that_is_lost_is_hurried(tmp_path, monkeypatch
     )
     writing.start()
     is_lost.set()
-    with pytest.raises(af.PeerFailedError), saved:
-        raise af.PeerFailedError("rank 0 is lost")
+    with pytest.raises(af.errors.PeerFailedError), saved:
+        raise af.errors.PeerFailedError("rank 0 is lost")
     assert 0 < waited < 60

@@ -98,7 +98,9 @@ def test_nothing_of_a_try_is_kept(size):
 
 def test_the_last_error_is_shown():
     """Where not even 1 fits, the message names it, and the error is the cause."""
-    with pytest.raises(af.OutOfMemoryError, match=r"size of 1, the last after 4") as it:
+    with pytest.raises(
+        af.errors.OutOfMemoryError, match=r"size of 1, the last after 4"
+    ) as it:
         af.find_batch_size(
             lambda _, __: raises(MemoryError("boom")), 4, af.World.single()
         )
@@ -108,19 +110,21 @@ def test_the_last_error_is_shown():
 @pytest.mark.parametrize("start", [0, -2, 2.5, True, "8"])
 def test_a_start_is_a_positive_integer(start):
     """Anything else can be no batch size."""
-    with pytest.raises(af.ArgumentError, match="start="):
+    with pytest.raises(af.errors.ArgumentError, match="start="):
         af.find_batch_size(lambda size, _: size, start, af.World.single())
 
 
 def test_a_function_is_called():
     """Something that cannot be called is refused."""
-    with pytest.raises(af.ArgumentError, match="expected a function"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a function"):
         af.find_batch_size(8, 8, af.World.single())
 
 
 def test_ranks_start_alike():
     """Different starts on different ranks would never agree."""
-    with pytest.raises(af.ArgumentError, match=r"differs between ranks: \[4, 5\]"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"differs between ranks: \[4, 5\]"
+    ):
         simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, w))
 
 
@@ -128,7 +132,9 @@ def test_the_outer_world_is_refused_meanwhile():
     """A rank in it could wait for ever for one that ran out of memory; after it, it works."""
 
     def search(world):
-        with pytest.raises(af.WorldError, match="the world that the function is given"):
+        with pytest.raises(
+            af.errors.WorldError, match="the world that the function is given"
+        ):
             af.find_batch_size(lambda *_: af.barrier(world), 4, world)
         return af.find_batch_size(lambda size, _: size, 4, world)
 
@@ -145,7 +151,7 @@ def test_a_search_in_a_search_is_refused():
             world=world,
         )
 
-    with pytest.raises(af.WorldError, match="of another search"):
+    with pytest.raises(af.errors.WorldError, match="of another search"):
         simulate(2, search)
 
 
@@ -167,9 +173,11 @@ def test_a_lost_connection_is_no_lack_of_memory():
     def search(world):
         def fn(*_):
             if world.rank == 1:
-                raise af.PeerFailedError("gone")
+                raise af.errors.PeerFailedError("gone")
 
-        with pytest.raises(af.PeerFailedError, match="no rank ran out of memory"):
+        with pytest.raises(
+            af.errors.PeerFailedError, match="no rank ran out of memory"
+        ):
             af.find_batch_size(fn, 4, world)
         return True
 
@@ -185,7 +193,7 @@ def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend):
         # of the class: put back on the record, the method and the group would be garbage
         monkeypatch.setattr(type(world.connection), "backend", lambda *_: backend)
         said = rf"2 ranks joined by {backend}.*backend='gloo'.*in one process"
-        with pytest.raises(af.WorldError, match=said):
+        with pytest.raises(af.errors.WorldError, match=said):
             af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
     finally:
         dist.destroy_process_group()

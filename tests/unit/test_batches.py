@@ -47,19 +47,19 @@ STEP = af.make_step(lambda model, batch: model(batch).square().mean())
 def test_state_follows_the_batches():
     """A step takes the batch's cursor; a new loop goes on from there."""
     state = make()
-    for i, batch in enumerate(af.batches(state, epochs=2)):
+    for i, batch in enumerate(af.batches(state, until_epoch=2)):
         state, _ = STEP(state, batch)
         assert batch.cursor == state.cursor
         if i == 3:
             break
-    rest = [b.start for b in af.batches(state, epochs=2)]
-    assert [af.Cursor(1, 4), af.Cursor(1, 8)] == rest
+    rest = [b.start for b in af.batches(state, until_epoch=2)]
+    assert [af.typing.Cursor(1, 4), af.typing.Cursor(1, 8)] == rest
 
 
 def test_batches_outlive_their_state():
     """They read the state once, so it may be donated while they are used."""
     state = make()
-    loop = af.batches(state, epochs=1)
+    loop = af.batches(state, until_epoch=1)
     assert len(loop) == 3
     for batch in loop:
         state, _ = STEP(state, batch)
@@ -69,12 +69,12 @@ def test_batches_outlive_their_state():
 def test_plain_values_leave_the_cursor():
     """A step over a plain value does not move the data's cursor."""
     state, _ = STEP(make(), X)
-    assert (1, af.Cursor(0, 0)) == (state.step, state.cursor)
+    assert (1, af.typing.Cursor(0, 0)) == (state.step, state.cursor)
 
 
 def test_empty_micro_batch_has_a_stand_in():
     """An empty part holds one sample that does not count."""
-    *_, last = af.batches(make(af.accumulate(num_micro_batches=4)), epochs=1)
+    *_, last = af.batches(make(af.accumulate(num_micro_batches=4)), until_epoch=1)
     assert last.weights == (1, 1, 1, 0)
     assert last.filler.tolist() == [False, False, False, True]
     assert len(last.micro_batches[3]) == 1
@@ -83,22 +83,24 @@ def test_empty_micro_batch_has_a_stand_in():
 def test_value_of_several_is_refused():
     """`value` of a batch of micro-batches says what to read."""
     batch = next(iter(af.batches(make(af.accumulate(num_micro_batches=2)))))
-    with pytest.raises(af.BatchError, match=r"2 micro-batches.*batch\.micro_batches"):
+    with pytest.raises(
+        af.errors.BatchError, match=r"2 micro-batches.*batch\.micro_batches"
+    ):
         _ = batch.value
 
 
 def test_epochs_count_from_the_start_of_the_run():
     """A state past its last epoch has no batches left."""
-    state = attrs.evolve(make(), cursor=af.Cursor(2, 0))
-    assert list(af.batches(state, epochs=2)) == []
-    assert len(af.batches(state, epochs=2)) == 0
-    assert len(list(af.batches(state, epochs=3))) == 3
+    state = attrs.evolve(make(), cursor=af.typing.Cursor(2, 0))
+    assert list(af.batches(state, until_epoch=2)) == []
+    assert len(af.batches(state, until_epoch=2)) == 0
+    assert len(list(af.batches(state, until_epoch=3))) == 3
 
 
 def test_without_epochs_there_is_no_end():
     """Without epochs= they go on for ever, and have no length."""
     loop = af.batches(make())
-    with pytest.raises(af.ArgumentError, match=r"epochs=.*no length") as caught:
+    with pytest.raises(af.errors.ArgumentError, match=r"epochs=.*no length") as caught:
         len(loop)
     assert isinstance(caught.value, (ValueError, TypeError))
     reader = iter(loop)
@@ -110,43 +112,49 @@ def test_without_epochs_there_is_no_end():
 @pytest.mark.parametrize("epochs", [0, -1, 1.5, "3", True])
 def test_epochs_are_a_positive_number(epochs):
     """A number of epochs that is none is refused with its value."""
-    with pytest.raises(af.ArgumentError, match=r"af\.batches\(epochs=") as caught:
-        af.batches(make(), epochs=epochs)
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"af\.batches\(epochs="
+    ) as caught:
+        af.batches(make(), until_epoch=epochs)
     assert isinstance(caught.value, ValueError)
 
 
 def test_state_without_data():
     """A state without data has no batches; the refusal says where to give it."""
     state = linear_state(2)
-    with pytest.raises(af.StateError, match=r"data=None.*data=af\.Data") as caught:
+    with pytest.raises(
+        af.errors.StateError, match=r"data=None.*data=af\.Data"
+    ) as caught:
         af.batches(state)
     assert isinstance(caught.value, ValueError)
 
 
 def test_cursor_beyond_the_data():
     """A cursor that the data has no sample at is refused with both numbers."""
-    state = attrs.evolve(make(), cursor=af.Cursor(0, 11))
-    with pytest.raises(af.BatchError, match=r"sample 11 of epoch 0.*11.*changed"):
-        list(af.batches(state, epochs=1))
+    state = attrs.evolve(make(), cursor=af.typing.Cursor(0, 11))
+    with pytest.raises(
+        af.errors.BatchError, match=r"sample 11 of epoch 0.*11.*changed"
+    ):
+        list(af.batches(state, until_epoch=1))
 
 
 @pytest.mark.parametrize("place", [(-1, 0), (0, -1), (0.5, 0), (0, True), ("0", 0)])
 def test_cursor_counts(place):
     """A cursor holds two counts."""
-    with pytest.raises(af.ArgumentError, match=r"Cursor\((epoch|samples)="):
-        af.Cursor(*place)
+    with pytest.raises(af.errors.ArgumentError, match=r"Cursor\((epoch|samples)="):
+        af.typing.Cursor(*place)
 
 
 def test_abandoned_loop_starts_no_trouble():
     """Breaking out and iterating again begins at the state's cursor again."""
-    loop = af.batches(make(num_workers=1), epochs=1)
+    loop = af.batches(make(num_workers=1), until_epoch=1)
     first = [shown(next(iter(loop))) for _ in range(2)]
     assert first[0] == first[1]
 
 
 def test_shown_as_its_place():
     """A batch shows where it stands, not its tensors."""
-    *_, last = af.batches(make(), epochs=1)
+    *_, last = af.batches(make(), until_epoch=1)
     assert "<Batch of 3 samples, 3 here in 1 micro-batches, epoch 0 from" in repr(last)
 
 
@@ -163,18 +171,18 @@ def test_seeking_gives_the_batches_that_a_run_had_left(
 ):
     """Of the epoch that is told, further on or back, or of that in which the state stands."""
     state = linear_state(
-        data=af.Data(torch.arange(n), batch_size=batch_size, shuffle=True)
+        data=af.Data(torch.arange(n), global_batch_size=batch_size, shuffle=True)
     )
     updates = -(-n // batch_size)
     done = data.draw(st.integers(0, updates - 1))
-    whole = [b.indices.tolist() for b in af.batches(state, epochs=epoch + 1)]
+    whole = [b.indices.tolist() for b in af.batches(state, until_epoch=epoch + 1)]
     state = af.seek(state, 0, epoch=stands)
     if is_there:
         there = af.seek(state, 0, epoch=epoch)
         later = af.seek(there, done * batch_size)
     else:
         later = af.seek(state, done * batch_size, epoch=epoch)
-    rest = [b.indices.tolist() for b in af.batches(later, epochs=epoch + 1)]
+    rest = [b.indices.tolist() for b in af.batches(later, until_epoch=epoch + 1)]
     assert rest == whole[epoch * updates + done :]
     assert later.params["weight"] is state.params["weight"]
 
@@ -190,27 +198,27 @@ def test_seeking_gives_the_batches_that_a_run_had_left(
 )
 def test_seeking_to_no_place(place, words):
     """What is no count is refused with its name and value."""
-    with pytest.raises(af.ArgumentError, match=rf"{words}.*0 or more"):
+    with pytest.raises(af.errors.ArgumentError, match=rf"{words}.*0 or more"):
         af.seek(make(), **place)
 
 
 def test_seeking_where_nothing_is_used():
     """Samples that are dropped cannot be sought."""
     state = make(remainder="drop")
-    with pytest.raises(af.BatchError, match="sample 8 of epoch 0.*has 8"):
+    with pytest.raises(af.errors.BatchError, match="sample 8 of epoch 0.*has 8"):
         af.seek(state, 8)
 
 
 def test_seeking_without_data():
     """A state without data has no place in them."""
     state = linear_state(2)
-    with pytest.raises(af.StateError, match="data=None"):
+    with pytest.raises(af.errors.StateError, match="data=None"):
         af.seek(state, 0)
 
 
 def test_seeking_beyond_the_epoch_is_refused():
-    state = linear_state(data=af.Data(torch.arange(6), batch_size=4))
-    with pytest.raises(af.BatchError, match="an epoch of this data has 6"):
+    state = linear_state(data=af.Data(torch.arange(6), global_batch_size=4))
+    with pytest.raises(af.errors.BatchError, match="an epoch of this data has 6"):
         af.seek(state, 6)
-    with pytest.raises(af.ArgumentError, match="0 or more"):
+    with pytest.raises(af.errors.ArgumentError, match="0 or more"):
         af.seek(state, -1)

@@ -75,7 +75,7 @@ class Late(torch.optim.SGD):
 
 def test_an_optimizer_that_couples_later_is_found():
     """As those do that choose their own rate by all that they saw."""
-    with pytest.raises(af.OptimizerError, match="more than its own gradient"):
+    with pytest.raises(af.errors.OptimizerError, match="more than its own gradient"):
         optimizer.check_elements(
             state_of(optimizer=partial(Late, lr=0.1)), "here", dims=(0,)
         )
@@ -84,7 +84,9 @@ def test_an_optimizer_that_couples_later_is_found():
 def test_a_disk_that_was_lent_is_given_back(tmp_path):
     """Behind the block a model on the host has memory of its own, and no file that is gone."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with af.placed(model, af.place(model, {"cpu": 20_000, "disk": tmp_path})) as lent:
+    with af.on_devices(
+        model, af.plan_devices(model, {"cpu": 20_000, "disk": tmp_path})
+    ) as lent:
         lent(torch.ones(1, 64))
     here = [each.data_ptr() for each in model.parameters()]
     lines = Path("/proc/self/maps").read_text().splitlines()
@@ -122,14 +124,16 @@ def test_an_epoch_that_was_sought_ends_where_its_batches_do(
     samples: int, size: int, *, shuffle: bool
 ) -> None:
     """Where the rest of it is dropped, the last batch is the last, wherever one begins."""
-    data = af.Data(torch.ones(10, 2), batch_size=4, remainder="drop", shuffle=shuffle)
+    data = af.Data(
+        torch.ones(10, 2), global_batch_size=4, remainder="drop", shuffle=shuffle
+    )
 
     def fn(world: af.World) -> int:
         state = state_of(data=data, world=world, setup=DDP)
         state = af.seek(state, min(samples, 6))
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, _ = STEP(state, batch)
-        assert state.cursor == af.Cursor(2, 0)
+        assert state.cursor == af.typing.Cursor(2, 0)
         return state.step
 
     for updates in simulate(size, fn):
@@ -139,8 +143,8 @@ def test_an_epoch_that_was_sought_ends_where_its_batches_do(
 @given(done=st.integers(0, 6), until=st.integers(1, 6))
 def test_a_run_goes_until_an_update_and_no_further(done: int, until: int) -> None:
     """A state that is there, or beyond, is returned as it is."""
-    state = state_of(data=af.Data(torch.ones(8, 2), batch_size=2))
-    for batch in islice(af.batches(state, epochs=9), done):
+    state = state_of(data=af.Data(torch.ones(8, 2), global_batch_size=2))
+    for batch in islice(af.batches(state, until_epoch=9), done):
         state, _ = STEP(state, batch)
 
     def bounded(state: af.TrainState, batch: Any) -> Any:
@@ -217,7 +221,7 @@ def test_large_unsigned_numbers_are_in_order(values: list[int], op: str) -> None
 
     def fn(world: af.World) -> int:
         mine = torch.tensor([values[world.rank]], dtype=torch.int64).to(torch.uint32)
-        return int(af.reduce(mine, world, op))
+        return int(af.all_reduce(mine, world, op))
 
     expected = {"min": min, "max": max}[op](values)
     assert set(simulate(len(values), fn)) == {expected}
@@ -239,7 +243,7 @@ def test_parts_that_two_ranks_have_exchanged_are_told():
         if world.along("dp_replicate").rank:
             whole = {name: each.roll(len(each) // 2, 0) for name, each in whole.items()}
         state = state.with_params(whole)
-        with pytest.raises(af.ReplicaMismatchError, match=r"weight"):
+        with pytest.raises(af.errors.ReplicaMismatchError, match=r"weight"):
             STEP(state, torch.ones(2, 4))
 
     simulate(4, fn, axes=axes)
@@ -260,7 +264,7 @@ def test_what_a_loss_froze_is_trained_once_it_is_told(count):
             param.requires_grad_(requires_grad=False)
         return model(batch).square().mean()
 
-    with pytest.raises(af.LossError, match=f"froze {count} parameters"):
+    with pytest.raises(af.errors.LossError, match=f"froze {count} parameters"):
         af.make_step(freezes)(state, torch.ones(2, 2))
     before = {name: each.clone() for name, each in state.params.items()}
     state, _ = STEP(state, torch.ones(2, 2))
@@ -285,7 +289,7 @@ def test_of_large_tensors_the_one_that_changed_is_named(broken, tmp_path):
         if at >= 0:
             content[at + 5] ^= 1
             path.write_bytes(content)
-    with pytest.raises(af.CheckpointCorruptError, match=rf"large.*{broken}\b"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=rf"large.*{broken}\b"):
         af.load(state_of().with_slot("large", None), tmp_path / "saved")
 
 
@@ -329,7 +333,7 @@ def test_a_first_loss_that_is_nan_is_told_as_such():
         state = state_of(setup=setup, world=world)
         af.make_step(loss)(state, torch.ones(2, 2))
 
-    with pytest.raises(af.NonFiniteLossError):
+    with pytest.raises(af.errors.NonFiniteLossError):
         simulate(2, fn, axes={"tp": 2})
 
 
@@ -353,12 +357,12 @@ def test_arguments_of_a_script_are_not_filled_in(arg: str) -> None:
 def test_a_loop_that_was_left_is_not_what_the_next_begins_with(*, sharded):
     """Of a stream that knows where it stands, whoever reads it."""
     state = state_of(
-        data=af.Data(Stateful(12), batch_size=2, sharded=sharded),
+        data=af.Data(Stateful(12), global_batch_size=2, sharded=sharded),
         setup=af.shard_data(),
         model=lambda: nn.Linear(1, 1),
     )
-    first = [each.value for each in islice(af.batches(state, epochs=1), 2)]
-    again = [each.value for each in islice(af.batches(state, epochs=1), 4)]
+    first = [each.value for each in islice(af.batches(state, until_epoch=1), 2)]
+    again = [each.value for each in islice(af.batches(state, until_epoch=1), 4)]
     assert torch.equal(torch.stack(again[:2]), torch.stack(first))
     assert torch.stack(again).flatten().tolist() == [float(i) for i in range(8)]
 
@@ -390,8 +394,10 @@ def test_ranks_that_are_all_sent_a_signal_agree_on_it(numbers):
 def test_parts_of_parts_keep_entries_of_no_parameter(tmp_path):
     """Each under its own key, through copies and checkpoints."""
     make = partial(Counting, lr=0.1)
-    inner = af.partition((lambda name, _: name == "0.bias", make), (..., make))
-    optimizer = af.partition((lambda name, _: name != "2.bias", inner), (..., make))
+    inner = af.combine_optimizers((lambda name, _: name == "0.bias", make), (..., make))
+    optimizer = af.combine_optimizers(
+        (lambda name, _: name != "2.bias", inner), (..., make)
+    )
     net = lambda: nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2))  # noqa: E731
     state = state_of(model=net, optimizer=optimizer)
     for _ in range(2):
@@ -495,7 +501,9 @@ def test_what_is_on_its_way_is_laid_out_as_its_parameter():
         state = state_of(
             model=lambda: nn.Linear(4, 4), setup=af.wrap_ddp(), world=world
         )
-        sums = {n: af.start_reduce(p.clone(), world) for n, p in state.params.items()}
+        sums = {
+            n: af.start_all_reduce(p.clone(), world) for n, p in state.params.items()
+        }
         state = state.with_slot("mine", sums).with_setup(af.wrap_fsdp())
         for name, each in state.slots["mine"].items():
             found, param = each.wait(), state.params[name]
@@ -518,7 +526,7 @@ def test_metrics_are_tracked_that_are_all_there_is(axes, tmp_path, *, is_all):
             if is_all:
                 tracker(metrics, 1)
             else:
-                with pytest.raises(af.ArgumentError, match="this rank alone"):
+                with pytest.raises(af.errors.ArgumentError, match="this rank alone"):
                     tracker(metrics, 1)
 
     simulate(2, fn, axes=axes)
@@ -565,7 +573,7 @@ def test_a_hook_that_wrote_before_it_raised_has_changed_the_state(error):
     state = state_of(optimizer=optimizer)
     with pytest.raises(error):
         STEP(state, torch.ones(2, 2))
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         state.params["weight"]
 
 
@@ -578,8 +586,8 @@ def test_a_collate_of_a_table_draws_by_its_place(seed: int, drawn: int) -> None:
         return torch.rand(len(rows))
 
     def values() -> list[list[float]]:
-        data = af.Data(table, batch_size=4, collate=masked)
-        batches = af.batches(state_of(data=data, seed=seed), epochs=2)
+        data = af.Data(table, global_batch_size=4, collate=masked)
+        batches = af.batches(state_of(data=data, seed=seed), until_epoch=2)
         return [each.value.tolist() for each in batches]
 
     first = values()
@@ -594,13 +602,13 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart):
     samples, epoch = apart
 
     def fn(world: af.World) -> None:
-        data = af.Data(torch.ones(8, 2), batch_size=4)
+        data = af.Data(torch.ones(8, 2), global_batch_size=4)
         state = state_of(data=data, setup=DDP, world=world)
         state = af.seek(state, samples * world.rank, epoch=epoch * world.rank)
         if apart == (0, 0):
             af.assert_replicas_agree(state)
             return
-        with pytest.raises(af.ReplicaMismatchError, match="cursor"):
+        with pytest.raises(af.errors.ReplicaMismatchError, match="cursor"):
             af.assert_replicas_agree(state)
 
     simulate(2, fn)
@@ -627,13 +635,13 @@ def test_an_image_with_a_number_of_no_colour_is_refused(bad: float, at: int) -> 
     """Wherever it is; NaN is neither below nor above."""
     image = torch.full((1, 2, 2), 0.5)
     image.view(-1)[at] = bad
-    with pytest.raises(af.ArgumentError, match="'seen' is from"):
+    with pytest.raises(af.errors.ArgumentError, match="'seen' is from"):
         tracker.pixels("seen", image)
 
 
 REFUSING = [
-    (af.plateau(min_lr=[1.0, 2.0]), af.Error),
-    (af.diloco(sync_every=9, fragments=9), af.Error),
+    (af.reduce_lr_on_plateau(min_lr=[1.0, 2.0]), af.errors.Error),
+    (af.diloco(sync_every=9, fragments=9), af.errors.Error),
 ]
 
 
@@ -662,7 +670,7 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
     assert rates is not None
     looks_at = 0.0
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
+        warnings.simplefilter("always", af.AccelfnWarning)
         for update in range(start, start + pause):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     assert ends or not told
@@ -681,7 +689,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     assert rates is not None
     looks_at = 0.0
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
+        warnings.simplefilter("always", af.AccelfnWarning)
         for update in range(20, 60):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     (said,) = told
@@ -739,13 +747,15 @@ def test_costs_are_of_the_dataset_whatever_an_order_takes_of_it(
     num = min(drawn, 6) if not replacement else drawn
     order = af.orders.weighted([1.0] * 6, num_samples=num, replacement=replacement)
     costs = [1, 2, 3, 1, 2, 3]
-    data = af.Data(torch.ones(6, 2), batch_size=af.budget(costs, limit=6), order=order)
-    batches = list(af.batches(state_of(data=data), epochs=1))
+    data = af.Data(
+        torch.ones(6, 2), global_batch_size=af.token_budget(costs, limit=6), order=order
+    )
+    batches = list(af.batches(state_of(data=data), until_epoch=1))
     assert sum(len(each.value) for each in batches) == num
-    with pytest.raises(af.Error, match="costs"):
+    with pytest.raises(af.errors.Error, match="costs"):
         af.Data(
             torch.ones(6, 2),
-            batch_size=af.budget([1] * (num + 7), limit=6),
+            global_batch_size=af.token_budget([1] * (num + 7), limit=6),
             order=order,
         )
 
@@ -780,13 +790,13 @@ def test_what_parts_of_an_optimizer_of_other_options_lack_is_told(tmp_path):
     def created(*, amsgrad: bool) -> af.TrainState:
         make = partial(torch.optim.Adam, lr=0.1, amsgrad=amsgrad)
         is_bias = lambda name, _: name == "bias"  # noqa: E731
-        return state_of(optimizer=af.partition((is_bias, make), (..., make)))
+        return state_of(optimizer=af.combine_optimizers((is_bias, make), (..., make)))
 
     state, _ = STEP(created(amsgrad=False), torch.ones(2, 2))
     af.save(state, tmp_path / "saved")
-    with pytest.raises(af.CheckpointError, match="max_exp_avg_sq: missing"):
+    with pytest.raises(af.errors.CheckpointError, match="max_exp_avg_sq: missing"):
         af.load(created(amsgrad=True), tmp_path / "saved")
     allow = ("opt_state",)
     loaded = af.load(created(amsgrad=True), tmp_path / "saved", allow=allow)
-    with pytest.raises(af.OptimizerError, match="lacks 'max_exp_avg_sq'"):
+    with pytest.raises(af.errors.OptimizerError, match="lacks 'max_exp_avg_sq'"):
         STEP(loaded, torch.ones(2, 2))

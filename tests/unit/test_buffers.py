@@ -136,7 +136,7 @@ def test_what_the_state_would_not_have(case):
     state, x = begun(change), torch.ones(3, 2)
     params = {name: param.clone() for name, param in state.params.items()}
     for _ in range(2):
-        with pytest.raises(af.ModelError, match=said):
+        with pytest.raises(af.errors.ModelError, match=said):
             af.make_step(loss_fn)(state, x)
     assert all(torch.equal(params[name], state.params[name]) for name in params)
     assert state.buffers["0.table"].tolist() == [1, 1, 1]
@@ -156,7 +156,7 @@ def test_no_buffer_at_all():
             return super().forward(x)
 
     state = af.TrainState.create(model=lambda: Bare(2, 1), optimizer=SGD)
-    with pytest.raises(af.ModelError, match="'later' was registered"):
+    with pytest.raises(af.errors.ModelError, match="'later' was registered"):
         af.make_step(loss_fn)(state, torch.ones(3, 2))
 
 

@@ -54,7 +54,7 @@ def fresh(**options):
         "model": net,
         "optimizer": ADAM,
         "setup": af.ema(0.9),
-        "data": af.Data(X, batch_size=3),
+        "data": af.Data(X, global_batch_size=3),
         **options,
     }
     return af.TrainState.create(**options)
@@ -86,7 +86,7 @@ def test_loaded_is_saved(updates, tmp_path):
     loaded = af.load(fresh(), tmp_path / "saved")
     assert before == values(state) == values(loaded)
     assert torch.equal(random, torch.get_rng_state())
-    for batch in af.batches(loaded, epochs=3):
+    for batch in af.batches(loaded, until_epoch=3):
         state, _ = STEP(state, batch)
         loaded, _ = STEP(loaded, batch)
         assert values(state) == values(loaded)
@@ -149,7 +149,7 @@ def test_unsaveable_slot(case, tmp_path):
     """What cannot be saved is named by its path; nothing is left, the state usable."""
     value, words = UNSAVEABLE[case]
     state = make().with_slot("mine", value)
-    with pytest.raises(af.CheckpointError, match=words) as caught:
+    with pytest.raises(af.errors.CheckpointError, match=words) as caught:
         af.save(state, tmp_path / "saved")
     assert isinstance(caught.value, RuntimeError)
     assert not (tmp_path / "saved").exists()
@@ -175,7 +175,9 @@ def test_objects_with_a_state(tmp_path):
     assert loaded["of"][0].state_dict() == mine["of"][0].state_dict()
     assert loaded["keys"] == mine["keys"]
     assert target.slots["mine"]["of"][0].last_epoch == 0
-    with pytest.raises(af.CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"slots\.mine\.of\[0\].*with_slot"
+    ):
         af.load(make(), tmp_path / "saved")
 
 
@@ -186,7 +188,8 @@ def test_ranks_that_see_no_common_directory(tmp_path):
         af.save(fresh(world=world), tmp_path / str(world.rank) / "saved")
 
     with pytest.raises(
-        af.CheckpointWriteError, match=r"rank 1 could not.*does not see.*one directory"
+        af.errors.CheckpointWriteError,
+        match=r"rank 1 could not.*does not see.*one directory",
     ):
         simulate(2, save)
     assert not list(tmp_path.rglob("*saved"))
@@ -196,7 +199,7 @@ def test_existing_directory(saved):
     """A directory that exists is not written into; the refusal names it."""
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
     with pytest.raises(
-        af.CheckpointError, match=r"step 2.*saved exists.*new directory"
+        af.errors.CheckpointError, match=r"step 2.*saved exists.*new directory"
     ):
         af.save(make(), saved)
     assert before == {path.name: path.read_bytes() for path in saved.iterdir()}
@@ -207,7 +210,7 @@ def test_existing_directory(saved):
 def test_directory_without_a_name(directory, tmp_path, monkeypatch):
     """A path that names no new directory is refused."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(af.CheckpointError, match="directory"):
+    with pytest.raises(af.errors.CheckpointError, match="directory"):
         af.save(make(), directory)
     assert list(tmp_path.iterdir()) == []
 
@@ -222,7 +225,7 @@ def test_relative_directory(tmp_path, monkeypatch):
 def test_directory_below_a_file(tmp_path):
     """A path below a file is refused with the system's reason."""
     (tmp_path / "file").touch()
-    with pytest.raises(af.CheckpointError, match=r"step 2 was not saved.*begin"):
+    with pytest.raises(af.errors.CheckpointError, match=r"step 2 was not saved.*begin"):
         af.save(make(), tmp_path / "file" / "saved")
 
 
@@ -257,7 +260,9 @@ TOGETHER = {
 def test_states_saved_together_are_loaded_together(both, case):
     """Another number or other names of states is an error with the code to write."""
     code = f'af.load({{"actor": ..., "critic": ...}}, {str(both)!r})'
-    with pytest.raises(af.CheckpointError, match="it has actor, critic") as caught:
+    with pytest.raises(
+        af.errors.CheckpointError, match="it has actor, critic"
+    ) as caught:
         TOGETHER[case](both)
     assert code in str(caught.value)
     assert f"af.load_part(state, {str(both / 'actor')!r}, only)" in str(caught.value)
@@ -280,7 +285,7 @@ def test_a_store_names_an_older_pair(tmp_path, gone):
         store.save(pair)
     path = tmp_path / "step-00000002" / gone
     shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with pytest.raises(af.CheckpointCorruptError, match="critic") as caught:
+    with pytest.raises(af.errors.CheckpointCorruptError, match="critic") as caught:
         store.restore({"actor": fresh(), "critic": fresh()})
     assert "step=1" in "".join(caught.value.__notes__)
     found = store.restore({"actor": fresh(), "critic": fresh()}, step=1)
@@ -290,7 +295,7 @@ def test_a_store_names_an_older_pair(tmp_path, gone):
 def test_a_lone_state_is_loaded_alone(saved):
     """Several states by name are no way to load one that was saved alone."""
     code = re.escape(f"it has one state. Load it with af.load(state, {str(saved)!r}).")
-    with pytest.raises(af.CheckpointError, match=f"expected actor, and {code}"):
+    with pytest.raises(af.errors.CheckpointError, match=f"expected actor, and {code}"):
         af.load({"actor": fresh()}, saved)
 
 
@@ -307,11 +312,13 @@ CALLS_WITH_STATES = {
 @pytest.mark.parametrize("name", ["", "a/b", "..", "a.b", 3, None])
 def test_names_of_states_are_words(call, name, tmp_path):
     """They are directories' names; nothing else is taken, nor no state at all."""
-    with pytest.raises(af.ArgumentError, match=rf"{call}.*not a state's name"):
+    with pytest.raises(af.errors.ArgumentError, match=rf"{call}.*not a state's name"):
         CALLS_WITH_STATES[call]({"actor": make(), name: make()}, tmp_path / "runs")
-    with pytest.raises(af.ArgumentError, match=rf"{call}.*not a state's name"):
+    with pytest.raises(af.errors.ArgumentError, match=rf"{call}.*not a state's name"):
         CALLS_WITH_STATES[call]({}, tmp_path / "runs")
-    with pytest.raises(af.ArgumentError, match=rf"{call}.*expected a TrainState"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=rf"{call}.*expected a TrainState"
+    ):
         CALLS_WITH_STATES[call]({"actor": make(), "critic": net()}, tmp_path / "runs")
 
 
@@ -326,7 +333,9 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
             "actor": fresh(setup=setup, world=world),
             "critic": fresh(setup=setup, world=pair),
         }
-        with pytest.raises(af.WorldError, match=f"{call}.*actor, critic are in diff"):
+        with pytest.raises(
+            af.errors.WorldError, match=f"{call}.*actor, critic are in diff"
+        ):
             CALLS_WITH_STATES[call](states, tmp_path / "runs")
 
     simulate(4, fn)
@@ -339,17 +348,17 @@ def test_states_of_several_worlds_are_rejected(call, tmp_path):
 def test_missing_directory(tmp_path):
     """A directory that is not there is named, and which checkpoints are beside it."""
     with pytest.raises(
-        af.CheckpointError, match=r"no such.*af\.save\(state, directory\)"
+        af.errors.CheckpointError, match=r"no such.*af\.save\(state, directory\)"
     ):
         af.load(fresh(), tmp_path / "nowhere")
     for number in range(4):
         af.save(fresh(), tmp_path / f"update-{number}")
     with pytest.raises(
-        af.CheckpointError, match="Beside it there are 4: update-0, .*-2, "
+        af.errors.CheckpointError, match="Beside it there are 4: update-0, .*-2, "
     ):
         af.load(fresh(), tmp_path / "update-9")
     with pytest.raises(
-        af.CheckpointError, match="manifest.*In it there are 4: update-0"
+        af.errors.CheckpointError, match="manifest.*In it there are 4: update-0"
     ):
         af.load(fresh(), tmp_path)
 
@@ -361,7 +370,7 @@ def test_directory_of_a_store(tmp_path, load):
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
     with pytest.raises(
-        af.CheckpointError, match=r"a store of 1 .*step-00000000, or"
+        af.errors.CheckpointError, match=r"a store of 1 .*step-00000000, or"
     ) as e:
         load(state, tmp_path)
     assert f"af.CheckpointStore({str(tmp_path)!r}).restore(state)" in str(e.value)
@@ -417,7 +426,7 @@ def test_nothing_older_is_removed_for_a_save_that_is_not_read_back(
         if is_whole:
             store.save(later)
         else:
-            with pytest.raises(af.CheckpointWriteError, match="rank-00000"):
+            with pytest.raises(af.errors.CheckpointWriteError, match="rank-00000"):
                 store.save(later)
         assert store.steps == (int(is_whole),)
         assert store.restore(fresh()).step == int(is_whole)
@@ -439,7 +448,7 @@ def test_a_store_of_fewer_removes_what_an_earlier_run_left(tmp_path, capsys, is_
     if not is_whole:
         damage(tmp_path / "step-00000002")
     with af.CheckpointStore(tmp_path, keep=1, async_=False) as store:
-        with pytest.raises(af.CheckpointWriteError, match="exists already"):
+        with pytest.raises(af.errors.CheckpointWriteError, match="exists already"):
             store.save(attrs.evolve(fresh(), step=2))
         assert store.steps == ((2,) if is_whole else (0, 1, 2))
     said = capsys.readouterr().err
@@ -461,7 +470,7 @@ def test_a_store_that_cannot_be_looked_through(tmp_path, monkeypatch, size):
     def restore(world):
         reason = os.strerror(errno.EACCES)
         said = rf"{re.escape(str(tmp_path))} cannot be looked through: .*{reason}"
-        with pytest.raises(af.CheckpointError, match=said):
+        with pytest.raises(af.errors.CheckpointError, match=said):
             af.CheckpointStore(tmp_path).restore(small(world))
 
     simulate(size, restore)
@@ -481,7 +490,7 @@ def test_what_differs_often_is_counted(tmp_path, count, what):
         one, other = having(count, 2), having(count)
     saved, state = (one, other) if what == "missing" else (other, one)
     af.save(saved, tmp_path / "saved")
-    with pytest.raises(af.CheckpointError) as caught:
+    with pytest.raises(af.errors.CheckpointError) as caught:
         af.load(state, tmp_path / "saved")
     rows = [row.strip() for row in str(caught.value).splitlines()]
     told = [row for row in rows if "layer_" in row]
@@ -522,7 +531,7 @@ def test_a_merge_of_ones_own_that_fails_is_named(tmp_path, merge, said):
         return fresh(setup=Merging(merge), world=world, data=None)
 
     simulate(2, lambda world: af.save(make(world), tmp_path / "saved"))
-    with pytest.raises(af.CheckpointError, match=said):
+    with pytest.raises(af.errors.CheckpointError, match=said):
         af.load(make(), tmp_path / "saved")
 
 
@@ -674,7 +683,7 @@ def test_manifest_says_what_was_expected(saved, text, found):
     """What is JSON, and no manifest, is shown beside what a manifest is."""
     (saved / "manifest.json").write_text(text)
     expected = rf'it is {found} where a JSON object with "format" is expected'
-    with pytest.raises(af.CheckpointCorruptError, match=expected):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=expected):
         af.load(fresh(), saved)
 
 
@@ -701,22 +710,28 @@ OTHERS = {
 def test_loading_into_another_state(saved, case):
     """Another model, setup or optimizer is refused with what differs."""
     options, words = OTHERS[case]
-    with pytest.raises(af.CheckpointError, match=words):
+    with pytest.raises(af.errors.CheckpointError, match=words):
         af.load(fresh(**options), saved)
 
 
 OTHER_DATA = {
     "samples": {
-        "data": af.Data(X[:7], batch_size=3),
+        "data": af.Data(X[:7], global_batch_size=3),
         "changed": ("fingerprint", "samples"),
     },
-    "batch_size": {"data": af.Data(X, batch_size=4), "changed": ("batch_size",)},
+    "batch_size": {"data": af.Data(X, global_batch_size=4), "changed": ("batch_size",)},
     "remainder": {
-        "data": af.Data(X, batch_size=3, remainder="drop"),
+        "data": af.Data(X, global_batch_size=3, remainder="drop"),
         "changed": ("remainder",),
     },
-    "order": {"data": af.Data(X, batch_size=3, shuffle=True), "changed": ("order",)},
-    "fingerprint": {"data": af.Data(X + 1, batch_size=3), "changed": ("fingerprint",)},
+    "order": {
+        "data": af.Data(X, global_batch_size=3, shuffle=True),
+        "changed": ("order",),
+    },
+    "fingerprint": {
+        "data": af.Data(X + 1, global_batch_size=3),
+        "changed": ("fingerprint",),
+    },
 }
 
 
@@ -726,7 +741,9 @@ def test_going_on_with_other_data(saved, case):
     folder = saved
     changed = OTHER_DATA[case]["changed"]
     other = fresh(data=OTHER_DATA[case]["data"])
-    with pytest.raises(af.CheckpointError, match="was saved with other data") as raised:
+    with pytest.raises(
+        af.errors.CheckpointError, match="was saved with other data"
+    ) as raised:
         af.load(other, folder)
     told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
     assert sorted(told) == sorted(changed)
@@ -743,12 +760,14 @@ class Stream(torch.utils.data.IterableDataset):
 def test_going_on_with_another_kind_of_data(tmp_path, turned):
     """A stream for what has a length, or the other way round: what one alone says is told."""
     kinds = [
-        af.Data(source, batch_size=3, remainder="drop", fingerprint="digits")
+        af.Data(source, global_batch_size=3, remainder="drop", fingerprint="digits")
         for source in (X, Stream())
     ]
     one, other = reversed(kinds) if turned else kinds
     af.save(fresh(data=one), tmp_path / "it")
-    with pytest.raises(af.CheckpointError, match="was saved with other data") as raised:
+    with pytest.raises(
+        af.errors.CheckpointError, match="was saved with other data"
+    ) as raised:
         af.load(fresh(data=other), tmp_path / "it")
     told = [line.split(":")[0].strip() for line in str(raised.value).splitlines()[1:-1]]
     assert sorted(told) == ["order", "samples"]
@@ -763,7 +782,7 @@ def test_loading_without_data(saved):
 def test_allowing_what_is_no_fact(saved):
     """A name that nothing has is refused."""
     folder = saved
-    with pytest.raises(af.ArgumentError, match="allow="):
+    with pytest.raises(af.errors.ArgumentError, match="allow="):
         af.load(fresh(), folder, allow=("size",))
 
 
@@ -783,9 +802,9 @@ counter = itertools.count()
 @pytest.mark.parametrize("kind", [Noisy, Counting])
 def test_data_that_is_augmented_has_one_fingerprint(kind):
     """What draws is seeded, and what differs each time that it is read tells nothing."""
-    one, other = (af.Data(kind(range(8)), batch_size=3).facts for _ in range(2))
+    one, other = (af.Data(kind(range(8)), global_batch_size=3).facts for _ in range(2))
     assert one == other
-    named = af.Data(kind(range(8)), batch_size=3, fingerprint="noisy 1")
+    named = af.Data(kind(range(8)), global_batch_size=3, fingerprint="noisy 1")
     assert named.facts["fingerprint"] == "noisy 1"
 
 
@@ -807,22 +826,22 @@ class Unreadable(list):
 def test_a_sample_that_cannot_be_read_is_told(tmp_path_factory, at, times):
     """A11: the save fails and names the sample; the next one knows all the data."""
     folder = tmp_path_factory.mktemp("unread") / "saved"
-    state = fresh(data=af.Data(Unreadable(at, times), batch_size=3))
+    state = fresh(data=af.Data(Unreadable(at, times), global_batch_size=3))
     words = rf"(?s)sample {at} .*OSError: no such shard.*fingerprint="
     for _ in range(times):
-        with pytest.raises(af.CheckpointWriteError, match=words):
+        with pytest.raises(af.errors.CheckpointWriteError, match=words):
             af.save(state, folder)
     af.save(state, folder)
-    whole = fresh(data=af.Data(Unreadable(at, 0), batch_size=3))
+    whole = fresh(data=af.Data(Unreadable(at, 0), global_batch_size=3))
     assert af.load(whole, folder).step == 0
 
 
 def test_a_fingerprint_is_of_samples_that_can_be_read():
     """A11: the sample that cannot be read is named; data with a name need none."""
-    data = af.Data(Unreadable(7, 9), batch_size=2)
-    with pytest.raises(af.DataError, match="sample 7 of the dataset"):
+    data = af.Data(Unreadable(7, 9), global_batch_size=2)
+    with pytest.raises(af.errors.DataError, match="sample 7 of the dataset"):
         _ = data.facts
-    named = af.Data(Unreadable(7, 9), batch_size=2, fingerprint="crawl")
+    named = af.Data(Unreadable(7, 9), global_batch_size=2, fingerprint="crawl")
     assert named.facts["fingerprint"] == "crawl"
 
 
@@ -831,7 +850,9 @@ def test_a_fingerprint_is_of_samples_that_can_be_read():
 )
 def test_a_sample_without_bytes_has_a_fingerprint(leaf):
     """What has no bytes to hash tells nothing, and is no failure."""
-    one, other = (af.Data([leaf, leaf, X[0]], batch_size=1).facts for _ in range(2))
+    one, other = (
+        af.Data([leaf, leaf, X[0]], global_batch_size=1).facts for _ in range(2)
+    )
     assert one == other
 
 
@@ -848,7 +869,7 @@ NO_PATHS = ["\ud800", "runs/\udfff", "a\0b", 3, None, b"runs", ["runs"]]
 def test_what_is_no_path_is_refused(call, path):
     """C: half a character, NUL, or another kind: named, before anything is done."""
     with pytest.raises(
-        af.ArgumentError, match=rf"{call}\(.*expected the path of a dir"
+        af.errors.ArgumentError, match=rf"{call}\(.*expected the path of a dir"
     ):
         CALLS[call](path)
 
@@ -862,7 +883,7 @@ def test_a_path_of_other_bytes(tmp_path, size):
         state = fresh(world=world, setup=af.chain())
         af.save(state, folder / "saved")
         with pytest.raises(
-            af.CheckpointWriteError, match=r"runs-\\udcff.*exists already"
+            af.errors.CheckpointWriteError, match=r"runs-\\udcff.*exists already"
         ):
             af.save(state, folder / "saved")
         with af.CheckpointStore(folder / "runs") as store:
@@ -879,7 +900,9 @@ def test_loading_across_buffers(tmp_path):
     with_norm = lambda: nn.Sequential(  # noqa: E731
         nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False)
     )
-    with pytest.raises(af.CheckpointError, match=r"(?s)buffers.*missing.*running_mean"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"(?s)buffers.*missing.*running_mean"
+    ):
         af.load(fresh(model=with_norm), tmp_path / "saved")
 
 
@@ -890,7 +913,9 @@ def test_metrics_of_a_save_are_numbers_by_name(metrics, tmp_path):
     """Texts, truths and names that are none are refused with what was given."""
     with (
         af.CheckpointStore(tmp_path) as store,
-        pytest.raises(af.ArgumentError, match=r"metrics=.*expected numbers by name"),
+        pytest.raises(
+            af.errors.ArgumentError, match=r"metrics=.*expected numbers by name"
+        ),
     ):
         store.save(fresh(), metrics=metrics)
 
@@ -920,7 +945,7 @@ def test_other_options_of_transforms(case, tmp_path):
     af.save(fresh(setup=before), tmp_path / "saved")
     state = fresh(setup=after)
     if words:
-        with pytest.warns(af.Warning, match=words):
+        with pytest.warns(af.AccelfnWarning, match=words):
             af.load(state, tmp_path / "saved")
     af.load(state, tmp_path / "saved", allow="options" if words else ())
 
@@ -938,7 +963,7 @@ def test_entries_that_an_optimizer_could_not_use(case, tmp_path):
     af.save(make(optimizer=torch.optim.AdamW), tmp_path / "saved")
     other = fresh(optimizer=ADAMS[case])
     if case == "another option":
-        with pytest.raises(af.CheckpointError, match=r"max_exp_avg_sq: missing"):
+        with pytest.raises(af.errors.CheckpointError, match=r"max_exp_avg_sq: missing"):
             af.load(other, tmp_path / "saved")
     else:
         STEP(af.load(other, tmp_path / "saved"), X)
@@ -950,9 +975,9 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
     state = fresh().with_setup(clipped)
     af.save(state, tmp_path / "saved")
     bare = fresh().with_setup(af.ema(0.5))
-    with pytest.warns(af.Warning, match=r"clip_grad_norm\(1\.0\), now absent"):
+    with pytest.warns(af.AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"):
         assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
-    with pytest.raises(af.CheckpointError, match=r"are gone \['ema'\]"):
+    with pytest.raises(af.errors.CheckpointError, match=r"are gone \['ema'\]"):
         af.load(fresh().with_setup(None), tmp_path / "saved")
 
 

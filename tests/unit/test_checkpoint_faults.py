@@ -169,9 +169,9 @@ def test_states_that_were_not_saved_together(case, tmp_path):
     reseal(folder, dict)
     assert values(af.load({"one": fresh()}, folder)["one"]) == values(made())
     reseal(folder, lambda plain: plain.update(states=STATES[case](plain["states"])))
-    with pytest.raises(af.CheckpointError, match=re.escape(str(folder))):
+    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(folder))):
         af.load({"one": fresh()}, folder)
-    with pytest.raises(af.CheckpointError, match=re.escape(str(folder))):
+    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(folder))):
         manifest.verify(folder)
     assert best_of(tmp_path, "loss", "min") == []
 
@@ -188,14 +188,16 @@ def test_c5_a_directory_that_cannot_be_written_to(where, tmp_path, monkeypatch):
 
     monkeypatch.setattr(files, where, refuse)
     words = rf"{tmp_path}.*Permission denied"
-    with pytest.raises(af.CheckpointWriteError, match=words):
+    with pytest.raises(af.errors.CheckpointWriteError, match=words):
         af.CheckpointStore(tmp_path / "runs")
 
 
 def test_c5_a_directory_below_a_file(tmp_path):
     """C5: so is one that cannot be made."""
     (tmp_path / "file").touch()
-    with pytest.raises(af.CheckpointWriteError, match=r"cannot be written to.*file"):
+    with pytest.raises(
+        af.errors.CheckpointWriteError, match=r"cannot be written to.*file"
+    ):
         af.CheckpointStore(tmp_path / "file" / "runs")
 
 
@@ -223,7 +225,7 @@ def test_c6_every_truncation_of_a_file_of_tensors(saved, verify):
     for length in lengths(whole):
         path.write_bytes(whole[:length])
         words = rf"{path}: {length} bytes, the manifest says {len(whole)}"
-        with pytest.raises(af.CheckpointCorruptError, match=words):
+        with pytest.raises(af.errors.CheckpointCorruptError, match=words):
             af.load(state, saved, verify=verify)
 
 
@@ -233,7 +235,7 @@ def test_c6_every_truncation_of_a_manifest(saved):
     whole = path.read_bytes()
     for length in lengths(whole):
         path.write_bytes(whole[:length])
-        with pytest.raises(af.CheckpointCorruptError, match=str(path)):
+        with pytest.raises(af.errors.CheckpointCorruptError, match=str(path)):
             read_manifest(saved)
 
 
@@ -261,7 +263,7 @@ def test_c7_every_flipped_bit_of_data_and_header(saved):
         path.write_bytes(changed)
         within = [n for n, e in file.tensors.items() if e.begin <= at < e.end]
         (name,) = within or ["its header"]
-        with pytest.raises(af.CheckpointCorruptError) as caught:
+        with pytest.raises(af.errors.CheckpointCorruptError) as caught:
             af.load(state, saved)
         assert f"{path} is not what was saved: {name} differs" in str(caught.value)
 
@@ -277,7 +279,7 @@ def test_c7_every_flipped_bit_of_a_manifest(tmp_path):
         changed = bytearray(whole)
         changed[at] ^= 1 << bit
         path.write_bytes(changed)
-        with pytest.raises(af.CheckpointError, match=str(path)):
+        with pytest.raises(af.errors.CheckpointError, match=str(path)):
             read_manifest(path.parent)
 
 
@@ -288,7 +290,9 @@ def test_c7_text_that_means_the_same(saved):
     for other in (text.replace("\n", ""), text + "\n", text.replace(": 0.9", ": 9e-1")):
         path.write_text(other)
         if other != text:
-            with pytest.raises(af.CheckpointCorruptError, match=r"BLAKE3 differs"):
+            with pytest.raises(
+                af.errors.CheckpointCorruptError, match=r"BLAKE3 differs"
+            ):
                 read_manifest(saved)
 
 
@@ -344,7 +348,7 @@ def test_c8_other_formats(name, verify, saved, tmp_path):
     mark, state = tmp_path / "mark", fresh()
     for what, data in foreign(tmp_path, mark).items():
         (saved / name).write_bytes(data)
-        with pytest.raises(af.CheckpointCorruptError, match=re.escape(name)):
+        with pytest.raises(af.errors.CheckpointCorruptError, match=re.escape(name)):
             af.load(state, saved, verify=verify)
         assert not mark.exists(), what
 
@@ -353,7 +357,7 @@ def test_c8_a_pickle_of_the_same_size(saved, tmp_path):
     """C8: nor does it run if it is as long as what it replaces, and is not verified."""
     size = (saved / FILE).stat().st_size
     (saved / FILE).write_bytes(pickle.dumps(Payload(tmp_path / "mark")).ljust(size))
-    with pytest.raises(af.CheckpointCorruptError, match="header"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match="header"):
         af.load(fresh(), saved)
     af.load(fresh(), saved, verify=False)
     assert not (tmp_path / "mark").exists()
@@ -412,7 +416,7 @@ def test_c9_nasty_names_of_files(name, saved):
         plain["files"][name] = plain["files"].pop(FILE)
 
     reseal(saved, rename)
-    with pytest.raises(af.CheckpointCorruptError, match=MANIFEST) as caught:
+    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST) as caught:
         af.load(fresh(), saved)
     assert len(str(caught.value)) < 1000
 
@@ -423,7 +427,7 @@ def test_c9_any_other_name_of_a_file(original, name):
     plain = plain_of(original)
     plain["files"] = {name: plain["files"][FILE]}
     if name != FILE:
-        with pytest.raises(af.CheckpointCorruptError):
+        with pytest.raises(af.errors.CheckpointCorruptError):
             Manifest.from_bytes(sealed(plain))
 
 
@@ -442,7 +446,7 @@ def test_c9_what_is_no_plain_file(name, kind, saved, tmp_path):
             path.mkdir()
         case "fifo":
             os.mkfifo(path)
-    with pytest.raises(af.CheckpointError, match=name):
+    with pytest.raises(af.errors.CheckpointError, match=name):
         af.load(fresh(), saved)
 
 
@@ -454,7 +458,9 @@ def test_c10_a_missing_file(saved_of_two, gone):
     """C10: any missing file is named."""
     name = f"rank-{gone:05d}.safetensors"
     (saved_of_two / name).unlink()
-    with pytest.raises(af.CheckpointCorruptError, match=rf"missing: \['{name}'\]"):
+    with pytest.raises(
+        af.errors.CheckpointCorruptError, match=rf"missing: \['{name}'\]"
+    ):
         read_manifest(saved_of_two)
 
 
@@ -463,7 +469,9 @@ def test_c10_an_extra_file(saved_of_two):
     (saved_of_two / "notes.txt").touch()
     load_of_two(saved_of_two)
     shutil.copy(saved_of_two / FILE, saved_of_two / "rank-00002.safetensors")
-    with pytest.raises(af.CheckpointCorruptError, match=r"not name: \['rank-00002"):
+    with pytest.raises(
+        af.errors.CheckpointCorruptError, match=r"not name: \['rank-00002"
+    ):
         read_manifest(saved_of_two)
 
 
@@ -473,7 +481,9 @@ def test_c10_swapped_files(saved_of_two):
     first.rename(saved_of_two / "x")
     second.rename(first)
     (saved_of_two / "x").rename(second)
-    with pytest.raises(af.CheckpointCorruptError, match=r"rank-0000.\.safetensors"):
+    with pytest.raises(
+        af.errors.CheckpointCorruptError, match=r"rank-0000.\.safetensors"
+    ):
         load_of_two(saved_of_two)
 
 
@@ -484,7 +494,7 @@ def test_c10_a_file_of_another_step(saved, name, tmp_path):
     step = af.make_step(lambda model, batch: model(batch).square().mean())
     af.save(step(state, torch.ones(2, 2))[0], tmp_path / "next")
     shutil.copy(tmp_path / "next" / name, saved / name)
-    with pytest.raises(af.CheckpointCorruptError, match=FILE):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=FILE):
         af.load(fresh(), saved)
 
 
@@ -512,11 +522,11 @@ def test_c11_pairs_of_dtypes(tmp_path_factory, saved, current):
         assert bits(mean) == bits(af.load(state, folder).buffers["mean"])
         return
     words = f"mean saved as {saved}, expected {current}"
-    with pytest.raises(af.CheckpointError, match=words):
+    with pytest.raises(af.errors.CheckpointError, match=words):
         af.load(state, folder)
     cast = partial(af.load_part, state, folder, only=("buffers",), cast=True)
     if not torch.can_cast(saved, current):
-        with pytest.raises(af.CheckpointError, match=words):
+        with pytest.raises(af.errors.CheckpointError, match=words):
             cast()
         return
     loaded = cast()
@@ -528,7 +538,7 @@ def test_c11_a_cast_that_overflows(tmp_path):
     """C11: a finite value that the other dtype has not is refused by the tensor's name."""
     af.save(fresh(partial(Small, torch.tensor([1e6, math.inf]))), tmp_path / "saved")
     state = fresh(partial(Small, torch.zeros(2).half()))
-    with pytest.raises(af.CheckpointError, match=r"mean.*float16"):
+    with pytest.raises(af.errors.CheckpointError, match=r"mean.*float16"):
         af.load_part(state, tmp_path / "saved", only=("buffers",), cast=True)
 
 
@@ -558,7 +568,7 @@ def test_c12_names_and_shapes(tmp_path_factory, saved, current):
     if saved == current:
         assert bits(state.params) == bits(af.load(state, folder).params)
         return
-    with pytest.raises(af.CheckpointError) as caught:
+    with pytest.raises(af.errors.CheckpointError) as caught:
         af.load(state, folder)
     rows = [row.split() for row in str(caught.value).splitlines()[1:]]
     assert all(row[:2] != ["and", "more"] for row in rows)
@@ -577,7 +587,7 @@ def test_c12_the_nearest_name(tmp_path):
     af.save(fresh(partial(Named, {"decoder_weight": 2, "x": 1})), tmp_path / "saved")
     state = fresh(partial(Named, {"decoder_weights": 2, "x": 1}))
     words = r"missing decoder_weights \(near decoder_weight\)"
-    with pytest.raises(af.CheckpointError, match=words):
+    with pytest.raises(af.errors.CheckpointError, match=words):
         af.load(state, tmp_path / "saved")
 
 
@@ -615,13 +625,13 @@ class Tied(nn.Module):
 def test_c13_tied_parameters(tmp_path):
     """C13: tied parameters are one after loading, in the bound model too."""
     state = fresh(Tied, seed=5)
-    with pytest.warns(af.Warning, match="the entry follows the training"):
+    with pytest.warns(af.AccelfnWarning, match="the entry follows the training"):
         tied = state.with_slot("mine", state.params["one.weight"])
     af.save(tied, tmp_path / "saved")
     loaded = af.load(fresh(Tied), tmp_path / "saved")
     assert loaded.slots["mine"] is loaded.params["one.weight"]
     assert bits(state.params) == bits(loaded.params)
-    with af.bind(loaded) as model:
+    with af.borrow_model(loaded) as model:
         assert model.one.weight is model.two.weight
 
 
@@ -706,7 +716,7 @@ def test_c16_every_dtype(dtype, tmp_path):
         af.save(state, tmp_path / "saved")
         assert bits(tensor) == bits(af.load(fresh(), tmp_path / "saved").slots["mine"])
         return
-    with pytest.raises(af.CheckpointError, match=rf"slots\.mine.*{dtype}"):
+    with pytest.raises(af.errors.CheckpointError, match=rf"slots\.mine.*{dtype}"):
         af.save(state, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -760,11 +770,11 @@ def test_c17_without_values_of_its_own(tmp_path, async_):
         for what, (value, words) in unsaveable().items():
             state = fresh().with_slot("mine", {"inside": value})
             with pytest.raises(
-                af.CheckpointError, match=rf"slots\.mine\.inside.*{words}"
+                af.errors.CheckpointError, match=rf"slots\.mine\.inside.*{words}"
             ):
                 store.save(state)
             assert store.steps == (), what
-            with pytest.raises(af.CheckpointError, match=words):
+            with pytest.raises(af.errors.CheckpointError, match=words):
                 af.save(state, tmp_path / "saved")
             assert not (tmp_path / "saved").exists()
 
@@ -809,7 +819,7 @@ def test_c19_names_of_slots(tmp_path_factory, name):
     folder = tmp_path_factory.mktemp("slots") / "saved"
     try:
         state = fresh().with_slot(name, torch.ones(1))
-    except af.StateError:
+    except af.errors.StateError:
         return
     af.save(state, folder)
     assert bits(state.slots) == bits(af.load(fresh(), folder).slots)
@@ -888,7 +898,7 @@ def test_c20_any_node_replaced(tmp_path_factory, original_of_two, data):
     for verify in (True, False):
         try:
             af.load(fresh(setup=setup), folder, verify=verify)
-        except af.CheckpointError as error:
+        except af.errors.CheckpointError as error:
             assert str(folder) in str(error)  # noqa: PT017 - either is right
             assert len(str(error)) < 5000  # noqa: PT017
 
@@ -916,7 +926,7 @@ def test_c20_any_other_kind(original_of_two, data):
     if path[0] == "metrics" and len(path) == 2:  # a number of either kind, or a name
         other = None
     parent[path[-1]] = other
-    with pytest.raises(af.CheckpointCorruptError, match="expected|format"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match="expected|format"):
         Manifest.from_bytes(sealed(plain))
 
 
@@ -987,7 +997,7 @@ WRONG = {
 def test_c20_a_sealed_manifest_that_is_wrong(case, saved):
     """C20: what no save writes is refused before anything is read or made for it."""
     reseal(saved, WRONG[case])
-    with pytest.raises(af.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -1018,7 +1028,7 @@ def test_c20_slices_that_are_no_whole(case, saved_of_two):
     """C20: slices that overlap, or leave something open, are refused by the manifest."""
     reseal(saved_of_two, SLICES[case])
     with pytest.raises(
-        af.CheckpointCorruptError, match=r"manifest\.json.*('x'|slots\.mine\.w)"
+        af.errors.CheckpointCorruptError, match=r"manifest\.json.*('x'|slots\.mine\.w)"
     ):
         read_manifest(saved_of_two)
 
@@ -1057,7 +1067,7 @@ def test_c20_copies_that_are_none(case, tmp_path):
     saved = saved_of_copies(tmp_path / "saved")
     read_manifest(saved)
     reseal(saved, COPIES[case])
-    with pytest.raises(af.CheckpointCorruptError, match=r"manifest\.json"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=r"manifest\.json"):
         read_manifest(saved)
 
 
@@ -1091,7 +1101,7 @@ BOMBS = {
 def test_c20_json_bombs(case, saved):
     """C20: JSON of any size and depth is refused by the manifest's name, in a moment."""
     (saved / MANIFEST).write_bytes(BOMBS[case])
-    with pytest.raises(af.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -1109,7 +1119,7 @@ def test_c20_sealed_depth(depth, saved):
     said = said.replace('"format"', '\n"format"').partition("\n")[2].encode()
     seal = blake3(said).hexdigest().encode()
     (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
-    with pytest.raises(af.CheckpointCorruptError, match=MANIFEST):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=MANIFEST):
         af.load(fresh(), saved)
 
 
@@ -1121,10 +1131,12 @@ def test_c20_sealed_containers(saved, monkeypatch):
     said = json.dumps({n: v for n, v in plain.items() if n != "blake3"}).encode()[1:]
     seal = blake3(said).hexdigest().encode()
     (saved / MANIFEST).write_bytes(b'{\n "blake3": "%s",\n' % seal + said)
-    with pytest.raises(af.CheckpointCorruptError, match="lists and tables"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match="lists and tables"):
         af.load(fresh(), saved)
     state = made().with_slot("mine", [[]] * 2000)
-    with pytest.raises(af.CheckpointWriteError, match=r"lists and tables.*as a tensor"):
+    with pytest.raises(
+        af.errors.CheckpointWriteError, match=r"lists and tables.*as a tensor"
+    ):
         af.save(state, saved.parent / "other")
 
 
@@ -1132,8 +1144,8 @@ def test_c20_an_error_is_short(saved):
     """C20: an error quotes the beginning of long facts of the data."""
     data = {f"x{i}": "y" * 10_000 for i in range(100)}
     reseal(saved, lambda plain: plain.update(data={"samples": 1, **data}))
-    state = fresh(data=af.Data(torch.ones(4, 2), batch_size=2))
-    with pytest.raises(af.CheckpointError, match="other data") as caught:
+    state = fresh(data=af.Data(torch.ones(4, 2), global_batch_size=2))
+    with pytest.raises(af.errors.CheckpointError, match="other data") as caught:
         af.load(state, saved)
     assert len(str(caught.value)) < 3000
 
@@ -1157,7 +1169,7 @@ def test_c20_no_memory_for_what_is_not_asked_for(tmp_path, monkeypatch):
     at = read_manifest(tmp_path / "saved").files[FILE].tensors["slots.large"].begin
     changed[at] ^= 1
     path.write_bytes(changed)
-    with pytest.raises(af.CheckpointCorruptError, match=r"slots\.large differs"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=r"slots\.large differs"):
         manifest.verify(tmp_path / "saved")
 
 
@@ -1165,14 +1177,16 @@ def test_c20_a_manifest_of_many_bytes(saved):
     """C20: one longer than any that is written is refused before it is read."""
     with (saved / MANIFEST).open("r+b") as file:
         file.truncate(2**40)
-    with pytest.raises(af.CheckpointCorruptError, match=rf"{2**40} bytes; .* at most"):
+    with pytest.raises(
+        af.errors.CheckpointCorruptError, match=rf"{2**40} bytes; .* at most"
+    ):
         af.load(fresh(), saved)
 
 
 def test_c20_a_manifest_too_long_to_be_read_is_not_written(monkeypatch, tmp_path):
     """C20: so a checkpoint that was saved can be loaded."""
     monkeypatch.setattr("accelfn.checkpoint.manifest._LARGEST", 1000)
-    with pytest.raises(af.CheckpointWriteError, match="manifest would have"):
+    with pytest.raises(af.errors.CheckpointWriteError, match="manifest would have"):
         af.save(made(), tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
 
@@ -1187,7 +1201,7 @@ def test_c20_many_tensors(tmp_path):
 def test_c24_another_format(version, saved):
     """C24: the error has the number of the format, and the one that is read."""
     (saved / MANIFEST).write_text(json.dumps({"format": version, "other": []}))
-    with pytest.raises(af.CheckpointError, match=rf"format {version};.*reads 2"):
+    with pytest.raises(af.errors.CheckpointError, match=rf"format {version};.*reads 2"):
         af.load(fresh(), saved)
 
 

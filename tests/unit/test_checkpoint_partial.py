@@ -38,7 +38,7 @@ def fresh(**options):
         "model": net,
         "optimizer": partial(torch.optim.Adam, lr=0.1),
         "setup": af.ema(0.9),
-        "data": af.Data(X, batch_size=3),
+        "data": af.Data(X, global_batch_size=3),
         **options,
     }
     return af.TrainState.create(**options)
@@ -135,7 +135,7 @@ def test_a_slot_by_name(saved):
 def test_a_slot_that_neither_has(saved):
     """A slot that is asked for and is nowhere is missing, not passed over."""
     ask = partial(af.load_part, fresh(), saved, only=("slots.emma",))
-    with pytest.raises(af.CheckpointError, match=r"(?s)slots.*missing emma"):
+    with pytest.raises(af.errors.CheckpointError, match=r"(?s)slots.*missing emma"):
         ask()
     assert ask(missing="init").missing == ("slots.emma",)
 
@@ -145,9 +145,11 @@ def test_a_head_that_is_new(tmp_path):
     af.save(made(model=partial(net, head=False)), tmp_path / "saved")
     state = fresh(seed=8)
     ask = partial(af.load_part, state, tmp_path / "saved", only=("params",))
-    with pytest.raises(af.CheckpointError, match=r"(?s)params.*missing 2\.weight"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"(?s)params.*missing 2\.weight"
+    ):
         ask()
-    with pytest.raises(af.CheckpointError, match=r"missing 2\.weight"):
+    with pytest.raises(af.errors.CheckpointError, match=r"missing 2\.weight"):
         ask(extra="ignore")
     loaded = ask(missing="init")
     assert loaded.missing == ("params.2.weight", "params.2.bias")
@@ -162,11 +164,11 @@ def test_a_head_that_is_gone(saved):
     """`extra="ignore"` leaves out what the state has no place for, and names it."""
     state = fresh(model=partial(net, head=False))
     ask = partial(af.load_part, state, saved, only=("params", "slots.mine"))
-    with pytest.raises(af.CheckpointError) as caught:
+    with pytest.raises(af.errors.CheckpointError) as caught:
         ask()
     assert "unexpected 2.weight" in str(caught.value)
     assert "unexpected mine" in str(caught.value)
-    with pytest.raises(af.CheckpointError, match=r"unexpected 2\.weight"):
+    with pytest.raises(af.errors.CheckpointError, match=r"unexpected 2\.weight"):
         ask(missing="init")
     loaded = ask(extra="ignore")
     assert loaded.unexpected == ("params.2.weight", "params.2.bias", "slots.mine")
@@ -187,7 +189,7 @@ def test_a_renamed_parameter(saved):
             self.add_module("2x", inner[2])
 
     with pytest.raises(
-        af.CheckpointError, match=r"missing 2x\.weight \(near 2\.weight"
+        af.errors.CheckpointError, match=r"missing 2x\.weight \(near 2\.weight"
     ):
         af.load_part(fresh(model=Renamed), saved, only=("params",))
 
@@ -195,7 +197,7 @@ def test_a_renamed_parameter(saved):
 def test_shapes_are_never_passed_over(saved):
     """No option makes another shape fit."""
     state = fresh(model=partial(net, 5))
-    with pytest.raises(af.CheckpointError, match=r"0\.weight saved as \(4, 3\)"):
+    with pytest.raises(af.errors.CheckpointError, match=r"0\.weight saved as \(4, 3\)"):
         af.load_part(
             state, saved, only=("params",), missing="init", extra="ignore", cast=True
         )
@@ -205,7 +207,9 @@ def test_cast(saved):
     """`cast=True` converts to the state's dtypes, and says what; without it, refused."""
     state = fresh(model=lambda: net().to(torch.bfloat16))
     ask = partial(af.load_part, state, saved, only=("params", "buffers"))
-    with pytest.raises(af.CheckpointError, match=r"(?s)params.*bfloat16.*buffers"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"(?s)params.*bfloat16.*buffers"
+    ):
         ask()
     loaded, whole = ask(cast=True), made()
     for name, param in loaded.state.params.items():
@@ -236,7 +240,7 @@ def test_cast_to_a_kind_that_has_less(tmp_path, dtype, other):
     af.save(fresh(model=partial(having, dtype)), tmp_path / "saved")
     state = fresh(model=partial(having, other))
     for only in ("buffers", FIELDS[:2]):
-        with pytest.raises(af.CheckpointError, match=rf"table saved as {dtype}"):
+        with pytest.raises(af.errors.CheckpointError, match=rf"table saved as {dtype}"):
             af.load_part(state, tmp_path / "saved", only=only, cast=True)
 
 
@@ -252,15 +256,15 @@ def test_opt_state_of_a_state_that_has_not_begun(saved):
 def test_opt_state_of_another_optimizer(saved):
     """It is refused, unless it is not asked for."""
     state = fresh(optimizer=partial(torch.optim.SGD, lr=0.1))
-    with pytest.raises(af.CheckpointError, match=r"Adam.*SGD"):
+    with pytest.raises(af.errors.CheckpointError, match=r"Adam.*SGD"):
         af.load_part(state, saved, only=("params", "opt_state"))
     assert same(af.load_part(state, saved, only=("params",)).state, made(), "params")
 
 
 def test_a_position_in_other_data(saved):
     """It is refused, unless it is allowed or not asked for."""
-    state = fresh(data=af.Data(X, batch_size=4))
-    with pytest.raises(af.CheckpointError, match="other data"):
+    state = fresh(data=af.Data(X, global_batch_size=4))
+    with pytest.raises(af.errors.CheckpointError, match="other data"):
         af.load_part(state, saved, only=("cursor",))
     loaded = af.load_part(state, saved, only=("cursor",), allow=("batch_size",))
     assert same(loaded.state, made(), "cursor")
@@ -281,7 +285,7 @@ REFUSED = {
 def test_other_words(saved, case):
     """An option that is none of its words is refused with those that are."""
     options, words = REFUSED[case]
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         af.load_part(fresh(), saved, **options)
 
 
@@ -290,7 +294,9 @@ def test_other_words(saved, case):
 )
 def test_a_partial_load_as_it_was_written_before(saved, options):
     """`load` returns a state, whatever it is given; it says what loads a part."""
-    with pytest.raises(af.CallError, match=r"write\s+af\.load_part\(state, directory"):
+    with pytest.raises(
+        af.errors.CallError, match=r"write\s+af\.load_part\(state, directory"
+    ):
         af.load(fresh(), saved, **options)
 
 
@@ -298,7 +304,7 @@ def test_a_donated_state(saved):
     """A state that was given to a step cannot say what to load into."""
     state = fresh()
     STEP(state, X)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         af.load_part(state, saved, only=("params",))
 
 
@@ -331,10 +337,12 @@ def test_frozen_parameters_that_are_others(tmp_path):
     other = fresh(seed=3, model=partial(net, frozen=True, start=0.25))
     only = partial(af.load_part, only=("params",))
     for load in (af.load, only, partial(only, missing="init")):
-        with pytest.raises(af.CheckpointError, match=r"other values 0\.weight\."):
+        with pytest.raises(
+            af.errors.CheckpointError, match=r"other values 0\.weight\."
+        ):
             load(other, tmp_path / "saved")
     renamed = fresh(model=lambda: nn.Sequential(nn.Identity(), *net()))
-    with pytest.raises(af.CheckpointError, match=r"missing 0\.bias, 0\.weight"):
+    with pytest.raises(af.errors.CheckpointError, match=r"missing 0\.bias, 0\.weight"):
         af.load(renamed, tmp_path / "saved")
     assert af.load_part(other, tmp_path / "saved", only=("step",)).state.step == 2
 
@@ -349,9 +357,9 @@ def test_nothing_is_frozen(tmp_path):
 
 def test_another_word_for_frozen(tmp_path):
     """It is refused before anything is written, by a store when it is made."""
-    with pytest.raises(af.ArgumentError, match='"write" or "hash"'):
+    with pytest.raises(af.errors.ArgumentError, match='"write" or "hash"'):
         af.save(made(), tmp_path / "saved", frozen="skip")
-    with pytest.raises(af.ArgumentError, match='"write" or "hash"'):
+    with pytest.raises(af.errors.ArgumentError, match='"write" or "hash"'):
         af.CheckpointStore(tmp_path / "runs", frozen="skip")
     assert list(tmp_path.iterdir()) == []
 
@@ -391,7 +399,9 @@ def test_what_is_not_finite_is_cast(tmp_path):
     assert torch.equal(found[::2], torch.tensor([torch.inf, 1.5]).half())
     assert found[1].isnan()
     shutil.rmtree(tmp_path / "saved")
-    with pytest.raises(af.CheckpointError, match="table has values that torch.float16"):
+    with pytest.raises(
+        af.errors.CheckpointError, match="table has values that torch.float16"
+    ):
         loaded([1e10, 1.5])
 
 
@@ -404,7 +414,7 @@ def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
         return af.TrainState.create(
             model=lambda: torch.nn.Linear(4, 4, bias=False),
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(torch.linspace(-1, 1, 64).reshape(16, 4), batch_size=4),
+            data=af.Data(torch.linspace(-1, 1, 64).reshape(16, 4), global_batch_size=4),
             setup=af.chain(af.shard_data(), way),
             world=world,
         )
@@ -419,7 +429,7 @@ def test_models_of_several_ranks_are_no_parts_of_one(tmp_path, size):
         said = (
             r"on 2 ranks whose .*params.* differed\. Load it on as many, with the setup"
         )
-        with pytest.raises(af.CheckpointError, match=said):
+        with pytest.raises(af.errors.CheckpointError, match=said):
             af.load_part(state, tmp_path / "apart", ["params"], extra="ignore")
 
     simulate(2, save)

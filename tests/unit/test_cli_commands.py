@@ -135,7 +135,7 @@ def test_a_command_that_is_left_says_so(monkeypatch):
         return answer("env")
 
     assert left(KeyboardInterrupt()) == (130, [], [])
-    assert left(af.LaunchError("not now.")) == (2, [], ["accelfn env: not now."])
+    assert left(af.errors.LaunchError("not now.")) == (2, [], ["accelfn env: not now."])
     with pytest.raises(ZeroDivisionError):
         left(ZeroDivisionError())
 

@@ -24,7 +24,9 @@ def test_a_name_that_is_another_groups_number():
         return af.TrainState.create(model=make, optimizer=optimizer, setup=setup)
 
     clip = af.clip_grad_norm(0.1, per_group=True)
-    with pytest.raises(af.OptimizerError, match="groups 0 and 1 are both called '1'"):
+    with pytest.raises(
+        af.errors.OptimizerError, match="groups 0 and 1 are both called '1'"
+    ):
         create(clip)
     create(af.clip_grad_norm(0.1))
     step = af.make_step(lambda model, x: model(x).square().mean())
@@ -46,7 +48,7 @@ def test_complex_gradients():
         step = af.make_step(lambda model, _: model.weight.abs().square().sum() / 2)
         return step(state, None)[0]
 
-    with pytest.raises(af.GradsError, match=r"gradient of 'weight' is complex"):
+    with pytest.raises(af.errors.GradsError, match=r"gradient of 'weight' is complex"):
         stepped(af.clip_grad_value(0.5))
     stepped(af.clip_grad_norm(0.5))
 

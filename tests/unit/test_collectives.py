@@ -24,8 +24,8 @@ def test_lazy_views_are_gathered_and_differentiated(kind):
     def fn(world):
         mine = torch.tensor([1 + 2j * (world.rank + 1)], requires_grad=True)
         given = mine.conj() if kind == "conjugate" else mine.conj().imag
-        found = af.gather(given, world, grad=True)
-        assert torch.equal(af.gather(given, world), found.detach())
+        found = af.all_gather(given, world, grad=True)
+        assert torch.equal(af.all_gather(given, world), found.detach())
         (found * (world.rank + 1)).abs().square().sum().backward()
         return found.detach().tolist(), mine.grad.tolist()
 
@@ -43,9 +43,9 @@ def test_ranks_that_differ_in_needing_gradients_are_told():
 
     def fn(world):
         mine = torch.ones(2, requires_grad=world.is_main)
-        return af.gather(mine, world, grad=True)
+        return af.all_gather(mine, world, grad=True)
 
-    with pytest.raises(af.CollectiveMismatchError, match="structure") as told:
+    with pytest.raises(af.errors.CollectiveMismatchError, match="structure") as told:
         simulate(2, fn)
     assert "* that requires grad" in str(told.value)
 
@@ -54,7 +54,7 @@ def test_a_loss_that_leaves_out_what_was_gathered():
     """Its rank does not come to the backward pass of the others, who are told so."""
 
     def fn(world):
-        found = af.gather(torch.ones(2, requires_grad=True), world, grad=True)
+        found = af.all_gather(torch.ones(2, requires_grad=True), world, grad=True)
         if world.is_main:
             found.sum().backward()
 
@@ -62,7 +62,7 @@ def test_a_loss_that_leaves_out_what_was_gathered():
         simulate(2, fn)
 
 
-@pytest.mark.parametrize("call", [af.gather_objects, af.broadcast_object])
+@pytest.mark.parametrize("call", [af.all_gather_objects, af.broadcast_object])
 def test_pickles_that_only_some_ranks_expect(call):
     """Bytes are not read as what they are not, whatever the world compares."""
 
@@ -70,17 +70,23 @@ def test_pickles_that_only_some_ranks_expect(call):
         world.connection.simulated = None
         return call(1, world, pickle=world.is_main, label="settings")
 
-    with pytest.raises(af.CollectiveMismatchError, match="pickle=False|pickle=True"):
+    with pytest.raises(
+        af.errors.CollectiveMismatchError, match="pickle=False|pickle=True"
+    ):
         simulate(2, fn)
 
 
 def test_what_is_no_plain_data_may_be_pickled():
     """The refusal names the way; scatter, which has none, names none."""
-    with pytest.raises(af.PlainDataError, match=r"range.*pickle=True on all ranks"):
-        simulate(2, lambda world: af.gather_objects(range(3), world))
-    found = simulate(2, lambda world: af.gather_objects(range(3), world, pickle=True))
+    with pytest.raises(
+        af.errors.PlainDataError, match=r"range.*pickle=True on all ranks"
+    ):
+        simulate(2, lambda world: af.all_gather_objects(range(3), world))
+    found = simulate(
+        2, lambda world: af.all_gather_objects(range(3), world, pickle=True)
+    )
     assert found[0] == [range(3), range(3)]
-    with pytest.raises(af.PlainDataError) as told:
+    with pytest.raises(af.errors.PlainDataError) as told:
         simulate(2, lambda world: af.scatter([range(3)] * 2, world))
     assert "pickle" not in str(told.value)
 
@@ -93,7 +99,7 @@ def test_a_lone_element_with_a_gap_after_it_travels(dtype):
     calls = [
         lambda world: af.all_to_all([given] * 2, world)[1],
         functools.partial(af.broadcast, given),
-        functools.partial(af.gather_ragged, given),
+        functools.partial(af.all_gather_ragged, given),
     ]
     for call in calls:
         assert simulate(2, call)[0][0] == 1
@@ -108,8 +114,10 @@ class Fixed(collections.UserDict):
 
 def test_a_mapping_that_cannot_be_made_again():
     """It is refused with its name."""
-    with pytest.raises(af.ArgumentError, match=r"Fixed\(a dict\) raises TypeError"):
-        simulate(2, lambda world: af.gather(Fixed(), world))
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"Fixed\(a dict\) raises TypeError"
+    ):
+        simulate(2, lambda world: af.all_gather(Fixed(), world))
 
 
 @pytest.mark.parametrize(
@@ -117,13 +125,13 @@ def test_a_mapping_that_cannot_be_made_again():
     [
         af.barrier,
         af.print_once,
-        functools.partial(af.gather, torch.ones(1)),
-        functools.partial(af.gather_objects, 1),
+        functools.partial(af.all_gather, torch.ones(1)),
+        functools.partial(af.all_gather_objects, 1),
         functools.partial(af.broadcast_object, 1),
         functools.partial(af.broadcast, torch.ones(1)),
         functools.partial(af.pad_across, torch.ones(1)),
         functools.partial(af.mean, af.Metrics({"a": (1, 1)})),
-        functools.partial(af.split, [1]),
+        functools.partial(af.split_over_ranks, [1]),
         functools.partial(af.logger, "name"),
         af.print_in_order,
         af.on_main,
@@ -135,7 +143,7 @@ def test_a_mapping_that_cannot_be_made_again():
 @pytest.mark.parametrize("world", [None, 2])
 def test_what_is_no_world_is_refused(call, world):
     """Wherever ranks talk, or are told apart."""
-    with pytest.raises(af.ArgumentError, match=r"expected an af\.World, got"):
+    with pytest.raises(af.errors.ArgumentError, match=r"expected an af\.World, got"):
         call(world)
 
 
@@ -179,7 +187,7 @@ def test_tensors_of_a_tree_may_have_lengths_of_their_own(lengths):
     expected = [torch.cat(rows) for rows in zip(*trees, strict=True)]
 
     def fn(world):
-        return af.gather_ragged(trees[world.rank], world)
+        return af.all_gather(trees[world.rank], world, ragged=True)
 
     for found in simulate(len(trees), fn):
         for rows, own in zip(expected, found, strict=True):
@@ -200,9 +208,9 @@ def test_a_checksum_tells_where_parts_of_a_large_tensor_stand(chunks, dtype):
 
 
 COPIES = {
-    "gather": af.gather,
-    "gather ragged": af.gather_ragged,
-    "reduce": af.reduce,
+    "gather": af.all_gather,
+    "gather ragged": af.all_gather_ragged,
+    "reduce": af.all_reduce,
     "broadcast": af.broadcast,
     "all to all": lambda given, world: af.all_to_all([given] * world.size, world)[0],
 }
@@ -274,7 +282,7 @@ def labelled(name, world):
 
 def one_batch(world):
     state = linear_state(
-        data=af.Data(torch.ones(2, 1), batch_size=world.size),
+        data=af.Data(torch.ones(2, 1), global_batch_size=world.size),
         setup=af.shard_data(),
         world=world,
     )
@@ -319,7 +327,7 @@ def test_texts_are_told_apart_by_all_of_their_sum(one, two, size):
 
 
 @pytest.mark.parametrize("field", ["params", "buffers"])
-@pytest.mark.parametrize("call", [af.reduce, af.gather, af.broadcast])
+@pytest.mark.parametrize("call", [af.all_reduce, af.all_gather, af.broadcast])
 def test_what_a_state_shows_travels_as_a_dict(call, field):
     """Ranks exchange `state.params` itself, and get a dict of what became of each tensor."""
 

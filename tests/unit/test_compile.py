@@ -129,7 +129,7 @@ def test_a_gradient_lies_in_memory_of_its_own(loss):
     for batch in (x, x, torch.ones(2, 6), x):
         plain, expected = step(plain, batch)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", af.RecompilationWarning)
+            warnings.simplefilter("ignore", af.errors.RecompilationWarning)
             compiled, told = step(compiled, batch)
         assert torch.allclose(expected["loss"], told["loss"])
     assert torch.equal(x, torch.arange(6.0))
@@ -153,9 +153,11 @@ def test_compiling_again_is_told():
     state, step = begun(quick()), af.make_step(loss_fn)
     state, _ = step(state, rows(8))
     state, _ = step(state, rows(8))
-    with pytest.warns(af.RecompilationWarning) as told:
+    with pytest.warns(af.errors.RecompilationWarning) as told:
         step(state, rows(5), donate=False)
-    ours = [each.message for each in told if issubclass(each.category, af.Warning)]
+    ours = [
+        each.message for each in told if issubclass(each.category, af.AccelfnWarning)
+    ]
     (message,) = map(str, ours)
     assert "loss_fn was compiled again at update 2 (so far 1 times)" in message
     assert "expected 8, actual 5" in message
@@ -168,7 +170,7 @@ def test_numbers_that_change_are_told():
     """An extra that is a number of Python's, and another one each time, is told too."""
     step = af.make_step(lambda model, batch, by: loss_fn(model, batch) * by)
     state, _ = step(begun(quick()), rows(), 1.0)
-    with pytest.warns(af.RecompilationWarning, match=r"extras\[0\]"):
+    with pytest.warns(af.errors.RecompilationWarning, match=r"extras\[0\]"):
         step(state, rows(), 2.0)
 
 
@@ -187,7 +189,7 @@ def test_new_functions_are_told():
             step = af.make_step(lambda model, batch, by=i: loss_fn(model, batch) + by)
             step(state, rows(), donate=False)
 
-    with pytest.warns(af.RecompilationWarning, match="8 loss functions"):
+    with pytest.warns(af.errors.RecompilationWarning, match="8 loss functions"):
         train()
 
 
@@ -240,7 +242,7 @@ def test_regions_that_change_are_told():
     """A region that is compiled again is named by its class."""
     state, step = begun(quick(regions=Block), model=blocks), af.make_step(loss_fn)
     state, _ = step(state, rows(8))
-    with pytest.warns(af.RecompilationWarning, match="Block was compiled again"):
+    with pytest.warns(af.errors.RecompilationWarning, match="Block was compiled again"):
         step(state, rows(5))
 
 
@@ -313,7 +315,9 @@ def test_breaks_in_the_graph():
         torch._dynamo.graph_break()
         return cross_entropy(out, batch[1])
 
-    with pytest.raises(af.CompileError, match=r"breaking cannot be .*\n[^$]*fullgraph"):
+    with pytest.raises(
+        af.errors.CompileError, match=r"breaking cannot be .*\n[^$]*fullgraph"
+    ):
         trained(quick(), loss=breaking)
     found = trained(quick(fullgraph=False), loss=breaking)
     assert close(trained(loss=breaking), found)
@@ -342,7 +346,7 @@ class Penalty:
 )
 def test_a_double_backward_is_compiled_on_any_number_of_ranks(is_total, beside):
     """A gradient penalty trains under wrap_ddp what it trains plainly, on one rank and two."""
-    data = af.Data(torch.utils.data.TensorDataset(*rows(24)), batch_size=8)
+    data = af.Data(torch.utils.data.TensorDataset(*rows(24)), global_batch_size=8)
 
     def fn(world: af.World, *compiled: object) -> tuple[dict, list[float]]:
         chain = af.chain(af.shard_data(), af.wrap_ddp(), *beside, *compiled)
@@ -350,9 +354,9 @@ def test_a_double_backward_is_compiled_on_any_number_of_ranks(is_total, beside):
             model=net, optimizer=SGD, setup=chain, data=data, world=world
         )
         step, losses = af.make_step(Penalty(is_total=is_total)), []
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, metrics = step(state, batch)
-            losses.append(af.mean(metrics, world))
+            losses.append(metrics.all_reduce_mean(world))
         return tensors(state), losses
 
     (expected, losses), *_ = simulate(1, fn)
@@ -373,7 +377,7 @@ def test_a_double_backward_that_torch_cannot_compile_is_named(setup, size):
         state = begun(af.wrap_ddp(), *setup, world=world)
         af.make_step(Penalty(is_total=False))(state, rows())
 
-    with pytest.raises(af.CompileError, match="double backward.*Leave out"):
+    with pytest.raises(af.errors.CompileError, match="double backward.*Leave out"):
         simulate(size, fn)
 
 
@@ -391,15 +395,15 @@ def test_wrong_losses_are_refused_as_ever(apart):
         model(batch[0])
         raise ValueError("mine")
 
-    with pytest.raises(af.LossError, match="expected a scalar"):
+    with pytest.raises(af.errors.LossError, match="expected a scalar"):
         step(lambda model, batch: model(batch[0]))
-    with pytest.raises(af.LossError, match="returned str"):
+    with pytest.raises(af.errors.LossError, match="returned str"):
         step(lambda *_: "three")
-    with pytest.raises(af.LossError, match="has no gradient"):
+    with pytest.raises(af.errors.LossError, match="has no gradient"):
         step(lambda model, batch: model(batch[0]).sum().detach())
-    with pytest.raises(af.NonFiniteLossError):
+    with pytest.raises(af.errors.NonFiniteLossError):
         step(lambda model, batch: model(batch[0]).sum() / 0)
-    with pytest.raises(af.LossError, match="0 or more"):
+    with pytest.raises(af.errors.LossError, match="0 or more"):
         step(lambda model, batch: af.Loss(model(batch[0]).sum(), -1))
     with pytest.raises(ValueError, match="mine"):
         step(raising)
@@ -411,17 +415,17 @@ def test_no_compiler_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(config.cpp, "cxx", ("no-such-compiler",))
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(config, "fx_graph_cache", False)
-    with pytest.raises(af.CompileError, match="needs a C.. compiler"):
+    with pytest.raises(af.errors.CompileError, match="needs a C.. compiler"):
         trained(af.compile(), loss=lambda m, batch: m(batch[0]).square().sin().mean())
 
 
 def test_what_cannot_stand_together():
     """Two of them, an interpreter beside recomputation, and tiny buckets are refused."""
-    with pytest.raises(af.CompositionError, match="both compile"):
+    with pytest.raises(af.errors.CompositionError, match="both compile"):
         af.chain(quick(), af.compile(name="other"))
-    with pytest.raises(af.CompositionError, match="other random numbers"):
+    with pytest.raises(af.errors.CompositionError, match="other random numbers"):
         af.chain(af.compile(backend="eager"), af.checkpoint_activations())
-    with pytest.raises(af.CompositionError, match="bucket_cap_mb"):
+    with pytest.raises(af.errors.CompositionError, match="bucket_cap_mb"):
         af.chain(af.wrap_ddp(bucket_cap_mb=0.5), af.compile())
 
 
@@ -441,22 +445,22 @@ def test_what_cannot_stand_together():
 )
 def test_bad_options(options, says):
     """What torch would not take, or not read, is refused when the transform is made."""
-    with pytest.raises(af.ArgumentError, match=says):
+    with pytest.raises(af.errors.ArgumentError, match=says):
         af.compile(**options)
 
 
 def test_no_such_region():
     """Regions that no module is one of are refused when the engine is built, by name."""
     state = begun(af.compile(regions=nn.Conv2d))
-    with pytest.raises(af.ModelError, match=r"Linear, ReLU, Sequential\."):
-        af.build(state)
+    with pytest.raises(af.errors.ModelError, match=r"Linear, ReLU, Sequential\."):
+        af.prepare_engine(state)
 
 
 def test_evaluation_is_not_compiled():
     """Evaluating a state runs the plain function."""
     state = begun(quick())
     before = num_graphs()
-    data = af.Data(torch.utils.data.TensorDataset(*rows()), batch_size=4)
+    data = af.Data(torch.utils.data.TensorDataset(*rows()), global_batch_size=4)
     af.evaluate(state, data, loss_fn)
     assert num_graphs() == before
 

@@ -148,7 +148,7 @@ def state_of(
     world: af.World, model: Any = Attending, setup: Any = SHARING, **options: Any
 ) -> af.TrainState:
     """Return a state over a dataset of two samples."""
-    options = {"data": af.Data(rows(), batch_size=2), **options}
+    options = {"data": af.Data(rows(), global_batch_size=2), **options}
     return af.TrainState.create(
         model=model,
         optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -257,7 +257,7 @@ def test_a_loss_that_draws_is_told_of():
         state, step = state_of(world), af.make_step(loss_of_noise)
         return [dict(step(state, rows(), donate=False)[0].params) for _ in range(2)]
 
-    with pytest.warns(af.Warning, match="loss_of_noise draws random numbers"):
+    with pytest.warns(af.AccelfnWarning, match="loss_of_noise draws random numbers"):
         found = simulate(2, fn, axes={"cp": 2})
     for first, again in found:
         assert all(torch.equal(first[name], again[name]) for name in first)
@@ -296,7 +296,7 @@ def test_weights_are_compared_as_whole_numbers(kind):
     def fn(world: af.World) -> float:
         state = state_of(world, Within)
         _, metrics = af.make_step(weighed)(state, (*rows(), weights))
-        return af.mean(metrics, world)["loss"]
+        return metrics.all_reduce_mean(world)["loss"]
 
     ((alone,), found) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
     assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
@@ -363,7 +363,7 @@ def test_it_stands_beside_neither(other):
 @pytest.mark.parametrize("dim", [0, -1, 1.5, "1"])
 def test_dims_that_are_none_are_refused(dim):
     """Dim 0 is the samples."""
-    with pytest.raises(af.ArgumentError, match=r"context_parallel\(seq_dim="):
+    with pytest.raises(af.errors.ArgumentError, match=r"context_parallel\(seq_dim="):
         af.context_parallel(seq_dim=dim)
 
 
@@ -371,10 +371,10 @@ def test_ranks_of_one_sample_are_not_split_between():
     """A sample's ranks would get parts of one another's; the axis itself can be meant."""
 
     def fn(world: af.World) -> tuple[list[int], list[int]]:
-        with pytest.raises(af.ArgumentError, match=r"Give world\.batch"):
-            af.split([0, 1, 2, 3], world)
-        parts = af.split([0, 1, 2, 3], world.batch)
-        return parts, af.split([0, 1], world.along("cp"))
+        with pytest.raises(af.errors.ArgumentError, match=r"Give world\.batch"):
+            af.split_over_ranks([0, 1, 2, 3], world)
+        parts = af.split_over_ranks([0, 1, 2, 3], world.batch)
+        return parts, af.split_over_ranks([0, 1], world.along("cp"))
 
     expected = [([0, 1], [0]), ([0, 1], [1]), ([2, 3], [0]), ([2, 3], [1])]
     assert list(simulate(4, fn, axes={"dp_shard": 2, "cp": 2})) == expected
@@ -388,9 +388,9 @@ def test_what_is_predicted_and_gathered_comes_once():
         outputs = af.predict(state, state.data, lambda net, b: net(b[0], b[2]))
         predicted = torch.stack([*outputs])
         batch = next(iter(af.batches(state)))
-        valid = af.gather_valid(batch.value[0], batch, world)
-        steps = [*af.lockstep([1] * (world.batch.rank + 1), world)]
-        with af.rng(state, "noise"):
+        valid = af.all_gather_valid(batch.value[0], batch, world)
+        steps = [*af.join_uneven([1] * (world.batch.rank + 1), world)]
+        with af.fork_rng(state, "noise"):
             drawn = float(torch.rand(()))
         return predicted, valid, len(steps), (world.batch.rank, drawn)
 
@@ -442,7 +442,7 @@ def test_any_dim_can_be_the_sequence():
         batch = (x.mT.contiguous(), y.mT.contiguous(), places[:, None])
         setup = af.chain(af.wrap_ddp(), af.context_parallel(seq_dim=2))
         _, metrics = af.make_step(turned)(state_of(world, Within, setup), batch)
-        return af.mean(metrics, world)["loss"]
+        return metrics.all_reduce_mean(world)["loss"]
 
     ((alone,), found) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
     assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
@@ -463,7 +463,7 @@ def test_a_batch_may_have_what_is_of_no_sample(weights, beside):
     def fn(world: af.World) -> float:
         batch = (*rows(), weights, *beside)
         _, metrics = af.make_step(weighed)(state_of(world, Within), batch)
-        return af.mean(metrics, world)["loss"]
+        return metrics.all_reduce_mean(world)["loss"]
 
     ((alone,), found) = simulate(1, fn), simulate(2, fn, axes={"cp": 2})
     assert all(each == pytest.approx(alone, rel=1e-5) for each in found)
@@ -482,11 +482,11 @@ def test_one_rank_reads_a_stream_for_all():
         state = af.TrainState.create(
             model=Attending,
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(Queue(), batch_size=2, dispatch=True),
+            data=af.Data(Queue(), global_batch_size=2, dispatch=True),
             setup=SHARING,
             world=world,
         )
-        return sum(len(batch.value[0]) for batch in af.batches(state, epochs=1))
+        return sum(len(batch.value[0]) for batch in af.batches(state, until_epoch=1))
 
     assert list(simulate(4, fn, axes={"dp_shard": 2, "cp": 2})) == [1, 1, 1, 1]
     assert len(readers) == 1

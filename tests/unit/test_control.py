@@ -41,14 +41,16 @@ def test_on_a_rank_counted_from_the_last(rank):
 @pytest.mark.parametrize("rank", [-4, 3, "0", True, 1.0])
 def test_on_a_rank_that_is_none(rank):
     """It is refused where it is decorated, on all ranks, by its own name."""
-    with pytest.raises(af.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 to -3"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 to -3"
+    ):
         simulate(3, lambda world: af.on_rank(world, rank))
 
 
 @pytest.mark.parametrize("on", [af.on_rank, af.on_main])
 def test_only_functions_run_somewhere(on):
     """Something else is refused where it stands."""
-    with pytest.raises(af.ArgumentError, match=r"\(5\): expected a function"):
+    with pytest.raises(af.errors.ArgumentError, match=r"\(5\): expected a function"):
         on(af.World.single())(5)
 
 
@@ -93,7 +95,7 @@ def test_once_on_each_machine(local_size, capsys):
 
 def test_a_local_rank_that_a_machine_has_not():
     """It is refused there."""
-    with pytest.raises(af.ArgumentError, match="a local rank from 0 to 1"):
+    with pytest.raises(af.errors.ArgumentError, match="a local rank from 0 to 1"):
         simulate(4, lambda w: af.on_rank(machines(w, 2), 2, local=True))
 
 
@@ -142,7 +144,7 @@ def test_main_goes_first_once(schedule, outer, inner):
         world = machines(world, 2)
         with af.main_first(world, local=outer):
             with (
-                pytest.raises(af.ArgumentError, match="main_first"),
+                pytest.raises(af.errors.ArgumentError, match="main_first"),
                 af.main_first(world, local=inner),
             ):
                 done.append("inside")
@@ -217,7 +219,7 @@ def test_replicas_that_differ():
         state.params["bias"][1] += world.rank == 1
         try:
             af.assert_replicas_agree(state)
-        except af.ReplicaMismatchError as error:
+        except af.errors.ReplicaMismatchError as error:
             told.append(str(error))
 
     simulate(3, fn)
@@ -232,7 +234,7 @@ def test_replicas_of_a_donated_state():
     state = state_on(af.World.single())
     step = af.make_step(lambda model, batch: model(batch).sum())
     step(state, torch.ones(1, 2))
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         af.assert_replicas_agree(state)
 
 
@@ -247,12 +249,12 @@ def test_slots_that_are_each_rank_s_own():
             setup=af.chain(
                 af.shard_data(),
                 af.wrap_ddp(),
-                af.compress("powersgd", start_powerSGD_iter=2),
+                af.compress_grads("powersgd", start_powerSGD_iter=2),
             ),
-            data=af.Data(torch.arange(96.0).reshape(16, 6).sin(), batch_size=4),
+            data=af.Data(torch.arange(96.0).reshape(16, 6).sin(), global_batch_size=4),
         )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         af.assert_replicas_agree(state)
         return repr(state.slots)
@@ -263,5 +265,7 @@ def test_slots_that_are_each_rank_s_own():
 
 def test_only_states_agree():
     """A module is refused by its class."""
-    with pytest.raises(af.ArgumentError, match="expected a TrainState, got Linear"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="expected a TrainState, got Linear"
+    ):
         af.assert_replicas_agree(torch.nn.Linear(1, 1))

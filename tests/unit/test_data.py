@@ -42,7 +42,7 @@ def make(data, **options):
 
 def read(data, epochs=1, **options):
     """Return the batches of some epochs."""
-    return list(af.batches(make(data, **options), epochs=epochs))
+    return list(af.batches(make(data, **options), until_epoch=epochs))
 
 
 def indices(data, **options):
@@ -120,7 +120,7 @@ DATASETS = {
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_every_kind_of_dataset(name, shuffle):
     """Samples of any kind of dataset arrive as the same tensors, at their indices."""
-    for batch in read(af.Data(DATASETS[name], batch_size=4, shuffle=shuffle)):
+    for batch in read(af.Data(DATASETS[name], global_batch_size=4, shuffle=shuffle)):
         inputs, targets = batch.value
         assert torch.equal(X[batch.indices], inputs)
         assert torch.equal(Y[batch.indices], targets)
@@ -130,13 +130,13 @@ def test_every_kind_of_dataset(name, shuffle):
 @pytest.mark.parametrize("dtype", [torch.uint16, torch.bool, torch.bfloat16])
 def test_gathering_other_dtypes(dtype):
     """Tensors of any dtype are gathered."""
-    (batch,) = read(af.Data(X.to(dtype), batch_size=10))
+    (batch,) = read(af.Data(X.to(dtype), global_batch_size=10))
     assert torch.equal(X.to(dtype), batch.value)
 
 
 def test_subset_picks():
     """A Subset's own indices are applied below the order."""
-    data = af.Data(Subset(TensorDataset(X, Y), [7, 1, 4]), batch_size=2)
+    data = af.Data(Subset(TensorDataset(X, Y), [7, 1, 4]), global_batch_size=2)
     assert [batch.value[1].tolist() for batch in read(data)] == [[7, 1], [4]]
     assert indices(data) == [[0, 1], [2]]
 
@@ -145,7 +145,7 @@ def test_subset_picks():
 def test_collate_gets_samples(name):
     """A collate function of one's own gets a list of samples, of any dataset."""
     collate = lambda samples: [int(y) for _, y in samples]  # noqa: E731
-    data = af.Data(DATASETS[name], batch_size=4, collate=collate)
+    data = af.Data(DATASETS[name], global_batch_size=4, collate=collate)
     assert [b.value for b in read(data)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
@@ -189,16 +189,16 @@ REFUSED = {
 def test_refused_datasets(case):
     """A dataset that cannot be used is refused when `Data` is made, with its kind."""
     dataset, words = REFUSED[case]
-    with pytest.raises(af.DataError, match=words) as caught:
-        af.Data(dataset, batch_size=1)
+    with pytest.raises(af.errors.DataError, match=words) as caught:
+        af.Data(dataset, global_batch_size=1)
     assert isinstance(caught.value, ValueError)
 
 
 def test_array_of_text():
     """An array that no tensor can hold is read item by item, or refused by its kind."""
     try:
-        data = af.Data(np.array(["a", "b", "c"]), batch_size=2, collate=list)
-    except af.DataError as error:
+        data = af.Data(np.array(["a", "b", "c"]), global_batch_size=2, collate=list)
+    except af.errors.DataError as error:
         assert "str" in str(error)  # noqa: PT017 - either of two ways is right
         return
     assert [batch.value for batch in read(data)] == [["a", "b"], ["c"]]
@@ -233,21 +233,23 @@ ARGUMENTS = {
 def test_bad_arguments(case):
     """A count that is none, or an option that is unknown, is refused with its value."""
     name = case.split(maxsplit=1)[0]
-    with pytest.raises(af.ArgumentError, match=rf"af\.Data\({name}=") as caught:
+    with pytest.raises(af.errors.ArgumentError, match=rf"af\.Data\({name}=") as caught:
         af.Data(X, **{"batch_size": 4, **ARGUMENTS[case]})
     assert isinstance(caught.value, ValueError)
 
 
 def test_drop_that_leaves_nothing():
     """remainder="drop" with more samples a batch than there are is refused."""
-    with pytest.raises(af.DataError, match=r"batch_size=11.*drop.*10 samples.*smaller"):
-        af.Data(X, batch_size=11, remainder="drop")
+    with pytest.raises(
+        af.errors.DataError, match=r"batch_size=11.*drop.*10 samples.*smaller"
+    ):
+        af.Data(X, global_batch_size=11, remainder="drop")
 
 
 def test_own_order_is_not_shuffled():
     """shuffle and order= contradict each other."""
-    with pytest.raises(af.ArgumentError, match=r"shuffle=True, order="):
-        af.Data(X, batch_size=1, shuffle=True, order=lambda *_: range(10))
+    with pytest.raises(af.errors.ArgumentError, match=r"shuffle=True, order="):
+        af.Data(X, global_batch_size=1, shuffle=True, order=lambda *_: range(10))
 
 
 # Order.
@@ -255,7 +257,7 @@ def test_own_order_is_not_shuffled():
 
 def test_shuffle_depends_on_seed_and_epoch():
     """Another seed or epoch has another order; the same have the same."""
-    data = af.Data(X, batch_size=10, shuffle=True)
+    data = af.Data(X, global_batch_size=10, shuffle=True)
     first = [batch.indices.tolist() for batch in read(data, epochs=3)]
     assert first == [batch.indices.tolist() for batch in read(data, epochs=3)]
     other = [batch.indices.tolist() for batch in read(data, epochs=3, seed=1)]
@@ -265,7 +267,7 @@ def test_shuffle_depends_on_seed_and_epoch():
 
 def test_shuffle_moves_samples_far():
     """A shuffled order keeps next to no neighbours together."""
-    data = af.Data(range(1000), batch_size=1000, shuffle=True, collate=len)
+    data = af.Data(range(1000), global_batch_size=1000, shuffle=True, collate=len)
     (drawn,) = indices(data)
     kept = sum(b - a == 1 for a, b in itertools.pairwise(drawn))
     assert kept < 10
@@ -279,7 +281,7 @@ def test_order_of_ones_own():
         asked.append((seed, epoch, n))
         return range(n - 1, -1, -1) if epoch == 0 else [epoch] * n
 
-    data = af.Data(X, batch_size=4, order=order)
+    data = af.Data(X, global_batch_size=4, order=order)
     drawn = [batch.indices.tolist() for batch in read(data, epochs=2, seed=5)]
     assert drawn[:3] == [[9, 8, 7, 6], [5, 4, 3, 2], [1, 0]]
     assert drawn[3:] == [[1, 1, 1, 1], [1, 1, 1, 1], [1, 1]]
@@ -299,8 +301,8 @@ ORDERS = {
 @pytest.mark.parametrize("name", ["tuple of tensors", "list of tuples"])
 def test_order_that_is_none(case, name):
     """An order of another length, or with indices that are none, is refused."""
-    data = af.Data(DATASETS[name], batch_size=4, order=ORDERS[case])
-    with pytest.raises(af.DataError, match="order"):
+    data = af.Data(DATASETS[name], global_batch_size=4, order=ORDERS[case])
+    with pytest.raises(af.errors.DataError, match="order"):
         read(data)
 
 
@@ -313,7 +315,9 @@ def test_workers_give_the_same_batches(name):
     random = torch.get_rng_state()
     none, two = (
         read(
-            af.Data(DATASETS[name], batch_size=4, shuffle=True, num_workers=workers),
+            af.Data(
+                DATASETS[name], global_batch_size=4, shuffle=True, num_workers=workers
+            ),
             setup=af.accumulate(num_micro_batches=2),
         )
         for workers in (0, 2)
@@ -335,7 +339,7 @@ def test_augmentation_depends_on_the_sample_alone(name):
     """Noise that a dataset draws does not depend on batch size, parts or workers."""
     seen = []
     for size, parts, workers in ((10, 1, 0), (10, 3, 0), (4, 1, 0), (10, 1, 1)):
-        data = af.Data(NOISY[name], batch_size=size, num_workers=workers)
+        data = af.Data(NOISY[name], global_batch_size=size, num_workers=workers)
         drawn = read(data, setup=af.accumulate(num_micro_batches=parts))
         rows = [inputs for batch in drawn for inputs, _ in batch.micro_batches]
         seen.append(torch.cat(rows)[:10])
@@ -350,7 +354,7 @@ def test_augmentation_leaves_the_generator():
     pair = legacy.randn(2)
     legacy.seed(3)
     legacy.randn()  # numpy keeps the second number of the pair
-    read(af.Data(Noisy(), batch_size=4, shuffle=True))
+    read(af.Data(Noisy(), global_batch_size=4, shuffle=True))
     assert legacy.randn() == pair[1]
     assert torch.equal(random, torch.get_rng_state())
 
@@ -413,7 +417,7 @@ def test_batches_of_a_loader_are_no_samples(kind, options):
     """A loader in place of a dataset is refused with the ways to give it."""
     for loader in (kind(Items(), batch_size=5), kind(Items(), batch_sampler=[[1]])):
         with pytest.raises(
-            af.ArgumentError, match=rf"a {kind.__name__} gives batches"
+            af.errors.ArgumentError, match=rf"a {kind.__name__} gives batches"
         ) as e:
             af.Data(loader, **options)
         assert "af.Data.from_loader(loader), or TrainState.create(data=loader)" in str(
@@ -423,13 +427,13 @@ def test_batches_of_a_loader_are_no_samples(kind, options):
 
 def test_loader_without_batches():
     """One that does not batch is refused."""
-    with pytest.raises(af.DataError, match=r"af\.Data"):
+    with pytest.raises(af.errors.DataError, match=r"af\.Data"):
         af.Data.from_loader(DataLoader(Items(), batch_size=None))
 
 
 def test_loader_that_is_none():
     """Something else in its place is refused."""
-    with pytest.raises(af.Error, match="from_loader"):
+    with pytest.raises(af.errors.Error, match="from_loader"):
         af.Data.from_loader([1, 2, 3])
 
 
@@ -460,8 +464,8 @@ def test_what_samples_of_a_mix_draw(lengths, size, batch_size):
         state = make(data, world=world, setup=af.shard_data())
         return [
             sample
-            for batch in af.batches(state, epochs=1)
-            for sample in af.gather_valid(
+            for batch in af.batches(state, until_epoch=1)
+            for sample in af.all_gather_valid(
                 torch.stack([each.double() for each in batch.value], 1), batch, world
             ).tolist()
         ]
@@ -491,7 +495,7 @@ def test_ranks_look_once_at_what_is_alike():
 
     def each_rank(world):
         dataset = Counted()
-        data = af.Data(dataset, batch_size=4)
+        data = af.Data(dataset, global_batch_size=4)
         af.evaluate(make(None, world=world), data, lambda *_: 1.0)
         return dataset.reads
 
@@ -524,7 +528,7 @@ def test_samples_of_as_many_parts_as_chance_has_it_are_no_difference():
                 af.evaluate(
                     make(None, world=world), make_data(world.rank), lambda *_: 1.0
                 )
-            except af.ReplicaMismatchError as error:
+            except af.errors.ReplicaMismatchError as error:
                 return str(error)
             return ""
 
@@ -565,7 +569,7 @@ TWO_LEAVES = {
 def test_data_are_known_by_the_numbers_of_any_tensor(kind):
     """The same numbers made anew are the same data, others are other data."""
     one, again, other = (
-        af.Data([TWO_LEAVES[kind](number)], batch_size=1).facts["fingerprint"]
+        af.Data([TWO_LEAVES[kind](number)], global_batch_size=1).facts["fingerprint"]
         for number in (1.0, 1.0, 2.0)
     )
     assert one == again != other
@@ -581,35 +585,37 @@ class Unending:
 def test_a_sampler_has_a_length():
     """One of a loader that says none is refused as its data are made, by its class."""
     loader = DataLoader(X, sampler=Unending(), batch_size=2)
-    with pytest.raises(af.DataError, match="Unending has no length; .* needs __len__"):
+    with pytest.raises(
+        af.errors.DataError, match="Unending has no length; .* needs __len__"
+    ):
         _ = af.Data.from_loader(loader).updates_per_epoch
 
 
 @pytest.mark.parametrize("num_shares", [1, 3])
 def test_a_plan_has_one_of_its_shares(num_shares):
     """The last is one less than there are; the next is refused with which there are."""
-    last = af.Plan(rank=num_shares - 1, num_shares=num_shares)
+    last = af.typing.Plan(rank=num_shares - 1, num_shares=num_shares)
     assert last.parts((0, 12))[-1][1] == 12
     words = rf"rank={num_shares}, num_shares={num_shares}.*0 to {num_shares - 1}\."
-    with pytest.raises(af.ArgumentError, match=words):
-        af.Plan(rank=num_shares, num_shares=num_shares)
+    with pytest.raises(af.errors.ArgumentError, match=words):
+        af.typing.Plan(rank=num_shares, num_shares=num_shares)
 
 
 PRINTED = {
     "<Data of a stream (Stream), batches of 4>": lambda: af.Data(
-        Stream(), batch_size=4
+        Stream(), global_batch_size=4
     ),
     "<Data of 10 samples (Tensor), batches by list>": lambda: af.Data(
         X, batch_sampler=[[0, 1], [2]]
     ),
     "<Data of 10 samples (Tensor), shuffled, batches of 4>": lambda: af.Data(
-        X, batch_size=4, shuffle=True
+        X, global_batch_size=4, shuffle=True
     ),
     "<Data of 10 samples (Tensor), own order backwards, batches of 4>": lambda: af.Data(
-        X, batch_size=4, order=backwards
+        X, global_batch_size=4, order=backwards
     ),
     "<Data of 10 samples (Tensor), own order, batches of 4>": lambda: af.Data(
-        X, batch_size=4, order=partial(backwards)
+        X, global_batch_size=4, order=partial(backwards)
     ),
 }
 

@@ -70,7 +70,7 @@ def make(data, world=None, cursor=None):
 
 def read(data, epochs=1, **options):
     """Return the batches of some epochs."""
-    return list(af.batches(make(data, **options), epochs=epochs))
+    return list(af.batches(make(data, **options), until_epoch=epochs))
 
 
 def flat(batches):
@@ -94,15 +94,17 @@ UNSHARDED = [name for name in WAYS if not name.startswith("sharded")]
 @pytest.mark.parametrize("way", WAYS)
 def test_an_empty_stream(way):
     """A stream without samples is refused as it is read, whoever reads it."""
-    with pytest.raises(af.DataError, match="no sample in epoch 0"):
-        read(af.Data(Plain(0), batch_size=2, **WAYS[way]))
+    with pytest.raises(af.errors.DataError, match="no sample in epoch 0"):
+        read(af.Data(Plain(0), global_batch_size=2, **WAYS[way]))
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_stream_that_says_that_it_is_empty(way):
     """One whose length is 0 is refused when `Data` is made."""
-    with pytest.raises(af.DataError, match=r"the dataset \(Promising\) is empty"):
-        af.Data(Promising(0, 0), batch_size=2, **WAYS[way])
+    with pytest.raises(
+        af.errors.DataError, match=r"the dataset \(Promising\) is empty"
+    ):
+        af.Data(Promising(0, 0), global_batch_size=2, **WAYS[way])
 
 
 def test_an_iterator_in_disguise():
@@ -116,19 +118,20 @@ def test_an_iterator_in_disguise():
             return self.samples
 
     with pytest.raises(
-        af.DataError, match=r"no sample in epoch 1.*__iter__ begins anew"
+        af.errors.DataError, match=r"no sample in epoch 1.*__iter__ begins anew"
     ):
-        read(af.Data(Once(), batch_size=2), epochs=2)
+        read(af.Data(Once(), global_batch_size=2), epochs=2)
 
 
 def test_a_rank_without_samples():
     """Of ranks with streams of their own, one without is named, with all their counts."""
     words = r"rank 0 of 2 got no sample in epoch 0.*: \[0, 1\]"
-    with pytest.raises(af.DataError, match=words):
+    with pytest.raises(af.errors.DataError, match=words):
         simulate(
             2,
             lambda world: read(
-                af.Data(Plain(3 * world.rank), batch_size=2, sharded=True), world=world
+                af.Data(Plain(3 * world.rank), global_batch_size=2, sharded=True),
+                world=world,
             ),
         )
 
@@ -138,7 +141,9 @@ def test_fewer_samples_than_ranks(dispatch):
     """Ranks beyond the samples take part with weight 0, or with repeats if it is padded."""
 
     def run(remainder):
-        data = af.Data(Plain(2), batch_size=4, remainder=remainder, dispatch=dispatch)
+        data = af.Data(
+            Plain(2), global_batch_size=4, remainder=remainder, dispatch=dispatch
+        )
         return simulate(
             4,
             lambda world: [
@@ -151,7 +156,7 @@ def test_fewer_samples_than_ranks(dispatch):
     assert run("short") == (*counts, *[[(1.0, (0,), [True])]] * 2)
     assert run("pad") == (*counts, [(0.0, (1,), [True])], [(1.0, (1,), [True])])
     with pytest.raises(
-        af.DataError, match="2 samples, so every batch would be dropped"
+        af.errors.DataError, match="2 samples, so every batch would be dropped"
     ):
         run("drop")
 
@@ -169,8 +174,12 @@ def test_fewer_samples_than_ranks(dispatch):
 )
 def test_a_length_that_is_not_kept(n, says, words, way, remainder):
     """A stream shorter or longer than its `__len__` is refused with both numbers."""
-    data = af.Data(Promising(n, says), batch_size=2, remainder=remainder, **WAYS[way])
-    with pytest.raises(af.DataError, match=rf"Promising {words} in epoch 0.*__len__"):
+    data = af.Data(
+        Promising(n, says), global_batch_size=2, remainder=remainder, **WAYS[way]
+    )
+    with pytest.raises(
+        af.errors.DataError, match=rf"Promising {words} in epoch 0.*__len__"
+    ):
         read(data)
 
 
@@ -178,35 +187,37 @@ def test_a_length_that_is_not_kept(n, says, words, way, remainder):
 def test_a_length_that_a_rank_does_not_keep(n, says):
     """So is a rank's own stream, on the rank that reads it."""
     with pytest.raises(
-        af.DataError, match=rf"Promising says that it has {says} samples"
+        af.errors.DataError, match=rf"Promising says that it has {says} samples"
     ):
-        read(af.Data(Promising(n, says), batch_size=2, sharded=True))
-    assert read(af.Data(Promising(5, 5), batch_size=2, sharded=True))
+        read(af.Data(Promising(n, says), global_batch_size=2, sharded=True))
+    assert read(af.Data(Promising(5, 5), global_batch_size=2, sharded=True))
 
 
 @pytest.mark.parametrize("way", UNSHARDED)
 def test_a_length_that_is_kept(way):
     """`len` is what is read."""
-    data = af.Data(Promising(7, 7), batch_size=2, **WAYS[way])
+    data = af.Data(Promising(7, 7), global_batch_size=2, **WAYS[way])
     assert len(data) == 7
-    assert len(af.batches(make(data), epochs=2)) == len(read(data, epochs=2)) == 8
-    assert len(af.batches(make(data, cursor=af.Cursor(0, 4)), epochs=1)) == 2
+    assert len(af.batches(make(data), until_epoch=2)) == len(read(data, epochs=2)) == 8
+    assert (
+        len(af.batches(make(data, cursor=af.typing.Cursor(0, 4)), until_epoch=1)) == 2
+    )
 
 
 @pytest.mark.parametrize("data", [Plain(3), Promising(3, 3)])
 def test_streams_that_have_no_length(data):
     """One without `__len__`, or a rank's own, has none to ask for; `list` does without."""
     options = {"sharded": isinstance(data, Promising)}
-    data = af.Data(data, batch_size=2, **options)
+    data = af.Data(data, global_batch_size=2, **options)
     for ask in (len, lambda each: each.updates_per_epoch, lambda e: e.num_updates(2)):
         with pytest.raises(
-            af.LengthError, match="does not say how many samples"
+            af.errors.LengthError, match="does not say how many samples"
         ) as error:
             ask(data)
         assert isinstance(error.value, (TypeError, ValueError))
-    with pytest.raises(af.LengthError):
-        len(af.batches(make(data), epochs=1))
-    assert flat(list(af.batches(make(data), epochs=1))) == [[0, 1], [2]]
+    with pytest.raises(af.errors.LengthError):
+        len(af.batches(make(data), until_epoch=1))
+    assert flat(list(af.batches(make(data), until_epoch=1))) == [[0, 1], [2]]
 
 
 # Going on.
@@ -215,11 +226,11 @@ def test_streams_that_have_no_length(data):
 @pytest.mark.parametrize("way", WAYS)
 def test_without_state_there_is_no_going_on(way):
     """Resuming a stream without state is refused, with what to do and what it costs."""
-    data = af.Data(Plain(10), batch_size=4, **WAYS[way])
+    data = af.Data(Plain(10), global_batch_size=4, **WAYS[way])
     cursor = read(data)[0].cursor
     words = r"Plain is a stream without state.*sample 4 of epoch 0.*state_dict\(\).*"
     with pytest.raises(
-        af.DataError, match=words + r"replay=True\), which reads 4 samples"
+        af.errors.DataError, match=words + r"replay=True\), which reads 4 samples"
     ):
         read(data, cursor=cursor)
 
@@ -229,16 +240,16 @@ def test_half_a_state_is_none(half):
     """A stream that can only say where it stands, or only be put there, goes on nowhere."""
     stream = Plain(10)
     setattr(stream, half, lambda *_: {})
-    data = af.Data(stream, batch_size=4)
+    data = af.Data(stream, global_batch_size=4)
     cursor = read(data)[0].cursor
-    with pytest.raises(af.DataError, match="is a stream without state"):
+    with pytest.raises(af.errors.DataError, match="is a stream without state"):
         read(data, cursor=cursor)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_reading_again(way, caplog):
     """With replay=True the rest is the very one, and one line says what it costs."""
-    data = af.Data(Plain(10), batch_size=4, replay=True, **WAYS[way])
+    data = af.Data(Plain(10), global_batch_size=4, replay=True, **WAYS[way])
     whole = read(data)
     with caplog.at_level(logging.WARNING, "accelfn"):
         rest = read(data, cursor=whole[0].cursor)
@@ -250,42 +261,48 @@ def test_reading_again(way, caplog):
 
 def test_reading_again_on_ranks(caplog):
     """One line for all ranks, not one each."""
-    data = af.Data(Plain(10), batch_size=4, replay=True)
+    data = af.Data(Plain(10), global_batch_size=4, replay=True)
     with caplog.at_level(logging.WARNING, "accelfn"):
-        simulate(3, lambda world: read(data, world=world, cursor=af.Cursor(0, 4)))
+        simulate(
+            3, lambda world: read(data, world=world, cursor=af.typing.Cursor(0, 4))
+        )
     assert sum(r.name == "accelfn" for r in caplog.records) == 1
 
 
 def test_seeking_in_a_stream():
     """A place that no state was taken at is refused, or read up to; not within a rank's own."""
     words = r"Stateful is a stream.*does not hold its state.*af\.seek.*replay=True"
-    stateful = af.Data(Stateful(10), batch_size=4)
-    with pytest.raises(af.DataError, match=words):
-        list(af.batches(af.seek(make(stateful), 3), epochs=1))
-    again = af.Data(Stateful(10), batch_size=4, replay=True)
-    rest = flat(af.batches(af.seek(make(again), 3), epochs=1))
+    stateful = af.Data(Stateful(10), global_batch_size=4)
+    with pytest.raises(af.errors.DataError, match=words):
+        list(af.batches(af.seek(make(stateful), 3), until_epoch=1))
+    again = af.Data(Stateful(10), global_batch_size=4, replay=True)
+    rest = flat(af.batches(af.seek(make(again), 3), until_epoch=1))
     assert rest == [[3, 4, 5, 6], [7, 8, 9]]
     for replay in (False, True):
-        own = af.Data(Stateful(10), batch_size=4, sharded=True, replay=replay)
-        with pytest.raises(af.DataError, match="does not say where each rank's stream"):
-            list(af.batches(af.seek(make(own), 4), epochs=1))
+        own = af.Data(Stateful(10), global_batch_size=4, sharded=True, replay=replay)
+        with pytest.raises(
+            af.errors.DataError, match="does not say where each rank's stream"
+        ):
+            list(af.batches(af.seek(make(own), 4), until_epoch=1))
 
 
 @pytest.mark.parametrize("way", UNSHARDED)
 def test_going_on_behind_the_end(way):
     """A cursor that the stream does not reach is refused."""
-    data = af.Data(Stateful(10), batch_size=4, replay=True, **WAYS[way])
+    data = af.Data(Stateful(10), global_batch_size=4, replay=True, **WAYS[way])
     with pytest.raises(
-        af.DataError, match="ended where it was to continue, at sample 40"
+        af.errors.DataError, match="ended where it was to continue, at sample 40"
     ):
-        read(data, cursor=af.Cursor(0, 40))
+        read(data, cursor=af.typing.Cursor(0, 40))
 
 
 def test_another_number_of_workers():
     """Workers with parts of their own cannot be resumed by another number of them."""
-    data = af.Data(Stateful(10), batch_size=2, sharded=True, num_workers=1)
+    data = af.Data(Stateful(10), global_batch_size=2, sharded=True, num_workers=1)
     cursor = read(data)[0].cursor
-    with pytest.raises(af.DataError, match=r"read by 1 workers a rank.*resume with 0"):
+    with pytest.raises(
+        af.errors.DataError, match=r"read by 1 workers a rank.*resume with 0"
+    ):
         read(attrs.evolve(data, num_workers=0), cursor=cursor)
 
 
@@ -336,16 +353,16 @@ def test_resumed_from_a_checkpoint(name, done, tmp_path):
     make_stream, options = STREAMS[name]
 
     def data():
-        return af.Data(make_stream(), batch_size=4, **options)
+        return af.Data(make_stream(), global_batch_size=4, **options)
 
     whole = flat(read(data(), epochs=2))
     state = make(data())
-    for batch, _ in zip(af.batches(state, epochs=2), range(done), strict=False):
+    for batch, _ in zip(af.batches(state, until_epoch=2), range(done), strict=False):
         state, _ = STEP(state, batch)
     af.save(state, tmp_path / "saved")
     later = af.load(make(data()), tmp_path / "saved")
     assert len(whole) == 6
-    assert flat(af.batches(later, epochs=2)) == whole[done:]
+    assert flat(af.batches(later, until_epoch=2)) == whole[done:]
 
 
 def test_a_state_that_is_no_plain_data(tmp_path):
@@ -355,9 +372,9 @@ def test_a_state_that_is_no_plain_data(tmp_path):
         def state_dict(self):
             return {"place": self.place, "seen": {1, 2}}
 
-    state = make(af.Data(Objects(10), batch_size=4))
+    state = make(af.Data(Objects(10), global_batch_size=4))
     state, _ = STEP(state, next(iter(af.batches(state))))
-    with pytest.raises(af.Error, match=r"seen is a set; only tensors"):
+    with pytest.raises(af.errors.Error, match=r"seen is a set; only tensors"):
         af.save(state, tmp_path / "saved")
 
 
@@ -366,7 +383,7 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 REFUSED = {
     "shuffle": ({"shuffle": True}, "its own order.*shuffle in the stream itself"),
     "order": ({"order": lambda *_: []}, "its own order"),
-    "budget": ({"batch_size": af.budget([1], limit=1)}, "integer batch_size"),
+    "budget": ({"batch_size": af.token_budget([1], limit=1)}, "integer batch_size"),
     "batch_sampler": (
         {"batch_size": None, "batch_sampler": [[0]]},
         "integer batch_size",
@@ -385,7 +402,7 @@ REFUSED = {
 def test_options_that_a_stream_cannot_have(case):
     """Options that exclude each other are refused with what to leave out."""
     options, words = REFUSED[case]
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         af.Data(Plain(3), **{"batch_size": 2, **options})
 
 
@@ -393,27 +410,29 @@ def test_options_that_a_stream_cannot_have(case):
 def test_options_that_only_a_stream_can_have(name):
     """What is read by index is no stream."""
     with pytest.raises(
-        af.ArgumentError, match=rf"{name}=True.*read by index.*leave it"
+        af.errors.ArgumentError, match=rf"{name}=True.*read by index.*leave it"
     ):
-        af.Data([1, 2], batch_size=1, **{name: True})
+        af.Data([1, 2], global_batch_size=1, **{name: True})
 
 
 def test_a_loader_with_workers_is_not_read_by_workers():
     """A DataLoader as the stream has workers of its own."""
     loader = DataLoader(Plain(3), batch_size=None)
-    with pytest.raises(af.ArgumentError, match="let the stream itself have workers"):
-        af.Data(loader, batch_size=2, num_workers=1)
+    with pytest.raises(
+        af.errors.ArgumentError, match="let the stream itself have workers"
+    ):
+        af.Data(loader, global_batch_size=2, num_workers=1)
 
 
 def test_a_rank_that_has_ended_stands_in():
     """What it takes part with is filler throughout, and `gather_valid` leaves it out."""
 
     def run(world):
-        data = af.Data(Plain(2 + 4 * world.rank), batch_size=4, sharded=True)
+        data = af.Data(Plain(2 + 4 * world.rank), global_batch_size=4, sharded=True)
         return [
             (
                 batch.weights,
-                af.gather_valid(batch.value.reshape(-1), batch, world).tolist(),
+                af.all_gather_valid(batch.value.reshape(-1), batch, world).tolist(),
             )
             for batch in read(data, world=world)
         ]
@@ -424,7 +443,7 @@ def test_a_rank_that_has_ended_stands_in():
     assert [kept for _, kept in first] == [kept for _, kept in second]
 
 
-@pytest.mark.parametrize("kind", [KeyError, af.DataError, MemoryError])
+@pytest.mark.parametrize("kind", [KeyError, af.errors.DataError, MemoryError])
 def test_a_dispatched_stream_that_raises(kind):
     """Its error is rank 0's; the others are told of it, and wait for nothing."""
 
@@ -435,10 +454,12 @@ def test_a_dispatched_stream_that_raises(kind):
 
     def rank(world):
         batches = iter(
-            af.batches(make(af.Data(Breaks(9), batch_size=4, dispatch=True), world))
+            af.batches(
+                make(af.Data(Breaks(9), global_batch_size=4, dispatch=True), world)
+            )
         )
         next(batches)
-        with pytest.raises(kind if world.is_main else af.DataError) as caught:
+        with pytest.raises(kind if world.is_main else af.errors.DataError) as caught:
             next(batches)
         return str(caught.value)
 
@@ -468,7 +489,7 @@ class Keeps(Stateful):
 
 def test_a_stream_does_not_change_a_cursor():
     """Whatever it does to the dict that it is given, a state can be read again from there."""
-    data = af.Data(Keeps(10), batch_size=2)
+    data = af.Data(Keeps(10), global_batch_size=2)
     cursor = read(data)[1].cursor
     rest = flat(read(data, cursor=cursor))
     assert rest == flat(read(data, cursor=cursor)) == [[4, 5], [6, 7], [8, 9]]
@@ -476,7 +497,7 @@ def test_a_stream_does_not_change_a_cursor():
 
 def test_a_stream_is_evaluated_from_its_beginning():
     """However far it was read before, by an earlier evaluation or by the training."""
-    data = af.Data(Stateful(7), batch_size=3)
+    data = af.Data(Stateful(7), global_batch_size=3)
     state = make(data)
     for _ in range(2):
         seen = [float(each) for each in af.predict(state, data, lambda _, x: x)]
@@ -502,11 +523,11 @@ class Turning(Plain):
 
 def test_a_resumed_epoch_is_filled_from_its_own_beginning():
     """Padding repeats the samples with which this epoch began, not those of another."""
-    data = af.Data(Turning(7), batch_size=3, remainder="pad", replay=True)
+    data = af.Data(Turning(7), global_batch_size=3, remainder="pad", replay=True)
     whole = flat(read(data, epochs=3))
     assert whole[5] == [1.0, 2.0, 3.0]
     for epoch in range(3):
-        rest = flat(read(data, cursor=af.Cursor(epoch, 3), epochs=3))
+        rest = flat(read(data, cursor=af.typing.Cursor(epoch, 3), epochs=3))
         assert rest == whole[3 * epoch + 1 :]
 
 
@@ -526,11 +547,11 @@ def test_a_rank_s_own_stream_goes_on_anywhere(counts, batch_size, parts, statefu
 
     def each_rank(world, cursors=None):
         stream = (Stateful if stateful else Plain)(counts[world.rank])
-        data = af.Data(stream, batch_size=batch_size, sharded=True, replay=True)
+        data = af.Data(stream, global_batch_size=batch_size, sharded=True, replay=True)
         state = linear_state(data=data, world=world, setup=setup)
         if cursors is not None:
             state = attrs.evolve(state, cursor=cursors[world.rank])
-        return list(af.batches(state, epochs=2))
+        return list(af.batches(state, until_epoch=2))
 
     def kept(batch):
         rows = torch.cat([each.reshape(-1) for each in batch.micro_batches])
@@ -552,7 +573,7 @@ def test_a_rank_s_own_stream_goes_on_anywhere(counts, batch_size, parts, statefu
 
 def test_a_worker_that_had_ended_reads_nothing_after_a_resume():
     """Not even a dataset that begins anew behind its end."""
-    data = af.Data(Remembering(4), batch_size=2)
+    data = af.Data(Remembering(4), global_batch_size=2)
     ended, resumed = (stream.Counted(data, 0, 0) for _ in range(2))
     assert len(list(ended)) == 4
     resumed.load_state_dict(ended.state_dict())

@@ -112,6 +112,6 @@ def test_metrics_are_of_all_workers():
         state = _state(world, WORKER, EVERY)
         x = torch.full((1, 1), float(world.rank))
         _, metrics = af.make_step(lambda model, x: (0 * model(x) + x).mean())(state, x)
-        return af.mean(metrics, world)["loss"]
+        return metrics.all_reduce_mean(world)["loss"]
 
     assert simulate(4, program, axes=SQUARE).results == (1.5,) * 4

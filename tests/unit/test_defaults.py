@@ -109,7 +109,7 @@ class Count:
 
 
 def state() -> af.TrainState:
-    return linear_state(2, data=af.Data(torch.ones(40, 2), batch_size=2))
+    return linear_state(2, data=af.Data(torch.ones(40, 2), global_batch_size=2))
 
 
 def opened(**options: Any) -> None:
@@ -133,7 +133,7 @@ def nothing(*_: object) -> None:
 
 DATA = partial(af.Data, range(8))
 COUNTS = {
-    "af.Data(batch_size=)": Count(lambda n: DATA(batch_size=n), 1),
+    "af.Data(global_batch_size=)": Count(lambda n: DATA(batch_size=n), 1),
     "af.Data(num_workers=)": Count(lambda n: DATA(batch_size=2, num_workers=n), 0),
     "af.Data.from_loader(num_ranks=)": Count(
         lambda n: af.Data.from_loader(
@@ -143,15 +143,19 @@ COUNTS = {
     ),
     "af.CheckpointStore(keep=)": Count(lambda n: stored(keep=n), 1),
     "af.CheckpointStore(every=)": Count(lambda n: stored(every=n), 1),
-    "af.Cursor(epoch=)": Count(lambda n: af.Cursor(n, 0), 0),
-    "af.Cursor(samples=)": Count(lambda n: af.Cursor(0, n), 0),
+    "af.typing.Cursor(epoch=)": Count(lambda n: af.typing.Cursor(n, 0), 0),
+    "af.typing.Cursor(samples=)": Count(lambda n: af.typing.Cursor(0, n), 0),
     "af.Data.num_updates(epochs)": Count(DATA(batch_size=2).num_updates, 0),
-    "af.Plan(world_rank=)": Count(lambda n: af.Plan(world_rank=n), 0),
-    "af.Plan(world_size=)": Count(lambda n: af.Plan(world_size=n), 1),
-    "af.Plan(rank=)": Count(lambda n: af.Plan(rank=n, num_shares=9), 0),
-    "af.Plan(num_shares=)": Count(lambda n: af.Plan(num_shares=n), 1),
-    "af.Plan(num_micro_batches=)": Count(lambda n: af.Plan(num_micro_batches=n), 1),
-    "af.Plan(micro_batch_size=)": Count(lambda n: af.Plan(micro_batch_size=n), 1),
+    "af.typing.Plan(world_rank=)": Count(lambda n: af.typing.Plan(world_rank=n), 0),
+    "af.typing.Plan(world_size=)": Count(lambda n: af.typing.Plan(world_size=n), 1),
+    "af.typing.Plan(rank=)": Count(lambda n: af.typing.Plan(rank=n, num_shares=9), 0),
+    "af.typing.Plan(num_shares=)": Count(lambda n: af.typing.Plan(num_shares=n), 1),
+    "af.typing.Plan(num_micro_batches=)": Count(
+        lambda n: af.typing.Plan(num_micro_batches=n), 1
+    ),
+    "af.typing.Plan(micro_batch_size=)": Count(
+        lambda n: af.typing.Plan(micro_batch_size=n), 1
+    ),
     "af.World(local_rank=)": Count(lambda n: af.World(local_rank=n), 0),
     "af.World(local_size=)": Count(lambda n: af.World(local_size=n), 1),
     "af.World(node_rank=)": Count(lambda n: af.World(node_rank=n), 0),
@@ -171,14 +175,14 @@ COUNTS = {
     "af.autocast(growth_interval=)": Count(
         lambda n: af.autocast("fp16", growth_interval=n), 1
     ),
-    "af.batches(epochs=)": Count(lambda n: af.batches(state(), epochs=n), 1),
-    "af.budget(limit=)": Count(lambda n: af.budget([1, 1], limit=n), 1),
+    "af.batches(until_epoch=)": Count(lambda n: af.batches(state(), until_epoch=n), 1),
+    "af.token_budget(limit=)": Count(lambda n: af.token_budget([1, 1], limit=n), 1),
     "af.check_replicas(every=)": Count(lambda n: af.check_replicas(every=n), 1),
-    "af.compress(matrix_approximation_rank=)": Count(
-        lambda n: af.compress("powersgd", matrix_approximation_rank=n), 1
+    "af.compress_grads(matrix_approximation_rank=)": Count(
+        lambda n: af.compress_grads("powersgd", matrix_approximation_rank=n), 1
     ),
-    "af.compress(start_powerSGD_iter=)": Count(
-        lambda n: af.compress("powersgd", start_powerSGD_iter=n), 0
+    "af.compress_grads(start_powerSGD_iter=)": Count(
+        lambda n: af.compress_grads("powersgd", start_powerSGD_iter=n), 0
     ),
     "af.context_parallel(seq_dim=)": Count(lambda n: af.context_parallel(seq_dim=n), 1),
     "af.diloco(sync_every=)": Count(lambda n: af.diloco(sync_every=n), 1),
@@ -195,8 +199,12 @@ COUNTS = {
     "af.orders.weighted(num_samples=)": Count(
         lambda n: af.orders.weighted(np.ones(8), num_samples=n), 1
     ),
-    "af.plateau(patience=)": Count(lambda n: af.plateau(patience=n), 0),
-    "af.plateau(cooldown=)": Count(lambda n: af.plateau(cooldown=n), 0),
+    "af.reduce_lr_on_plateau(patience=)": Count(
+        lambda n: af.reduce_lr_on_plateau(patience=n), 0
+    ),
+    "af.reduce_lr_on_plateau(cooldown=)": Count(
+        lambda n: af.reduce_lr_on_plateau(cooldown=n), 0
+    ),
     "af.profile(wait=)": Count(lambda n: opened(wait=n), 0),
     "af.profile(warmup=)": Count(lambda n: opened(warmup=n), 1),
     "af.profile(active=)": Count(lambda n: opened(active=n), 1),
@@ -238,7 +246,7 @@ OTHERS = {
     "af.TrainState(num_skipped=)": "made by an update",
     "af.Batch(part=)": "made by the reader",
     "testing.Run(updates=)": "made by a run",
-    "af.WeightedSum(unit=)": "any weight",
+    "af.typing.WeightedSum(unit=)": "any weight",
     "accelfn launch, and its files(num_machines=)": "test_cli_settings",
     "accelfn launch, and its files(max_restarts=)": "test_cli_settings",
 }
@@ -282,7 +290,7 @@ def test_a_count_begins_at_its_least(name: str, value: object) -> None:
     if is_one and value >= count.least:
         count.give(value)
         return
-    with pytest.raises((af.Error, TypeError)) as caught:
+    with pytest.raises((af.errors.Error, TypeError)) as caught:
         count.give(value)
-    assert isinstance(caught.value, af.Error), name
+    assert isinstance(caught.value, af.errors.Error), name
     assert repr(value) in str(caught.value), name

@@ -67,7 +67,9 @@ def test_a_difference_is_told_by_its_place(one, two, told):
 @pytest.mark.parametrize("key", [1.5, (1, 2.5), (1, (2,)), frozenset({1})])
 def test_a_key_that_may_not_be_found_again_is_refused(key):
     """Floats, and what holds other things than plain data, name no place."""
-    with pytest.raises(af.ArgumentError, match="A key of result is a .*be compared"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="A key of result is a .*be compared"
+    ):
         simulate(2, partial(planted, one={key: 1}, two={key: 1}), also="processes")
 
 
@@ -86,9 +88,9 @@ def test_a_key_that_may_not_be_found_again_is_refused(key):
 )
 def test_what_processes_cannot_repeat_is_refused_at_once(options, told):
     """Before any rank has run, which may take long."""
-    with pytest.raises(af.ArgumentError, match=told):
+    with pytest.raises(af.errors.ArgumentError, match=told):
         simulate(2, partial(planted, one=1, two=1), also="processes", **options)
-    with pytest.raises(af.ArgumentError, match='also="processes".*is a lambda'):
+    with pytest.raises(af.errors.ArgumentError, match='also="processes".*is a lambda'):
         simulate(2, partial(planted, one=1, two=lambda: 1), also="processes")
     assert CALLS == []
 
@@ -113,7 +115,7 @@ def nested() -> Any:
 )
 def test_what_cannot_be_sent_to_a_process_says_why(fn, told):
     """Functions are imported by name there, and a lock is of its process alone."""
-    with pytest.raises(af.ArgumentError, match=told):
+    with pytest.raises(af.errors.ArgumentError, match=told):
         run_processes(2, fn)
 
 
@@ -122,7 +124,7 @@ def test_what_a_script_defines_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(planted, "__module__", "__main__")
     monkeypatch.setitem(sys.modules["__main__"].__dict__, "planted", planted)
     with pytest.raises(
-        af.ArgumentError, match="planted is defined in the script or ses"
+        af.errors.ArgumentError, match="planted is defined in the script or ses"
     ):
         run_processes(2, planted, 1, 2)
 
@@ -131,11 +133,11 @@ def test_what_a_script_defines_cannot_be_imported(monkeypatch):
 def test_a_number_of_processes_is_one_or_more(size):
     """Another is refused with what was given, and so is what is no function of a world."""
     with pytest.raises(
-        af.ArgumentError, match=rf"run_processes\({size!r}, \.\.\.\): exp"
+        af.errors.ArgumentError, match=rf"run_processes\({size!r}, \.\.\.\): exp"
     ):
         run_processes(size, planted)
     with pytest.raises(
-        af.ArgumentError, match=r"run_processes\(1, 3\): expected a func"
+        af.errors.ArgumentError, match=r"run_processes\(1, 3\): expected a func"
     ):
         run_processes(1, 3)
 

@@ -68,7 +68,7 @@ REFUSED = {
 def test_it_is_refused_when_it_is_made(name):
     """Each mistake has its sentence, at once."""
     make, words = REFUSED[name]
-    with pytest.raises(af.Error, match=words):
+    with pytest.raises(af.errors.Error, match=words):
         make()
 
 
@@ -114,7 +114,7 @@ UNFIT = {
 def test_it_is_refused_when_the_state_is_made(name):
     """What only the model tells is told with the model."""
     setup, words = UNFIT[name]
-    with pytest.raises(af.Error, match=words):
+    with pytest.raises(af.errors.Error, match=words):
         state(setup)
 
 
@@ -123,7 +123,9 @@ def test_parts_do_not_fly_in_few_bits():
     late = af.diloco(sync_every=2, delay=1, bits=8)
 
     def go(world: af.World) -> None:
-        with pytest.raises(af.CompositionError, match="Leave out delay, or bits"):
+        with pytest.raises(
+            af.errors.CompositionError, match="Leave out delay, or bits"
+        ):
             state(af.chain(af.wrap_fsdp(), late), world)
 
     simulate(4, go, axes={"dp_replicate": 2, "dp_shard": 2})
@@ -184,7 +186,7 @@ def test_other_options_begin_where_ranks_agree():
         it = state(af.diloco(sync_every=4), world)
         it, _ = step(it, torch.ones(2, 2) + world.rank)
         other = af.diloco(sync_every=4, fragments=2, bits=8)
-        with pytest.raises(af.StateError, match="Call af.finalize"):
+        with pytest.raises(af.errors.StateError, match="Call af.finalize"):
             step(it.copy().with_setup(other), torch.ones(2, 2))
         it = af.finalize(it).with_setup(other)
         for _ in range(4):
@@ -240,7 +242,7 @@ def test_equal_shapes_are_not_sent_first():
     assert (len(one.log), len(two.log)) == (2, 1)
 
     def uneven(world: af.World) -> None:
-        with pytest.raises(af.ArgumentError, match="Leave out equal"):
+        with pytest.raises(af.errors.ArgumentError, match="Leave out equal"):
             af.all_to_all([torch.ones(1 + to) for to in range(2)], world, equal=True)
 
     simulate(2, uneven)
@@ -249,26 +251,26 @@ def test_equal_shapes_are_not_sent_first():
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda t, w: af.reduce(t, w, "sum", weight=1), "only a mean by weight"),
+        (lambda t, w: af.all_reduce(t, w, "sum", weight=1), "only a mean by weight"),
         (
-            lambda t, w: af.reduce(t, w, "mean", bucket_cap_mb=1),
+            lambda t, w: af.all_reduce(t, w, "mean", bucket_cap_mb=1),
             "only a mean by weight",
         ),
-        (lambda t, w: af.reduce(t, w, "mean", weight=-1), "one number, 0 or more"),
+        (lambda t, w: af.all_reduce(t, w, "mean", weight=-1), "one number, 0 or more"),
         (
-            lambda t, w: af.reduce(t, w, "mean", weight=torch.ones(2)),
+            lambda t, w: af.all_reduce(t, w, "mean", weight=torch.ones(2)),
             "one number, 0 or more",
         ),
         (
-            lambda t, w: af.reduce(t, w, "mean", weight=1, bucket_cap_mb=-1),
+            lambda t, w: af.all_reduce(t, w, "mean", weight=1, bucket_cap_mb=-1),
             "positive number of MiB",
         ),
-        (lambda t, w: af.start_reduce(t, w, "median"), "expected one of"),
+        (lambda t, w: af.start_all_reduce(t, w, "median"), "expected one of"),
     ],
 )
 def test_a_mean_by_weight_is_asked_for_in_full(call, words):
     """What is no mean has no weight, and a weight is a number."""
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         call(torch.ones(1), af.World.single(device="cpu"))
 
 

@@ -15,7 +15,7 @@ def test_a_lazy_layer_is_refused_where_it_is_built():
     """Section C: it has no shape, and the sentence says what to write."""
     with (
         pytest.raises(
-            af.ModelError, match=r"LazyLinear has lazy.*weight.*nn.Linear\(in_f"
+            af.errors.ModelError, match=r"LazyLinear has lazy.*weight.*nn.Linear\(in_f"
         ),
         af.empty_weights(),
     ):
@@ -37,9 +37,9 @@ def test_a_layer_that_reads_values_is_refused(rows, function, tmp_path):
         {n: t.contiguous() for n, t in model.state_dict().items()}, path
     )
     said = f"The model takes values .* by {function}, .*import_model\\(Net"
-    with pytest.raises(af.ModelError, match=said):
+    with pytest.raises(af.errors.ModelError, match=said):
         af.import_model(build, path)
-    with pytest.raises(af.ModelError, match=said), af.empty_weights():
+    with pytest.raises(af.errors.ModelError, match=said), af.empty_weights():
         build()
     read = af.import_model(build(), path)
     assert torch.equal(model[0].weight, read[0].weight)
@@ -49,13 +49,13 @@ def test_what_fails_for_another_reason_is_that_error():
     """A mistake in a model that needs no values is told as torch tells it."""
     with pytest.raises(RuntimeError, match="size") as caught, af.empty_weights():
         torch.ones(2) + torch.ones(3)
-    assert not isinstance(caught.value, af.ModelError)
+    assert not isinstance(caught.value, af.errors.ModelError)
 
 
 def test_values_that_no_module_asks_for_are_refused():
     """Between modules, too, what needs values is named."""
     said = r"The model takes values of its parameters as it is built, by item,"
-    with pytest.raises(af.ModelError, match=said), af.empty_weights():
+    with pytest.raises(af.errors.ModelError, match=said), af.empty_weights():
         nn.Linear(2, 2).weight.sum().item()
 
 
@@ -66,7 +66,7 @@ def test_what_would_be_left_without_values_is_named(tmp_path):
     with af.empty_weights():
         model = nn.Linear(2, 2)
     with pytest.raises(
-        af.CheckpointError,
+        af.errors.CheckpointError,
         match=r"bias: on the meta device, and not in the files.*empty_weights",
     ):
         af.import_model(model, path, strict=False)
@@ -118,7 +118,7 @@ def test_no_state_is_made_of_a_model_without_values():
     with af.empty_weights():
         model = nn.Linear(2, 2)
     with pytest.raises(
-        af.ModelError, match=r"hold no values: weight, bias.*import_model"
+        af.errors.ModelError, match=r"hold no values: weight, bias.*import_model"
     ):
         af.TrainState.create(model=model, optimizer=torch.optim.SGD)
 

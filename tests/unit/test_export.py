@@ -68,7 +68,7 @@ def test_a_size_is_bytes_or_text(size, count, tmp_path):
 )
 def test_what_is_no_size_is_refused(size, tmp_path):
     """The error shows what was given and what is expected, and nothing is written."""
-    with pytest.raises(af.ArgumentError, match='such as "5GB" or "100MiB"'):
+    with pytest.raises(af.errors.ArgumentError, match='such as "5GB" or "100MiB"'):
         af.export_model(fresh(), tmp_path / "model", max_shard_size=size)
     assert files_in(tmp_path) == []
 
@@ -130,7 +130,7 @@ def test_what_is_there_is_left_alone(export, tmp_path):
     (tmp_path / "model/mine").touch()
 
     def on_rank(world):
-        with pytest.raises(af.CheckpointError, match=r"exists already.*model-2"):
+        with pytest.raises(af.errors.CheckpointError, match=r"exists already.*model-2"):
             export(fresh(Stub, world=world), tmp_path / "model")
 
     simulate(2, on_rank)
@@ -148,7 +148,9 @@ def test_a_full_disk_leaves_nothing(at, tmp_path, monkeypatch):
         flush(handle)
 
     def on_rank(world):
-        with pytest.raises(af.CheckpointWriteError, match="rank 0 could not") as error:
+        with pytest.raises(
+            af.errors.CheckpointWriteError, match="rank 0 could not"
+        ) as error:
             af.export_model(fresh(world=world), tmp_path / "model", max_shard_size=4096)
         return str(error.value)
 
@@ -186,9 +188,11 @@ def test_what_safetensors_cannot_hold_is_named(tmp_path):
 
         def set_extra_state(self, state): ...
 
-    with pytest.raises(af.CheckpointError, match="w is a torch.complex128"):
+    with pytest.raises(af.errors.CheckpointError, match="w is a torch.complex128"):
         af.export_model(fresh(Complex), tmp_path / "model")
-    with pytest.raises(af.CheckpointError, match=r"0\._extra_state .* is a dict"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"0\._extra_state .* is a dict"
+    ):
         af.export_model(fresh(lambda: nn.Sequential(Extra(1, 1))), tmp_path / "model")
     assert files_in(tmp_path) == []
 
@@ -215,7 +219,7 @@ def test_a_donated_state_is_refused(act, tmp_path):
     state = fresh(Stub)
     af.make_step(lambda model, x: model(x).sum())(state, torch.ones(1, 1))
     args = () if act is af.full_params else (tmp_path / "model",)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         act(state, *args)
 
 
@@ -259,7 +263,7 @@ def test_a_method_that_fails_fails_on_all_ranks(tmp_path, monkeypatch):
 
     def on_rank(world):
         expected = r"rank 0 could not write by .*KeyError.*no such template"
-        with pytest.raises(af.CheckpointWriteError, match=expected):
+        with pytest.raises(af.errors.CheckpointWriteError, match=expected):
             af.save_pretrained(fresh(Stub, world=world), tmp_path / "model")
 
     simulate(2, on_rank)
@@ -268,9 +272,11 @@ def test_a_method_that_fails_fails_on_all_ranks(tmp_path, monkeypatch):
 
 def test_what_cannot_write_itself_is_refused(tmp_path):
     """A model without the method is sent to export_model, an upload is not begun."""
-    with pytest.raises(af.ModelError, match="Three has no save_pretrained; use af.exp"):
+    with pytest.raises(
+        af.errors.ModelError, match="Three has no save_pretrained; use af.exp"
+    ):
         af.save_pretrained(fresh(), tmp_path / "model")
-    with pytest.raises(af.ArgumentError, match="Upload that"):
+    with pytest.raises(af.errors.ArgumentError, match="Upload that"):
         af.save_pretrained(fresh(Stub), tmp_path / "model", push_to_hub=True)
     assert files_in(tmp_path) == []
 
@@ -338,9 +344,9 @@ def test_transformers_reads_an_export(size, gpt, tmp_path):
     )
     assert not any(told.values()), told
     assert model.lm_head.weight is model.transformer.wte.weight
-    expected = af.frozen(state)
+    expected = af.snapshot_model(state)
     assert not torch.equal(
-        expected(tokens).logits, af.frozen(state, at="train")(tokens).logits
+        expected(tokens).logits, af.snapshot_model(state, at="train")(tokens).logits
     )
     assert torch.equal(expected(tokens).logits, model(tokens).logits)
 
@@ -352,9 +358,9 @@ def test_transformers_models_write_themselves(gpt, tmp_path):
     state, tokens, config = gpt
     af.save_pretrained(state, tmp_path / "ours", max_shard_size="2KB")
     assert "model.safetensors.index.json" in files_in(tmp_path / "ours")
-    with af.bind(state, at="eval") as model:
+    with af.borrow_model(state, at="eval") as model:
         model.save_pretrained(tmp_path / "theirs")
-    expected = af.frozen(state)(tokens).logits
+    expected = af.snapshot_model(state)(tokens).logits
     for name in ("ours", "theirs"):
         read = partial(GPT2LMHeadModel.from_pretrained, local_files_only=True)
         assert torch.equal(expected, read(tmp_path / name)(tokens).logits)

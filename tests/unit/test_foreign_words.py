@@ -36,7 +36,7 @@ def create(**changes):
     given = {
         "model": lambda: nn.Linear(3, 1),
         "optimizer": partial(torch.optim.SGD, lr=0.1),
-        "data": af.Data((X, Y), batch_size=4),
+        "data": af.Data((X, Y), global_batch_size=4),
         "world": WORLD,
         **changes,
     }
@@ -94,7 +94,7 @@ def test_a_foreign_word_is_answered(name):
         assert not hasattr(record, word)
         assert getattr(record, word, None) is None
         assert word not in {*dir(record), *dir(type(record))}
-        with pytest.raises(af.RecordError, match=re.escape(advice)) as caught:
+        with pytest.raises(af.errors.RecordError, match=re.escape(advice)) as caught:
             getattr(record, word)
         assert isinstance(caught.value, AttributeError)
         assert word in str(caught.value)
@@ -136,15 +136,15 @@ def test_a_property_keeps_its_own_error():
 
 def test_a_metric_is_an_item():
     """Section D: `metrics.loss` names `metrics["loss"]`; a name there is not says which are."""
-    with pytest.raises(af.RecordError, match=r'write metrics\["loss"\]'):
+    with pytest.raises(af.errors.RecordError, match=r'write metrics\["loss"\]'):
         _ = METRICS.loss
-    with pytest.raises(af.RecordError, match=r"there are \['loss'\]"):
+    with pytest.raises(af.errors.RecordError, match=r"there are \['loss'\]"):
         _ = METRICS.accuracy
     with pytest.raises(KeyError, match="No metric 'los'; there are") as caught:
         METRICS["los"]
-    assert isinstance(caught.value, af.UnknownMetricError)
+    assert isinstance(caught.value, af.errors.UnknownMetricError)
     assert str(caught.value).startswith("No metric")
-    with pytest.raises(af.CallError, match=r'float\(metrics\["loss"\]\)'):
+    with pytest.raises(af.errors.CallError, match=r'float\(metrics\["loss"\]\)'):
         float(METRICS)
     with pytest.raises(TypeError):
         METRICS + 3
@@ -153,7 +153,7 @@ def test_a_metric_is_an_item():
 @pytest.mark.parametrize("value", [3, None, [1, 2], {"a": ("x", "y")}, {"a": 3.0}])
 def test_metrics_are_made_of_sums(value):
     """Section C: junk in place of weighted sums is refused by name."""
-    with pytest.raises(af.ArgumentError, match=r"af\.Metrics"):
+    with pytest.raises(af.errors.ArgumentError, match=r"af\.Metrics"):
         af.Metrics(value)
 
 
@@ -179,31 +179,35 @@ UNPACKED = {
 def test_a_record_is_no_container(case):
     """Section D: indexing, unpacking and iterating say where the values are."""
     call, said = UNPACKED[case]
-    with pytest.raises(af.CallError, match=said) as caught:
+    with pytest.raises(af.errors.CallError, match=said) as caught:
         call()
     assert isinstance(caught.value, TypeError)
 
 
 def test_a_data_of_data():
     """What cannot be iterated over is no dataset either."""
-    with pytest.raises(af.DataError, match="give its dataset"):
-        af.Data(DATA, batch_size=2)
+    with pytest.raises(af.errors.DataError, match="give its dataset"):
+        af.Data(DATA, global_batch_size=2)
 
 
 @pytest.mark.parametrize("fn", [lambda: 1, lambda _: 1, lambda *, _model, _batch: 1])
 def test_a_function_takes_a_model_and_a_batch(fn):
     """A loss or a measure that cannot be called so is refused before any update."""
-    with pytest.raises(af.ArgumentError, match=r"loss_fn\(model, batch, \*extras\)"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"loss_fn\(model, batch, \*extras\)"
+    ):
         af.make_step(fn)
     for use in (af.evaluate, lambda *given: next(af.predict(*given))):
-        with pytest.raises(af.LossError, match=r"fn\(model, batch, \*extras\)"):
+        with pytest.raises(af.errors.LossError, match=r"fn\(model, batch, \*extras\)"):
             use(STATE, DATA, fn)
-    with pytest.raises(af.LossError, match="missing a required argument: '_teacher'"):
+    with pytest.raises(
+        af.errors.LossError, match="missing a required argument: '_teacher'"
+    ):
         af.evaluate(STATE, DATA, lambda _model, _batch, _teacher: 1.0)
     af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
     for of_torch in (nn.MSELoss(), nn.functional.mse_loss):
         with pytest.raises(
-            af.ArgumentError, match="loss of torch, of outputs and targ"
+            af.errors.ArgumentError, match="loss of torch, of outputs and targ"
         ):
             af.make_step(of_torch)
 
@@ -215,7 +219,9 @@ def test_a_record_is_not_changed(record):
         lambda: setattr(record, "params", 1),
         lambda: delattr(record, "params"),
     ):
-        with pytest.raises(af.RecordError, match="is a value, whose params is not set"):
+        with pytest.raises(
+            af.errors.RecordError, match="is a value, whose params is not set"
+        ):
             change()
 
 
@@ -225,7 +231,9 @@ def test_a_state_is_saved_by_accelfn():
     after, _ = step(create(), (X, Y))
     for state in (create(), after):
         for save in (pickle.dumps, lambda each: torch.save(each, io.BytesIO())):
-            with pytest.raises(af.CallError, match=r"af\.save\(state, directory\)"):
+            with pytest.raises(
+                af.errors.CallError, match=r"af\.save\(state, directory\)"
+            ):
                 save(state)
 
 
@@ -261,11 +269,11 @@ CALLS = {
         "batch_size=4, shuffle=True",
     ),
     "collate_fn": (
-        lambda: af.Data(X, batch_size=4, collate_fn=list),
+        lambda: af.Data(X, global_batch_size=4, collate_fn=list),
         "there is no collate_fn=; did you mean collate=?",
     ),
     "drop_last": (
-        lambda: af.Data(X, batch_size=4, drop_last=True),
+        lambda: af.Data(X, global_batch_size=4, drop_last=True),
         'write remainder="drop"',
     ),
     "a slip": (
@@ -286,7 +294,7 @@ CALLS = {
         r"af\.mean\(<Metrics>\): missing .*'world'. Write af\.mean\(metrics, world\)",
     ),
     "twice": (
-        lambda: af.mean(METRICS, metrics=METRICS),
+        lambda: METRICS.all_reduce_mean(metrics=METRICS),
         "multiple values for argument 'metrics'",
     ),
     "accumulate": (
@@ -353,7 +361,7 @@ CALLS = {
 def test_a_wrong_call_is_answered(case):
     """Section D: a call that Python cannot bind says how to write it, as a TypeError."""
     call, said = CALLS[case]
-    with pytest.raises(af.CallError, match=said) as caught:
+    with pytest.raises(af.errors.CallError, match=said) as caught:
         call()
     assert isinstance(caught.value, TypeError)
     assert caught.value.__cause__ is None
@@ -379,7 +387,7 @@ def test_no_front_door_answers_with_a_bare_type_error(name):
     """A first call with an argument that it has not says so in the user's words."""
     what = functools.reduce(getattr, name.split("."), af)
     with pytest.raises(
-        af.CallError, match=re.escape(f"af.{name}(no_such_=1): there is no")
+        af.errors.CallError, match=re.escape(f"af.{name}(no_such_=1): there is no")
     ):
         what(no_such_=1)
 
@@ -404,7 +412,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
     except TypeError as error:
         with pytest.raises(TypeError, match=str(error)) as caught:
             told(first, **named)
-        assert not isinstance(caught.value, af.Error)
+        assert not isinstance(caught.value, af.errors.Error)
     else:
         assert expected == told(first, **named)
 
@@ -413,7 +421,7 @@ def test_a_call_that_can_be_bound_is_the_function_s_own(first, second, given_by_
 def test_a_name_of_another_library_is_answered(module):
     """`af.Accelerator` says what there is instead; so do others, schedules too."""
     for word, advice in TABLES[module.__name__].items():
-        with pytest.raises(af.RecordError, match=re.escape(advice)):
+        with pytest.raises(af.errors.RecordError, match=re.escape(advice)):
             getattr(module, word)
     assert not hasattr(module, "no_such_")
 
@@ -435,7 +443,7 @@ def test_tables_name_what_there_is():
 @pytest.mark.parametrize("kind", [int, str, list, type, Exception])
 def test_a_class_of_python_s_own_is_no_transform(kind):
     """Section C: `@af.transform` on int is refused by name."""
-    with pytest.raises(af.ArgumentError, match="a class of your own, got"):
+    with pytest.raises(af.errors.ArgumentError, match="a class of your own, got"):
         af.transform(kind)
 
 
@@ -453,7 +461,9 @@ TAKE_A_PATH = {
 @pytest.mark.parametrize("value", NO_PATHS, ids=repr)
 def test_what_is_no_path_is_refused(name, value):
     """Section C: neither None nor half of a surrogate pair is taken for a path."""
-    with pytest.raises(af.ArgumentError, match=rf"af\.{name}\(.*expected the path of"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=rf"af\.{name}\(.*expected the path of"
+    ):
         TAKE_A_PATH[name](value)
 
 
@@ -462,17 +472,23 @@ def test_what_writes_a_model_takes_a_state(name):
     """Section C: a module in the place of a state is refused by name."""
     given = () if name == "full_params" else ("nowhere",)
     for value in (nn.Linear(3, 1), None, 3):
-        with pytest.raises(af.ArgumentError, match=rf"af\.{name}\(state.*a TrainState"):
+        with pytest.raises(
+            af.errors.ArgumentError, match=rf"af\.{name}\(state.*a TrainState"
+        ):
             getattr(af, name)(value, *given)
 
 
 def test_names_are_text():
     """Section C: a name with half of a surrogate pair, or none at all, is refused."""
     for name in ("\ud800", "", 3, None):
-        with pytest.raises(af.ArgumentError, match=r"create\(name=.*expected text"):
+        with pytest.raises(
+            af.errors.ArgumentError, match=r"create\(name=.*expected text"
+        ):
             create(name=name)
-        with pytest.raises(af.ArgumentError, match=r"af\.rng\(purpose=.*expected text"):
-            af.rng(STATE, name)
+        with pytest.raises(
+            af.errors.ArgumentError, match=r"af\.rng\(purpose=.*expected text"
+        ):
+            af.fork_rng(STATE, name)
 
 
 def test_a_tensor_s_name_is_text(tmp_path):
@@ -483,32 +499,36 @@ def test_a_tensor_s_name_is_text(tmp_path):
         net.register_parameter("a\ud800", nn.Parameter(torch.ones(1)))
         return net
 
-    with pytest.raises(af.CheckpointError, match="not a text that files can hold"):
+    with pytest.raises(
+        af.errors.CheckpointError, match="not a text that files can hold"
+    ):
         af.export_model(create(model=odd, data=None), tmp_path / "odd")
 
 
 def test_a_batch_is_one_of_batches():
     """What has no filler cannot be told from it."""
     with pytest.raises(
-        af.BatchError, match=r"got tuple; expected a batch of af\.batches"
+        af.errors.BatchError, match=r"got tuple; expected a batch of af\.batches"
     ):
-        af.gather_valid(X, (X, Y), WORLD)
+        af.all_gather_valid(X, (X, Y), WORLD)
 
 
 def test_a_world_is_of_integers():
     for changes in ({"rank": "x"}, {"size": "x"}, {"size": 1.0}, {"rank": True}):
-        with pytest.raises(af.WorldError, match="expected an integer"):
+        with pytest.raises(af.errors.WorldError, match="expected an integer"):
             af.World(**changes)
-    with pytest.raises(af.WorldError, match="not known to torch"):
+    with pytest.raises(af.errors.WorldError, match="not known to torch"):
         af.World(device="foo")
 
 
 def test_other_things_of_another_kind():
     """Functions of one argument, modules for parameters, numbers for worlds."""
-    with pytest.raises(af.ArgumentError, match=r"predicate\(name, parameter\)"):
+    with pytest.raises(af.errors.ArgumentError, match=r"predicate\(name, parameter\)"):
         STATE.with_trainable(lambda name: name)
     for value in (nn.Linear(3, 1), None, [1]):
-        with pytest.raises(af.StateError, match="expected tensors by name"):
+        with pytest.raises(af.errors.StateError, match="expected tensors by name"):
             STATE.with_params(value)
-    with pytest.raises(af.ArgumentError, match=r"af\.lockstep: expected an af\.World"):
-        af.lockstep([1], 3)
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"af\.lockstep: expected an af\.World"
+    ):
+        af.join_uneven([1], 3)

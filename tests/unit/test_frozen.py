@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`af.frozen`: memory is shared until one of the two is written, and never seen to be."""
+"""`af.snapshot_model`: memory is shared until one of the two is written, and never seen to be."""
 
 import gc
 import threading
@@ -54,7 +54,7 @@ def test_no_optimizer_writes_into_it(name, kernel):
     make_optimizer = partial(getattr(torch.optim, name), **options)
     state, witness = make(optimizer=make_optimizer), make(optimizer=make_optimizer)
     for _ in range(3):
-        module = af.frozen(state)
+        module = af.snapshot_model(state)
         before = values(module)
         state, _ = STEP(state, X)
         witness, _ = STEP(witness, X)
@@ -74,10 +74,10 @@ def test_nothing_is_copied_until_a_step():
             file.seek(0)
             return int(file.read().split()[1]) * 4096
 
-        af.frozen(state)
+        af.snapshot_model(state)
         gc.collect()
         before = resident()
-        modules = [af.frozen(state) for _ in range(20)]
+        modules = [af.snapshot_model(state) for _ in range(20)]
         grown = resident() - before
     assert len(modules) * state.params["weight"].nbytes > 20 * 2**24 - 1
     assert grown < 2**24  # a copy is as much
@@ -87,12 +87,12 @@ def test_what_nobody_holds_is_not_copied_by_a_step():
     """A module that is gone costs an update nothing; one that is held leaves with the memory."""
     state = make()
     at = state.params["0.weight"].data_ptr()
-    af.frozen(state)(X)
+    af.snapshot_model(state)(X)
     gc.collect()
     state, _ = STEP(state, X)
     assert state.params["0.weight"].data_ptr() == at
 
-    module = af.frozen(state)
+    module = af.snapshot_model(state)
     state, _ = STEP(state, X)
     assert state.params["0.weight"].data_ptr() != at
     assert module[0].weight.data_ptr() == at
@@ -118,7 +118,7 @@ def of_a_shared_memory():
 def test_memory_of_others_is_copied_at_once(model):
     """Neither sees what is written into the other, and a slice takes no more than itself."""
     state = make(model())
-    module = af.frozen(state)
+    module = af.snapshot_model(state)
     before = values(module)
     assert module.weight.untyped_storage().nbytes() == 12
     state, _ = STEP(state, X)
@@ -140,7 +140,7 @@ def test_another_thread_may_evaluate_it():
     for each in others:
         each.start()
     for _ in range(100):
-        module = af.frozen(state)
+        module = af.snapshot_model(state)
         lent.put((module, module(X)))
         state, _ = STEP(state, X)
     for _ in others:
@@ -154,7 +154,7 @@ def test_a_compiled_step_writes_into_none():
     """Nor do running statistics that a compiled pass writes."""
     state = make(setup=af.compile(backend="eager"))
     state, _ = STEP(state, X)
-    module = af.frozen(state)
+    module = af.snapshot_model(state)
     before = values(module)
     state, _ = STEP(state, X)
     now = values(module)
@@ -165,13 +165,13 @@ def test_a_compiled_step_writes_into_none():
 def test_it_can_be_written_trained_and_saved(tmp_path):
     """A module is somebody's own: what they do to it reaches no state."""
     state = make()
-    module, expected = af.frozen(state), values(af.frozen(state))
+    module, expected = af.snapshot_model(state), values(af.snapshot_model(state))
     torch.save(module.state_dict(), tmp_path / "module.pt")
     module.train().requires_grad_(requires_grad=True)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     module(X).square().mean().backward()
     optimizer.step()
-    again = values(af.frozen(state))
+    again = values(af.snapshot_model(state))
     assert all(torch.equal(expected[each], again[each]) for each in expected)
     assert not torch.equal(module[0].weight, expected["0.weight"])
     read = torch.load(tmp_path / "module.pt")

@@ -17,11 +17,11 @@ def batches(world, remainder="short", num_micro_batches=1, *, shards=True):
     """Return a rank's batches of seven samples, four an update."""
     parts = af.accumulate(num_micro_batches=num_micro_batches)
     state = linear_state(
-        data=af.Data(X, batch_size=4, remainder=remainder),
+        data=af.Data(X, global_batch_size=4, remainder=remainder),
         world=world,
         setup=af.chain(af.shard_data(), parts) if shards else parts,
     )
-    return af.batches(state, epochs=1)
+    return af.batches(state, until_epoch=1)
 
 
 def joined(batch):
@@ -61,7 +61,8 @@ def test_each_sample_once_on_any_world(kind, remainder, num_micro_batches, shard
     def program(world):
         loop = batches(world, remainder, num_micro_batches, shards=shards)
         return [
-            plain(af.gather_valid(see(joined(batch)), batch, world)) for batch in loop
+            plain(af.all_gather_valid(see(joined(batch)), batch, world))
+            for batch in loop
         ]
 
     own = [X[0:4], X[4:7]][: 1 if remainder == "drop" else 2]
@@ -87,9 +88,9 @@ def test_not_one_a_sample(values, found):
     world = af.World.single()
     batch = next(iter(batches(world)))
     with pytest.raises(
-        af.BatchError, match=f"batch has 4 samples.*values have {found}"
+        af.errors.BatchError, match=f"batch has 4 samples.*values have {found}"
     ):
-        af.gather_valid(values, batch, world)
+        af.all_gather_valid(values, batch, world)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -98,9 +99,9 @@ def test_objects_that_cannot_travel(size):
 
     def program(world):
         batch = next(iter(batches(world)))
-        return af.gather_valid([{1}] * len(batch.filler), batch, world)
+        return af.all_gather_valid([{1}] * len(batch.filler), batch, world)
 
-    with pytest.raises(af.PlainDataError, match=r"values\[0\] is a set"):
+    with pytest.raises(af.errors.PlainDataError, match=r"values\[0\] is a set"):
         simulate(size, program)
 
 
@@ -109,8 +110,8 @@ def test_breaking_off_harms_nothing():
 
     def program(world):
         for batch in batches(world):
-            af.gather_valid(joined(batch), batch, world)
+            af.all_gather_valid(joined(batch), batch, world)
             break
-        return [len(af.gather_valid(joined(b), b, world)) for b in batches(world)]
+        return [len(af.all_gather_valid(joined(b), b, world)) for b in batches(world)]
 
     assert set(map(tuple, simulate(3, program))) == {(4, 3)}

@@ -41,23 +41,23 @@ def answers(model, batch):
 
 def of_a_dataset(prompts, world):
     state = create(world, af.chain(af.shard_data(), af.wrap_ddp()))
-    data = af.Data(prompts, batch_size=3, collate=padded)
+    data = af.Data(prompts, global_batch_size=3, collate=padded)
     return [each[each != 0].tolist() for each in af.predict(state, data, answers)]
 
 
 def of_a_list(prompts, setup, world):
-    model, found = af.frozen(create(world, setup)), []
-    for prompt in af.split(prompts, world):
+    model, found = af.snapshot_model(create(world, setup)), []
+    for prompt in af.split_over_ranks(prompts, world):
         (whole,) = model.generate(**padded([prompt]), **GREEDY)
         found.append(whole[len(prompt) :].tolist())
-    return [each for part in af.gather_objects(found, world) for each in part]
+    return [each for part in af.all_gather_objects(found, world) for each in part]
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])
 def test_texts_are_those_of_the_model_alone(count):
     """As many as prompts, each its own, on all ranks, however these share them."""
     prompts = [[1, *(3 + (i * 5 + j) % 9 for j in range(i % 4))] for i in range(count)]
-    model = af.frozen(create(None))
+    model = af.snapshot_model(create(None))
     alone = [
         model.generate(**padded([p]), **GREEDY)[0, len(p) :].tolist() for p in prompts
     ]

@@ -47,19 +47,19 @@ def test_owed_gradient_is_the_same_sum_on_any_number_of_ranks(
         return af.TrainState.create(
             model=lambda: torch.nn.Linear(1, 20, dtype=torch.float64),
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(inputs, batch_size=12),
+            data=af.Data(inputs, global_batch_size=12),
             setup=af.chain(af.shard_data(), way[method]()),
             world=world,
         )
 
     def owed(state: af.TrainState) -> dict[str, torch.Tensor]:
         (entry,) = state.slots[method].values()
-        return af.reduce(entry, state.world)
+        return af.all_reduce(entry, state.world)
 
     def saved(world: af.World) -> dict[str, torch.Tensor]:
         state = begun(world)
         step = af.make_step(lambda model, x: (model(x) - x.sin()).square().mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         af.save(state, tmp_path / "saved")
         return owed(state)

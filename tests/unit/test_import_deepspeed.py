@@ -55,7 +55,7 @@ def saved(folder: Path, stage: int = 2, ranks: int = 2, **options: Any) -> Path:
 
 
 def refused(folder: Path, state: af.TrainState | None = None, **options: Any) -> str:
-    with pytest.raises(af.CheckpointError) as caught:
+    with pytest.raises(af.errors.CheckpointError) as caught:
         af.import_state(state or create(), folder, **options)
     return str(caught.value)
 
@@ -223,7 +223,7 @@ def test_which_folder_is_meant_is_said(tmp_path):
     assert "such folders of DeepSpeed there are ['global_step2']" in refused(tag.parent)
     latest.unlink()
     assert f"af.import_state(state, {str(tag)!r})" in refused(tag.parent)
-    with pytest.raises(af.CheckpointError, match="af.import_state"):
+    with pytest.raises(af.errors.CheckpointError, match="af.import_state"):
         af.load(create(), tag.parent)
 
 
@@ -240,7 +240,7 @@ def test_names_and_shapes_that_differ_are_told(tmp_path, stage):
     said = refused(tag, create(net=Other))
     assert "missing firsts.bias (near first.bias)" in said
     assert "unexpected seen" in said
-    with pytest.warns(af.Warning, match=r"missing firsts\.bias"):
+    with pytest.warns(af.AccelfnWarning, match=r"missing firsts\.bias"):
         report = af.import_state(create(net=Other), tag, strict=False)
     assert "opt_state" in report.missing
     wider = create(net=partial(Net, 5))
@@ -405,5 +405,5 @@ def test_bytes_at_random_end_in_our_errors(tmp_path_factory, data):
         for _ in range(data.draw(st.integers(1, 4))):
             raw[data.draw(place)] = data.draw(st.integers(0, 255))
     file.write_bytes(raw)
-    with suppress(af.CheckpointError):
+    with suppress(af.errors.CheckpointError):
         af.import_state(create(), tag)

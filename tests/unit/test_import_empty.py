@@ -115,11 +115,15 @@ def test_a_factory_s_parameters_have_no_memory(tmp_path):
 def test_what_makes_no_model_is_refused(read, tmp_path):
     """Section C: junk in the place of a model is named, and so is a factory of another."""
     for value in (None, 3, "net", {}):
-        with pytest.raises(af.ModelError, match="expected a torch.nn.Module, or a fac"):
+        with pytest.raises(
+            af.errors.ModelError, match="expected a torch.nn.Module, or a fac"
+        ):
             read(value, tmp_path)
-    with pytest.raises(af.ModelError, match=r"no argument.*functools.partial\(Linear"):
+    with pytest.raises(
+        af.errors.ModelError, match=r"no argument.*functools.partial\(Linear"
+    ):
         read(nn.Linear, tmp_path)
-    with pytest.raises(af.ModelError, match="it returned int"):
+    with pytest.raises(af.errors.ModelError, match="it returned int"):
         read(lambda: 3, tmp_path)
 
 
@@ -216,7 +220,9 @@ def test_parts_run_no_code(tmp_path, capsys):
     index = parts(nn.Linear(2, 2), tmp_path / "model")
     (part,) = index.parent.glob("*00002-of*")
     torch.save({"bias": Payload()}, part)
-    with pytest.raises(af.CheckpointError, match="holds more than tensors by name"):
+    with pytest.raises(
+        af.errors.CheckpointError, match="holds more than tensors by name"
+    ):
         af.import_torch_weights(nn.Linear(2, 2), index)
     assert "it ran" not in capsys.readouterr().out
 
@@ -237,7 +243,7 @@ def test_an_index_of_parts_is_true(change, expected, tmp_path):
     index = parts(nn.Linear(2, 2), tmp_path / "model")
     places = json.loads(index.read_text())["weight_map"]
     index.write_text(json.dumps({"weight_map": change(places)}))
-    with pytest.raises(af.CheckpointError, match=expected):
+    with pytest.raises(af.errors.CheckpointError, match=expected):
         af.import_torch_weights(nn.Linear(2, 2), index.parent)
 
 
@@ -279,7 +285,7 @@ def test_what_another_function_reads_is_sent_there(tmp_path):
     for path, right in reader.items():
         right(path)
         for wrong in named.keys() - {right}:
-            with pytest.raises(af.CheckpointError, match=named[right]):
+            with pytest.raises(af.errors.CheckpointError, match=named[right]):
                 wrong(path)
 
 

@@ -206,7 +206,7 @@ def test_names_of_a_tie_that_differ_are_refused(tmp_path):
     model = Net()
     before = values(model)
     expected = "embed.weight and head.weight are one tensor in the model"
-    with pytest.raises(af.CheckpointError, match=expected):
+    with pytest.raises(af.errors.CheckpointError, match=expected):
         af.import_model(model, tmp_path / "a.safetensors")
     assert same(before, values(model))
     with pytest.warns(UserWarning, match=expected):
@@ -337,7 +337,7 @@ def test_modules_go_to_several_devices(tmp_path):
 def test_options_without_meaning_are_refused(options, expected, tmp_path):
     """The error names the function, the option and what it was given."""
     for read in (af.import_model, af.import_torch_weights):
-        with pytest.raises(af.ArgumentError, match=expected) as error:
+        with pytest.raises(af.errors.ArgumentError, match=expected) as error:
             read(Net(), tmp_path / "not there", **options)
         assert f"af.{read.__name__}(" in str(error.value)
 
@@ -369,7 +369,7 @@ def test_what_does_not_fit_is_refused_whole(changes, expected, meta, tmp_path):
     before = {
         n: (t, t if meta else t.detach().clone()) for n, t in model.named_parameters()
     }
-    with pytest.raises(af.CheckpointError, match=expected) as error:
+    with pytest.raises(af.errors.CheckpointError, match=expected) as error:
         af.import_model(model, path)
     assert "differ from the model's" in str(error.value)
     for name, (tensor, copy) in before.items():
@@ -394,7 +394,7 @@ def test_a_loose_import_says_what_is_left(tmp_path):
     held = safetensors.torch.load_file(path)
     assert torch.equal(held["embed.weight"], model.embed.weight)
     path = saved(Net(), tmp_path / "b.safetensors", **{"norm.bias": torch.ones(4)})
-    with pytest.raises(af.CheckpointError, match="norm.bias saved as"):
+    with pytest.raises(af.errors.CheckpointError, match="norm.bias saved as"):
         af.import_model(model, path, strict=False)
 
 
@@ -404,7 +404,7 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
     with META:
         model = nn.Sequential(Rotary())[0]
     with pytest.raises(
-        af.ModelError,
+        af.errors.ModelError,
         match=r"angles: on the meta device.*af\.import_model\(lambda: Net",
     ):
         af.import_model(model, path)
@@ -418,7 +418,7 @@ def test_a_buffer_that_no_file_has_is_refused_on_meta(tmp_path):
 def test_a_lazy_model_is_refused(tmp_path):
     """Its parameters have no shape to compare."""
     path = saved(nn.Linear(2, 2), tmp_path / "a.safetensors")
-    with pytest.raises(af.ModelError, match="weight is lazy"):
+    with pytest.raises(af.errors.ModelError, match="weight is lazy"):
         af.import_model(nn.LazyLinear(2), path)
 
 
@@ -465,7 +465,7 @@ def test_empty_and_scalar_tensors_are_read(tmp_path):
     af.import_model(nn.Identity(), tmp_path / "none.safetensors")
 
 
-def refused(source, kind=af.CheckpointError):
+def refused(source, kind=af.errors.CheckpointError):
     """Return why a source is refused, of which the model sees nothing."""
     model = nn.Linear(2, 2)
     before = values(model)
@@ -511,7 +511,7 @@ def test_an_index_names_files_beside_it(name, tmp_path):
     folder.mkdir()
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"weight": name, "bias": name}}))
-    text = refused(folder, af.CheckpointCorruptError)
+    text = refused(folder, af.errors.CheckpointCorruptError)
     assert "'weight' is in" in text
     assert repr(name) in text
 
@@ -526,13 +526,13 @@ def test_an_index_is_true(tmp_path):
     )
     swapped = {**said, "weight_map": {"weight": first, "bias": first}}
     index.write_text(json.dumps(swapped))
-    assert "no such tensor" in refused(index, af.CheckpointCorruptError)
+    assert "no such tensor" in refused(index, af.errors.CheckpointCorruptError)
     index.write_text(json.dumps(said))
     (tmp_path / "model" / second).unlink()
     assert f"{second} is not there" in refused(index)
     for text in ("", "[]", "{}", '{"weight_map": []}', "\xff", "[" * 100_000):
         index.write_text(text, encoding="latin-1")
-        assert str(index) in refused(index, af.CheckpointCorruptError)
+        assert str(index) in refused(index, af.errors.CheckpointCorruptError)
 
 
 def test_tensors_beside_those_of_the_index_are_unexpected(tmp_path):
@@ -611,7 +611,7 @@ def test_what_is_no_safetensors_file_is_refused(data, tmp_path):
     """Cut off, too long, overlapping, with holes, of wrong types: the file is named."""
     path = tmp_path / "a.safetensors"
     path.write_bytes(data)
-    assert str(path) in refused(path, af.CheckpointCorruptError)
+    assert str(path) in refused(path, af.errors.CheckpointCorruptError)
 
 
 def test_every_truncation_is_refused(tmp_path):
@@ -620,7 +620,7 @@ def test_every_truncation_is_refused(tmp_path):
     whole = path.read_bytes()
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
-        refused(path, af.CheckpointCorruptError)
+        refused(path, af.errors.CheckpointCorruptError)
 
 
 def test_a_dtype_that_torch_lacks_is_named(tmp_path):
@@ -634,7 +634,7 @@ def test_a_dtype_that_torch_lacks_is_named(tmp_path):
 def test_a_directory_is_no_file(tmp_path):
     """A folder with a file's name is looked into as a folder."""
     (tmp_path / "model.safetensors").mkdir()
-    assert "cannot be read" in refused(tmp_path, af.CheckpointCorruptError)
+    assert "cannot be read" in refused(tmp_path, af.errors.CheckpointCorruptError)
 
 
 @pytest.fixture
@@ -697,7 +697,7 @@ def test_torch_weights_are_compared_alike(tmp_path):
     """Names and shapes that differ are refused, or said, as by `import_model`."""
     held = {**values(nn.Linear(2, 2)), "extra": torch.ones(1)}
     torch.save(held, tmp_path / "a.pt")
-    with pytest.raises(af.CheckpointError, match="unexpected extra"):
+    with pytest.raises(af.errors.CheckpointError, match="unexpected extra"):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt")
     with pytest.warns(UserWarning, match="unexpected extra"):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt", strict=False)
@@ -722,7 +722,7 @@ def test_code_in_a_file_is_not_run(write, tmp_path):
         torch.save(held, path)
     else:
         path.write_bytes(pickle.dumps(held, protocol=2))
-    with pytest.raises(af.CheckpointError, match=re.escape(str(path))):
+    with pytest.raises(af.errors.CheckpointError, match=re.escape(str(path))):
         af.import_torch_weights(nn.Linear(2, 2), path)
     assert not made.exists()
 
@@ -739,20 +739,20 @@ def test_code_in_a_file_is_not_run(write, tmp_path):
 def test_what_is_no_state_dict_is_refused(held, expected, tmp_path):
     """A file of something else says of what, and what to save."""
     torch.save(held, tmp_path / "a.pt")
-    with pytest.raises(af.CheckpointError, match=expected):
+    with pytest.raises(af.errors.CheckpointError, match=expected):
         af.import_torch_weights(nn.Linear(2, 2), tmp_path / "a.pt")
 
 
 def test_a_file_of_torch_that_is_cut_off_is_refused(tmp_path):
     """At any length it is refused, and so is none, by name."""
     path = tmp_path / "a.pt"
-    with pytest.raises(af.CheckpointError, match="is not there"):
+    with pytest.raises(af.errors.CheckpointError, match="is not there"):
         af.import_torch_weights(nn.Linear(2, 2), path)
     torch.save(nn.Linear(2, 2).state_dict(), path)
     whole = path.read_bytes()
     for length in range(0, len(whole), 37):
         path.write_bytes(whole[:length])
-        with pytest.raises(af.CheckpointError, match=re.escape(str(path))):
+        with pytest.raises(af.errors.CheckpointError, match=re.escape(str(path))):
             af.import_torch_weights(nn.Linear(2, 2), path)
 
 
@@ -768,7 +768,7 @@ def test_a_compressed_zip_is_refused_by_its_directory(parts, tmp_path):
             is_packed = parts == "all" or name.endswith("data.pkl")
             kind = zipfile.ZIP_DEFLATED if is_packed else zipfile.ZIP_STORED
             packed.writestr(name, plain.read(name), kind)
-    with pytest.raises(af.CheckpointCorruptError, match=r"b\.pt.*is compressed"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match=r"b\.pt.*is compressed"):
         af.import_torch_weights(nn.Linear(1000, 1), tmp_path / "b.pt")
 
 
@@ -801,7 +801,7 @@ def test_tensors_without_elements_are_not_tied(device, tmp_path):
     assert into["a"] is not into["b"]
     held = {"a": torch.empty(0, 2), "c": torch.ones(2)}
     safetensors.torch.save_file(held, tmp_path / "lacking.safetensors")
-    with pytest.raises(af.Error, match="missing b"):
+    with pytest.raises(af.errors.Error, match="missing b"):
         af.import_model(model().to(device), tmp_path / "lacking.safetensors")
 
 

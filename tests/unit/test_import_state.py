@@ -72,7 +72,7 @@ def accelerate(
 
 
 def refused(folder: Path, state: af.TrainState | None = None, **options: Any) -> str:
-    with pytest.raises(af.CheckpointError) as caught:
+    with pytest.raises(af.errors.CheckpointError) as caught:
         af.import_state(state or create(), folder, **options)
     return str(caught.value)
 
@@ -209,7 +209,7 @@ def test_a_layer_that_was_thawed_later_counts_fewer_updates(tmp_path):
     of_accelerate(
         tmp_path, lambda held: held["state"][0].update(step=torch.tensor(5.0))
     )
-    with pytest.warns(af.Warning, match=r"counts 1 to 5 updates.*largest, 5"):
+    with pytest.warns(af.AccelfnWarning, match=r"counts 1 to 5 updates.*largest, 5"):
         state = af.import_state(create(), tmp_path).state
     assert state.step == 5
 
@@ -298,7 +298,7 @@ def test_names_and_shapes_that_differ_are_told(tmp_path):
 
     _, folder = saved(tmp_path)
     assert "missing second.weight" in refused(folder, create(net=Other))
-    with pytest.warns(af.Warning, match=r"missing second\.weight"):
+    with pytest.warns(af.AccelfnWarning, match=r"missing second\.weight"):
         report = af.import_state(create(net=Other), folder, strict=False)
     assert report.missing == ("second.weight", "second.bias")
     wider = create(net=partial(Net, 5))
@@ -314,7 +314,7 @@ def test_one_of_several_models_must_be_named(tmp_path):
         found = af.import_state(create(), folder, under=key).state
         assert torch.equal(found.params["first.weight"], module.first.weight)
     assert "missing first.weight" in refused(folder, under="neither")
-    with pytest.raises(af.ArgumentError, match="under=3"):
+    with pytest.raises(af.errors.ArgumentError, match="under=3"):
         af.import_state(create(), folder, under=3)
 
 
@@ -347,7 +347,7 @@ def test_what_else_lies_there_is_named(tmp_path):
     (tmp_path / "zero_to_fp32.py").touch()
     assert "DeepSpeed" in refused(tmp_path)
     _, folder = saved(tmp_path)
-    with pytest.raises(af.CheckpointError, match="af.import_state"):
+    with pytest.raises(af.errors.CheckpointError, match="af.import_state"):
         af.load(create(), folder)
 
 
@@ -461,7 +461,7 @@ def test_bytes_at_random_end_in_our_errors(tmp_path_factory, data):
         for _ in range(data.draw(st.integers(1, 4))):
             raw[data.draw(place)] = data.draw(st.integers(0, 255))
     file.write_bytes(raw)
-    with suppress(af.CheckpointError):
+    with suppress(af.errors.CheckpointError):
         af.import_state(create(), folder)
 
 

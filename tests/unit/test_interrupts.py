@@ -105,7 +105,7 @@ def test_a_step_that_was_interrupted_can_be_taken_again(setup):
                 after, found = af.salvage(state), found + 1
             else:
                 (after, _), again = step(state, batch), again + 1
-        except af.StateDonatedError:
+        except af.errors.StateDonatedError:
             continue
         for name, param in expected.params.items():
             assert torch.equal(after.params[name], param), at

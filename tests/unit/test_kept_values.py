@@ -18,7 +18,7 @@ from accelfn.testing import simulate
 from tests.internals import tree
 
 INPUTS = torch.linspace(-1, 1, 48).reshape(12, 4)
-DATA = af.Data(INPUTS, batch_size=4)
+DATA = af.Data(INPUTS, global_batch_size=4)
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
@@ -48,7 +48,7 @@ def state_of(world=None, **options):
 def trained(state, updates):
     """Return the state after some updates."""
     step = af.make_step(square)
-    for batch in af.batches(state, epochs=updates):
+    for batch in af.batches(state, until_epoch=updates):
         state, _ = step(state, batch)
         if state.step == updates:
             break
@@ -99,7 +99,7 @@ def test_an_entry_that_follows_the_training_is_told(name):
     make, follows = ENTRIES[name]
     state = trained(state_of(), 1)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
+        warnings.simplefilter("always", af.AccelfnWarning)
         state = state.with_slot("mine", make(state))
     assert len(told) == follows
     tensors = tree.tensor_leaves(state.slots["mine"])
@@ -247,14 +247,14 @@ def test_lockstep_takes_a_loaders_batch_as_it_is(columns, batch_size):
     """Of samples that are tuples a DataLoader makes a list, which is no micro-batches."""
     loader = DataLoader(TensorDataset(*[INPUTS] * columns), batch_size=batch_size)
     with af.World.single() as world:
-        locked = [each.value for each in af.lockstep(loader, world)]
+        locked = [each.value for each in af.join_uneven(loader, world)]
     expected = list(loader)
     assert [len(each) for each in locked] == [columns] * len(expected)
     for one, two in zip(locked, expected, strict=True):
         assert isinstance(one, list)
         assert all(map(torch.equal, one, two))
     with af.World.single() as world:  # of others a list is what it was
-        (batch,) = af.lockstep([[INPUTS[:2], INPUTS[2:]]], world)
+        (batch,) = af.join_uneven([[INPUTS[:2], INPUTS[2:]]], world)
     assert len(batch.micro_batches) == 2
 
 
@@ -270,14 +270,14 @@ GENERATORS = {
 def test_an_order_that_draws_is_the_same_when_it_is_asked_again(draws, cut, seed):
     """It draws by the seed and the epoch; a run that goes on sees each sample once an epoch."""
     data = af.Data(
-        INPUTS, batch_size=4, order=lambda _seed, _epoch, n: GENERATORS[draws](n)
+        INPUTS, global_batch_size=4, order=lambda _seed, _epoch, n: GENERATORS[draws](n)
     )
     before = torch.get_rng_state()
 
     def read(cursor, count):
         state = state_of(data=data, seed=seed)
         found = []
-        for number, batch in enumerate(af.batches(state, epochs=2)):
+        for number, batch in enumerate(af.batches(state, until_epoch=2)):
             if number >= cursor + count:
                 break
             if number >= cursor:
@@ -294,7 +294,9 @@ def test_an_order_that_draws_is_the_same_when_it_is_asked_again(draws, cut, seed
 def test_an_order_of_a_generator_that_goes_on_is_refused():
     """It is another each time, and a resumed run has samples twice."""
     generator = np.random.default_rng(0)
-    data = af.Data(INPUTS, batch_size=4, order=lambda *_: generator.permutation(12))
+    data = af.Data(
+        INPUTS, global_batch_size=4, order=lambda *_: generator.permutation(12)
+    )
     with pytest.raises(
         DataError, match="two different orders when it was called twice"
     ):
@@ -318,7 +320,7 @@ def test_a_list_of_samples_is_told(name):
     state = af.TrainState.create(model=nn.Linear(4, 1), optimizer=SGD)
     step = af.make_step(lambda model, batch: model(batch[0]).mean())
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
+        warnings.simplefilter("always", af.AccelfnWarning)
         step(state, batch)
     expected = ["This batch is a list of 12 values of 3 rows each"] if is_told else []
     assert [str(each.message).partition(",")[0] for each in told] == expected
@@ -330,7 +332,7 @@ def test_a_list_of_samples_is_told(name):
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss()])
 def test_a_loss_of_torchs_is_no_loss_of_a_model(loss):
     """Be it a class, which nobody called."""
-    with pytest.raises(af.ArgumentError, match="it is a loss of torch"):
+    with pytest.raises(af.errors.ArgumentError, match="it is a loss of torch"):
         af.make_step(loss)
 
 

@@ -43,7 +43,7 @@ def test_results_and_surroundings(capfd):
         os.environ["CHANGED"] = "1"
         sys.stdout.write(f"rank {world.rank} works\n")
         return {
-            "sum": af.reduce(given * factor * world.rank, world),
+            "sum": af.all_reduce(given * factor * world.rank, world),
             "n": world.size,
             "waits": world.connection.timeout(world.device),
             "axes": dict(world.axes),
@@ -73,7 +73,7 @@ def test_a_rank_that_raises():
             raise ValueError("out of luck")
         af.barrier(world)
 
-    with pytest.raises(af.RankFailedError) as caught:
+    with pytest.raises(af.errors.RankFailedError) as caught:
         af.launch(2, work, device="cpu")
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("rank 1 failed first (exit code 1, pid ")
@@ -84,19 +84,23 @@ def test_a_rank_that_raises():
 @pytest.mark.slow
 def test_what_cannot_come_back_or_go():
     """A result that is no plain data, and none at all, are named with the rank."""
-    with pytest.raises(af.RankFailedError, match="what rank 0 returned is a object"):
+    with pytest.raises(
+        af.errors.RankFailedError, match="what rank 0 returned is a object"
+    ):
         af.launch(1, lambda _: object(), device="cpu")
-    with pytest.raises(af.RankFailedError, match="rank 0 left.*and returned nothing"):
+    with pytest.raises(
+        af.errors.RankFailedError, match="rank 0 left.*and returned nothing"
+    ):
         af.launch(1, lambda _: sys.exit(0), device="cpu")
     lock = threading.Lock()
-    with pytest.raises(af.ArgumentError, match="cannot travel"):
+    with pytest.raises(af.errors.ArgumentError, match="cannot travel"):
         af.launch(1, lambda _: lock)
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.0, True, "2", 10**9])
 def test_a_number_of_ranks(size):
     """Anything but a whole number from 1 on is refused with its value."""
-    with pytest.raises(af.ArgumentError, match=r"number of ranks, 1 or more"):
+    with pytest.raises(af.errors.ArgumentError, match=r"number of ranks, 1 or more"):
         af.launch(size, print)
 
 
@@ -123,7 +127,7 @@ def test_what_no_rank_could_do(monkeypatch, given, said):
     """It is refused before any process is started."""
     monkeypatch.setattr("accelfn.launching.function.run_here", None)
     fn = given.pop("fn", print)
-    with pytest.raises(af.ArgumentError, match=said):
+    with pytest.raises(af.errors.ArgumentError, match=said):
         af.launch(2, fn, **given)
 
 
@@ -134,7 +138,7 @@ def test_more_ranks_than_devices(monkeypatch):
     monkeypatch.setattr(devices, "kind", lambda: "xpu")
     for device in (None, "xpu"):
         with pytest.raises(
-            af.ArgumentError, match="takes 3 devices of .*, and torch sees 2"
+            af.errors.ArgumentError, match="takes 3 devices of .*, and torch sees 2"
         ):
             af.launch(3, print, device=device)
 
@@ -142,15 +146,19 @@ def test_more_ranks_than_devices(monkeypatch):
 def test_a_rank_launches_none(monkeypatch):
     """A process that is one of several starts no others for each."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(af.LaunchError, match=r"one of 2 already \(WORLD_SIZE=2\)"):
+    with pytest.raises(
+        af.errors.LaunchError, match=r"one of 2 already \(WORLD_SIZE=2\)"
+    ):
         af.launch(2, print)
 
 
 def test_the_order_of_before_is_refused():
     """The number of ranks comes first, as in `simulate`."""
-    with pytest.raises(af.ArgumentError, match=r"comes first, .*af.launch\(2, fn"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"comes first, .*af.launch\(2, fn"
+    ):
         af.launch(print, 2)
-    with pytest.raises(af.CallError, match=r"write af.launch\(2, fn, \*args\)"):
+    with pytest.raises(af.errors.CallError, match=r"write af.launch\(2, fn, \*args\)"):
         af.launch(2, print, nproc=2)
 
 
@@ -200,13 +208,13 @@ CELLS = [
             model=lambda: torch.nn.Linear(2, 1),
             optimizer=lambda named: torch.optim.SGD(named, lr=lr),
             setup=af.chain(af.shard_data(), af.wrap_ddp()),
-            data=af.Data(torch.ones(8, 2), batch_size=4),
+            data=af.Data(torch.ones(8, 2), global_batch_size=4),
             world=world,
         )
         step = af.make_step(lambda model, batch: (model(batch) - shift).square().mean())
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, metrics = step(state, batch)
-        return af.mean(metrics, world)["loss"]
+        return metrics.all_reduce_mean(world)["loss"]
 
     losses = af.launch(2, train, 0.01, device="cpu")
     assert losses[0] == losses[1] > 0

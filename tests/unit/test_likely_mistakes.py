@@ -30,7 +30,7 @@ def square(model, batch):
 
 
 def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options):
-    options = {"data": af.Data(INPUTS, batch_size=4), **options}
+    options = {"data": af.Data(INPUTS, global_batch_size=4), **options}
     return af.TrainState.create(model=model, optimizer=optimizer, **options)
 
 
@@ -38,7 +38,7 @@ def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options
 def in_silence():
     """Fail where something is told in the block."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", af.Warning)
+        warnings.simplefilter("error", af.AccelfnWarning)
         yield
 
 
@@ -65,7 +65,7 @@ def test_parameters_that_nobody_trains_are_told(size):
         af.value_and_grad(square)(state, batch)
         compute = af.value_and_grad(lambda model, batch: criterion(model(batch)))
         with pytest.warns(
-            af.Warning, match=r"not those of the model .* shapes \[\(\)\]"
+            af.AccelfnWarning, match=r"not those of the model .* shapes \[\(\)\]"
         ):
             compute(state, batch)
         with in_silence():
@@ -87,13 +87,15 @@ def test_parameters_of_a_model_that_was_given_away_are_told():
     compute = af.value_and_grad(
         lambda model, batch: square(model, batch) + kept[0].square().sum()
     )
-    with pytest.warns(af.Warning, match=r"take the parameters in the loss function"):
+    with pytest.warns(
+        af.AccelfnWarning, match=r"take the parameters in the loss function"
+    ):
         compute(state, INPUTS)
 
 
 def test_what_reads_a_frozen_model_is_not_told():
     """Nor a loss through inputs that have a gradient."""
-    state, judge = state_of(), af.frozen(linear_state(2, 2))
+    state, judge = state_of(), af.snapshot_model(linear_state(2, 2))
 
     def loss(model, batch):
         inputs = batch.clone().requires_grad_()
@@ -122,15 +124,16 @@ def test_what_is_put_in_the_place_of_a_lent_tensor_is_refused(put):
     state = state_of()
     with (
         pytest.raises(
-            af.StateError, match=r"replaced the tensors weight.* state\.with_params"
+            af.errors.StateError,
+            match=r"replaced the tensors weight.* state\.with_params",
         ),
-        af.bind(state) as module,
+        af.borrow_model(state) as module,
     ):
         put(module)
-    with af.bind(state) as module, torch.no_grad():
+    with af.borrow_model(state) as module, torch.no_grad():
         module.weight.zero_()
     assert not state.params["weight"].any()
-    with af.bind(state) as module:
+    with af.borrow_model(state) as module:
         module.double()
         module.bias = None
 
@@ -182,8 +185,8 @@ def told_in_training(state):
     """Return what four epochs say."""
     step = af.make_step(square)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
-        for batch in af.batches(state, epochs=4):
+        warnings.simplefilter("always", af.AccelfnWarning)
+        for batch in af.batches(state, until_epoch=4):
             state, _ = step(state, batch)
     return [str(each.message) for each in told]
 
@@ -250,7 +253,7 @@ def test_a_number_that_an_optimizer_counts_on_is_told(name, parts):
     first, become, counts = NOTES[name]
     make = partial(Counting, first=first, become=become)
     if parts:
-        make = af.partition((lambda name, _: name == "bias", make), (..., SGD))
+        make = af.combine_optimizers((lambda name, _: name == "bias", make), (..., SGD))
     told = told_in_training(state_of(optimizer=make))
     assert len(told) == counts
     assert all(
@@ -266,7 +269,7 @@ def test_inputs_and_targets_are_no_two_micro_batches(targets):
     inputs = torch.ones(4, 2)
     state = state_of(setup=af.accumulate(num_micro_batches=2))
     step = af.make_step(square)
-    with pytest.raises(af.BatchError, match=r"tensors of other kinds.*\(4, 2\)"):
+    with pytest.raises(af.errors.BatchError, match=r"tensors of other kinds.*\(4, 2\)"):
         step(state, [inputs, targets])
     step(state, [inputs, inputs[:1]])
 
@@ -276,7 +279,9 @@ def test_a_step_is_saved_once(tmp_path):
     state = state_of()
     with af.CheckpointStore(tmp_path) as store:
         store.save(state)
-        with pytest.raises(af.CheckpointWriteError, match="the store has this step"):
+        with pytest.raises(
+            af.errors.CheckpointWriteError, match="the store has this step"
+        ):
             store.save(state)
         assert store.steps == (0,)
 
@@ -310,7 +315,9 @@ def test_a_weight_with_a_gradient_is_refused():
         outputs = model(batch)
         return af.Loss(outputs.square().sum(), outputs.abs().sum())
 
-    with pytest.raises(af.LossError, match=r"has a gradient, .* Detach the weight"):
+    with pytest.raises(
+        af.errors.LossError, match=r"has a gradient, .* Detach the weight"
+    ):
         af.value_and_grad(loss)(state, INPUTS)
 
 
@@ -318,10 +325,10 @@ def test_a_schedule_below_zero_is_refused():
     """It would climb, where it goes on behind its end."""
     state = state_of(schedule=lambda update: 1 - update / 2)
     step = af.make_step(square)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     with pytest.raises(
-        af.ArgumentError, match=r"gave -0\.5 for update 3; .* 0 or more"
+        af.errors.ArgumentError, match=r"gave -0\.5 for update 3; .* 0 or more"
     ):
         step(state, INPUTS)
 
@@ -329,13 +336,13 @@ def test_a_schedule_below_zero_is_refused():
 def test_columns_in_a_list_are_told():
     """Two samples of many rows are likely inputs and targets; few rows, or many, are samples."""
     with pytest.warns(
-        af.Warning, match=r"2, tensors of 12 rows .*\(\(inputs, targets\)\)"
+        af.AccelfnWarning, match=r"2, tensors of 12 rows .*\(\(inputs, targets\)\)"
     ):
-        af.Data([INPUTS, INPUTS], batch_size=1)
+        af.Data([INPUTS, INPUTS], global_batch_size=1)
     many = [torch.arange(12.0) for _ in range(5)]
     with in_silence():
         for samples in ([INPUTS[:2]] * 2, list(INPUTS), [INPUTS, INPUTS[:6]], many):
-            af.Data(samples, batch_size=1)
+            af.Data(samples, global_batch_size=1)
 
 
 @pytest.mark.parametrize("kept", ["nothing", "a copy", "the loaded state", "its use"])
@@ -357,7 +364,7 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
     elif kept == "nothing":
         del loaded
         words = r"which stands at update 0\. Write state = af\.load\(state, directory\)"
-        with pytest.warns(af.Warning, match=words):
+        with pytest.warns(af.AccelfnWarning, match=words):
             state, _ = step(state, INPUTS)
     with in_silence():
         step(state, INPUTS)
@@ -371,7 +378,7 @@ def test_directories_by_rank_are_refused_at_once(tmp_path):
         store.save(state_of(world=world, setup=af.shard_data()))
 
     with pytest.raises(
-        af.CheckpointWriteError, match=r"does not see .* Give all ranks one"
+        af.errors.CheckpointWriteError, match=r"does not see .* Give all ranks one"
     ):
         simulate(2, fn)
 
@@ -383,7 +390,7 @@ def test_a_barrier_in_main_first_does_not_let_the_others_in():
         with af.main_first(world):
             af.barrier(world)
 
-    with pytest.raises(af.CollectiveMismatchError, match="main_first"):
+    with pytest.raises(af.errors.CollectiveMismatchError, match="main_first"):
         simulate(2, fn)
 
 
@@ -393,11 +400,11 @@ def test_an_optimizer_of_other_options_says_what_it_lacks(tmp_path):
     state, _ = af.make_step(square)(state_of(optimizer=adam), INPUTS)
     af.save(state, tmp_path / "saved")
     other = state_of(optimizer=partial(adam, amsgrad=True))
-    with pytest.raises(af.CheckpointError, match="max_exp_avg_sq: missing"):
+    with pytest.raises(af.errors.CheckpointError, match="max_exp_avg_sq: missing"):
         af.load(other, tmp_path / "saved")
     other = af.load(other, tmp_path / "saved", allow=("opt_state",))
     with pytest.raises(
-        af.OptimizerError, match=r"Adam lacks 'max_exp_avg_sq'.*load_part"
+        af.errors.OptimizerError, match=r"Adam lacks 'max_exp_avg_sq'.*load_part"
     ):
         af.make_step(square)(other, INPUTS)
 
@@ -407,7 +414,7 @@ def test_a_sequence_that_was_given_away_says_so(use):
     """Whatever way it is asked for its layers."""
     model = nn.Sequential(nn.Linear(2, 2))
     state_of(model=model)
-    with pytest.raises(af.ModelError, match="was given to TrainState.create"):
+    with pytest.raises(af.errors.ModelError, match="was given to TrainState.create"):
         use(model)
 
 
@@ -421,9 +428,11 @@ def test_a_rate_that_is_no_number_is_refused(rate, first):
         pairs = zip(named, rates, strict=True)
         return torch.optim.Adam([{"params": [p], "lr": lr} for (_, p), lr in pairs])
 
-    both = af.partition((lambda *_: True, groups))
+    both = af.combine_optimizers((lambda *_: True, groups))
     for optimizer in (groups, both):
-        with pytest.raises(af.OptimizerError, match=r"lr=(nan|inf) in parameter group"):
+        with pytest.raises(
+            af.errors.OptimizerError, match=r"lr=(nan|inf) in parameter group"
+        ):
             state_of(optimizer=optimizer)
 
 
@@ -441,7 +450,7 @@ def test_numbers_of_ranks_are_asked_for(sizes):
         lambda: testing.assert_equivalent(af.ema(0.5), af.ema(0.5), sizes=sizes),
     )
     for call in tried:
-        with pytest.raises(af.ArgumentError, match="expected numbers of ranks"):
+        with pytest.raises(af.errors.ArgumentError, match="expected numbers of ranks"):
             call()
 
 
@@ -473,7 +482,7 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
     """Once a state and an evaluation; a loss that says what it is of is right."""
     collate, expected = COLLATES[name]
     inputs = torch.arange(12.0)[:, None].expand(12, 2).clone()
-    data = af.Data(inputs, batch_size=6, collate=collate)
+    data = af.Data(inputs, global_batch_size=6, collate=collate)
 
     def plain(model, batch):
         return model(sum(map(torch.as_tensor, batch)).mean().expand(1, 2)).mean()
@@ -490,8 +499,8 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
         )
         step = af.make_step(loss_fn)
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", af.Warning)
-            for batch in af.batches(state, epochs=2):
+            warnings.simplefilter("always", af.AccelfnWarning)
+            for batch in af.batches(state, until_epoch=2):
                 state, _ = step(state, batch)
             af.evaluate(state, data, loss_fn)
         found = [str(each.message) for each in said]
@@ -568,11 +577,15 @@ def test_what_a_state_holds_is_not_replaced(write):
     }.items():
         shown = getattr(state, name)
         before = dict(shown)
-        with pytest.raises(af.CallError, match=rf"state\.{name} is read-only.*{said}"):
+        with pytest.raises(
+            af.errors.CallError, match=rf"state\.{name} is read-only.*{said}"
+        ):
             WRITES[write](shown)
         assert before.keys() == shown.keys()
         assert all(value is shown[key] for key, value in before.items())
-    with pytest.raises(af.CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'):
+    with pytest.raises(
+        af.errors.CallError, match=r'metrics\.with_values\(\{"lr": \.\.\.'
+    ):
         af.Metrics({"loss": (1.0, 1)})["lr"] = 0.1
 
 
@@ -598,7 +611,7 @@ def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
         store.wait()
 
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.Warning)
+        warnings.simplefilter("always", af.AccelfnWarning)
         simulate(len(given), train)
     assert len(told) == (not alike)
     last = f"rank {len(given) - 1}"
@@ -639,12 +652,12 @@ def test_a_mean_over_labels_that_a_model_took_is_told(ignored, parts, weighed, t
     state = af.TrainState.create(
         model=lambda: PreTrainedModel(2, 2),
         optimizer=SGD,
-        data=af.Data({"inputs": INPUTS, "labels": labels}, batch_size=6),
+        data=af.Data({"inputs": INPUTS, "labels": labels}, global_batch_size=6),
         setup=af.accumulate(num_micro_batches=parts),
     )
     step = af.make_step(loss)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
     assert any("-100" in str(each.message) for each in caught) == told

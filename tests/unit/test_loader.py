@@ -82,7 +82,7 @@ class Short(Sampler):
 def read(data, world=None, epochs=1):
     """Return the batches of some epochs."""
     state = linear_state(data=data, world=world, setup=af.shard_data())
-    return list(af.batches(state, epochs=epochs))
+    return list(af.batches(state, until_epoch=epochs))
 
 
 def indices(loader, epochs=1):
@@ -283,7 +283,7 @@ REFUSED = {
 def test_refused_loaders(case):
     """What would train on other samples than meant is refused, with what to write."""
     make, options, words = REFUSED[case]
-    with pytest.raises(af.Error, match=words):
+    with pytest.raises(af.errors.Error, match=words):
         af.Data.from_loader(make(), **options)
 
 
@@ -303,7 +303,7 @@ def test_samplers_that_cannot_be_resumed(sampler, words, within):
         if within
         else DataLoader(X, batch_size=2, sampler=sampler())
     )
-    with pytest.raises(af.DataError, match=words):
+    with pytest.raises(af.errors.DataError, match=words):
         indices(loader)
 
 
@@ -320,7 +320,7 @@ def test_samplers_that_cannot_be_resumed(sampler, words, within):
 )
 def test_batches_that_are_none(batches, words):
     """A batch sampler that gives something else than indices is refused."""
-    with pytest.raises(af.DataError, match=rf"batch_sampler \(list\) .*{words}"):
+    with pytest.raises(af.errors.DataError, match=rf"batch_sampler \(list\) .*{words}"):
         read(af.Data(X, batch_sampler=batches))
 
 
@@ -367,7 +367,7 @@ def test_a_loader_that_iterates_in_its_own_way(kind):
     """A subclass with its own __iter__ or __len__ is refused, and never read past."""
     says = OWN.get(kind, OWN[Limited])
     for make in (af.Data.from_loader, read):
-        with pytest.raises(af.DataError, match=rf"{says}(.|\n)*af\.lockstep"):
+        with pytest.raises(af.errors.DataError, match=rf"{says}(.|\n)*af\.lockstep"):
             make(kind(X, batch_size=2))
 
 
@@ -382,10 +382,12 @@ def test_batch_size_of_a_micro_batch():
     loader = DataLoader(X, batch_size=4)
     data = af.Data.from_loader(loader, num_ranks=3, num_micro_batches=2)
     assert data.batch_size == 24
-    with pytest.raises(af.ArgumentError, match=r"num_micro_batches=0.*micro_batches"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"num_micro_batches=0.*micro_batches"
+    ):
         af.Data.from_loader(loader, num_micro_batches=0)
     own = DataLoader(X, batch_sampler=[[0, 1], [2]])
-    with pytest.raises(af.DataError, match="leave num_micro_batches out"):
+    with pytest.raises(af.errors.DataError, match="leave num_micro_batches out"):
         af.Data.from_loader(own, num_micro_batches=2)
 
 
@@ -407,7 +409,7 @@ def test_a_loader_that_is_split_is_told(size, parts):
     words = (
         rf"4, is(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
     )
-    with pytest.warns(af.Warning, match=words) as told:
+    with pytest.warns(af.AccelfnWarning, match=words) as told:
         assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
     assert len(told) == 1
 
@@ -439,6 +441,6 @@ def test_a_warning_is_of_the_users_line(tmp_path):
     ):
         found = {}
         exec(compile(script, str(place), "exec"), found)  # noqa: S102 - it is its place
-        with pytest.warns(af.Warning, match="worker_init_fn") as told:
+        with pytest.warns(af.AccelfnWarning, match="worker_init_fn") as told:
             found["make"](af.Data, DataLoader(X, worker_init_fn=print))
         assert [Path(each.filename) for each in told] == [place]

@@ -21,7 +21,7 @@ def run(lengths, **options):
         mine = [10 * world.rank + i for i in range(lengths[world.rank])]
         return [
             (batch.value, batch.weights, batch.filler.tolist())
-            for batch in af.lockstep(mine, world, **options)
+            for batch in af.join_uneven(mine, world, **options)
         ]
 
     return simulate(len(lengths), program).results
@@ -31,8 +31,8 @@ def test_all_ranks_are_told_of_one_without_any():
     """None goes on to wait for it."""
 
     def program(world):
-        with pytest.raises(af.DataError, match="rank 1 of 3 has no batch"):
-            list(af.lockstep([] if world.rank == 1 else [1, 2], world))
+        with pytest.raises(af.errors.DataError, match="rank 1 of 3 has no batch"):
+            list(af.join_uneven([] if world.rank == 1 else [1, 2], world))
 
     simulate(3, program)
 
@@ -48,17 +48,17 @@ def test_with_together_the_rank_that_ran_out_is_named(lengths):
         f"rank {lengths.index(shortest)} ran out at batch {shortest}, others have"
         f" {shortest + 1} or more"
     )
-    with pytest.raises(af.DataError, match=words):
+    with pytest.raises(af.errors.DataError, match=words):
         run(lengths, ends="together")
 
 
 def test_a_list_is_micro_batches():
     """A rank's list is its micro-batches, whose weights are all 0 once it has ended."""
-    (batch,) = af.lockstep([[1, 2]], af.World.single())
+    (batch,) = af.join_uneven([[1, 2]], af.World.single())
     assert (batch.micro_batches, batch.weights) == ((1, 2), (None, None))
 
     def program(world):
-        return [b.weights for b in af.lockstep([[1, 2]] * (1 + world.rank), world)]
+        return [b.weights for b in af.join_uneven([[1, 2]] * (1 + world.rank), world)]
 
     first, second = simulate(2, program)
     assert first == [(None, None), (0, 0)]
@@ -67,8 +67,8 @@ def test_a_list_is_micro_batches():
 
 def test_a_list_of_no_micro_batches():
     """It is refused as it comes, before a setup that accumulates takes it."""
-    with pytest.raises(af.BatchError, match=r"batch 1 .* empty list"):
-        list(af.lockstep([[1], []], af.World.single()))
+    with pytest.raises(af.errors.BatchError, match=r"batch 1 .* empty list"):
+        list(af.join_uneven([[1], []], af.World.single()))
 
 
 def test_nothing_at_all_ends_at_once():
@@ -79,16 +79,20 @@ def test_nothing_at_all_ends_at_once():
 @pytest.mark.parametrize("ends", ["never", None, 0])
 def test_another_word(ends):
     """An end that is unknown is refused with the three that are, before anything is read."""
-    with pytest.raises(af.ArgumentError, match=r"ends=.*'last', 'first', 'together'"):
-        af.lockstep([1], af.World.single(), ends=ends)
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"ends=.*'last', 'first', 'together'"
+    ):
+        af.join_uneven([1], af.World.single(), ends=ends)
 
 
 @pytest.mark.parametrize("given_value", [None, 3])
 def test_what_is_no_iterable(given_value):
     """Something else than batches is refused by its kind."""
     kind = type(given_value).__name__
-    with pytest.raises(af.ArgumentError, match=rf"lockstep\({kind}\).*as an iterable"):
-        af.lockstep(given_value, af.World.single())
+    with pytest.raises(
+        af.errors.ArgumentError, match=rf"lockstep\({kind}\).*as an iterable"
+    ):
+        af.join_uneven(given_value, af.World.single())
 
 
 def test_an_iterable_that_raises():
@@ -99,4 +103,4 @@ def test_an_iterable_that_raises():
         raise KeyError("planted")
 
     with pytest.raises(KeyError, match="planted"):
-        list(af.lockstep(broken(), af.World.single()))
+        list(af.join_uneven(broken(), af.World.single()))

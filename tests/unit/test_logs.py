@@ -121,5 +121,5 @@ def test_the_place_is_the_callers(records):
 @pytest.mark.parametrize("ranks", [(), (2,), (-1, 0), ("0",), 1, "0", [True], [0.0]])
 def test_ranks_that_are_none(ranks):
     """They are refused where the logger is made."""
-    with pytest.raises(af.ArgumentError, match=r"logger\(ranks=.*from 0 to 1"):
+    with pytest.raises(af.errors.ArgumentError, match=r"logger\(ranks=.*from 0 to 1"):
         simulate(2, lambda world: af.logger("train", world, ranks=ranks))

@@ -81,12 +81,12 @@ def test_on_ranks_with_a_schedule(kind):
             model=net(),
             optimizer=af.lomo(kind, lr=0.1),
             schedule=af.schedules.linear(4),
-            data=af.Data(ROWS, batch_size=6),
+            data=af.Data(ROWS, global_batch_size=6),
             setup=af.chain(af.shard_data(), af.wrap_ddp(), LIVE),
             world=world,
         )
         step = af.make_step(mean_loss)
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, _ = step(state, batch)
         return {name: param.clone() for name, param in state.params.items()}
 

@@ -119,7 +119,7 @@ def test_bad_returns(loss_fn):
     """What is no scalar with a gradient is refused by the function's name; nothing moves."""
     state = make()
     before = bits(state)
-    with pytest.raises(af.LossError, match=rf"(?s){BAD[loss_fn]}") as caught:
+    with pytest.raises(af.errors.LossError, match=rf"(?s){BAD[loss_fn]}") as caught:
         af.make_step(loss_fn)(state, X)
     # what af.Loss itself refuses is raised inside the function, which the traceback shows
     said = str(caught.value)
@@ -140,10 +140,10 @@ def test_loss_that_is_not_finite(bad, form):
     state = make()
     before = bits(state)
     words = rf"spoilt returned {bad}.*state is as it was"
-    with pytest.raises(af.NonFiniteLossError, match=words) as caught:
+    with pytest.raises(af.errors.NonFiniteLossError, match=words) as caught:
         af.make_step(spoilt)(state, X)
     assert isinstance(caught.value, (ValueError, ArithmeticError))
-    assert isinstance(caught.value, af.LossError)
+    assert isinstance(caught.value, af.errors.LossError)
     assert before == bits(state)
     state, _ = af.make_step(lambda model, batch: model(batch).mean())(state, X)
     assert state.step == 1
@@ -155,7 +155,7 @@ def test_loss_of_another_precision(dtype):
     state, _ = af.make_step(lambda model, batch: model(batch).mean().to(dtype))(
         make(), X
     )
-    with pytest.raises(af.NonFiniteLossError):
+    with pytest.raises(af.errors.NonFiniteLossError):
         af.make_step(lambda model, batch: model(batch).mean().to(dtype) / 0)(state, X)
 
 
@@ -163,7 +163,7 @@ def test_loss_of_no_parameter():
     """A loss whose gradient reaches no parameter of the model is refused."""
     other = torch.ones(3, requires_grad=True)
     state = make()
-    with pytest.raises(af.LossError, match="trainable parameter"):
+    with pytest.raises(af.errors.LossError, match="trainable parameter"):
         af.make_step(lambda _, batch: (batch * other).sum())(state, X)
     assert state.copy().step == 0
 
@@ -171,36 +171,36 @@ def test_loss_of_no_parameter():
 def test_loss_function_that_is_none():
     """What cannot be called is refused when the step is made."""
     for maker in (af.make_step, af.value_and_grad):
-        with pytest.raises(af.ArgumentError, match="model, batch"):
+        with pytest.raises(af.errors.ArgumentError, match="model, batch"):
             maker(3)
 
 
 @pytest.mark.parametrize("weight", [-1, -0.5, math.nan, math.inf])
 def test_weight_is_a_count(weight):
     """A weight that is negative or not finite is refused with its value, any total's."""
-    with pytest.raises(af.LossError, match=r"weight="):
+    with pytest.raises(af.errors.LossError, match=r"weight="):
         af.Loss(torch.tensor(1.0), weight)
-    with pytest.raises(af.LossError, match=r"rare=\(total, weight\)"):
+    with pytest.raises(af.errors.LossError, match=r"rare=\(total, weight\)"):
         af.Loss(torch.tensor(1.0), 8, rare=(torch.tensor(1.0), weight))
 
 
 @pytest.mark.parametrize("weight", ["3", None, [3]])
 def test_weight_is_a_number(weight):
     """A weight that is no number is refused."""
-    with pytest.raises(af.LossError, match=r"weight="):
+    with pytest.raises(af.errors.LossError, match=r"weight="):
         af.Loss(torch.tensor(1.0), weight)
 
 
 def test_weight_is_one_number():
     """A weight of several numbers is refused with its shape."""
-    with pytest.raises(af.LossError, match=r"weight=.*\(2,\).*one real number"):
+    with pytest.raises(af.errors.LossError, match=r"weight=.*\(2,\).*one real number"):
         af.Loss(torch.tensor(1.0), torch.ones(2))
 
 
 def test_loss_is_not_reported_twice():
     """A further total named `loss` would hide the loss itself, and is refused."""
     state = make()
-    with pytest.raises(af.LossError, match="loss"):
+    with pytest.raises(af.errors.LossError, match="loss"):
         af.make_step(
             lambda model, batch: af.Loss(model(batch).sum(), 8, loss=torch.tensor(99.0))
         )(state, X)
@@ -223,7 +223,7 @@ def test_total_without_weight(weight):
     """A total that weighs nothing does not count: it moves nothing, or is refused."""
     state = make()
     before = bits(state)
-    with suppress(af.LossError):
+    with suppress(af.errors.LossError):
         state, _ = af.make_step(
             lambda model, batch: af.Loss(model(batch).sum(), weight)
         )(state, X)
@@ -236,7 +236,7 @@ def test_a_metric_of_nothing_is_0(weight, total):
     """Whatever a sum over no samples says, as the mean of an empty mask, its mean is 0."""
     metrics = af.Metrics({"rare": (torch.tensor(total), weight)})
     assert float(metrics["rare"]) == 0.0
-    assert af.mean(metrics, af.World()) == {"rare": 0.0}
+    assert metrics.all_reduce_mean(af.World()) == {"rare": 0.0}
 
 
 @pytest.mark.parametrize("weight", [8, 8.0, torch.tensor(8), torch.tensor([8.0])])
@@ -273,7 +273,7 @@ def test_a_mean_over_nobody_knows_how_many(how):
     def total(model, _):
         return af.Loss(model(X).sum(), len(X))
 
-    with pytest.raises(af.BatchError, match="Cannot tell how many samples"):
+    with pytest.raises(af.errors.BatchError, match="Cannot tell how many samples"):
         simulate(size, lambda world: stepped(world, setup, mean))
     alone = stepped(af.World.single(), None, mean)
     together = simulate(size, lambda world: stepped(world, setup, total)).results
@@ -312,7 +312,7 @@ def test_metrics_add_by_weight(told, cut):
     }
     assert expected == sums_of(whole) == sums_of(grouped)
     assert told == [sums_of(each) for each in parts]
-    assert af.mean(whole, af.World()) == {
+    assert whole.all_reduce_mean(af.World()) == {
         name: total / weight if weight else 0.0
         for name, (total, weight) in expected.items()
     }
@@ -325,8 +325,8 @@ def sums_of(metrics):
 
 def test_metrics_of_nothing():
     """No names have no mean; a weight of 0 has the mean 0."""
-    assert af.mean(af.Metrics({}), af.World()) == {}
-    assert af.mean(af.Metrics({"a": (0.0, 0)}), af.World()) == {"a": 0.0}
+    assert af.Metrics({}).all_reduce_mean(af.World()) == {}
+    assert (af.Metrics({"a": (0.0, 0)})).all_reduce_mean(af.World()) == {"a": 0.0}
     assert float(af.Metrics({"a": (1.0, 0)})["a"]) == 0.0
     assert float(af.Metrics({"a": (0.0, torch.tensor(0))})["a"]) == 0.0
 
@@ -347,8 +347,8 @@ def test_metrics_sum():
     assert len(af.Metrics()) == 0
     with pytest.raises(KeyError, match="los.*loss"):
         parts[0]["los"]
-    with pytest.raises(af.ArgumentError, match="list"):
-        af.mean(parts, af.World.single(device="cpu"))
+    with pytest.raises(af.errors.ArgumentError, match="list"):
+        parts.all_reduce_mean(af.World.single(device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -366,10 +366,10 @@ def test_an_empty_share_reports_nothing(loss):
 
     def rank(world):
         setup = af.chain(af.shard_data(), af.wrap_ddp())
-        state = make(data=af.Data(X[:2], batch_size=2), setup=setup, world=world)
+        state = make(data=af.Data(X[:2], global_batch_size=2), setup=setup, world=world)
         _, metrics = af.make_step(loss)(state, next(iter(af.batches(state))))
         own = {name: float(mean) for name, mean in metrics.items()}
-        return own, {n: float(m) for n, m in af.mean(metrics, world).items()}
+        return own, {n: float(m) for n, m in metrics.all_reduce_mean(world).items()}
 
     (one, mean), (two, _), (none, _) = simulate(3, rank)
     assert set(none.values()) == {0.0}

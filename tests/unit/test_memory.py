@@ -90,14 +90,14 @@ def test_an_instance_is_left_alone():
 def test_a_ready_optimizer_is_refused():
     """It goes with tensors that it was given; a factory makes one for each dtype."""
     model = nn.Linear(3, 2)
-    with pytest.raises(af.ArgumentError, match="expected a factory"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a factory"):
         af.memory_estimate(model, optimizer=adamw(model.parameters()))
 
 
 def test_a_model_that_is_none_is_refused():
     """A factory that returns something else says what it returned."""
     with pytest.raises(
-        af.ArgumentError, match=r"gave int; expected a torch\.nn\.Module"
+        af.errors.ArgumentError, match=r"gave int; expected a torch\.nn\.Module"
     ):
         af.memory_estimate(lambda: 3, optimizer=adamw)
 
@@ -202,10 +202,10 @@ class refuses:
     """Refuses every model."""
 
     def init(self, _):
-        raise af.ModelError("of no shape that it takes")
+        raise af.errors.ModelError("of no shape that it takes")
 
 
 def test_a_model_that_the_setup_refuses_in_any_dtype_is_refused():
     """There is nothing to show then, and the words are the setup's."""
-    with pytest.raises(af.ModelError, match="no shape that it takes"):
+    with pytest.raises(af.errors.ModelError, match="no shape that it takes"):
         af.memory_estimate(huge, refuses(), optimizer=adamw)

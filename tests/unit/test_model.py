@@ -81,14 +81,16 @@ def test_no_trainable_parameter():
     """A model with all parameters frozen is refused by name, with what to do."""
     frozen = nn.Linear(3, 1).requires_grad_(requires_grad=False)
     words = r"Linear has no trainable parameter \(2 .*requires_grad_\(True\)"
-    with pytest.raises(af.ModelError, match=words) as caught:
+    with pytest.raises(af.errors.ModelError, match=words) as caught:
         af.TrainState.create(model=frozen, optimizer=SGD)
     assert isinstance(caught.value, ValueError)
 
 
 def test_no_parameter_at_all():
     """A model without parameters is refused, before torch refuses the optimizer."""
-    with pytest.raises(af.ModelError, match=r"ReLU has no trainable parameter \(0"):
+    with pytest.raises(
+        af.errors.ModelError, match=r"ReLU has no trainable parameter \(0"
+    ):
         af.TrainState.create(model=nn.ReLU, optimizer=SGD)
 
 
@@ -96,7 +98,9 @@ def test_meta_tensors():
     """Tensors without values are refused by name, with what to do."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(af.ModelError, match=r"meta device.*0\.weight.*import_model"):
+    with pytest.raises(
+        af.errors.ModelError, match=r"meta device.*0\.weight.*import_model"
+    ):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
@@ -104,20 +108,20 @@ def test_meta_buffer():
     """A buffer without values is refused as well."""
     model = nn.BatchNorm1d(3)
     model.register_buffer("table", torch.empty(3, device="meta"))
-    with pytest.raises(af.ModelError, match=r"meta device.*table"):
+    with pytest.raises(af.errors.ModelError, match=r"meta device.*table"):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
 def test_lazy_parameters():
     """A lazy module has no shapes yet; it is refused with what to do."""
-    with pytest.raises(af.ModelError, match=r"(?i)lazy|uninitialized"):
+    with pytest.raises(af.errors.ModelError, match=r"(?i)lazy|uninitialized"):
         af.TrainState.create(model=partial(nn.LazyLinear, 1), optimizer=SGD)
 
 
 @pytest.mark.parametrize("model", [lambda: None, lambda: [nn.Linear(3, 1)], 42, "net"])
 def test_no_module(model):
     """What is no module, nor a factory of one, is refused."""
-    with pytest.raises(af.ModelError, match=r"torch\.nn\.Module"):
+    with pytest.raises(af.errors.ModelError, match=r"torch\.nn\.Module"):
         af.TrainState.create(model=model, optimizer=SGD)
 
 
@@ -126,7 +130,7 @@ def test_module_with_computed_tensors():
     model = nn.Linear(3, 1)
     model.computed = model.weight * 2
     with pytest.raises(
-        af.ModelError, match=r"cannot be copied for its 'computed'.*buffers"
+        af.errors.ModelError, match=r"cannot be copied for its 'computed'.*buffers"
     ):
         af.TrainState.create(model=model, optimizer=SGD)
 
@@ -137,7 +141,7 @@ def test_hooks_of_parameters_are_refused(kind):
     model = nn.Linear(3, 1)
     getattr(model.weight, f"register_{kind}")(lambda _: None)
     with pytest.raises(
-        af.ModelError, match=r"1 parameters with hooks: weight\..*`grads`"
+        af.errors.ModelError, match=r"1 parameters with hooks: weight\..*`grads`"
     ):
         af.TrainState.create(model=model, optimizer=SGD)
     model.weight._backward_hooks = None
@@ -162,13 +166,13 @@ def test_hooks_of_modules_are_those_of_the_hand_written_loop(setup):
         state = af.TrainState.create(
             model=model,
             optimizer=SGD,
-            data=af.Data(rows, batch_size=4),
+            data=af.Data(rows, global_batch_size=4),
             setup=af.chain(af.shard_data(), setup),
             world=world,
         )
         before.append(af.full_params(state))
         step = af.make_step(loss_fn)
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
         return af.full_params(state)
 
@@ -249,12 +253,12 @@ def test_tie_is_kept(tmp_path):
     af.save(state, tmp_path / "saved")
     fresh = af.TrainState.create(model=Tied, optimizer=SGD, seed=9)
     for each in (state, state.copy(), af.load(fresh, tmp_path / "saved")):
-        with af.bind(each) as model:
+        with af.borrow_model(each) as model:
             assert model.head.weight is model.embed.weight
-        frozen = af.frozen(each)
+        frozen = af.snapshot_model(each)
         assert frozen.head.weight is frozen.embed.weight
         after = train(each, [TOKENS], next_token)
-        with af.bind(after) as model:
+        with af.borrow_model(after) as model:
             assert model.head.weight is model.embed.weight
 
 
@@ -330,7 +334,7 @@ def test_frozen_module_is_detached():
     """`frozen` gives an evaluation-mode module of its own, which no step changes."""
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     state = af.TrainState.create(model=model, optimizer=SGD)
-    teacher = af.frozen(state)
+    teacher = af.snapshot_model(state)
     before = bits(teacher.state_dict())
     train(state, [X] * 2)
     assert before == bits(teacher.state_dict())
@@ -482,14 +486,14 @@ def test_step_that_raises_leaves_the_buffers(name):
 
 def test_filler_is_not_counted_in_buffers():
     """An empty micro-batch runs on a stand-in, which no buffer counts."""
-    data = af.Data(X[:2], batch_size=2)
+    data = af.Data(X[:2], global_batch_size=2)
     state = af.TrainState.create(
         model=partial(Running, assign=False),
         optimizer=SGD,
         data=data,
         setup=af.accumulate(num_micro_batches=4),
     )
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         assert batch.weights == (1, 1, 0, 0)
         state, _ = STEP(state, batch)
     assert float(state.buffers["seen"]) == 2.0
@@ -539,7 +543,7 @@ def test_a_buffer_that_is_not_dense_is_refused(kind):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of torch, that it is new
-        with pytest.raises(af.ModelError, match="the buffer 'edges' is .*dense"):
+        with pytest.raises(af.errors.ModelError, match="the buffer 'edges' is .*dense"):
             af.TrainState.create(model=Graph, optimizer=SGD)
     plain = af.TrainState.create(model=partial(nn.Linear, 3, 2), optimizer=SGD)
     state = af.TrainState.create(model=Made, optimizer=SGD)
@@ -555,7 +559,7 @@ def test_a_model_spread_over_devices_is_refused(part):
     place.hf_device_map = {"0": "cpu", "1": 1}
     where = "" if part is None else "its '1' "
     words = rf"^Sequential: {where}was spread over devices \['1', 'cpu'\]"
-    with pytest.raises(af.ModelError, match=words):
+    with pytest.raises(af.errors.ModelError, match=words):
         af.TrainState.create(model=model, optimizer=SGD)
     place.hf_device_map = {"0": "cpu", "1": "cpu"}
     af.TrainState.create(model=model, optimizer=SGD)

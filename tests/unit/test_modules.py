@@ -21,12 +21,12 @@ def trained(setup: Any, size: int) -> list[dict[str, torch.Tensor]]:
         state = af.TrainState.create(
             model=lambda: nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)),
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(rows, batch_size=8),
+            data=af.Data(rows, global_batch_size=8),
             setup=af.chain(af.shard_data(), af.wrap_ddp(), setup),
             world=world,
         )
         step = af.make_step(lambda model, batch: model(batch).square().mean())
-        for batch in af.batches(state, epochs=2):
+        for batch in af.batches(state, until_epoch=2):
             state, _ = step(state, batch)
         return {**state.params, **state.buffers}
 
@@ -55,7 +55,7 @@ def test_another_module_is_refused():
             return copy.deepcopy(module)
 
     with pytest.raises(
-        af.ModelError, match=r"Copies\(\).module returned a module of other"
+        af.errors.ModelError, match=r"Copies\(\).module returned a module of other"
     ):
         trained(Copies(), 1)
 
@@ -89,5 +89,5 @@ def test_what_no_state_would_hold_is_refused(what):
                 module.extra = nn.Parameter(torch.ones(1))
             return module
 
-    with pytest.raises(af.ModelError, match=r"Adds\(\).module .*\(extra\)"):
+    with pytest.raises(af.errors.ModelError, match=r"Adds\(\).module .*\(extra\)"):
         trained(Adds(), 1)

@@ -94,7 +94,9 @@ def test_n3_nothing_to_divide_by():
 
 @pytest.mark.parametrize("nobody", [True, False])
 @pytest.mark.parametrize(
-    "beside", [af.identity(), af.optimizer_in_backward(), af.compress("bf16")], ids=repr
+    "beside",
+    [af.identity(), af.optimizer_in_backward(), af.compress_grads("bf16")],
+    ids=repr,
 )
 def test_n5_weights_that_sum_to_0(nobody, beside):
     """N5: a rank without weight adds nothing; without any, gradients are 0 and not NaN."""
@@ -108,7 +110,7 @@ def test_n5_weights_that_sum_to_0(nobody, beside):
         weight = torch.full((4,), float(world.rank == 1 and not nobody))
         before = state.params["weight"].clone()
         state, metrics = af.make_step(loss)(state, (ROWS, weight))
-        means = af.mean(metrics, world)
+        means = metrics.all_reduce_mean(world)
         return state.params["weight"] - before, float(means["loss"])
 
     for moved, mean in simulate(2, run).results:
@@ -177,7 +179,7 @@ def test_n7_huge_counts(count, tmp_path):
         (lambda: af.local_sgd(sync_every=0), r"sync_every=0"),
         (lambda: af.ema(1.5), r"1\.5"),
         (lambda: af.skip_nonfinite(max_consecutive=-1), r"max_consecutive=-1"),
-        (lambda: af.Data(ROWS, batch_size=0), r"batch_size=0"),
+        (lambda: af.Data(ROWS, global_batch_size=0), r"batch_size=0"),
     ],
 )
 def test_n8_numbers_without_a_meaning(make, says):
@@ -243,7 +245,7 @@ def test_n11_ranks_with_different_batches():
 
     def run(world: af.World) -> None:
         values = [ROWS, ROWS] if world.rank else [ROWS]
-        af.gather(values, world)
+        af.all_gather(values, world)
 
     with pytest.raises(Error) as caught:
         simulate(2, run)

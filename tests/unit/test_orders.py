@@ -34,7 +34,7 @@ def make(data):
 
 def read(data, epochs=1):
     """Return the batches of some epochs."""
-    return list(af.batches(make(data), epochs=epochs))
+    return list(af.batches(make(data), until_epoch=epochs))
 
 
 # What is refused.
@@ -54,14 +54,14 @@ NO_WEIGHTS = {k: v for k, v in NO_COUNTS.items() if k != "[1.5]"} | {
 @pytest.mark.parametrize(
     ("make_it", "name"),
     [
-        (lambda values: af.budget(values, limit=2), r"af.budget(costs)"),
+        (lambda values: af.token_budget(values, limit=2), r"af.token_budget(costs)"),
         (af.orders.bucketed, r"af.orders.bucketed(lengths)"),
     ],
 )
 def test_counts_that_are_none(make_it, name, given):
     """What is no integer a sample is refused with its first values."""
     with pytest.raises(
-        af.ArgumentError, match="one integer a sample, 0 or more"
+        af.errors.ArgumentError, match="one integer a sample, 0 or more"
     ) as error:
         make_it(NO_COUNTS[given])
     assert f"{name}: got {given};" in str(error.value)
@@ -70,7 +70,9 @@ def test_counts_that_are_none(make_it, name, given):
 @pytest.mark.parametrize("given", NO_WEIGHTS)
 def test_weights_that_are_none(given):
     """What is no finite number of 0 or more a sample is refused with its first values."""
-    with pytest.raises(af.ArgumentError, match="finite number of 0 or more") as error:
+    with pytest.raises(
+        af.errors.ArgumentError, match="finite number of 0 or more"
+    ) as error:
         af.orders.weighted(NO_WEIGHTS[given])
     assert f"af.orders.weighted(weights): got {given};" in str(error.value)
 
@@ -82,10 +84,10 @@ def test_tensors_arrays_and_lists_are_alike():
         orders = [
             [
                 b.indices.tolist()
-                for b in read(af.Data(range(4), batch_size=size, order=order))
+                for b in read(af.Data(range(4), global_batch_size=size, order=order))
             ]
             for values in (array.tolist(), array, torch.tensor(array))
-            for size, order in [(af.budget(values, limit=4), make_order(values))]
+            for size, order in [(af.token_budget(values, limit=4), make_order(values))]
         ]
         assert orders[0] == orders[1] == orders[2]
 
@@ -98,7 +100,11 @@ def test_weights_of_any_size_are_shares():
     )
     found = [
         read(
-            af.Data(range(4), batch_size=100, order=attrs.evolve(each, num_samples=100))
+            af.Data(
+                range(4),
+                global_batch_size=100,
+                order=attrs.evolve(each, num_samples=100),
+            )
         )
         for each in (large, small)
     ]
@@ -109,7 +115,7 @@ def test_weights_of_any_size_are_shares():
 def test_a_budget_of_any_size_is_kept(padded):
     """Costs whose sum or product no integer of 64 bits holds do not fit together."""
     for limit in (2**62, 2**63 - 1, 2**70):
-        costs = af.budget([2**62] * 6, limit=limit, padded=padded)
+        costs = af.token_budget([2**62] * 6, limit=limit, padded=padded)
         stops = costs.cut(np.arange(6)).stops
         assert stops.tolist() == [1, 2, 3, 4, 5, 6]
 
@@ -120,15 +126,16 @@ def test_weights_are_copied():
     order = af.orders.weighted(weights)
     weights[:] = [0.0, 1.0]
     assert [
-        b.indices.tolist() for b in read(af.Data(range(2), batch_size=2, order=order))
+        b.indices.tolist()
+        for b in read(af.Data(range(2), global_batch_size=2, order=order))
     ] == [[0, 0]]
 
 
 ARGUMENTS = {
-    "limit=0": lambda: af.budget([1], limit=0),
-    "limit=True": lambda: af.budget([1], limit=True),
-    "limit=1.5": lambda: af.budget([1], limit=1.5),
-    "padded='no'": lambda: af.budget([1], limit=1, padded="no"),
+    "limit=0": lambda: af.token_budget([1], limit=0),
+    "limit=True": lambda: af.token_budget([1], limit=True),
+    "limit=1.5": lambda: af.token_budget([1], limit=1.5),
+    "padded='no'": lambda: af.token_budget([1], limit=1, padded="no"),
     "num_samples=0": lambda: af.orders.weighted([1], num_samples=0),
     "num_samples=1.5": lambda: af.orders.weighted([1], num_samples=1.5),
     "num_samples=2, replacement=False": lambda: af.orders.weighted(
@@ -137,15 +144,15 @@ ARGUMENTS = {
     "replacement=2": lambda: af.orders.weighted([1], replacement=2),
     "window=0": lambda: af.orders.bucketed([1], window=0),
     "window=True": lambda: af.orders.bucketed([1], window=True),
-    "epochs=-1": lambda: af.Data(X, batch_size=1).num_updates(-1),
-    "epochs=True": lambda: af.Data(X, batch_size=1).num_updates(True),  # noqa: FBT003
+    "epochs=-1": lambda: af.Data(X, global_batch_size=1).num_updates(-1),
+    "epochs=True": lambda: af.Data(X, global_batch_size=1).num_updates(True),  # noqa: FBT003
 }
 
 
 @pytest.mark.parametrize("given", ARGUMENTS)
 def test_arguments_are_named_with_their_values(given):
     """A count or flag that is none is refused by name and value."""
-    with pytest.raises(af.ArgumentError) as error:
+    with pytest.raises(af.errors.ArgumentError) as error:
         ARGUMENTS[given]()
     assert f"({given})" in str(error.value)
 
@@ -153,23 +160,25 @@ def test_arguments_are_named_with_their_values(given):
 MISFITS = {
     "weights": {"batch_size": 2, "order": af.orders.weighted([1])},
     "lengths": {"batch_size": 2, "order": af.orders.bucketed([1])},
-    "costs": {"batch_size": af.budget([1], limit=1)},
+    "costs": {"batch_size": af.token_budget([1], limit=1)},
 }
 
 
 @pytest.mark.parametrize("what", MISFITS)
 def test_not_one_each(what):
     """Another number of weights, lengths or costs than samples is refused with both."""
-    with pytest.raises(af.DataError, match=f"1 {what} for a dataset of 10 samples"):
+    with pytest.raises(
+        af.errors.DataError, match=f"1 {what} for a dataset of 10 samples"
+    ):
         af.Data(X, **MISFITS[what])
 
 
 def test_a_sample_that_fits_no_budget():
     """It is named with its cost, and how many there are of its kind."""
     with pytest.raises(
-        af.DataError, match=r"limit=4\): sample 1 alone costs 5.*2 of 3"
+        af.errors.DataError, match=r"limit=4\): sample 1 alone costs 5.*2 of 3"
     ):
-        af.budget([1, 5, 6], limit=4)
+        af.token_budget([1, 5, 6], limit=4)
 
 
 @pytest.mark.parametrize(
@@ -177,17 +186,19 @@ def test_a_sample_that_fits_no_budget():
 )
 def test_orders_that_are_none(order):
     """A list, a sampler or an order that was not called is refused with what to give."""
-    with pytest.raises(af.ArgumentError, match=r"\(seed, epoch, n\) -> .*from_loader"):
-        af.Data(X, batch_size=2, order=order)
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"\(seed, epoch, n\) -> .*from_loader"
+    ):
+        af.Data(X, global_batch_size=2, order=order)
 
 
 @pytest.mark.parametrize("given", [None, iter(range(10)), 3])
 def test_own_orders_that_give_no_indices(given):
     """A function that returns no sequence is refused with what it returned."""
     kind = type(given).__name__
-    data = af.Data(X, batch_size=2, order=lambda *_: given)
+    data = af.Data(X, global_batch_size=2, order=lambda *_: given)
     with pytest.raises(
-        af.DataError, match=rf"n=10\) gave a {kind}; expected 10 indices"
+        af.errors.DataError, match=rf"n=10\) gave a {kind}; expected 10 indices"
     ):
         read(data)
 
@@ -197,8 +208,8 @@ def test_own_orders_that_give_no_indices(given):
 )
 def test_own_orders_that_give_no_places(given):
     """A mask, fractions and places that are not there are refused with what was given."""
-    data = af.Data(X, batch_size=2, order=lambda *_: given)
-    with pytest.raises(af.DataError, match=r"expected integers from 0 to 9"):
+    data = af.Data(X, global_batch_size=2, order=lambda *_: given)
+    with pytest.raises(af.errors.DataError, match=r"expected integers from 0 to 9"):
         read(data)
 
 
@@ -218,7 +229,7 @@ class Backwards:
 @pytest.mark.parametrize("order", [Backwards, lambda *_: torch.arange(9, -1, -1)])
 def test_own_orders_may_be_lazy_or_tensors(order):
     """A class or a tensor does as well as a list."""
-    (batch,) = read(af.Data(X, batch_size=10, order=order))
+    (batch,) = read(af.Data(X, global_batch_size=10, order=order))
     assert batch.indices.tolist() == list(range(9, -1, -1))
 
 
@@ -233,7 +244,7 @@ EXCLUDED = {
     "leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},
     "Give one of the two": {"batch_size": 1, "shuffle": True, "order": lambda *_: X},
     "leave remainder out": {
-        "batch_size": af.budget(ONES, limit=1),
+        "batch_size": af.token_budget(ONES, limit=1),
         "remainder": "drop",
     },
     "int is not iterable": {"batch_sampler": 3},
@@ -246,38 +257,46 @@ EXCLUDED = {
 @pytest.mark.parametrize("words", EXCLUDED)
 def test_options_that_exclude_each_other(words):
     """Options that contradict each other are refused with what to leave out."""
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         af.Data(X, **EXCLUDED[words])
 
 
 MIXES = {
-    "got lengths ()": (af.DataError, [], {}),
-    "got lengths (10, 0)": (af.DataError, [X, []], {}),
-    "expected a list of datasets": (af.ArgumentError, 3, {}),
-    "weights=[1]): expected 2 finite": (af.ArgumentError, [X, X], {"weights": [1]}),
+    "got lengths ()": (af.errors.DataError, [], {}),
+    "got lengths (10, 0)": (af.errors.DataError, [X, []], {}),
+    "expected a list of datasets": (af.errors.ArgumentError, 3, {}),
+    "weights=[1]): expected 2 finite": (
+        af.errors.ArgumentError,
+        [X, X],
+        {"weights": [1]},
+    ),
     "weights=[1, 0]): expected 2 finite": (
-        af.ArgumentError,
+        af.errors.ArgumentError,
         [X, X],
         {"weights": [1, 0]},
     ),
-    "weights=[True, 2])": (af.ArgumentError, [X, X], {"weights": [True, 2]}),
+    "weights=[True, 2])": (af.errors.ArgumentError, [X, X], {"weights": [True, 2]}),
     "weights=[1, 1e-09]): the least would come": (
-        af.ArgumentError,
+        af.errors.ArgumentError,
         [X, X],
         {"weights": [1, 1e-9]},
     ),
     "weights=[1e+300, 1e-300]): the least": (
-        af.ArgumentError,
+        af.errors.ArgumentError,
         [X, X],
         {"weights": [1e300, 1e-300]},
     ),
-    "weights=[1, nan])": (af.ArgumentError, [X, X], {"weights": [1, np.nan]}),
-    "weights='ab')": (af.ArgumentError, [X, X], {"weights": "ab"}),
-    "weights=3)": (af.ArgumentError, [X, X], {"weights": 3}),
-    "mix(order=...)": (af.ArgumentError, [X, X], {"order": lambda *_: X}),
-    "mix(batch_sampler=...)": (af.ArgumentError, [X, X], {"batch_sampler": [[1]]}),
-    "Stream cannot be read by index": (af.DataError, [X, Stream()], {}),
-    "Joined is read by index": (af.ArgumentError, [X, X], {"sharded": True}),
+    "weights=[1, nan])": (af.errors.ArgumentError, [X, X], {"weights": [1, np.nan]}),
+    "weights='ab')": (af.errors.ArgumentError, [X, X], {"weights": "ab"}),
+    "weights=3)": (af.errors.ArgumentError, [X, X], {"weights": 3}),
+    "mix(order=...)": (af.errors.ArgumentError, [X, X], {"order": lambda *_: X}),
+    "mix(batch_sampler=...)": (
+        af.errors.ArgumentError,
+        [X, X],
+        {"batch_sampler": [[1]]},
+    ),
+    "Stream cannot be read by index": (af.errors.DataError, [X, Stream()], {}),
+    "Joined is read by index": (af.errors.ArgumentError, [X, X], {"sharded": True}),
 }
 
 
@@ -301,8 +320,12 @@ def test_weights_of_a_mix(weights):
 
 def test_a_budget_has_no_one_number_of_updates():
     """It may differ from epoch to epoch; the refusal names the question that has an answer."""
-    data = af.Data(X, batch_size=af.budget(range(1, 11), limit=20), shuffle=True)
-    with pytest.raises(af.DataError, match=r"ask data\.num_updates\(epochs, seed="):
+    data = af.Data(
+        X, global_batch_size=af.token_budget(range(1, 11), limit=20), shuffle=True
+    )
+    with pytest.raises(
+        af.errors.DataError, match=r"ask data\.num_updates\(epochs, seed="
+    ):
         _ = data.updates_per_epoch
     assert data.num_updates(2, seed=0) == len(read(data, epochs=2))
 
@@ -313,7 +336,7 @@ def test_what_is_left_of_a_budget_comes_last(seed):
     costs = [1] * 10
     data = af.Data(
         torch.arange(10),
-        batch_size=af.budget(costs, limit=4),
+        global_batch_size=af.token_budget(costs, limit=4),
         order=af.orders.bucketed(costs, window=10),
     )
     spans = list(data.epoch(seed=seed).cut.spans(0))
@@ -323,7 +346,7 @@ def test_what_is_left_of_a_budget_comes_last(seed):
 def asked_of_order(num_ranks, share, updates, *, order=None):
     """Return how many samples a rank asks an order for, at each time."""
     batch = num_ranks * share
-    data = af.Data(range(batch * updates), batch_size=batch, order=order)
+    data = af.Data(range(batch * updates), global_batch_size=batch, order=order)
     whole, asked = plan.epoch_of(data, seed=0, number=0), []
 
     def noted(positions):
@@ -332,7 +355,7 @@ def asked_of_order(num_ranks, share, updates, *, order=None):
 
     ranks_plan = Plan(num_shares=num_ranks, rank=3, world_rank=3, world_size=num_ranks)
     of_rank = attrs.evolve(whole, order=noted)
-    assert len(list(plan.portions(of_rank, ranks_plan, af.Cursor()))) == updates
+    assert len(list(plan.portions(of_rank, ranks_plan, af.typing.Cursor()))) == updates
     return asked
 
 
@@ -366,13 +389,13 @@ def test_batches_of_a_window_are_neighbours_in_length(
     """Put in order, the batches of a window are its sorted lengths, cut evenly."""
     data = af.Data(
         torch.arange(len(lengths)),
-        batch_size=batch_size,
+        global_batch_size=batch_size,
         order=af.orders.bucketed(lengths, window=window),
     )
     state = linear_state(data=data, seed=seed)
     batches = [
         sorted(lengths[i] for i in batch.indices.tolist())
-        for batch in af.batches(state, epochs=1)
+        for batch in af.batches(state, until_epoch=1)
     ]
     assert sorted(chain(*batches)) == sorted(lengths)
     in_window = -(-window // batch_size)
@@ -397,9 +420,9 @@ def test_an_order_of_one_s_own_may_draw(source):
     """From any default generator: an epoch has one order, whatever was drawn before."""
 
     def orders(seed):
-        data = af.Data(X, batch_size=10, order=lambda *_: DRAWERS[source](10))
+        data = af.Data(X, global_batch_size=10, order=lambda *_: DRAWERS[source](10))
         state = linear_state(data=data, seed=seed)
-        return [batch.indices.tolist() for batch in af.batches(state, epochs=2)]
+        return [batch.indices.tolist() for batch in af.batches(state, until_epoch=2)]
 
     first = orders(0)
     DRAWERS[source](10)

@@ -72,14 +72,14 @@ def train(world):
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 2)),
         optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5),
-        data=af.Data((INPUTS, INPUTS.sin()), batch_size=5, shuffle=True),
+        data=af.Data((INPUTS, INPUTS.sin()), global_batch_size=5, shuffle=True),
         setup=af.chain(
             af.shard_data(), wrap_flat(), af.accumulate(num_micro_batches=2)
         ),
         world=world,
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=2):
+    for batch in af.batches(state, until_epoch=2):
         state, _ = step(state, batch)
     return af.full_params(state)
 

@@ -25,7 +25,7 @@ def is_matrix(_name, param):
 
 
 STEP = af.make_step(lambda model, x: model(x).square().mean())
-PARTED = af.partition((is_matrix, MUON), (..., ADAMW))
+PARTED = af.combine_optimizers((is_matrix, MUON), (..., ADAMW))
 
 
 def create(optimizer, **options):
@@ -63,7 +63,7 @@ def test_a_hyperparameter_that_one_part_lacks():
         def hyper(self, hyper, slot, update):
             return {"betas": (0.5, 0.5)}, slot
 
-    with pytest.raises(af.OptimizerError, match="group 0 has .*'ns_steps'"):
+    with pytest.raises(af.errors.OptimizerError, match="group 0 has .*'ns_steps'"):
         STEP(create(PARTED, setup=Sets()), X)
 
 
@@ -78,8 +78,8 @@ class Counting(optim.SGD):
 def test_entries_of_no_parameter_are_the_parts_own(tmp_path):
     """Two parts may keep entries under one key; each has its own, copied and loaded."""
     make = partial(Counting, lr=0.1)
-    parted = af.partition((is_matrix, make), (..., ADAMW))
-    twice = af.partition((is_matrix, make), (..., make))
+    parted = af.combine_optimizers((is_matrix, make), (..., ADAMW))
+    twice = af.combine_optimizers((is_matrix, make), (..., make))
     for optimizer, expected in ((parted, {"0:k": 3}), (twice, {"0:k": 3, "1:k": 3})):
         state = create(optimizer)
         for _ in range(3):
@@ -97,17 +97,19 @@ def test_a_checkpoint_of_other_parts_is_refused(tmp_path):
     is_first = lambda name, param: param.ndim == 2 and name.startswith("0.")  # noqa: E731
     for other in (
         ADAMW,
-        af.partition((is_first, MUON), (..., ADAMW)),
-        af.partition((is_matrix, ADAMW), (..., ADAMW)),
+        af.combine_optimizers((is_first, MUON), (..., ADAMW)),
+        af.combine_optimizers((is_matrix, ADAMW), (..., ADAMW)),
     ):
-        with pytest.raises(af.CheckpointError, match=r"Muon of 2 parameters"):
+        with pytest.raises(af.errors.CheckpointError, match=r"Muon of 2 parameters"):
             af.load(create(other), tmp_path / "saved")
 
 
 def test_parts_of_parts():
     """A part may be divided again."""
-    inner = af.partition((lambda name, _: name == "0.bias", ADAMW), (..., ADAMW))
-    state = create(af.partition((is_matrix, MUON), (..., inner)))
+    inner = af.combine_optimizers(
+        (lambda name, _: name == "0.bias", ADAMW), (..., ADAMW)
+    )
+    state = create(af.combine_optimizers((is_matrix, MUON), (..., inner)))
     assert len(parts_of(state.definition.optimizer)) == 3
     for _ in range(3):
         state, _ = STEP(state.copy(), X)
@@ -122,12 +124,12 @@ def test_fused_parts_divide_by_the_weight(whole):
     """Where each part's kernel divides gradients it is left to them, else it is done before."""
     adamw = partial(ADAMW, fused=True)
     other = partial(optim.SGD, lr=0.1, fused=True) if whole else MUON
-    optimizer = af.partition((is_matrix, other), (..., adamw))
+    optimizer = af.combine_optimizers((is_matrix, other), (..., adamw))
     loss = lambda model, x: af.Loss(  # noqa: E731
         model(x).square().sum(), torch.tensor(8.0)
     )
     summed, mean = create(optimizer), create(optimizer)
-    made = af.partition((is_matrix, other), (..., adamw))(
+    made = af.combine_optimizers((is_matrix, other), (..., adamw))(
         list(net().named_parameters())
     )
     assert made._step_supports_amp_scaling is whole
@@ -143,7 +145,9 @@ def test_fused_parts_leave_out_what_overflowed(found):
     """What a GradScaler hands to the whole, the scale and its flag, each part is handed."""
     model = net()
     make = partial(optim.SGD, lr=1.0, fused=True)
-    whole = af.partition((is_matrix, make), (..., make))(list(model.named_parameters()))
+    whole = af.combine_optimizers((is_matrix, make), (..., make))(
+        list(model.named_parameters())
+    )
     before = [param.detach().clone() for param in model.parameters()]
     for param in model.parameters():
         param.grad = torch.full_like(param, 4.0)
@@ -175,7 +179,9 @@ class Looked(nn.Module):
 def test_a_part_that_raises_behind_another(by):
     """Torch does not count what its kernels change: the state is over, or it is as it was."""
     sgd, adam = partial(torch.optim.SGD, lr=0.5, **by), partial(torch.optim.Adam, lr=1)
-    optimizer = af.partition((lambda name, _: name == "head.weight", sgd), (..., adam))
+    optimizer = af.combine_optimizers(
+        (lambda name, _: name == "head.weight", sgd), (..., adam)
+    )
 
     def loss(model, rows, is_sparse):
         model.is_sparse = is_sparse
@@ -189,7 +195,7 @@ def test_a_part_that_raises_behind_another(by):
         step(state, rows, True)  # noqa: FBT003
     try:
         after = state.params
-    except af.StateDonatedError:
+    except af.errors.StateDonatedError:
         return
     assert all(torch.equal(before.params[n], value) for n, value in after.items())
 
@@ -226,13 +232,13 @@ def test_a_partition_is_a_torch_optimizer():
             part.zero_grad()
     for one, two in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(one, two)
-    with pytest.raises(af.OptimizerError, match="parts"):
+    with pytest.raises(af.errors.OptimizerError, match="parts"):
         whole.load_state_dict({})
 
 
 def test_its_printing_names_functions():
     """A partition prints the names of its predicates and optimizers."""
-    assert repr(PARTED) == "af.partition((is_matrix, Muon), (..., AdamW))"
+    assert repr(PARTED) == "af.combine_optimizers((is_matrix, Muon), (..., AdamW))"
 
 
 # What is refused.
@@ -255,8 +261,8 @@ def test_its_printing_names_functions():
 )
 def test_no_parts(parts, why):
     """What is no pair of a predicate and a factory is refused when it is written."""
-    with pytest.raises(af.ArgumentError, match=why):
-        af.partition(*parts)
+    with pytest.raises(af.errors.ArgumentError, match=why):
+        af.combine_optimizers(*parts)
 
 
 def others(_named):
@@ -282,5 +288,5 @@ def some(named):
 )
 def test_parts_that_do_not_fit_the_model(parts, why):
     """Parameters without a part, and parts without theirs, are named at `create`."""
-    with pytest.raises((af.OptimizerError, ValueError), match=why):
-        create(af.partition(*parts))
+    with pytest.raises((af.errors.OptimizerError, ValueError), match=why):
+        create(af.combine_optimizers(*parts))

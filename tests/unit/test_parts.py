@@ -97,7 +97,7 @@ def test_a_part_of_a_closed_world_is_closed():
 
 def test_calls_in_a_part_are_told_by_it():
     """In logs and in dead-locks."""
-    run = simulate(4, lambda w: af.reduce(torch.ones(3), w.split(size=2)))
+    run = simulate(4, lambda w: af.all_reduce(torch.ones(3), w.split(size=2)))
     assert [(each.group, each.ranks) for each in run.log] == [
         ("split(size=2)", (0, 1)),
         ("split(size=2)", (2, 3)),

@@ -373,7 +373,7 @@ def test_single_does_not_hide_a_world_of_many(env, monkeypatch):
     """World.single() is refused to a rank of mpirun or srun, too."""
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(af.WorldError, match=r"is \d, but each of the"):
+    with pytest.raises(af.errors.WorldError, match=r"is \d, but each of the"):
         af.World.single(device="cpu")
 
 

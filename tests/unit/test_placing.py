@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 def test_a_plan_is_a_table(tmp_path):
     """It is printed, changed, and compared as a value; tied modules are one unit."""
-    plan = af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    plan = af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     table = (
         "unit           size  where\n"
         "embed + head  128 B  cpu\n"
@@ -45,8 +45,8 @@ def test_a_plan_is_a_table(tmp_path):
 @pytest.mark.parametrize("budget", [210, 400])
 def test_the_disk_comes_last(budget, tmp_path):
     """Whichever budget is named first, memory is filled before the disk."""
-    plan = af.place(Net(), {"cpu": budget, "disk": tmp_path})
-    turned = af.place(Net(), {"disk": tmp_path, "cpu": budget})
+    plan = af.plan_devices(Net(), {"cpu": budget, "disk": tmp_path})
+    turned = af.plan_devices(Net(), {"disk": tmp_path, "cpu": budget})
     assert str(turned) == str(plan)
     assert plan.units[0].device == "cpu"
 
@@ -54,7 +54,7 @@ def test_the_disk_comes_last(budget, tmp_path):
 def test_a_block_is_no_part_of_another_whose_number_it_begins_with(tmp_path):
     """Of blocks 1 and 10 one is there at a time, so the budget of one is enough."""
     model = nn.ModuleList(nn.Linear(4, 4) for _ in range(12))
-    plan = af.place(model, {"cpu": 80, "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": 80, "disk": tmp_path})
     assert {unit.device for unit in plan.units} == {"disk"}
     assert plan.needed("cpu") == 80
 
@@ -83,47 +83,56 @@ def test_a_block_is_no_part_of_another_whose_number_it_begins_with(tmp_path):
 )
 def test_budgets_that_make_no_sense_are_refused(budgets, said):
     """Each with what was given, and the sizes where one is too small."""
-    with pytest.raises(af.ArgumentError, match=said):
-        af.place(Net(), budgets)
+    with pytest.raises(af.errors.ArgumentError, match=said):
+        af.plan_devices(Net(), budgets)
 
 
 def test_moves_that_make_no_sense_are_refused(tmp_path):
     """An unknown unit, a device without budget, one whose budget is too small."""
-    plan = af.place(Net(), {"cpu": 300, "disk": tmp_path})
-    with pytest.raises(af.ArgumentError, match=r"no unit of this name.*blocks.0"):
-        plan.moved("block", "cpu")
-    with pytest.raises(af.ArgumentError, match=r"budget for \['cpu', 'disk'\] only"):
-        plan.moved("embed", "cuda:0")
-    small = af.place(Net(), {"cpu": 208, "disk": tmp_path}).moved("embed", "disk")
+    plan = af.plan_devices(Net(), {"cpu": 300, "disk": tmp_path})
     with pytest.raises(
-        af.ArgumentError, match="208 B is too small: it would hold 288 B"
+        af.errors.ArgumentError, match=r"no unit of this name.*blocks.0"
+    ):
+        plan.moved("block", "cpu")
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"budget for \['cpu', 'disk'\] only"
+    ):
+        plan.moved("embed", "cuda:0")
+    small = af.plan_devices(Net(), {"cpu": 208, "disk": tmp_path}).moved(
+        "embed", "disk"
+    )
+    with pytest.raises(
+        af.errors.ArgumentError, match="208 B is too small: it would hold 288 B"
     ):
         small.moved("blocks.0", "cpu").moved("blocks.1", "cpu")
 
 
 def test_plans_of_other_models_are_refused(tmp_path):
     """What a plan leaves out is named, and what the model does not have."""
-    net, plan = Net(), af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    net, plan = Net(), af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     net.more = nn.Linear(1, 1)
-    with pytest.raises(af.ArgumentError, match="leaves out more"), af.placed(net, plan):
+    with (
+        pytest.raises(af.errors.ArgumentError, match="leaves out more"),
+        af.on_devices(net, plan),
+    ):
         pass
     smaller = Net()
     del smaller.blocks[1]
     with (
-        pytest.raises(af.ArgumentError, match="has blocks.1"),
-        af.placed(smaller, plan),
+        pytest.raises(af.errors.ArgumentError, match="has blocks.1"),
+        af.on_devices(smaller, plan),
     ):
         pass
     with (
-        pytest.raises(af.ArgumentError, match=r"expected what af.place"),
-        af.placed(net, {}),
+        pytest.raises(af.errors.ArgumentError, match=r"expected what af.plan_devices"),
+        af.on_devices(net, {}),
     ):
         pass
     with af.empty_weights():
         empty = Net()
     with (
-        pytest.raises(af.ModelError, match="embed.weight.*no values"),
-        af.placed(empty, plan),
+        pytest.raises(af.errors.ModelError, match="embed.weight.*no values"),
+        af.on_devices(empty, plan),
     ):
         pass
 
@@ -131,15 +140,20 @@ def test_plans_of_other_models_are_refused(tmp_path):
 def test_a_placed_model_is_for_its_forward_alone(tmp_path):
     """No state is made of it, it is not placed twice, and gradients are refused."""
     net = Net()
-    plan = af.place(net, {"cpu": 400, "disk": tmp_path}).moved("blocks.0", "disk")
+    plan = af.plan_devices(net, {"cpu": 400, "disk": tmp_path}).moved(
+        "blocks.0", "disk"
+    )
     ids = torch.arange(4)
-    with af.placed(net, plan) as model:
-        with pytest.raises(af.ModelError, match="is placed by af.placed"):
+    with af.on_devices(net, plan) as model:
+        with pytest.raises(af.errors.ModelError, match="is placed by af.on_devices"):
             af.TrainState.create(model=model, optimizer=torch.optim.SGD)
-        with pytest.raises(af.ModelError, match="is placed"), af.placed(model, plan):
+        with (
+            pytest.raises(af.errors.ModelError, match="is placed"),
+            af.on_devices(model, plan),
+        ):
             pass
         with (
-            pytest.raises(af.ModelError, match="gradients are on"),
+            pytest.raises(af.errors.ModelError, match="gradients are on"),
             torch.enable_grad(),
         ):
             model(ids)
@@ -165,7 +179,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
     model = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 5), Stops()))
     expected = {n: t.clone() for n, t in model.state_dict().items()}
     save_file(expected, tmp_path / "model.safetensors")
-    plan = af.place(model, {"cpu": 400, "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": 400, "disk": tmp_path})
     for unit in plan.units:
         plan = plan.moved(unit.names[0], "disk")
     x, weights = torch.ones(2, 3), None if has_values else tmp_path
@@ -173,7 +187,7 @@ def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
         whole = model(x)
     if not has_values:
         model = model.to("meta")
-    with af.placed(model, plan, weights=weights):
+    with af.on_devices(model, plan, weights=weights):
         before = [param.data_ptr() for param in model.parameters()]
         for fails in (False, True, True, False):
             model[1][1].fails = fails
@@ -192,12 +206,14 @@ def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
 @pytest.mark.parametrize("call", ["place", "placed"])
 def test_what_is_no_module_is_not_placed(call, tmp_path):
     """The function is named, and what it was given."""
-    plan = af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    plan = af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     calls = {
-        "place": af.place,
-        "placed": lambda wrong, _: af.placed(wrong, plan).__enter__(),
+        "place": af.plan_devices,
+        "placed": lambda wrong, _: af.on_devices(wrong, plan).__enter__(),
     }
-    with pytest.raises(af.ModelError, match=rf"af\.{call}\(model=.*expected a torch"):
+    with pytest.raises(
+        af.errors.ModelError, match=rf"af\.{call}\(model=.*expected a torch"
+    ):
         calls[call](len, {"cpu": 400})
 
 
@@ -216,18 +232,18 @@ def test_weights_of_another_model_are_refused(case, tmp_path):
     held = {n: t for n, t in Net().state_dict().items() if n != "head.weight"}
     with af.empty_weights():
         model = Net()
-    plan = af.place(model, {"cpu": 400, "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": 400, "disk": tmp_path})
     changed = {n: change(t) if n == name else t for n, t in held.items()}
     there = {n: t for n, t in changed.items() if t is not None}
     save_file(there, tmp_path / "model.safetensors")
     with (
-        pytest.raises(af.CheckpointError, match=said),
-        af.placed(model, plan, weights=tmp_path),
+        pytest.raises(af.errors.CheckpointError, match=said),
+        af.on_devices(model, plan, weights=tmp_path),
     ):
         pass
     assert all(param.is_meta for param in model.parameters())
     save_file(held, tmp_path / "model.safetensors")
-    with af.placed(model, plan, weights=tmp_path) as lent:
+    with af.on_devices(model, plan, weights=tmp_path) as lent:
         assert torch.equal(lent.blocks[1].bias, held["blocks.1.bias"])
         assert lent.head.weight is lent.embed.weight
     assert all(param.is_meta for param in model.parameters())
@@ -241,33 +257,35 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path):
     layer = nn.BatchNorm1d(2).state_dict()
     held = {f"{at}.{n}": t.clone() for at in range(2) for n, t in layer.items()}
     held["1.running_mean"] = torch.tensor([3.0, 4.0])
-    plan = af.place(model, {"cpu": "1MiB", "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": "1MiB", "disk": tmp_path})
     del held["0.running_mean"]
     save_file(held, tmp_path / "model.safetensors")
-    with af.placed(model, plan, weights=tmp_path) as lent:
+    with af.on_devices(model, plan, weights=tmp_path) as lent:
         assert lent[0].running_mean.tolist() == [3.0, 4.0]
     held["1.running_var"] = torch.ones(3)
     save_file(held, tmp_path / "model.safetensors")
     said = r"buffer 1\.running_var of \(2,\).*it has \(3,\)"
     with (
-        pytest.raises(af.CheckpointError, match=said),
-        af.placed(model, plan, weights=tmp_path),
+        pytest.raises(af.errors.CheckpointError, match=said),
+        af.on_devices(model, plan, weights=tmp_path),
     ):
         pass
 
 
 def test_a_plan_is_of_the_model_s_units_and_its_own_budgets(tmp_path):
     """Units joined otherwise, or on a device that has no budget, are of another plan."""
-    net, plan = Net(), af.place(Net(), {"cpu": 400, "disk": tmp_path})
+    net, plan = Net(), af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     untied = Net()
     untied.head.weight = nn.Parameter(untied.embed.weight.detach().clone())
-    apart = af.place(untied, {"cpu": 800, "disk": tmp_path})
+    apart = af.plan_devices(untied, {"cpu": 800, "disk": tmp_path})
     first, *others = plan.units
     strange = attrs.evolve(plan, units=(attrs.evolve(first, device="cuda:7"), *others))
     for model, given in ((untied, plan), (net, apart), (net, strange)):
         with (
-            pytest.raises(af.ArgumentError, match="is no unit of this model, or on no"),
-            af.placed(model, given),
+            pytest.raises(
+                af.errors.ArgumentError, match="is no unit of this model, or on no"
+            ),
+            af.on_devices(model, given),
         ):
             pass
 
@@ -276,8 +294,11 @@ def test_memory_that_is_shared_is_refused_on_the_disk(tmp_path):
     """Two parameters over one memory would be two afterwards."""
     net = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2)})
     net["a"].weight = nn.Parameter(net["b"].weight.data)
-    plan = af.place(net, {"cpu": 99, "disk": tmp_path}).moved("a", "disk")
-    with pytest.raises(af.ModelError, match="shares its memory"), af.placed(net, plan):
+    plan = af.plan_devices(net, {"cpu": 99, "disk": tmp_path}).moved("a", "disk")
+    with (
+        pytest.raises(af.errors.ModelError, match="shares its memory"),
+        af.on_devices(net, plan),
+    ):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -291,11 +312,11 @@ def test_real_models_compute_from_the_disk(name, tmp_path):
     model.save_pretrained(tmp_path, save_original_format=False)
     with af.empty_weights():
         empty = make()
-    units = af.place(empty, {"cpu": "1GiB", "disk": tmp_path}).units
+    units = af.plan_devices(empty, {"cpu": "1GiB", "disk": tmp_path}).units
     budget = 2 * max(unit.num_bytes for unit in units)
-    plan = af.place(empty, {"cpu": budget, "disk": tmp_path})
+    plan = af.plan_devices(empty, {"cpu": budget, "disk": tmp_path})
     assert "disk" in {unit.device for unit in plan.units}
-    with torch.no_grad(), af.placed(empty, plan, weights=tmp_path) as lent:
+    with torch.no_grad(), af.on_devices(empty, plan, weights=tmp_path) as lent:
         assert torch.equal(model(**inputs).logits, lent(**inputs).logits)
 
 
@@ -303,20 +324,22 @@ def test_weights_that_do_not_fit_are_refused(tmp_path):
     """Statistics that the files lack are named; values that the model has are not ignored."""
     with af.empty_weights():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    plan = af.place(model, {"cpu": "1MiB", "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": "1MiB", "disk": tmp_path})
     held = {f"0.{n}": t for n, t in nn.Linear(2, 2).state_dict().items()}
     held |= {f"1.{n}": torch.ones(2) for n in ("weight", "bias")}
     save_file(held, tmp_path / "model.safetensors")
     with (
-        pytest.raises(af.CheckpointError, match="buffer 1.running_mean .* it has none"),
-        af.placed(model, plan, weights=tmp_path),
+        pytest.raises(
+            af.errors.CheckpointError, match="buffer 1.running_mean .* it has none"
+        ),
+        af.on_devices(model, plan, weights=tmp_path),
     ):
         pass
     whole = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    plan = af.place(whole, {"cpu": "1MiB", "disk": tmp_path})
+    plan = af.plan_devices(whole, {"cpu": "1MiB", "disk": tmp_path})
     with (
-        pytest.raises(af.ArgumentError, match="has values of its own"),
-        af.placed(whole, plan, weights=tmp_path),
+        pytest.raises(af.errors.ArgumentError, match="has values of its own"),
+        af.on_devices(whole, plan, weights=tmp_path),
     ):
         pass
 
@@ -326,7 +349,7 @@ def test_what_has_no_elements_shares_no_memory(tmp_path):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     for layer in model:
         layer.register_buffer("nothing", torch.empty(0))
-    plan = af.place(model, {"cpu": 170, "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": 170, "disk": tmp_path})
     assert [unit.names for unit in plan.units] == [("0",), ("1",), ("2",)]
 
 
@@ -349,7 +372,7 @@ class Looped(nn.Module):
 def test_a_module_under_two_names_is_one_unit(tmp_path):
     """Parameters in a list are of the module around it; all is counted, and computed, once."""
     model = Looped()
-    plan = af.place(model, {"cpu": 100, "disk": tmp_path})
+    plan = af.plan_devices(model, {"cpu": 100, "disk": tmp_path})
     names = [unit.names for unit in plan.units]
     assert sorted(names) == [("",), ("blocks.0",), ("blocks.1",)]
     params = {id(p): p.numel() * p.element_size() for p in model.parameters()}
@@ -359,7 +382,7 @@ def test_a_module_under_two_names_is_one_unit(tmp_path):
         plan = plan.moved(unit.names[0], "disk")
     with torch.no_grad():
         expected = model(x)
-        with af.placed(model, plan) as lent:
+        with af.on_devices(model, plan) as lent:
             assert torch.equal(lent(x), expected)
         assert torch.equal(model(x), expected)
     assert model.last is model.blocks[1]

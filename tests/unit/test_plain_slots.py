@@ -121,14 +121,14 @@ def test_a_slot_of_the_state_s_own_tensors_is_refused(field, part, first, is_cop
         step = af.make_step(lambda model, x: model(x).square().mean())
         for _ in range(6):
             state, _ = step(state, torch.randn(4, 2))
-            state = af.observe(state, 1.0)
+            state = af.report_metric(state, 1.0)
         for _ in range(4):
             state = af.finalize(state)
 
     if is_copied or not own:
         train()
     else:
-        with pytest.raises(af.StateError, match=r"Keeps\(.*itself, not a copy"):
+        with pytest.raises(af.errors.StateError, match=r"Keeps\(.*itself, not a copy"):
             train()
 
 

@@ -204,7 +204,7 @@ def test_the_default_dtype_is_nothing_to_a_step(setup, other_default):
 @pytest.mark.parametrize(
     "cut",
     [
-        {"batch_size": af.budget([1] * 24, limit=8)},
+        {"batch_size": af.token_budget([1] * 24, limit=8)},
         {"batch_sampler": [list(range(8)), list(range(8, 24))]},
         {"batch_size": 8},
     ],
@@ -214,7 +214,7 @@ def test_a_scale_for_batches_of_any_cut(cut):
     state = create(af.autocast("fp16"), data=af.Data(batch(), **cut))
     # the largest power of 2 in the mean number of samples, which is 8 or 12
     assert float(state.slots["autocast"]["unit"]) == 8
-    for each in af.batches(state, epochs=1):
+    for each in af.batches(state, until_epoch=1):
         state, metrics = af.make_step(loss_fn)(state, each)
         assert not metrics["skipped"]
 
@@ -224,7 +224,7 @@ def test_adding_to_gradients_of_another_scaling_is_refused():
     compute = af.value_and_grad(loss_fn)
     plain = create()
     _, grads = compute(plain, batch())
-    with pytest.raises(af.GradsError, match="another setup"):
+    with pytest.raises(af.errors.GradsError, match="another setup"):
         compute(plain.with_setup(af.autocast("fp16")), batch(), into=grads)
 
 
@@ -256,7 +256,7 @@ def test_counts_are_of_whole_updates():
         lambda m, b, _: loss_fn(m, b), count=lambda b: len(b[0])
     )
     _, grads = compute(state, batch())
-    with pytest.raises(af.GradsError, match="counts are fixed already"):
+    with pytest.raises(af.errors.GradsError, match="counts are fixed already"):
         compute(state, batch(), into=grads)
 
 
@@ -398,7 +398,7 @@ def test_float8_trains_evaluates_and_recomputes():
         for each in (None, af.checkpoint_activations(nn.Linear))
     )
     assert all(torch.equal(plain[name], again[name]) for name in plain)
-    data = af.Data(batch(), batch_size=8, shuffle=False)
+    data = af.Data(batch(), global_batch_size=8, shuffle=False)
     means = {}
     for name in ("fp8", "bf16"):
         state = create(af.autocast(name), model=large)
@@ -427,9 +427,9 @@ def test_float8_casts_by_itself_on_cuda_too():
 def test_float8_that_cannot_be_is_refused(monkeypatch):
     """Sizes that are no multiples of 16, no layer at all, an old GPU, no torchao."""
     with pytest.raises(ModelError, match=r"multiples of 16.*2 \(32 to 4\)"):
-        af.build(create(af.autocast("fp8")))
+        af.prepare_engine(create(af.autocast("fp8")))
     with pytest.raises(ModelError, match=r"no torch\.nn\.Linear is meant"):
-        af.build(create(af.autocast("fp8", layers=lambda *_: False)))
+        af.prepare_engine(create(af.autocast("fp8", layers=lambda *_: False)))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     with pytest.raises(ArgumentError, match=r"8\.9 or more; this GPU's is 8\.0"):
         modules._check_device(torch.device("cuda"), "af.autocast('fp8')")

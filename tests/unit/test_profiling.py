@@ -57,7 +57,7 @@ def test_a_block_that_ends_early_writes_what_it_has(tmp_path):
 
 def test_nothing_written_is_said(tmp_path):
     """A block that ends before the first step that counts is an error."""
-    with pytest.raises(af.ArgumentError, match="ended after 1 steps"):
+    with pytest.raises(af.errors.ArgumentError, match="ended after 1 steps"):
         profiled(tmp_path, steps=1)
     assert list(tmp_path.iterdir()) == []
 
@@ -109,14 +109,14 @@ def test_what_is_recorded_beside_times(tmp_path, option):
         by_shape = profiler.key_averages(group_by_input_shape=True)
         assert any(each.input_shapes for each in by_shape)
     else:
-        with pytest.raises(af.ArgumentError, match="record_shapes=True"):
+        with pytest.raises(af.errors.ArgumentError, match="record_shapes=True"):
             profiler.key_averages(group_by_input_shape=True)
     if option == "with_stack":
         by_line = profiler.key_averages(group_by_stack_n=40)
         stacks = [each.stack for each in by_line if each.key == "aten::addmm"]
         assert "test_profiling.py" in str(stacks)
     else:
-        with pytest.raises(af.ArgumentError, match="with_stack=True"):
+        with pytest.raises(af.errors.ArgumentError, match="with_stack=True"):
             profiler.key_averages(group_by_stack_n=1)
 
 
@@ -125,7 +125,7 @@ def test_key_averages_are_of_the_steps_written(tmp_path):
     with af.profile(
         tmp_path, af.World.single(), wait=0, record_shapes=True
     ) as profiler:
-        with pytest.raises(af.ArgumentError, match="no step is written yet"):
+        with pytest.raises(af.errors.ArgumentError, match="no step is written yet"):
             profiler.key_averages()
         for step in range(6):
             torch.ones(step + 1).add(1)
@@ -140,7 +140,7 @@ def test_key_averages_are_of_the_steps_written(tmp_path):
     with af.profile(tmp_path, af.World.single(), wait=0) as profiler:
         for _ in range(6):
             profiler.step()
-    with pytest.raises(af.ArgumentError, match="record_shapes=True"):
+    with pytest.raises(af.errors.ArgumentError, match="record_shapes=True"):
         profiler.key_averages(group_by_input_shape=True)
 
 
@@ -153,7 +153,7 @@ def test_what_is_looked_at_can_be_chosen(tmp_path):
     assert names(profiler)["accelfn forward"] == 3
     for wrong in ([], "cpu", 3, [CPU, "cuda"], [torch.profiler.ProfilerActivity.HPU]):
         with pytest.raises(
-            af.ArgumentError, match=r"activities=.*ProfilerActivity\.CPU"
+            af.errors.ArgumentError, match=r"activities=.*ProfilerActivity\.CPU"
         ):
             profiled(tmp_path, activities=wrong)
 
@@ -192,18 +192,21 @@ def test_an_error_passes(tmp_path):
 def test_a_second_profiler_is_refused(tmp_path):
     """torch has one a process; of a simulated world, one rank can be profiled."""
     with af.profile(tmp_path, af.World.single(), active=1, wait=0) as outer:
-        with pytest.raises(af.WorldError, match="one profiler a process"):
+        with pytest.raises(af.errors.WorldError, match="one profiler a process"):
             profiled(tmp_path)
         for _ in range(2):
             outer.step()
-    with torch.profiler.profile(), pytest.raises(af.WorldError, match="runs already"):
+    with (
+        torch.profiler.profile(),
+        pytest.raises(af.errors.WorldError, match="runs already"),
+    ):
         profiled(tmp_path)
 
     def train(world):
         with af.profile(tmp_path, world):
             af.barrier(world)
 
-    with pytest.raises(af.WorldError, match="profile one rank"):
+    with pytest.raises(af.errors.WorldError, match="profile one rank"):
         simulate(2, train)
 
 
@@ -238,5 +241,5 @@ def test_a_rank_is_in_the_name(tmp_path):
 )
 def test_options_are_checked(tmp_path, options):
     """A number of steps that can have no meaning, or no truth, is refused by name."""
-    with pytest.raises(af.ArgumentError, match=next(iter(options))):
+    with pytest.raises(af.errors.ArgumentError, match=next(iter(options))):
         profiled(tmp_path, **options)

@@ -25,13 +25,13 @@ from tests.internals import (
     Failure,
     _port_of_job,
     best_of,
-    budget,
     commit,
     few_bits,
     manifest,
     report,
     script,
     split_into_files,
+    token_budget,
     tree,
 )
 from tests.states import linear_state
@@ -47,7 +47,7 @@ def test_a_batch_has_a_sample_though_it_costs_nothing(
     costs: list[int], limit: int
 ) -> None:
     """As many as fit, the longest counted for each, and at least one."""
-    fitting = budget(costs, limit=limit)._count_fitting(np.array(costs))
+    fitting = token_budget(costs, limit=limit)._count_fitting(np.array(costs))
     fits = [max(costs[:n]) * n <= limit for n in range(1, len(costs) + 1)]
     assert fitting == (fits.index(False) if not all(fits) else len(costs))
     assert fitting >= 1
@@ -120,8 +120,10 @@ def test_metrics_come_in_the_order_that_they_have(names: list[str]) -> None:
     def fn(world: af.World) -> tuple[dict[str, float], list[str]]:
         mine = 1.0 + world.rank
         numbers = {name: (mine * at, 2.0) for at, name in enumerate(sorted(names))}
-        found = af.mean(af.Metrics({name: numbers[name] for name in names}), world)
-        af.start_reduce([torch.ones(2)], world, label="a sum").wait()
+        found = af.Metrics({name: numbers[name] for name in names}).all_reduce_mean(
+            world
+        )
+        af.start_all_reduce([torch.ones(2)], world, label="a sum").wait()
         trail = [label for label, _ in world.connection.activity.trail]
         return found, [each for each in trail if each == "a sum"]
 
@@ -217,7 +219,7 @@ def test_a_change_far_into_a_file_is_noticed(part, tmp_path):
     content = bytearray(path.read_bytes())
     content[len(content) - (1 << 20) * part - 1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(af.CheckpointCorruptError, match="differs in its"):
+    with pytest.raises(af.errors.CheckpointCorruptError, match="differs in its"):
         af.load(state, tmp_path / "saved")
 
 
@@ -227,7 +229,7 @@ def test_a_mean_of_no_weight_is_the_plain_one(weight):
 
     def fn(world):
         values = torch.tensor([1.0, 3.0]) + world.rank
-        return af.reduce(values, world, "mean", weight=weight).tolist()
+        return af.all_reduce(values, world, "mean", weight=weight).tolist()
 
     assert list(simulate(2, fn)) == [[1.5, 3.5]] * 2
 
@@ -240,7 +242,7 @@ def test_rows_of_a_mix_stand_where_their_indices_say():
         [TensorDataset(first), TensorDataset(second)], batch_size=7, shuffle=True
     )
     state = linear_state(data=data)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         (value,) = batch.value
         there = ~batch.filler
         assert torch.equal(value[there], rows[batch.indices][there])
@@ -264,7 +266,7 @@ def test_views_of_gradients_are_used_up_with_them():
     _, grads = compute(state, torch.ones(3, 2))
     views = grads.map(lambda each: each.view_as(each))
     af.apply_grads(state.copy(), grads)
-    with pytest.raises(af.Error):
+    with pytest.raises(af.errors.Error):
         af.apply_grads(state, views)
 
 
@@ -281,7 +283,7 @@ def test_an_overflow_in_one_rank_s_part_skips_the_update_of_all():
             setup=af.chain(
                 af.shard_data(), af.wrap_fsdp(), af.autocast("fp16", init_scale=2.0)
             ),
-            data=af.Data(torch.ones(4, 2), batch_size=4),
+            data=af.Data(torch.ones(4, 2), global_batch_size=4),
             world=world,
         )
         batch = next(iter(af.batches(state)))

@@ -190,7 +190,7 @@ def test_an_empty_sequence_may_have_a_mask():
 @pytest.mark.parametrize("ring", [0, 1, None, "yes"])
 def test_a_ring_is_there_or_not(ring):
     """True or False."""
-    with pytest.raises(af.ArgumentError, match=r"context_parallel\(ring="):
+    with pytest.raises(af.errors.ArgumentError, match=r"context_parallel\(ring="):
         af.context_parallel(ring=ring)
 
 

@@ -366,11 +366,11 @@ class Broken:
 )
 def test_what_a_data_worker_raised_is_known_by_its_own_words(error, cause):
     """Other ranks and the launcher hear the cause, and not torch's text around it."""
-    data = af.Data(Broken(error), batch_size=2, num_workers=1)
+    data = af.Data(Broken(error), global_batch_size=2, num_workers=1)
     first, second = worlds(2)
     state = linear_state(3, data=data)
     with pytest.raises(Exception, match="Caught ") as caught, second:  # noqa: PT012
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             pytest.fail(f"{batch} was read")
     where = f"{cause} (in DataLoader worker process 0)"
     assert lost(first) == f"rank 1 raised {where}."

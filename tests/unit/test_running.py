@@ -20,7 +20,7 @@ def fresh(*setup, world=None):
     """Return a state with 12 samples, of which an update takes 4."""
     return linear_state(
         2,
-        data=af.Data(torch.linspace(-1, 1, 24).reshape(12, 2), batch_size=4),
+        data=af.Data(torch.linspace(-1, 1, 24).reshape(12, 2), global_batch_size=4),
         setup=af.chain(*setup),
         world=world,
     )
@@ -145,7 +145,7 @@ def test_a_tracker_of_a_backend(tmp_path):
             fresh(),
             STEP,
             until=4,
-            actions={2: lambda state, metrics: af.mean(metrics, state.world)},
+            actions={2: lambda state, metrics: metrics.all_reduce_mean(state.world)},
             track=tracker,
         )
     assert [*af.track.read(tmp_path / "run.jsonl").metrics["loss"]] == [2, 4]
@@ -172,7 +172,9 @@ BAD = {
 
 def test_the_order_of_before_says_the_new_one():
     """The state comes first, as in every other call."""
-    with pytest.raises(af.ArgumentError, match=r"write\s+af\.run\(state, step, until"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"write\s+af\.run\(state, step, until"
+    ):
         af.run(STEP, fresh(), until=1)
 
 
@@ -180,7 +182,9 @@ def test_the_order_of_before_says_the_new_one():
 def test_what_has_no_meaning(case):
     """It is refused before anything is trained, but for what an action returns."""
     state = fresh()
-    with pytest.raises(af.ArgumentError, match=r"af\.run.*expected|returned 'path'"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"af\.run.*expected|returned 'path'"
+    ):
         af.run(**{"step": STEP, "state": state, **BAD[case]})
     if case != "a path":
         assert state.params["weight"] is not None
@@ -190,7 +194,7 @@ def test_what_has_no_meaning(case):
 def test_a_tracker_with_nothing_to_track(actions):
     """Where no action could return numbers, a tracker is refused and not forgotten."""
     told = []
-    with pytest.raises(af.ArgumentError, match="nothing would be tracked"):
+    with pytest.raises(af.errors.ArgumentError, match="nothing would be tracked"):
         af.run(
             fresh(),
             never,
@@ -210,7 +214,7 @@ def test_a_tracker_with_nothing_to_track(actions):
 )
 def test_a_path_says_what_to_make_of_it(argument, advice):
     """A path in place of a tracker or a store is in the call to write instead."""
-    with pytest.raises(af.ArgumentError, match=advice):
+    with pytest.raises(af.errors.ArgumentError, match=advice):
         af.run(fresh(), never, until=1, **argument)
 
 
@@ -219,21 +223,23 @@ def test_a_path_says_what_to_make_of_it(argument, advice):
 )
 def test_a_step_that_is_none(returned):
     """What a step returns is looked at before anything is done with it."""
-    with pytest.raises(af.ArgumentError, match=r"af\.run: step returned.*expected"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"af\.run: step returned.*expected"
+    ):
         af.run(fresh(), lambda *_: returned, until=1)
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, True, "1"])
 def test_epochs_that_are_none(count):
     """A number of epochs is a number."""
-    with pytest.raises(af.ArgumentError, match=r"epochs\(.*expected a number"):
+    with pytest.raises(af.errors.ArgumentError, match=r"epochs\(.*expected a number"):
         af.epochs(count)
 
 
 def test_without_data():
     """There is nothing to run over."""
     state = linear_state(2)
-    with pytest.raises(af.StateError, match="data=None"):
+    with pytest.raises(af.errors.StateError, match="data=None"):
         af.run(state, STEP, until=1)
 
 
@@ -257,7 +263,9 @@ def test_two_numbers_of_one_name(case, size):
 
     def train(world):
         tracked = []
-        with pytest.raises(af.ArgumentError, match="(?s)one.*'loss'.*update") as told:
+        with pytest.raises(
+            af.errors.ArgumentError, match="(?s)one.*'loss'.*update"
+        ) as told:
             af.run(
                 fresh(af.shard_data(), af.wrap_ddp(), world=world),
                 STEP,
@@ -285,7 +293,9 @@ def test_metrics_of_one_rank_are_no_numbers():
         )
 
     simulate(1, train)
-    with pytest.raises(af.ArgumentError, match=r"lambda.*af\.mean\(metrics, state"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"lambda.*af\.mean\(metrics, state"
+    ):
         simulate(2, train)
 
 
@@ -294,5 +304,5 @@ def test_a_store_may_be_saved_to_at_the_end_alone(tmp_path):
     with af.CheckpointStore(tmp_path / "run") as store:
         state = af.run(fresh(), STEP, until=3, store=store)
         assert store.steps == (3,)
-        with pytest.raises(af.ArgumentError, match="needs a period"):
+        with pytest.raises(af.errors.ArgumentError, match="needs a period"):
             store.due(state)

@@ -39,10 +39,10 @@ def test_views_are_of_the_average(tmp_path):
     state = stepped(create())
     x = af.eval_params(state)
     assert same(x, state.params) == []
-    assert same(x, dict(af.frozen(state).named_parameters())) == list(x)
-    raw = dict(af.frozen(state, at="train").named_parameters())
+    assert same(x, dict(af.snapshot_model(state).named_parameters())) == list(x)
+    raw = dict(af.snapshot_model(state, at="train").named_parameters())
     assert same(state.params, raw) == list(x)
-    with af.bind(state, at="eval") as model:
+    with af.borrow_model(state, at="eval") as model:
         assert same(x, dict(model.named_parameters())) == list(x)
     af.export_model(state, tmp_path / "out")
     loaded = net()
@@ -58,7 +58,7 @@ def test_before_the_first_update_they_are_one():
 
 def test_parts_of_a_partition():
     """In a partition the average is of the parts that are schedule-free."""
-    parted = af.partition((lambda _, p: p.ndim == 2, FREE), (..., SGD))
+    parted = af.combine_optimizers((lambda _, p: p.ndim == 2, FREE), (..., SGD))
     state = stepped(create(parted))
     assert same(af.eval_params(state), state.params) == ["bias"]
 
@@ -88,17 +88,21 @@ def test_numbers_of_groups_are_saved_and_modes_are_not():
 
 def test_another_optimizer():
     """An optimizer that is not schedule-free is refused when the setup is applied."""
-    with pytest.raises(af.OptimizerError, match="SGD is not schedule-free.*schedulef"):
+    with pytest.raises(
+        af.errors.OptimizerError, match="SGD is not schedule-free.*schedulef"
+    ):
         create(SGD)
     state = create(SGD, None)
-    with pytest.raises(af.OptimizerError, match="not schedule-free"):
+    with pytest.raises(af.errors.OptimizerError, match="not schedule-free"):
         af.schedule_free()(state)
 
 
 def test_without_the_transform():
     """A schedule-free optimizer alone is refused at its first update; the state stays whole."""
     state = create(setup=None)
-    with pytest.raises(af.OptimizerError, match=r"schedule-free.*af\.schedule_free"):
+    with pytest.raises(
+        af.errors.OptimizerError, match=r"schedule-free.*af\.schedule_free"
+    ):
         STEP(state, X)
     assert stepped(af.schedule_free()(state)).step == 3
 
@@ -111,7 +115,7 @@ def test_a_ready_optimizer_in_its_evaluation_mode():
     model(X).square().mean().backward()
     optimizer.step()
     optimizer.eval()
-    with pytest.raises(af.OptimizerError, match=r"evaluation mode.*train\(\)"):
+    with pytest.raises(af.errors.OptimizerError, match=r"evaluation mode.*train\(\)"):
         create(optimizer, model=model)
 
 
@@ -119,11 +123,13 @@ def test_a_ready_optimizer_in_its_evaluation_mode():
 def test_beside_another_average(other):
     """Two transforms that say what is evaluated do not compose."""
     for order in ((af.schedule_free(), other), (other, af.schedule_free())):
-        with pytest.raises(af.CompositionError, match="both say what is evaluated"):
+        with pytest.raises(
+            af.errors.CompositionError, match="both say what is evaluated"
+        ):
             af.chain(*order)
 
 
 def test_its_wrapper_is_refused():
     """The package's wrapper of another optimizer is no torch optimizer."""
-    with pytest.raises(af.OptimizerError, match="ScheduleFreeWrapper; expected"):
+    with pytest.raises(af.errors.OptimizerError, match="ScheduleFreeWrapper; expected"):
         create(lambda named: schedulefree.ScheduleFreeWrapper(SGD(named)))

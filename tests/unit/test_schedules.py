@@ -60,7 +60,7 @@ def test_from_torch_past_its_end():
         state, _ = step(state, torch.ones(2, 2))
     for _ in range(2):
         with pytest.raises(
-            af.ArgumentError, match="OneCycleLR has no rate for update 4"
+            af.errors.ArgumentError, match="OneCycleLR has no rate for update 4"
         ):
             step(state, torch.ones(2, 2))
     assert state.copy().step == 4
@@ -70,9 +70,13 @@ def test_from_torch_refuses_a_scheduler_of_a_metric():
     """ReduceLROnPlateau is no function of the update number; the way out is named."""
     plateau = lr_scheduler.ReduceLROnPlateau
     for factory in (plateau, partial(plateau, factor=0.5)):
-        with pytest.raises(af.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"):
+        with pytest.raises(
+            af.errors.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"
+        ):
             schedules.from_torch(factory)
-    with pytest.raises(af.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"
+    ):
         on_groups(lambda optimizer: plateau(optimizer, factor=0.5), 0.1, 0.1)
 
 
@@ -104,7 +108,9 @@ class OfTimm(lr_scheduler.LRScheduler):
 
 def test_from_torch_tells_how_to_use_a_scheduler_of_timm():
     """timm's schedulers are told a number and no metric, and work as the error says."""
-    with pytest.raises(af.ArgumentError, match="gave Timm, .*needs epoch.*get_lr") as e:
+    with pytest.raises(
+        af.errors.ArgumentError, match="gave Timm, .*needs epoch.*get_lr"
+    ) as e:
         on_groups(Timm, 0.1, 0.2)
     assert "metric" not in str(e.value)
     state = on_groups(OfTimm, 0.1, 0.2)
@@ -118,28 +124,30 @@ def test_from_torch_tells_how_to_use_a_scheduler_of_timm():
 @pytest.mark.parametrize("factory", [lambda opt: opt, lambda _: None])
 def test_from_torch_refuses_what_is_no_scheduler(factory):
     """A factory of something else is refused with what it gave, when there are groups."""
-    with pytest.raises(af.ArgumentError, match=r"factory gave \w+.*LRScheduler"):
+    with pytest.raises(af.errors.ArgumentError, match=r"factory gave \w+.*LRScheduler"):
         on_groups(factory, 0.1, 0.1)
 
 
 @pytest.mark.parametrize("factory", [None, 0.1, "StepLR"])
 def test_from_torch_takes_a_factory(factory):
     """What cannot be called is refused at once."""
-    with pytest.raises(af.ArgumentError, match="expected a function that takes"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a function that takes"):
         schedules.from_torch(factory)
 
 
 def test_from_torch_refuses_another_optimizer_s():
     """A1: a scheduler on another optimizer, whose rates would never move, is refused."""
     mine = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=0.1)
-    with pytest.raises(af.ArgumentError, match="on another optimizer"):
+    with pytest.raises(af.errors.ArgumentError, match="on another optimizer"):
         on_groups(lambda _: HALVE(mine), 0.1, 0.1)
 
 
 def test_from_torch_refuses_groups_that_do_not_fit():
     """A factory that fails on the state's groups is told with their number, by `create`."""
     cycle = partial(lr_scheduler.OneCycleLR, max_lr=[0.1] * 3, total_steps=20)
-    with pytest.raises(af.ArgumentError, match="SGD with 2 parameter groups: max_lr"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="SGD with 2 parameter groups: max_lr"
+    ):
         on_groups(cycle, 0.1, 0.1)
 
 
@@ -151,23 +159,25 @@ def test_from_torch_refuses_what_reads_the_optimizer():
             group = self.optimizer.param_groups[0]
             return [self.optimizer.state[group["params"][0]]["step"]]
 
-    with pytest.raises(af.ArgumentError, match="reads the state of the optimizer"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="reads the state of the optimizer"
+    ):
         on_groups(Looks, 0.1, 0.1)
 
 
 def test_from_torch_is_no_factor():
     """Called, or joined, it says what to do: it has rates of groups, and no factors."""
     halve = schedules.from_torch(HALVE)
-    with pytest.raises(af.ArgumentError, match=r"state\.lrs"):
+    with pytest.raises(af.errors.ArgumentError, match=r"state\.lrs"):
         halve(3)
     for parts in ([(3, halve), schedules.constant()], [(3, lambda _: 1.0), halve]):
-        with pytest.raises(af.ArgumentError, match="SequentialLR"):
+        with pytest.raises(af.errors.ArgumentError, match="SequentialLR"):
             schedules.join(*parts)
 
 
 def test_from_torch_of_a_partition():
     """The groups of a partition are numbered through; momenta of two kinds are refused."""
-    optimizer = af.partition(
+    optimizer = af.combine_optimizers(
         (lambda name, _: name == "bias", partial(torch.optim.Adagrad, lr=0.5)),
         (..., partial(torch.optim.SGD, lr=0.25, momentum=0.9)),
     )
@@ -182,7 +192,7 @@ def test_from_torch_of_a_partition():
     state, _ = step(state, torch.ones(2, 2))
     assert state.lrs == (0.5 / 3, 0.25 / 4)
     cycle = partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=9)
-    with pytest.raises(af.ArgumentError, match="cycle_momentum"):
+    with pytest.raises(af.errors.ArgumentError, match="cycle_momentum"):
         make(schedule=schedules.from_torch(cycle))
 
 
@@ -273,7 +283,7 @@ BAD = {
 def test_bad_arguments(case):
     """A count below its least, or a factor that is none, is refused with its value."""
     name = case.split(maxsplit=1)[0].replace("cosine", "warmup_cosine")
-    with pytest.raises(af.ArgumentError, match=rf"schedules\.{name}") as caught:
+    with pytest.raises(af.errors.ArgumentError, match=rf"schedules\.{name}") as caught:
         BAD[case]()
     assert isinstance(caught.value, ValueError)
 
@@ -287,7 +297,7 @@ def make(schedule):
 
 def test_schedule_is_a_function():
     """Something that cannot be called is refused when the state is created."""
-    with pytest.raises(af.ArgumentError, match=r"schedule=0\.1.*af\.schedules"):
+    with pytest.raises(af.errors.ArgumentError, match=r"schedule=0\.1.*af\.schedules"):
         make(0.1)
 
 
@@ -297,7 +307,7 @@ def test_schedule_that_gives_no_factor(factor):
     state = make(lambda _: factor)
     before = {name: param.clone() for name, param in state.params.items()}
     step = af.make_step(lambda model, batch: model(batch).mean())
-    with pytest.raises(af.Error, match="schedule"):
+    with pytest.raises(af.errors.Error, match="schedule"):
         step(state, torch.ones(2, 2))
     assert all(torch.equal(before[name], state.params[name]) for name in before)
 
@@ -372,7 +382,9 @@ def test_a_momentum_that_moves_late(at, asked):
 def test_a_schedule_that_counts_its_calls_or_draws_is_refused(make):
     """A run could not be resumed, and every look at a rate would change the next."""
     number = make()
-    with pytest.raises(af.ArgumentError, match=r"for update 0, and .* asked again"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"for update 0, and .* asked again"
+    ):
         linear_state(schedule=lambda _: number())
 
 

@@ -222,7 +222,7 @@ def test_a_tied_parameter_is_drawn_as_its_first_module_draws():
     state = create(make)
     assert list(state.params) == ["words.weight", "out.bias"]
     assert 0.8 < state.params["words.weight"].std() < 1.2
-    with af.bind(state) as model:
+    with af.borrow_model(state) as model:
         assert model["out"].weight is model["words"].weight
 
 

@@ -64,10 +64,10 @@ def train() -> Absent:
     schedule = af.schedules.from_torch(scheduler)
     parts = {"model": net, "optimizer": optimizer, "schedule": schedule}
     state = af.TrainState.create(**parts, setup=Scale(2.0))
-    before = af.frozen(state).weight.clone()
+    before = af.snapshot_model(state).weight.clone()
     batch = torch.ones(1, 2)
     state, _ = af.make_step(loss_fn)(state.with_trainable(kept), batch)
-    return before - af.frozen(state).weight
+    return before - af.snapshot_model(state).weight
 
 
 @af.transform
@@ -101,11 +101,11 @@ def test_its_options(written):
     assert repr(scale(2, offset=1, name="other")) == (
         "Scale(2, offset=1, name='other')"
     )
-    with pytest.raises(af.CallError, match="no rows="):
+    with pytest.raises(af.errors.CallError, match="no rows="):
         scale(2, rows=1)
 
 
 def test_what_is_wrong_is_told(written):
     """A method that takes other arguments than it is called with is refused by its name."""
-    with pytest.raises(af.ArgumentError, match="Wrong.grads is called as grads"):
+    with pytest.raises(af.errors.ArgumentError, match="Wrong.grads is called as grads"):
         exec(written["wrong"], written)  # noqa: S102

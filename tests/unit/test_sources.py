@@ -46,7 +46,7 @@ def make(data, world=None, cursor=None):
 def read(dataset, **options):
     """Return the batches of an epoch."""
     data = af.Data(dataset, **{"batch_size": 4, **options})
-    return list(af.batches(make(data), epochs=1))
+    return list(af.batches(make(data), until_epoch=1))
 
 
 def values(dataset, **options):
@@ -286,7 +286,7 @@ REFUSED = {
         "DatasetDict cannot be read by index",
     ),
     "set": ({1, 2}, "set has no order; give it as a sorted list"),
-    "data": (af.Data(X, batch_size=2), "Data cannot be read by index"),
+    "data": (af.Data(X, global_batch_size=2), "Data cannot be read by index"),
 }
 
 
@@ -294,19 +294,27 @@ REFUSED = {
 def test_refused_when_data_is_made(case):
     """What would be read wrongly is refused at once, with what to give instead."""
     dataset, words = REFUSED[case]
-    with pytest.raises(af.DataError, match=words):
-        af.Data(dataset, batch_size=2)
+    with pytest.raises(af.errors.DataError, match=words):
+        af.Data(dataset, global_batch_size=2)
 
 
 FAILING = {
-    "null": (pa.table({"x": [1, None]}), af.DataError, "Column 'x'.*null.*collate="),
+    "null": (
+        pa.table({"x": [1, None]}),
+        af.errors.DataError,
+        "Column 'x'.*null.*collate=",
+    ),
     "no collate": (
         pa.table({"x": pa.array([1, 2], pa.timestamp("s"))}),
         TypeError,
         "column 'x' of the table",
     ),
     "objects": ([object()], TypeError, r"dataset indices \[0\]"),
-    "fewer": (Fewer(), af.DataError, r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) gave 3"),
+    "fewer": (
+        Fewer(),
+        af.errors.DataError,
+        r"Fewer.__getitems__\(\[0, 1, 2, 3\]\) gave 3",
+    ),
 }
 
 
@@ -336,7 +344,7 @@ def stream_data(stream, **options):
 
 
 def listed(data, **options):
-    return list(af.batches(make(data, **options), epochs=1))
+    return list(af.batches(make(data, **options), until_epoch=1))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -358,7 +366,9 @@ def test_a_shuffle_buffer_is_not_resumed_from_its_state():
 
     whole = listed(stream_data(shuffled()))
     cursor = whole[1].cursor
-    with pytest.raises(af.DataError, match=r"shuffle buffer.*replay=True.*6 samples"):
+    with pytest.raises(
+        af.errors.DataError, match=r"shuffle buffer.*replay=True.*6 samples"
+    ):
         listed(stream_data(shuffled()), cursor=cursor)
     rest = listed(stream_data(shuffled(), replay=True), cursor=cursor)
     assert [b.value for b in rest] == [b.value for b in whole[2:]]
@@ -367,7 +377,7 @@ def test_a_shuffle_buffer_is_not_resumed_from_its_state():
 def test_epochs_of_a_shuffled_stream_differ():
     """set_epoch of datasets is called, so that each epoch has its own order."""
     data = stream_data(streamed().shuffle(seed=1, buffer_size=10), batch_size=10)
-    first, second = (b.value for b in af.batches(make(data), epochs=2))
+    first, second = (b.value for b in af.batches(make(data), until_epoch=2))
     assert sorted(first) == sorted(second) == ROWS["x"]
     assert first != second
 
@@ -413,12 +423,12 @@ class Huge(Dataset):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_any_number_of_samples_needs_no_memory(shuffle):
     """An epoch over 10**12 samples starts, and resumes at 9 * 10**11, in 20 MB."""
-    state = make(af.Data(Huge(), batch_size=8, shuffle=shuffle))
+    state = make(af.Data(Huge(), global_batch_size=8, shuffle=shuffle))
     tracemalloc.start()
-    first = next(iter(af.batches(state, epochs=1)))
+    first = next(iter(af.batches(state, until_epoch=1)))
     later = af.seek(state, 9 * 10**11)
-    resumed = next(iter(af.batches(later, epochs=1)))
-    left = len(af.batches(later, epochs=1))
+    resumed = next(iter(af.batches(later, until_epoch=1)))
+    left = len(af.batches(later, until_epoch=1))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20_000_000
@@ -466,7 +476,7 @@ def test_a_sample_that_cannot_be_read_is_named(
         "mix": lambda: af.Data.mix([Gap(), dataset], **options),
     }[beside]()
     with pytest.raises(KeyError) as error:
-        list(af.batches(make(data), epochs=2))
+        list(af.batches(make(data), until_epoch=2))
     assert [note for note in error.value.__notes__ if "simulated" not in note] == [
         f"This was raised by Gap[{bad}]: the sample at dataset index {place}.",
         *(["That is dataset 1 of the mix."] if beside == "mix" else []),
@@ -478,11 +488,15 @@ def test_a_pandas_table_is_given_as_columns(part):
     """Rows are not what [3] gives of it; its columns are read as tensors."""
     table = pd.DataFrame({"x": [1.0, 2.0, 3.0], "y": [0, 1, 0]}, index=[7, 8, 9])
     with pytest.raises(
-        af.DataError, match=r"a pandas table is read by names.*to_numpy"
+        af.errors.DataError, match=r"a pandas table is read by names.*to_numpy"
     ):
-        next(iter(af.batches(linear_state(data=af.Data(table[part], batch_size=2)))))
+        next(
+            iter(
+                af.batches(linear_state(data=af.Data(table[part], global_batch_size=2)))
+            )
+        )
     columns = {name: torch.tensor(table[name].to_numpy()) for name in table}
-    assert len(af.Data(columns, batch_size=2).source) == 3
+    assert len(af.Data(columns, global_batch_size=2).source) == 3
 
 
 # Datasets made of tensors.
@@ -501,8 +515,10 @@ ROWS_OF_TENSORS = {
 @pytest.mark.parametrize(
     "made",
     [
-        lambda rows: af.Data(rows, batch_size=4, shuffle=True),
-        lambda rows: af.Data(Subset(rows, range(10)), batch_size=4, shuffle=True),
+        lambda rows: af.Data(rows, global_batch_size=4, shuffle=True),
+        lambda rows: af.Data(
+            Subset(rows, range(10)), global_batch_size=4, shuffle=True
+        ),
         lambda rows: af.Data.mix(
             [Subset(rows, range(3)), Subset(rows, range(3, 10))],
             batch_size=4,
@@ -515,19 +531,22 @@ def test_a_batch_of_tensors_has_the_containers_of_the_dataset(kind, made):
     """Of tensors in any containers, each has its rows, where it stood, in its dtype."""
     rows = ROWS_OF_TENSORS[kind]
     given = rows.tensors if isinstance(rows, TensorDataset) else rows
-    for batch in af.batches(make(made(rows)), epochs=1):
+    for batch in af.batches(make(made(rows)), until_epoch=1):
         expected = tree_map(lambda leaf, b=batch: leaf[b.indices], given)
         assert bits(batch.value) == bits(expected)
 
 
 DRAWING = {
-    "tensors": (lambda: af.Data(X, batch_size=4), False),
-    "table": (lambda: af.Data(pa.table({"x": X[:, 0].numpy()}), batch_size=4), False),
+    "tensors": (lambda: af.Data(X, global_batch_size=4), False),
+    "table": (
+        lambda: af.Data(pa.table({"x": X[:, 0].numpy()}), global_batch_size=4),
+        False,
+    ),
     "mix of tensors": (lambda: af.Data.mix([X, X], batch_size=4), False),
-    "items": (lambda: af.Data(Noisy(), batch_size=4), True),
+    "items": (lambda: af.Data(Noisy(), global_batch_size=4), True),
     "mix, first items": (lambda: af.Data.mix([Noisy(), X[:, :1]], batch_size=4), True),
     "mix, then items": (lambda: af.Data.mix([X[:, :1], Noisy()], batch_size=4), True),
-    "collate": (lambda: af.Data(X, batch_size=4, collate=len), True),
+    "collate": (lambda: af.Data(X, global_batch_size=4, collate=len), True),
 }
 
 
@@ -538,19 +557,19 @@ def test_what_draws_waits_for_a_thread_that_draws(kind):
     state = make(make_data())
 
     def rows_read():
-        return [batch.num_samples for batch in af.batches(state, epochs=1)]
+        return [batch.num_samples for batch in af.batches(state, until_epoch=1)]
 
     expected = rows_read()
     with ThreadPoolExecutor(1) as other:
-        with af.rng(state, "noise"):
-            with af.rng(state, "more"):  # a block in a block of the same thread
+        with af.fork_rng(state, "noise"):
+            with af.fork_rng(state, "more"):  # a block in a block of the same thread
                 error = other.submit(rows_read).exception()
             drawn = torch.rand(2)
         after = other.submit(rows_read).result()
-        with af.rng(state, "noise"):
+        with af.fork_rng(state, "noise"):
             assert torch.equal(drawn, torch.rand(2))
     if may_draw:
-        assert isinstance(error, af.WorldError)
+        assert isinstance(error, af.errors.WorldError)
         assert "while another thread of this process does" in str(error)
     else:
         assert error is None
@@ -559,12 +578,12 @@ def test_what_draws_waits_for_a_thread_that_draws(kind):
 
 def test_a_block_that_has_ended_keeps_nobody_waiting():
     """Another thread may draw then, though somebody still has what the block was made of."""
-    state = make(af.Data(Noisy(), batch_size=4))
-    block = af.rng(state, "noise")
+    state = make(af.Data(Noisy(), global_batch_size=4))
+    block = af.fork_rng(state, "noise")
     with block:
         expected = torch.rand(2)
     with ThreadPoolExecutor(1) as other:
-        found = other.submit(lambda: list(af.batches(state, epochs=1))).result()
+        found = other.submit(lambda: list(af.batches(state, until_epoch=1))).result()
     assert len(found) == 3
     with block:
         assert torch.equal(expected, torch.rand(2))

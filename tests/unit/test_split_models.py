@@ -34,7 +34,7 @@ def begun(world, model=Blocks, **options):
         optimizer=sgd,
         setup=af.chain(af.shard_data(), af.wrap_fsdp(**options)),
         world=world,
-        data=af.Data(torch.arange(12.0).view(4, 3).double() / 12, batch_size=4),
+        data=af.Data(torch.arange(12.0).view(4, 3).double() / 12, global_batch_size=4),
     )
 
 
@@ -78,12 +78,12 @@ def test_evaluation_drops_nothing():
         state = begun(world, partial(Blocks, dropout=0.9))
         loss = lambda net, x: net(x).square().mean()  # noqa: E731
         (found,) = af.evaluate(state, state.data, loss).values()
-        whole = af.frozen(state)
+        whole = af.snapshot_model(state)
         with torch.no_grad():
             expected = loss(whole, torch.arange(12.0).view(4, 3).double() / 12)
         assert found == pytest.approx(expected.item(), rel=1e-12)
         _, metrics = af.make_step(loss)(state, next(iter(af.batches(state))))
-        assert abs(af.mean(metrics, world)["loss"] - found) > 0.01
+        assert abs(metrics.all_reduce_mean(world)["loss"] - found) > 0.01
 
     simulate(2, fn)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`af.split`: parts that are the whole."""
+"""`af.split_over_ranks`: parts that are the whole."""
 
 import copy
 from collections import deque, namedtuple
@@ -25,7 +25,9 @@ KINDS = {
 
 
 def parts(values: Any, size: int, *, pad: bool = False) -> list[Any]:
-    return list(simulate(size, lambda world: af.split(values, world, pad=pad)))
+    return list(
+        simulate(size, lambda world: af.split_over_ranks(values, world, pad=pad))
+    )
 
 
 @given(
@@ -76,8 +78,10 @@ def test_a_dict_is_split_by_value_and_not_changed():
     assert first["text"] == ["a", "b"]
     assert second["row"].tolist() == [[4, 5]]
     assert values["text"] == ["a", "b", "c"]
-    with pytest.raises(af.ArgumentError, match="differ in length: {'a': 1, 'b': 2}"):
-        af.split({"a": [1], "b": [1, 2]}, af.World.single())
+    with pytest.raises(
+        af.errors.ArgumentError, match="differ in length: {'a': 1, 'b': 2}"
+    ):
+        af.split_over_ranks({"a": [1], "b": [1, 2]}, af.World.single())
 
 
 Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - as users have them
@@ -96,18 +100,20 @@ def test_padded_ranges_are_lists_on_all_ranks():
 
 @pytest.mark.parametrize("wrong", [deque([1, 2]), Pair([1, 2], [3, 4])])
 def test_what_has_no_parts_is_refused(wrong):
-    with pytest.raises(af.ArgumentError, match="can be sliced.*got (deque|Pair)"):
-        af.split(wrong, af.World.single())
+    with pytest.raises(
+        af.errors.ArgumentError, match="can be sliced.*got (deque|Pair)"
+    ):
+        af.split_over_ranks(wrong, af.World.single())
 
 
 @pytest.mark.parametrize("wrong", [3, torch.tensor(1), {1, 2}, None])
 def test_what_is_no_sequence_is_refused(wrong):
-    with pytest.raises(af.ArgumentError, match="expected a sequence"):
-        af.split(wrong, af.World.single())
+    with pytest.raises(af.errors.ArgumentError, match="expected a sequence"):
+        af.split_over_ranks(wrong, af.World.single())
 
 
 def test_nothing_cannot_be_padded():
-    with pytest.raises(af.ArgumentError, match="nothing to repeat"):
+    with pytest.raises(af.errors.ArgumentError, match="nothing to repeat"):
         parts([], 2, pad=True)
 
 
@@ -124,9 +130,9 @@ def test_nested_dicts_and_views():
 def test_what_is_no_sequence_inside_is_refused(wrong):
     """A dict of something else, or an iterator, is refused with its kind."""
     with pytest.raises(
-        af.ArgumentError, match="expected a sequence.*got (int|list_it)"
+        af.errors.ArgumentError, match="expected a sequence.*got (int|list_it)"
     ):
-        af.split(wrong, af.World.single())
+        af.split_over_ranks(wrong, af.World.single())
 
 
 def test_an_empty_dict_has_empty_parts():
@@ -146,9 +152,9 @@ def test_ranks_that_share_samples_split_by_who_has_own(axes, said):
     """A world of them is refused with its axes; ranks of a part of it have parts each."""
 
     def each_rank(world):
-        with pytest.raises(af.ArgumentError, match=said):
-            af.split(range(8), world)
-        return [*af.split(range(8), world.batch)]
+        with pytest.raises(af.errors.ArgumentError, match=said):
+            af.split_over_ranks(range(8), world)
+        return [*af.split_over_ranks(range(8), world.batch)]
 
     found = simulate(4, each_rank, axes=axes).results
     size = axes.get("dp_replicate", 1)

@@ -34,7 +34,7 @@ def make(**options):
     options = {
         "model": net,
         "optimizer": partial(torch.optim.Adam, lr=0.1),
-        "data": af.Data(X, batch_size=4),
+        "data": af.Data(X, global_batch_size=4),
         "setup": af.ema(0.9),
         **options,
     }
@@ -43,7 +43,7 @@ def make(**options):
 
 def bound(state, _):
     """Return a name of a module bound to the state."""
-    with af.bind(state) as model:
+    with af.borrow_model(state) as model:
         return type(model).__name__
 
 
@@ -67,10 +67,10 @@ USES = {
     "with_setup": lambda state, _: state.with_setup(af.identity()),
     "setup(state)": lambda state, _: af.identity()(state),
     "bind": bound,
-    "frozen": lambda state, _: af.frozen(state),
+    "frozen": lambda state, _: af.snapshot_model(state),
     "eval_params": lambda state, _: af.eval_params(state),
     "finalize": lambda state, _: af.finalize(state),
-    "build": lambda state, _: af.build(state),
+    "build": lambda state, _: af.prepare_engine(state),
 }
 
 
@@ -79,7 +79,9 @@ def test_donated_state(use, tmp_path):
     """Each use of a donated state says at which update, and to copy it before."""
     state = make()
     STEP(state, X)
-    with pytest.raises(af.StateDonatedError, match=r"update 1\b.*copy\(\)") as caught:
+    with pytest.raises(
+        af.errors.StateDonatedError, match=r"update 1\b.*copy\(\)"
+    ) as caught:
         USES[use](state, tmp_path)
     assert isinstance(caught.value, RuntimeError)
     assert list(tmp_path.iterdir()) == []
@@ -90,9 +92,9 @@ def test_donated_state_and_its_gradients():
     state = make()
     _, grads = af.value_and_grad(loss)(state, X)
     STEP(state, X)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         af.apply_grads(state, grads)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         af.sync_grads(state, grads)
 
 
@@ -101,7 +103,7 @@ KIN = {
     "with_params": lambda state: state.with_params(dict(state.params)),
     "with_setup": lambda state: state.with_setup(af.identity()),
     "setup(state)": af.clip_grad_norm(1.0),
-    "build": af.build,
+    "build": af.prepare_engine,
     "evolve": lambda state: attrs.evolve(state, seed=3),
 }
 
@@ -114,7 +116,7 @@ def test_records_that_share_tensors_go_together(kin, first):
     records = [state, KIN[kin](state)]
     STEP(records[first], X)
     for record in records:
-        with pytest.raises(af.StateDonatedError, match="update 1"):
+        with pytest.raises(af.errors.StateDonatedError, match="update 1"):
             _ = record.params
 
 
@@ -126,7 +128,7 @@ def test_tensors_of_another_state():
     STEP(second, X)
     try:
         after = values(first)["params"]
-    except af.StateDonatedError:
+    except af.errors.StateDonatedError:
         return
     assert before == after
 
@@ -176,7 +178,8 @@ def test_interrupted_update():
         STEP(state, X)
     for use in (lambda: state.params, state.copy, lambda: STEP(state, X)):
         with pytest.raises(
-            af.StateDonatedError, match=r"Update 1 was interrupted.*checkpoint.*copy"
+            af.errors.StateDonatedError,
+            match=r"Update 1 was interrupted.*checkpoint.*copy",
         ):
             use()
     with pytest.raises(KeyboardInterrupt):
@@ -207,7 +210,7 @@ def test_transform_that_raises_after_the_update():
     state = make().with_setup(Breaks())
     with pytest.raises(ZeroDivisionError):
         STEP(state, X)
-    with pytest.raises(af.StateDonatedError, match="Update 1 was interrupted"):
+    with pytest.raises(af.errors.StateDonatedError, match="Update 1 was interrupted"):
         _ = state.params
 
 
@@ -227,7 +230,7 @@ def test_gradients_that_were_begun_with_are_given_away():
     _, grads = af.value_and_grad(loss)(state, X)
     with pytest.raises(ZeroDivisionError):
         af.apply_grads(state, grads)
-    with pytest.raises(af.GradsError, match="given"):
+    with pytest.raises(af.errors.GradsError, match="given"):
         af.apply_grads(state, grads)
     assert len(state.params) > 0  # which nothing has changed
 
@@ -242,7 +245,7 @@ def test_a_transform_is_told_which_state_is_before():
             assert len(state.params) == len(update.state.params)
             return state, slot
 
-    with pytest.raises(af.StateDonatedError) as caught:
+    with pytest.raises(af.errors.StateDonatedError) as caught:
         STEP(make().with_setup(ReadsBefore()), X)
     (note,) = caught.value.__notes__
     assert (
@@ -302,7 +305,7 @@ def test_optimizer_that_nobody_knows_may_have_changed_the_state():
     state = af.TrainState.create(model=net, optimizer=partial(Refuses, lr=0.1))
     with pytest.raises(ZeroDivisionError):
         STEP(state, X)
-    with pytest.raises(af.StateDonatedError, match="may be partly updated"):
+    with pytest.raises(af.errors.StateDonatedError, match="may be partly updated"):
         _ = state.params
 
 
@@ -324,7 +327,7 @@ def test_optimizer_that_nobody_knows_may_have_changed_the_state():
 )
 def test_bad_arguments(options, words):
     """An argument that can have no meaning is refused by name and value."""
-    with pytest.raises(af.ArgumentError, match=words) as caught:
+    with pytest.raises(af.errors.ArgumentError, match=words) as caught:
         make(**options)
     assert isinstance(caught.value, ValueError)
 
@@ -364,7 +367,9 @@ def test_with_slot_is_kept_by_a_step():
 
 def test_with_slot_of_a_transform():
     """A transform's own slot cannot be set; the name is said."""
-    with pytest.raises(af.StateError, match=r"with_slot\('ema'\).*owns") as caught:
+    with pytest.raises(
+        af.errors.StateError, match=r"with_slot\('ema'\).*owns"
+    ) as caught:
         make().with_slot("ema", 3)
     assert isinstance(caught.value, ValueError)
 
@@ -372,14 +377,14 @@ def test_with_slot_of_a_transform():
 @pytest.mark.parametrize("name", [3, None])
 def test_with_slot_of_no_name(name):
     """A slot's name is a word."""
-    with pytest.raises(af.Error, match="with_slot"):
+    with pytest.raises(af.errors.Error, match="with_slot"):
         make().with_slot(name, 1)
 
 
 def test_transform_does_not_take_over_a_users_slot():
     """A transform named like an entry of the user's is refused, not handed that entry."""
     state = make(setup=None).with_slot("ema", 3)
-    with pytest.raises(af.Error, match="ema"):
+    with pytest.raises(af.errors.Error, match="ema"):
         af.ema(0.9)(state)
 
 
@@ -407,7 +412,7 @@ def test_with_params_of_another_model(case):
     """Parameters that are not the model's are refused, the first that differs named."""
     state = make()
     wrong = PARAMS[case](dict(state.params))
-    with pytest.raises(af.StateError, match=r"with_params.*(0\.bias|extra)"):
+    with pytest.raises(af.errors.StateError, match=r"with_params.*(0\.bias|extra)"):
         state.with_params(wrong)
 
 
@@ -447,7 +452,7 @@ def test_a_copy_keeps_what_is_one_tensor():
     state = make()
     name = next(iter(state.params))
     mine = {"same": state.params[name], "objects": [Box()]}
-    with pytest.warns(af.Warning, match="the entry follows the training"):
+    with pytest.warns(af.AccelfnWarning, match="the entry follows the training"):
         state = state.with_slot("mine", mine)
     copied = state.copy()
     assert copied.slots["mine"]["same"] is copied.params[name]

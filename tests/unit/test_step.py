@@ -50,12 +50,12 @@ def make(setup="plain", **options):
     options = {
         "model": net,
         "optimizer": partial(torch.optim.Adam, lr=0.1),
-        "data": af.Data(X, batch_size=4),
+        "data": af.Data(X, global_batch_size=4),
         "setup": SETUPS[setup](),
         **options,
     }
     state = af.TrainState.create(**options)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = STEP(state, batch)
     return state
 
@@ -100,8 +100,8 @@ def grad_mode(model, batch):
 RAISES = {
     late_error: ZeroDivisionError,
     interrupted: KeyboardInterrupt,
-    no_scalar: af.LossError,
-    not_a_number: af.NonFiniteLossError,
+    no_scalar: af.errors.LossError,
+    not_a_number: af.errors.NonFiniteLossError,
     backward_error: ZeroDivisionError,
     grad_mode: ZeroDivisionError,
 }
@@ -113,14 +113,14 @@ def test_step_that_raises_leaves_the_state(broken, setup):
     """State, generators and modes are bitwise as before; the next step is the same."""
     state, witness = make(setup), make(setup)
     before, random = values(state), torch.get_rng_state()
-    first = next(iter(af.batches(state, epochs=2)))
+    first = next(iter(af.batches(state, until_epoch=2)))
     for _ in range(2):
         with pytest.raises(RAISES[broken]):
             af.make_step(broken)(state, first)
     assert before == values(state)
     assert torch.equal(random, torch.get_rng_state())
     assert torch.is_grad_enabled()
-    for batch in af.batches(witness, epochs=2):
+    for batch in af.batches(witness, until_epoch=2):
         state, mine = STEP(state, batch)
         witness, theirs = STEP(witness, batch)
         assert values(witness) == values(state)
@@ -169,7 +169,9 @@ def test_hyper_of_nothing(where):
     """A hyperparameter or group that is not there is named; the state is as it was."""
     state = make().with_setup(Sets(where))
     before = values(state)
-    with pytest.raises(af.OptimizerError, match=rf"hyper {re.escape(repr(where))}:"):
+    with pytest.raises(
+        af.errors.OptimizerError, match=rf"hyper {re.escape(repr(where))}:"
+    ):
         STEP(state, X)
     assert before == values(state)
 
@@ -259,14 +261,14 @@ def test_extras_reach_the_loss():
 def test_batch_that_does_not_follow():
     """A batch from elsewhere in the data is refused with both places."""
     state = make()
-    first, second = list(af.batches(state, epochs=2))
+    first, second = list(af.batches(state, until_epoch=2))
     with pytest.raises(
-        af.BatchError, match=r"epoch 1 sample 4.*epoch 1 sample 0.*af\.batches"
+        af.errors.BatchError, match=r"epoch 1 sample 4.*epoch 1 sample 0.*af\.batches"
     ) as caught:
         STEP(state, second)
     assert isinstance(caught.value, ValueError)
     after, _ = STEP(state, first)
-    with pytest.raises(af.BatchError, match=r"sample 0.*sample 4"):
+    with pytest.raises(af.errors.BatchError, match=r"sample 0.*sample 4"):
         STEP(after, first)
     STEP(after, second)
 
@@ -275,7 +277,7 @@ def test_batch_of_micro_batches_without_accumulation():
     """A batch cut into several cannot be stepped over whole; it says what to read."""
     state = make("rich")
     batch = next(iter(af.batches(state)))
-    with pytest.raises(af.BatchError, match=r"2 micro-batches.*micro_batches"):
+    with pytest.raises(af.errors.BatchError, match=r"2 micro-batches.*micro_batches"):
         STEP(state.with_setup(af.chain()), batch)
 
 
@@ -285,7 +287,7 @@ def test_batch_of_micro_batches_without_accumulation():
 def test_plain_value_under_accumulation(value):
     """Anything but a list of the right number is refused with what it is."""
     state = make("rich")
-    with pytest.raises(af.BatchError, match=r"num_micro_batches=2.*list of 2"):
+    with pytest.raises(af.errors.BatchError, match=r"num_micro_batches=2.*list of 2"):
         STEP(state, value)
     assert state.copy().step == 2
 
@@ -296,7 +298,7 @@ def test_gradients_of_another_update():
     _, grads = af.value_and_grad(loss)(state, X)
     after, _ = STEP(state, X)
     for use in (af.apply_grads, af.sync_grads):
-        with pytest.raises(af.GradsError, match=r"update 2.*update 3") as caught:
+        with pytest.raises(af.errors.GradsError, match=r"update 2.*update 3") as caught:
             use(after, grads)
         assert isinstance(caught.value, ValueError)
     STEP(after, X)
@@ -308,7 +310,7 @@ def test_stale_gradients_are_not_added_to():
     state = make()
     _, grads = compute(state, X)
     after, _ = STEP(state, X)
-    with pytest.raises(af.GradsError, match=r"update 2.*update 3"):
+    with pytest.raises(af.errors.GradsError, match=r"update 2.*update 3"):
         compute(after, X, into=grads)
 
 
@@ -327,7 +329,7 @@ def test_gradients_that_do_not_fit(case):
     state = make()
     before = values(state)
     _, grads = af.value_and_grad(loss)(state, X)
-    with pytest.raises(af.GradsError, match=words):
+    with pytest.raises(af.errors.GradsError, match=words):
         af.apply_grads(state, grads.with_tensors(change(dict(grads.tensors))))
     assert before == values(state)
     assert values(STEP(make(), X)[0]) == values(STEP(state, X)[0])
@@ -338,7 +340,7 @@ def test_adding_to_gradients_of_unknown_names():
     state = make()
     compute = af.value_and_grad(loss)
     _, grads = compute(state, X)
-    with pytest.raises(af.GradsError, match="extra"):
+    with pytest.raises(af.errors.GradsError, match="extra"):
         compute(state, X, into=grads.with_tensors({**grads.tensors, "extra": X}))
 
 
@@ -347,12 +349,12 @@ def test_what_is_no_record_of_gradients_is_refused(given):
     """A dict of gradients, a tensor or nothing is named by what it is."""
     state = make()
     words = f"Grads that value_and_grad returned, got {type(given).__name__}"
-    with pytest.raises(af.GradsError, match=words):
+    with pytest.raises(af.errors.GradsError, match=words):
         af.apply_grads(state, given)
-    with pytest.raises(af.GradsError, match=words):
+    with pytest.raises(af.errors.GradsError, match=words):
         af.sync_grads(state, given)
     if given is not None:
-        with pytest.raises(af.GradsError, match=words):
+        with pytest.raises(af.errors.GradsError, match=words):
             af.value_and_grad(loss)(state, X, into=given)
 
 
@@ -367,7 +369,7 @@ def test_a_batch_on_another_device_is_told(place):
 
     given = (away, 0.0) if place == "batch" else (X, away)
     words = r"loss function failed \(.*on meta, and the state is on cpu\. .*batch\.to\("
-    with pytest.raises(af.BatchError, match=words) as caught:
+    with pytest.raises(af.errors.BatchError, match=words) as caught:
         af.make_step(shifted)(state, *given)
     assert type(caught.value.__cause__) is RuntimeError
     assert before == values(state)
@@ -393,7 +395,7 @@ def test_gradients_are_given_away_once():
     assert expected == values(af.apply_grads(state, grads))["params"]
     try:
         after = af.apply_grads(fork, grads)
-    except af.Error:
+    except af.errors.Error:
         return
     assert expected == values(after)["params"]
 
@@ -407,7 +409,7 @@ def test_gradients_that_were_added_to_are_given_away():
     expected = values(STEP(witness, X)[0])["params"]
     try:
         after = af.apply_grads(state, first)
-    except af.Error:
+    except af.errors.Error:
         return
     assert expected == values(after)["params"]
 
@@ -426,9 +428,9 @@ def test_unreduced_gradients():
     _, grads = af.value_and_grad(loss)(state, X)
     assert not grads.reduced
     words = r"not reduced over the 2 ranks.*wrap_ddp.*sync_grads"
-    with pytest.raises(af.GradsError, match=words) as caught:
+    with pytest.raises(af.errors.GradsError, match=words) as caught:
         af.apply_grads(state, grads)
-    with pytest.raises(af.GradsError, match=words):
+    with pytest.raises(af.errors.GradsError, match=words):
         STEP(state, X)
     assert isinstance(caught.value, ValueError)
     assert before == values(state)
@@ -442,9 +444,11 @@ def test_reduced_gradients_are_not_added_to_nor_reduced_again():
     compute = af.value_and_grad(loss)
     _, grads = compute(state, X)
     reduced = attrs.evolve(grads, reduced=True)
-    with pytest.raises(af.GradsError, match=r"reduced over the ranks.*sync=False"):
+    with pytest.raises(
+        af.errors.GradsError, match=r"reduced over the ranks.*sync=False"
+    ):
         compute(state, X, into=reduced)
-    with pytest.raises(af.GradsError, match="reduced over the ranks already"):
+    with pytest.raises(af.errors.GradsError, match="reduced over the ranks already"):
         af.sync_grads(state, reduced)
     assert state.copy().step == 0
 
@@ -501,7 +505,9 @@ def test_a_weight_is_exact():
 def test_what_is_no_weight_of_sums_is_refused(weight, shown):
     """A sum of counts that 16 bits would round, several numbers, or none."""
     _, grads = af.value_and_grad(loss)(make(), X)
-    with pytest.raises(af.GradsError, match=rf"weight={shown}.*at least 32 bits"):
+    with pytest.raises(
+        af.errors.GradsError, match=rf"weight={shown}.*at least 32 bits"
+    ):
         grads.with_sums(grads.tensors, weight)
 
 
@@ -536,7 +542,7 @@ def test_released_engine_is_made_anew():
     state, witness = make("rich"), make("rich")
     parts = [X[:4], X[4:]]
     for _ in range(2):
-        af.release(state)
+        af.release_engine(state)
         state, _ = STEP(state, parts)
         witness, _ = STEP(witness, parts)
     assert values(witness) == values(state)
@@ -602,11 +608,11 @@ def test_the_steady_loop_reads_nothing_back():
         model=net,
         optimizer=partial(torch.optim.AdamW, lr=0.1, fused=True),
         schedule=af.schedules.linear(9),
-        data=af.Data(X, batch_size=4, shuffle=True),
+        data=af.Data(X, global_batch_size=4, shuffle=True),
         setup=setup,
     )
     seen = set()
-    for batch in af.batches(state, epochs=3):
+    for batch in af.batches(state, until_epoch=3):
         with Records() as records:
             state, _ = STEP(state, batch)
         if state.step > 2:

@@ -149,7 +149,7 @@ def test_a_signal_that_was_asked_for_does_not_come_again():
 
 def test_a_signal_in_an_asynchronous_save_is_not_lost():
     """It is there at the next step's end, and the save under way is finished."""
-    data = af.Data(torch.ones(4, 1), batch_size=2)
+    data = af.Data(torch.ones(4, 1), global_batch_size=2)
     state = linear_state(data=data)
     with tempfile.TemporaryDirectory() as folder:
         with (
@@ -184,7 +184,7 @@ def test_what_cannot_be_taken_is_refused(number):
     """The error says which, and handlers taken before it are put back."""
     before = signal.getsignal(signal.SIGTERM)
     with (
-        pytest.raises(af.ArgumentError, match="cannot be taken"),
+        pytest.raises(af.errors.ArgumentError, match="cannot be taken"),
         af.stopping(WORLD, signals=[signal.SIGTERM, number]),
     ):
         pass
@@ -195,7 +195,7 @@ def test_what_cannot_be_taken_is_refused(number):
 def test_one_signal_is_no_list_of_them(signals):
     """It is refused before anything is taken."""
     with (
-        pytest.raises(af.ArgumentError, match="expected a list of signals"),
+        pytest.raises(af.errors.ArgumentError, match="expected a list of signals"),
         af.stopping(WORLD, signals),
     ):
         pass

@@ -36,15 +36,15 @@ def next_save(folder, error):
 def test_a_save_that_is_lost_with_a_rank_is_said_and_no_error(tmp_path):
     """Each rank says so on stderr, and the next save is made."""
     with redirect_stderr(StringIO()) as said:
-        assert next_save(tmp_path, af.PeerFailedError(GONE)) == [(0,)] * 2
+        assert next_save(tmp_path, af.errors.PeerFailedError(GONE)) == [(0,)] * 2
     assert said.getvalue() == f"accelfn: {GONE}\n" * 2
 
 
 def test_a_save_that_another_error_has_ended_is_told_with_the_next(tmp_path):
     """On all ranks; the next is made all the same."""
-    full = af.CheckpointWriteError("The disk is full.")
+    full = af.errors.CheckpointWriteError("The disk is full.")
     with pytest.raises(
-        af.CheckpointWriteError, match=r"The disk is full\. .* all the same"
+        af.errors.CheckpointWriteError, match=r"The disk is full\. .* all the same"
     ):
         next_save(tmp_path, full)
     assert af.CheckpointStore(tmp_path).steps == (0,)

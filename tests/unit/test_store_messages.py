@@ -51,9 +51,11 @@ def test_a_load_says_that_a_checkpoint_was_removed(tmp_path, monkeypatch):
     """A reader of a running store hears that a checkpoint is gone, and not that it is corrupt."""
     store = stored(tmp_path / "runs")
     removing(monkeypatch, lambda: shutil.rmtree(store.latest))
-    with pytest.raises(af.CheckpointError, match=r"removed while.*restore") as caught:
+    with pytest.raises(
+        af.errors.CheckpointError, match=r"removed while.*restore"
+    ) as caught:
         af.load(fresh(), store.latest)
-    assert not isinstance(caught.value, af.CheckpointCorruptError)
+    assert not isinstance(caught.value, af.errors.CheckpointCorruptError)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -76,7 +78,7 @@ def test_a_deleted_directory_is_not_an_empty_one(tmp_path):
     store = stored(tmp_path / "runs")
     shutil.rmtree(store.directory)
     for use in (lambda: store.steps, lambda: store.restore(fresh())):
-        with pytest.raises(af.CheckpointError, match="was deleted since"):
+        with pytest.raises(af.errors.CheckpointError, match="was deleted since"):
             use()
 
 
@@ -87,13 +89,17 @@ def test_a_newest_checkpoint_that_is_broken(tmp_path):
         path = store.directory / name_of(step) / "rank-00000.safetensors"
         path.write_bytes(path.read_bytes()[:-8])
     words = r"store\.restore\(state, step=1\)"
-    with pytest.raises(af.CheckpointCorruptError, match="the manifest says") as caught:
+    with pytest.raises(
+        af.errors.CheckpointCorruptError, match="the manifest says"
+    ) as caught:
         store.restore(fresh())
     assert [words.replace("\\", "") in note for note in caught.value.__notes__] == [
         True
     ]
     (store.directory / name_of(9)).symlink_to(tmp_path / "nowhere")
-    with pytest.raises(af.CheckpointError, match=rf"broken link to .*nowhere.*{words}"):
+    with pytest.raises(
+        af.errors.CheckpointError, match=rf"broken link to .*nowhere.*{words}"
+    ):
         store.restore(fresh())
     assert store.restore(fresh(), step=1).step == 1
 
@@ -114,7 +120,9 @@ def test_an_asynchronous_save_without_a_thread(size, tmp_path, monkeypatch):
     def save(world):
         store = af.CheckpointStore(tmp_path / "runs")
         store.save(fresh(world))
-        with pytest.raises(af.CheckpointWriteError, match=r"no thread.*async_=False"):
+        with pytest.raises(
+            af.errors.CheckpointWriteError, match=r"no thread.*async_=False"
+        ):
             store.wait()
         store.close()
         return store.steps

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys differ where their parts do, in the bits that torch's generator keeps.
 
-`key` and `fold` are not public: the public `af.rng` cannot draw from so many keys in a
+`key` and `fold` are not public: the public `af.fork_rng` cannot draw from so many keys in a
 test's time, and a collision would show nowhere else.
 """
 

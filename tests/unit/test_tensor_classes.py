@@ -34,7 +34,9 @@ class Keeps(torch.optim.SGD):
 
 def test_a_parameter_is_rejected_by_its_name():
     """`create` names the parameter and its class."""
-    with pytest.raises(af.ModelError, match=r"weight is a TwoTensor.*no checkpoint"):
+    with pytest.raises(
+        af.errors.ModelError, match=r"weight is a TwoTensor.*no checkpoint"
+    ):
         af.TrainState.create(model=Wrapped, optimizer=torch.optim.SGD)
 
 
@@ -42,7 +44,9 @@ def test_an_entry_is_rejected_at_the_first_update():
     """The first update raises, and not the first save after a week."""
     state = af.TrainState.create(model=lambda: nn.Linear(2, 1), optimizer=Keeps)
     step = af.make_step(lambda model, batch: model(batch).sum())
-    with pytest.raises(af.OptimizerError, match=r"Keeps keeps.*no checkpoint can hold"):
+    with pytest.raises(
+        af.errors.OptimizerError, match=r"Keeps keeps.*no checkpoint can hold"
+    ):
         step(state, torch.ones(1, 2))
 
 
@@ -58,5 +62,5 @@ def test_torchao_s_optimizers_of_few_bits_are_rejected(name):
     if name == "_AdamW":
         create()
         return
-    with pytest.raises(af.OptimizerError, match=rf"{name}.*bitsandbytes"):
+    with pytest.raises(af.errors.OptimizerError, match=rf"{name}.*bitsandbytes"):
         create()

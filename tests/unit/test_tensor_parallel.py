@@ -143,7 +143,9 @@ def state_of(
     return af.TrainState.create(
         model=model,
         optimizer=optimizer,
-        data=af.Data(torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), batch_size=2),
+        data=af.Data(
+            torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH), global_batch_size=2
+        ),
         setup=af.chain(af.shard_data(), af.tensor_parallel(plan), *behind),
         world=world,
     )
@@ -301,7 +303,7 @@ def test_what_was_refused_is_refused_again():
     [
         af.local_sgd(sync_every=2),
         af.compile(),
-        af.chain(af.wrap_ddp(), af.compress("powersgd")),
+        af.chain(af.wrap_ddp(), af.compress_grads("powersgd")),
         af.optimizer_in_backward(),
         "fp8",  # which needs a package
         af.tensor_parallel(PAIR, name="other"),
@@ -396,7 +398,7 @@ def test_gradients_of_parts_survive_others(wrap):
         engine = wrap(find_unused_parameters=True)
         state, other = (state_of(world, engine, optimizer=sgd) for _ in range(2))
         compute = af.value_and_grad(loss)
-        one, two = af.batches(state, epochs=1)
+        one, two = af.batches(state, until_epoch=1)
         _, kept = compute(state, one)
         before = bits(kept.tensors)
         for _ in range(2):
@@ -678,7 +680,7 @@ def test_scores_are_shown_without_asking_another_rank():
             return read(lambda _: scores, letters)
 
         state = reading(world, loss=printing)
-        data = af.Data(LETTERS, batch_size=2)
+        data = af.Data(LETTERS, global_batch_size=2)
         made = next(iter(af.predict(state, data, lambda net, batch: net(batch))))
         assert type(made) is torch.Tensor
         return made

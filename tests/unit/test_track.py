@@ -211,7 +211,7 @@ def test_a_full_disk_ends_no_training(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + 10, before[1]))
     try:
         with pytest.warns(
-            af.TrackingWarning, match="jsonl did not take .* step 2: OSErr"
+            af.errors.TrackingWarning, match="jsonl did not take .* step 2: OSErr"
         ):
             tracker({"loss": 2.0}, 2)
         with warnings.catch_warnings():
@@ -222,7 +222,9 @@ def test_a_full_disk_ends_no_training(tmp_path):
         signal.signal(signal.SIGXFSZ, handler)
     assert path.stat().st_size == size
     tracker({"loss": 4.0}, 4)
-    with pytest.warns(af.TrackingWarning, match="2 of 4 records, first .* step 2"):
+    with pytest.warns(
+        af.errors.TrackingWarning, match="2 of 4 records, first .* step 2"
+    ):
         tracker.close()
     assert af.track.read(path).metrics["loss"] == {1: 1.0, 4: 4.0}
 
@@ -233,12 +235,12 @@ def test_all_are_closed_where_warnings_are_errors():
     mine = af.track.custom(Broken, name="mine", world=WORLD)
     tracker = af.track.together(mine, kept)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", af.TrackingWarning)
+        warnings.simplefilter("ignore", af.errors.TrackingWarning)
         tracker({"loss": 1.0}, 1)
         tracker({"loss": 2.0}, 2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", af.TrackingWarning)
-        with pytest.raises(af.TrackingWarning, match="mine did not take 1 of 2"):
+        warnings.simplefilter("error", af.errors.TrackingWarning)
+        with pytest.raises(af.errors.TrackingWarning, match="mine did not take 1 of 2"):
             tracker.close()
     assert all(each.is_closed for each in tracker.outlets)
 
@@ -255,7 +257,7 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records():
                 tracker({"loss": 1.0}, step)
             raise ZeroDivisionError
 
-    with pytest.warns(af.TrackingWarning) as said:  # noqa: SIM117 - this order
+    with pytest.warns(af.errors.TrackingWarning) as said:  # noqa: SIM117 - this order
         with pytest.raises(ZeroDivisionError):
             run()
     assert list(kept.backends["in_memory"].metrics["loss"]) == [0, 1, 2, 3]
@@ -270,7 +272,7 @@ def test_a_failure_is_an_error_where_that_is_asked_for():
     """The warning is one of accelfn's errors when filters raise it."""
     tracker = af.track.custom(Broken, name="mine", world=WORLD)
     tracker({"loss": 1.0}, 1)
-    with pytest.raises(af.Error, match="step 2"):
+    with pytest.raises(af.errors.Error, match="step 2"):
         tracker({"loss": 1.0}, 2)
 
 
@@ -288,9 +290,9 @@ def test_other_ranks_track_nothing_and_refuse_what_rank_0_refuses(tmp_path):
         ) as tracker:
             tracker({"loss": 1.0}, 1)
             for wrong in ({"loss": torch.zeros(2)}, af.Metrics({"loss": (1.0, 1)})):
-                with pytest.raises(af.ArgumentError):
+                with pytest.raises(af.errors.ArgumentError):
                     tracker(wrong, 2)
-            with pytest.raises(af.ArgumentError, match="cannot hold images"):
+            with pytest.raises(af.errors.ArgumentError, match="cannot hold images"):
                 tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
             return len(tracker.backends)
 
@@ -339,7 +341,9 @@ def test_a_missing_package_is_named_with_its_command(
     """The error says what to type."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(af.TrackingError, match=rf"pip install \"accelfn\[{extra}\]\""):
+    with pytest.raises(
+        af.errors.TrackingError, match=rf"pip install \"accelfn\[{extra}\]\""
+    ):
         make("digits", world=WORLD)
     assert list(tmp_path.iterdir()) == []
 
@@ -368,7 +372,7 @@ def test_a_missing_package_is_named_with_its_command(
 def test_what_is_no_metric_is_refused(metrics, step, said):
     """A mistake in the call is an error, and nothing of it is tracked."""
     tracker = af.track.in_memory(world=WORLD)
-    with pytest.raises(af.ArgumentError, match=said):
+    with pytest.raises(af.errors.ArgumentError, match=said):
         tracker(metrics, step)
     assert tracker.backends["in_memory"].metrics == {}
 
@@ -406,10 +410,12 @@ def test_images_are_checked_and_converted():
     kept = tracker.backends["in_memory"]
     assert kept.images["seen"][1].tolist() == [[[0], [128], [255]]]
     images = {"seen": torch.tensor([[[0.0, 2.0]]]), "too": torch.zeros(1, 1, 1)}
-    with pytest.warns(af.TrackingWarning, match="step 2: .*'seen' is from 0 to 2"):
+    with pytest.warns(
+        af.errors.TrackingWarning, match="step 2: .*'seen' is from 0 to 2"
+    ):
         tracker.images(images, 2)
     assert (list(kept.images["seen"]), list(kept.images["too"])) == ([1], [2])
-    with pytest.raises(af.ArgumentError, match="channels, height, width"):
+    with pytest.raises(af.errors.ArgumentError, match="channels, height, width"):
         tracker.images({"seen": torch.zeros(2, 2)}, 1)
 
 
@@ -420,9 +426,9 @@ def test_images_go_to_the_backends_that_have_them(tmp_path):
     with af.track.together(file, kept, None) as tracker:
         tracker.images({"seen": torch.zeros(1, 2, 2)}, 1)
     assert list(kept.backends["in_memory"].images) == ["seen"]
-    with pytest.raises(af.TrackingError, match="closed"):
+    with pytest.raises(af.errors.TrackingError, match="closed"):
         file({"loss": 1.0}, 1)
-    with pytest.raises(af.ArgumentError, match="expected trackers"):
+    with pytest.raises(af.errors.ArgumentError, match="expected trackers"):
         af.track.together(print)
 
 
@@ -436,7 +442,7 @@ def test_two_of_a_kind_are_told_apart():
     kept = [each.backends["in_memory"] for each in (one, two, three)]
     assert all(a is b for a, b in zip(found.values(), kept, strict=True))
     assert [each.metrics for each in kept] == [{"loss": {1: 0.5}}] * 3
-    with pytest.raises(af.ArgumentError, match="in_memory is given twice"):
+    with pytest.raises(af.errors.ArgumentError, match="in_memory is given twice"):
         af.track.together(one, None, one)
 
 
@@ -460,7 +466,7 @@ def test_no_hyperparameter_is_lost(given, said):
 
     def train(world):
         tracker = af.track.in_memory(world=world)
-        with pytest.raises(af.ArgumentError, match=said):
+        with pytest.raises(af.errors.ArgumentError, match=said):
             tracker.hyperparameters(given)
         return [each.hyperparameters for each in tracker.backends.values()]
 
@@ -480,11 +486,11 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
     path = tmp_path / "run.jsonl"
     with (
         af.track.jsonl(path, world=WORLD),
-        pytest.raises(af.TrackingError, match="another tracker writes"),
+        pytest.raises(af.errors.TrackingError, match="another tracker writes"),
     ):
         af.track.jsonl(path, world=WORLD)
     af.track.jsonl(path, world=WORLD).close()
-    with pytest.raises(af.TrackingError, match="could not begin: .*run.jsonl"):
+    with pytest.raises(af.errors.TrackingError, match="could not begin: .*run.jsonl"):
         af.track.jsonl(path / "run.jsonl", world=WORLD)
 
 
@@ -510,7 +516,7 @@ def test_what_no_tracker_wrote_is_refused(tmp_path, line, said):
     """A foreign line is named by its number."""
     path = tmp_path / "run.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(af.TrackingError, match=said):
+    with pytest.raises(af.errors.TrackingError, match=said):
         af.track.read(path)
 
 
@@ -547,7 +553,9 @@ class Endless:
         yield from range(3)
 
 
-@pytest.mark.parametrize("error", [af.ArgumentError("no end"), TypeError("no len")])
+@pytest.mark.parametrize(
+    "error", [af.errors.ArgumentError("no end"), TypeError("no len")]
+)
 def test_a_bar_of_work_without_a_length(monkeypatch, error):
     """On a terminal too: `af.batches` without epochs, a loader of a stream."""
     shown = Terminal()
@@ -567,7 +575,7 @@ def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
 
     assert simulate(2, train).results == ([1, 2], [1, 2])
     assert "rank 1" not in shown.getvalue()
-    with pytest.raises(af.ArgumentError, match="iterate"):
+    with pytest.raises(af.errors.ArgumentError, match="iterate"):
         af.track.progress(3, world=WORLD)
 
 
@@ -575,7 +583,7 @@ def test_a_bar_is_shown_by_rank_0_alone(monkeypatch):
 @pytest.mark.parametrize("make", [af.track.jsonl, af.track.tensorboard])
 def test_a_step_that_is_none_opens_nothing(tmp_path, make, step):
     """What a run is to go on from is checked before there is a file."""
-    with pytest.raises(af.ArgumentError, match=f"step={step!r}"):
+    with pytest.raises(af.errors.ArgumentError, match=f"step={step!r}"):
         make(tmp_path / "run", world=WORLD, step=step)
     assert list(tmp_path.iterdir()) == []
 
@@ -585,19 +593,23 @@ def test_a_tracker_needs_the_world_of_its_run(tmp_path, world):
     """Whoever gives another thing for it is told which function wants one."""
     for name, place in (("jsonl", tmp_path / "a"), ("wandb", "a"), ("mlflow", "a")):
         make = getattr(af.track, name)
-        with pytest.raises(af.ArgumentError, match=rf"af.track.{name}\(world=.*World"):
+        with pytest.raises(
+            af.errors.ArgumentError, match=rf"af.track.{name}\(world=.*World"
+        ):
             make(place, world=world)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_log_is_kept_under_a_path():
     """What is no path is refused with what was given."""
-    with pytest.raises(af.ArgumentError, match=r"jsonl\(3\): expected the path"):
+    with pytest.raises(af.errors.ArgumentError, match=r"jsonl\(3\): expected the path"):
         af.track.jsonl(3, world=WORLD)
 
 
 def test_a_log_that_cannot_be_read_is_named(tmp_path):
     """A missing file, and a folder, are errors of tracking with the system's reason."""
     for path, why in ((tmp_path / "no.jsonl", "No such file"), (tmp_path, "directory")):
-        with pytest.raises(af.TrackingError, match=rf"{path} cannot be read: .*{why}"):
+        with pytest.raises(
+            af.errors.TrackingError, match=rf"{path} cannot be read: .*{why}"
+        ):
             af.track.read(path)

@@ -20,7 +20,7 @@ def test_what_an_image_says_ends_no_rank():
         tracker.images({"seen": torch.full((1, 2, 2), 3.0)}, 1)
         return [each.images for each in tracker.backends.values()]
 
-    with pytest.warns(af.TrackingWarning, match="from 3 to 3"):
+    with pytest.warns(af.errors.TrackingWarning, match="from 3 to 3"):
         assert simulate(2, train).results == ([{}], [])
 
 
@@ -97,7 +97,9 @@ NO_VALUES = {
 def test_what_has_no_values_is_refused(kind):
     """On all ranks, before rank 0 would fail to read it."""
     tracker = af.track.in_memory(world=WORLD)
-    with pytest.raises(af.ArgumentError, match="images: 'x' is a tensor of shape"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="images: 'x' is a tensor of shape"
+    ):
         tracker.images({"x": NO_VALUES[kind]}, 1)
 
 
@@ -127,7 +129,7 @@ def test_settings_within_settings_have_the_whole_way_for_a_name():
         "b.b.c": 2.0,
         "f": "None",
     }
-    with pytest.raises(af.ArgumentError, match=r"a\.b"):
+    with pytest.raises(af.errors.ArgumentError, match=r"a\.b"):
         flat({"a": {"b": 1}, "a.b": 2})
 
 
@@ -135,7 +137,9 @@ def test_settings_within_settings_have_the_whole_way_for_a_name():
 def test_what_no_backend_has_is_not_accepted(accepts):
     """Anything but images is refused before the backend is opened."""
     opened = []
-    with pytest.raises(af.ArgumentError, match=r"accepts=.*: expected \('images',\)"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"accepts=.*: expected \('images',\)"
+    ):
         af.track.custom(
             lambda: opened.append(1), name="mine", world=WORLD, accepts=accepts
         )

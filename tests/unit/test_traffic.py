@@ -64,7 +64,7 @@ def test_parts_that_do_not_divide_evenly_have_a_decimal():
     """12 bytes on the wire are 4.0 of each of 3 ranks; an uneven share is told as it is."""
 
     def one_byte(world: af.World) -> None:
-        af.reduce(torch.zeros(1, dtype=torch.uint8), world, "sum", label="a byte")
+        af.all_reduce(torch.zeros(1, dtype=torch.uint8), world, "sum", label="a byte")
 
     assert "1.3" in communication(one_byte).table([3])
 
@@ -85,7 +85,7 @@ def test_parts_that_do_not_divide_evenly_have_a_decimal():
 )
 def test_what_is_no_link_is_refused(make, says):
     """With what was given, and what was expected."""
-    with pytest.raises(af.ArgumentError, match=re.escape(says)):
+    with pytest.raises(af.errors.ArgumentError, match=re.escape(says)):
         make()
 
 
@@ -100,7 +100,7 @@ def test_what_is_no_link_is_refused(make, says):
 )
 def test_what_traffic_cannot_tell_is_refused(call, says):
     """With what was given, and what was expected."""
-    with pytest.raises(af.ArgumentError, match=re.escape(says)):
+    with pytest.raises(af.errors.ArgumentError, match=re.escape(says)):
         call(communication(nothing))
 
 
@@ -111,13 +111,13 @@ def test_other_numbers_of_updates_are_refused():
         for _ in range(6 // world.size):
             program(world)
 
-    with pytest.raises(af.ArgumentError, match="6 on 2, 4 on 3, 2 on 5"):
+    with pytest.raises(af.errors.ArgumentError, match="6 on 2, 4 on 3, 2 on 5"):
         communication(fewer)
 
 
 def test_a_simulated_link_is_not_measured():
     """Ranks that take turns have no link, nor has one alone."""
-    with pytest.raises(af.WorldError, match="simulated ranks has no links"):
+    with pytest.raises(af.errors.WorldError, match="simulated ranks has no links"):
         simulate(2, Link.measured)
-    with pytest.raises(af.WorldError, match="one rank has no links"):
+    with pytest.raises(af.errors.WorldError, match="one rank has no links"):
         Link.measured(af.World.single(device="cpu"))

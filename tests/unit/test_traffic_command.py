@@ -18,7 +18,7 @@ import accelfn as af
 
 
 def averages(world):
-    af.reduce(torch.zeros(1000), world, "mean", label="an average")
+    af.all_reduce(torch.zeros(1000), world, "mean", label="an average")
 """
 SCRIPT = """
 from dataclasses import dataclass
@@ -43,7 +43,7 @@ if __name__ == "__main__":
 
 def averages(world):
     """Do what the script's function does."""
-    af.reduce(torch.zeros(1000), world, "mean", label="an average")
+    af.all_reduce(torch.zeros(1000), world, "mean", label="an average")
 
 
 @pytest.fixture

@@ -54,7 +54,7 @@ def test_it_shares_tensors_and_the_lease():
     frozen = state.with_trainable(in_head)
     assert all(frozen.params[name] is param for name, param in state.params.items())
     STEP(frozen, X)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         STEP(state, X)
 
 
@@ -82,10 +82,10 @@ def test_steps_before_and_after():
 def test_lent_modules_say_what_is_trained():
     """A module lent from the state requires gradients where it is trained; a frozen one none."""
     state = create().with_trainable(in_head)
-    with af.bind(state) as net:
+    with af.borrow_model(state) as net:
         wanted = [n for n, p in net.named_parameters() if p.requires_grad]
     assert wanted == ["head.weight", "head.bias"]
-    assert not any(p.requires_grad for p in af.frozen(state).parameters())
+    assert not any(p.requires_grad for p in af.snapshot_model(state).parameters())
 
 
 def test_no_gradient_is_taken_of_the_frozen():
@@ -118,7 +118,9 @@ def test_gradients_of_another_set_are_refused():
             lambda g=grads, s=two: compute(s, X, into=g),
             lambda g=grads, s=two: af.apply_grads(s, g),
         ):
-            with pytest.raises(af.GradsError, match=r"body\.bias.*with_trainable"):
+            with pytest.raises(
+                af.errors.GradsError, match=r"body\.bias.*with_trainable"
+            ):
                 use()
         af.apply_grads(one.copy(), grads)
 
@@ -146,10 +148,10 @@ def test_a_resume_after_a_thaw_warns_with_the_code_to_write(tmp_path):
     state = train(create(), 2)
     af.save(state, tmp_path / "saved")
     words = r"body\.bias: frozen, now trained(.*\n)*.*write state\.with_trainable\(predicate\)"
-    with pytest.warns(af.Warning, match=words):
+    with pytest.warns(af.AccelfnWarning, match=words):
         loaded = af.load(create(), tmp_path / "saved")
     af.save(create(), tmp_path / "other")
-    with pytest.warns(af.Warning, match=r"body\.bias: trained, now frozen"):
+    with pytest.warns(af.AccelfnWarning, match=r"body\.bias: trained, now frozen"):
         af.load(create().with_trainable(in_head), tmp_path / "other")
     expected, resumed = (
         train(each, 4) for each in (state, loaded.with_trainable(in_head))
@@ -164,11 +166,11 @@ def test_local_sgd_averages_what_was_trained():
     def train(world):
         state = create(
             setup=af.chain(af.shard_data(), af.local_sgd(sync_every=1)),
-            data=af.Data(X[:7], batch_size=7),
+            data=af.Data(X[:7], global_batch_size=7),
             world=world,
         )
         state = state.with_params({**state.params, "fixed": torch.full((4,), 0.1)})
-        for batch in af.batches(state, epochs=3):
+        for batch in af.batches(state, until_epoch=3):
             state, _ = STEP(state, batch)
         return state.params["fixed"], af.eval_params(state)["fixed"]
 
@@ -192,12 +194,12 @@ def test_local_sgd_averages_what_is_thawed(thawed):
     def train(world):
         state = create(
             setup=af.chain(af.shard_data(), af.local_sgd(sync_every=2)),
-            data=af.Data(X[:7], batch_size=7),
+            data=af.Data(X[:7], global_batch_size=7),
             world=world,
             **(half_frozen() if thawed else {}),
         )
         seen = []
-        for batch in af.batches(state, epochs=6):
+        for batch in af.batches(state, until_epoch=6):
             state, _ = STEP(state, batch)
             if thawed and state.step == 2:
                 state = state.with_trainable(not_fixed)
@@ -228,16 +230,20 @@ def test_ranks_that_train_others():
         state = state.with_trainable(in_head if world.rank else not_fixed)
         STEP(state, X)
 
-    with pytest.raises(af.ReplicaMismatchError, match=r"body\.weight.*, frozen"):
+    with pytest.raises(af.errors.ReplicaMismatchError, match=r"body\.weight.*, frozen"):
         simulate(2, train)
 
 
 @pytest.mark.parametrize(
     ("predicate", "error", "why"),
     [
-        (lambda *_: True, af.OptimizerError, "AdamW lacks 1 .*: fixed.*Create it"),
-        (lambda *_: None, af.ModelError, "true of none of the 7"),
-        ("head", af.ArgumentError, "'head'.*expected a function"),
+        (
+            lambda *_: True,
+            af.errors.OptimizerError,
+            "AdamW lacks 1 .*: fixed.*Create it",
+        ),
+        (lambda *_: None, af.errors.ModelError, "true of none of the 7"),
+        ("head", af.errors.ArgumentError, "'head'.*expected a function"),
     ],
 )
 def test_what_cannot_be_trained(predicate, error, why):
@@ -250,7 +256,7 @@ def test_a_donated_state():
     """A state that was given away has nothing to freeze."""
     state = create()
     STEP(state, X)
-    with pytest.raises(af.StateDonatedError):
+    with pytest.raises(af.errors.StateDonatedError):
         state.with_trainable(in_head)
 
 
@@ -266,7 +272,7 @@ def test_hashes_of_parts(tmp_path):
         state = af.TrainState.create(
             model=model,
             optimizer=partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(X, batch_size=8),
+            data=af.Data(X, global_batch_size=8),
             setup=af.chain(af.shard_data(), setup),
             world=world,
         )

@@ -123,7 +123,7 @@ def test_autocast_runs_the_loss_alone():
 def test_autocast_around_and_inside():
     """It is torch's autocast around the loss, bitwise."""
     state = make(af.autocast("bf16"))
-    with af.bind(state.copy()) as model:
+    with af.borrow_model(state.copy()) as model:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             value = loss(model, X)
         value.backward()
@@ -134,11 +134,11 @@ def test_autocast_around_and_inside():
 
 def test_plateau():
     """It lets `patience` values pass that are no better, then lowers every rate."""
-    state = make(af.plateau(0.5, patience=1, cooldown=1, min_lr=0.02))
+    state = make(af.reduce_lr_on_plateau(0.5, patience=1, cooldown=1, min_lr=0.02))
     (base,) = state.lrs
     rates = []
     for value in (1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5):
-        state = af.observe(state, torch.tensor(value))
+        state = af.report_metric(state, torch.tensor(value))
         rates.append(state.lrs[0] / base)
     assert rates == [1, 1, 0.5, 0.5, 0.5, 0.5, 0.5, 0.25, 0.25]
 
@@ -146,30 +146,32 @@ def test_plateau():
 def test_plateau_of_two_groups_and_three_floors():
     """As many least rates as groups, or one; another number is refused with both."""
     with pytest.raises(
-        af.ArgumentError, match=r"each of the 1 parameter groups, got 3"
+        af.errors.ArgumentError, match=r"each of the 1 parameter groups, got 3"
     ):
-        make(af.plateau(min_lr=[0.1, 0.1, 0.1]))
-    assert make(af.plateau(min_lr=[0.1])).setup.transforms[0].min_lr == (0.1,)
+        make(af.reduce_lr_on_plateau(min_lr=[0.1, 0.1, 0.1]))
+    assert make(af.reduce_lr_on_plateau(min_lr=[0.1])).setup.transforms[0].min_lr == (
+        0.1,
+    )
 
 
 @pytest.mark.parametrize("value", [None, "0.1", True, torch.zeros(1), {"loss": 0.1}])
 def test_what_is_observed_is_a_number(value):
     """Something else is refused; of a dict one number is to be chosen."""
     hint = "by its name" if isinstance(value, dict) else "expected a number"
-    with pytest.raises(af.ArgumentError, match=hint):
-        af.observe(make(af.plateau()), value)
+    with pytest.raises(af.errors.ArgumentError, match=hint):
+        af.report_metric(make(af.reduce_lr_on_plateau()), value)
 
 
 def test_somebody_observes():
     """Without a transform that goes by it, a value would be lost; one is named."""
-    with pytest.raises(af.StateError, match=r"af\.plateau"):
-        af.observe(make(), 0.5)
+    with pytest.raises(af.errors.StateError, match=r"af\.plateau"):
+        af.report_metric(make(), 0.5)
 
 
 def test_observing_shares_the_tensors():
     """The state that observed is the given one but for slots, and given away with it."""
-    state = make(af.plateau())
-    after = af.observe(state, 0.5)
+    state = make(af.reduce_lr_on_plateau())
+    after = af.report_metric(state, 0.5)
     assert state.slots["plateau"]["best"] == math.inf
     assert after.slots["plateau"]["best"] == 0.5
     assert all(after.params[name] is state.params[name] for name in state.params)
@@ -187,5 +189,5 @@ def test_observers_of_ones_own():
             return value, [*slot, value]
 
     state = make(af.chain(Best(), Best(name="other")))
-    state = af.observe(af.observe(state, 2), 1.0)
+    state = af.report_metric(af.report_metric(state, 2), 1.0)
     assert dict(state.slots) == {"best": [2.0, 1.0], "other": [2.0, 1.0]}

@@ -17,11 +17,14 @@ from accelfn.testing import simulate
 from tests.breaking import Refuses
 from tests.states import linear_state
 
-LOW_RANK = af.compress("powersgd")
+LOW_RANK = af.compress_grads("powersgd")
 IN_BACKWARD = af.optimizer_in_backward()
 
 PAIRS = {
-    "two compressions": (af.compress("fp16"), af.compress("bf16", name="other")),
+    "two compressions": (
+        af.compress_grads("fp16"),
+        af.compress_grads("bf16", name="other"),
+    ),
     "unused parameters": (LOW_RANK, af.wrap_ddp(find_unused_parameters=True)),
     "static graph": (LOW_RANK, af.wrap_ddp(static_graph=True)),
     "norms apart": (af.sync_batchnorm(), af.local_sgd(sync_every=2)),
@@ -43,7 +46,9 @@ PAIRS = {
 def test_pairs_without_meaning(pair, flipped):
     """They are refused when composed, in either order, both named, and say what to do."""
     one, two = PAIRS[pair][:: -1 if flipped else 1]
-    with pytest.raises(af.CompositionError, match=r"Leave out|Keep one|with fullgraph"):
+    with pytest.raises(
+        af.errors.CompositionError, match=r"Leave out|Keep one|with fullgraph"
+    ):
         af.chain(one, two)
 
 
@@ -59,15 +64,15 @@ def create(world, model, setup):
 @pytest.mark.parametrize("method", ["fp16", "powersgd"])
 def test_nothing_to_compress(method):
     """Without DistributedDataParallel it would be without effect, so it is refused."""
-    with pytest.raises(af.CompositionError, match="wrap_ddp"):
-        create(af.World.single(), lambda: nn.Linear(2, 2), af.compress(method))
+    with pytest.raises(af.errors.CompositionError, match="wrap_ddp"):
+        create(af.World.single(), lambda: nn.Linear(2, 2), af.compress_grads(method))
 
 
 @pytest.mark.parametrize("option", ["matrix_approximation_rank", "start_powerSGD_iter"])
 def test_options_of_another_method(option):
     """An option that the method has no use for is refused."""
-    with pytest.raises(af.ArgumentError, match="only 'powersgd'"):
-        af.compress("fp16", **{option: 2})
+    with pytest.raises(af.errors.ArgumentError, match="only 'powersgd'"):
+        af.compress_grads("fp16", **{option: 2})
 
 
 class Doubled(nn.BatchNorm1d):
@@ -83,9 +88,9 @@ def test_a_norm_of_its_own_is_refused_when_built():
 
     def build(world):
         net = lambda: nn.Sequential(nn.Linear(2, 2), Doubled(2))  # noqa: E731
-        af.build(create(world, net, setup))
+        af.prepare_engine(create(world, net, setup))
 
-    with pytest.raises(af.ModelError, match="'1' is a Doubled"):
+    with pytest.raises(af.errors.ModelError, match="'1' is a Doubled"):
         simulate(2, build)
 
 
@@ -107,12 +112,14 @@ def test_a_norm_over_a_group_of_its_own_is_refused_when_built(is_own):
 
     def build(world):
         net = lambda: nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))  # noqa: E731
-        af.build(create(world, net, setup))
+        af.prepare_engine(create(world, net, setup))
 
     if not is_own:
         simulate(2, build)
         return
-    with pytest.raises(af.ModelError, match="'1' is a SyncBatchNorm over a process"):
+    with pytest.raises(
+        af.errors.ModelError, match="'1' is a SyncBatchNorm over a process"
+    ):
         simulate(2, build)
 
 
@@ -132,12 +139,14 @@ def test_a_model_without_layers_to_synchronise_is_told(layer, told, size):
 
     def build(world):
         norm = layer(2, 2) if layer is nn.GroupNorm else layer(2)
-        af.build(create(world, lambda: nn.Sequential(nn.Linear(2, 2), norm), setup))
+        af.prepare_engine(
+            create(world, lambda: nn.Sequential(nn.Linear(2, 2), norm), setup)
+        )
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         simulate(size, build)
-    found = [str(each.message) for each in said if each.category is af.Warning]
+    found = [str(each.message) for each in said if each.category is af.AccelfnWarning]
     assert len(found) == len(told)
     assert all(map(re.search, told, found))
 
@@ -191,7 +200,7 @@ def test_one_value_a_channel_over_all_ranks():
         state = af.TrainState.create(
             model=lambda: nn.BatchNorm1d(2),
             optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-            data=af.Data(torch.ones(1, 2), batch_size=1),
+            data=af.Data(torch.ones(1, 2), global_batch_size=1),
             setup=setup,
             world=world,
         )
@@ -210,7 +219,7 @@ def test_an_optimizer_that_cannot_be_tried():
             raise RuntimeError("no small ones")
 
     with pytest.raises(
-        af.OptimizerError, match=r"Picky cannot be tried.*no small ones"
+        af.errors.OptimizerError, match=r"Picky cannot be tried.*no small ones"
     ):
         linear_state(
             2,
@@ -227,7 +236,7 @@ def test_updates_in_a_backward_pass_need_ranks_that_reduce():
     def train(world):
         state = create(world, lambda: nn.Linear(2, 2), IN_BACKWARD)
         step = af.make_step(lambda model, x: model(x).sum())
-        with pytest.raises(af.GradsError, match="not reduced"):
+        with pytest.raises(af.errors.GradsError, match="not reduced"):
             step(state, torch.ones(1, 2))
         return state.params
 
@@ -253,7 +262,7 @@ def leaves_one_out(model, x):
     [
         (breaks_forward, ZeroDivisionError),
         (breaks_backward, ZeroDivisionError),
-        (leaves_one_out, af.GradsError),
+        (leaves_one_out, af.errors.GradsError),
     ],
 )
 def test_a_broken_pass_leaves_no_trace_over_ranks(broken, error, bucket_cap_mb):
@@ -368,7 +377,9 @@ def test_batch_norms_count_batches_that_somebody_had(samples):
                 af.accumulate(num_micro_batches=3),
                 af.sync_batchnorm(),
             ),
-            data=af.Data(torch.arange(8.0 * samples).view(samples, 2, 4), batch_size=8),
+            data=af.Data(
+                torch.arange(8.0 * samples).view(samples, 2, 4), global_batch_size=8
+            ),
             world=world,
         )
         step = af.make_step(lambda model, x: model(x).square().mean())
@@ -413,7 +424,7 @@ class OwnWeightFrom:
 
     def reduce(self, grads, slot, update):
         own = torch.as_tensor(grads.weight, dtype=torch.float64)
-        sums, weight = af.reduce((grads.tensors, own), update.world)
+        sums, weight = af.all_reduce((grads.tensors, own), update.world)
         return grads.with_sums(
             sums, weight if update.num_tried < self.update else own
         ), slot
@@ -427,16 +438,16 @@ def test_simulated_ranks_compare_their_sums_in_every_update(late, checked):
     def fn(world):
         world = attrs.evolve(world, group=world.connection, checked=checked)
         setup = af.chain(af.shard_data(), OwnWeightFrom(late))
-        data = af.Data(torch.arange(27.0).view(9, 3), batch_size=3)
+        data = af.Data(torch.arange(27.0).view(9, 3), global_batch_size=3)
         state = linear_state(3, setup=setup, world=world, data=data)
         step = af.make_step(lambda net, x: net(x).square().mean())
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             state, _ = step(state, batch)
 
     told = (
         rf"returned in update {late}(?s:.*)rank 0: the weight: 2.0\n.*rank 1: the weig"
     )
-    with pytest.raises(af.ReplicaMismatchError, match=told):
+    with pytest.raises(af.errors.ReplicaMismatchError, match=told):
         simulate(2, fn)
 
 

@@ -68,7 +68,7 @@ def test_value_without_one_number_of_rows(value):
 def test_micro_batch_without_rows_cannot_be_weighed():
     """Under accumulation a mean needs its rows; the refusal says what to return."""
     state = make(setup=af.accumulate(num_micro_batches=2))
-    with pytest.raises(af.BatchError, match=r"how many samples.*af\.Loss"):
+    with pytest.raises(af.errors.BatchError, match=r"how many samples.*af\.Loss"):
         af.make_step(lambda model, _: model(X).mean())(state, ["a", "b"])
     assert state.copy().step == 0
 
@@ -165,13 +165,15 @@ class Sized:
 
 def exchanged(make_value):
     """Return the means over two ranks of what each of them makes."""
-    return simulate(2, lambda world: af.reduce(make_value(world.rank), world, "mean"))
+    return simulate(
+        2, lambda world: af.all_reduce(make_value(world.rank), world, "mean")
+    )
 
 
 def test_a_container_that_cannot_be_made_again_is_named():
     """With why, and what to give instead; one beside it is no matter."""
     words = r"A Ranged is in .*Ranged\(a dict\) raises TypeError: .*Give a dict\."
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         exchanged(lambda rank: {"a": X, "b": Ranged(X + rank, X)})
 
 

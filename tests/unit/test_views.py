@@ -36,7 +36,7 @@ def make(**options):
 def test_bound_module_holds_the_state():
     """A lent module has the state's tensors, in training mode, with gradients."""
     state = make()
-    with af.bind(state) as model:
+    with af.borrow_model(state) as model:
         assert bits(state.params) == bits(dict(model.named_parameters()))
         assert bits(state.buffers) == bits(dict(model.named_buffers()))
         assert model.training
@@ -48,7 +48,7 @@ def test_bound_modules_of_two_forks_are_apart():
     state = make()
     fork = state.copy()
     state, _ = STEP(state, X)
-    with af.bind(state) as one, af.bind(fork) as two:
+    with af.borrow_model(state) as one, af.borrow_model(fork) as two:
         assert bits(state.params) == bits(dict(one.named_parameters()))
         assert bits(fork.params) == bits(dict(two.named_parameters()))
 
@@ -56,7 +56,7 @@ def test_bound_modules_of_two_forks_are_apart():
 def test_bound_module_is_never_the_engines():
     """Hooks and modes set on a lent module do not reach a step."""
     state, witness = make(), make()
-    with af.bind(state) as model:
+    with af.borrow_model(state) as model:
         model.eval().requires_grad_(requires_grad=False)
         model[0].register_forward_hook(lambda *_: torch.zeros(8, 4))
     assert bits(STEP(witness, X)[0].params) == bits(STEP(state, X)[0].params)
@@ -65,7 +65,7 @@ def test_bound_module_is_never_the_engines():
 def test_written_into_a_bound_module():
     """What is written into a lent parameter is written into the state."""
     state = make()
-    with af.bind(state) as model, torch.no_grad():
+    with af.borrow_model(state) as model, torch.no_grad():
         model[0].bias.fill_(3.0)
     assert state.params["0.bias"].tolist() == [3.0] * 4
 
@@ -75,7 +75,7 @@ def test_after_the_block_it_is_empty(error):
     """After the block the module holds nothing, and the state all it had."""
     state = make()
     before = bits(state.params), bits(state.buffers)
-    with suppress(ZeroDivisionError), af.bind(state) as model:
+    with suppress(ZeroDivisionError), af.borrow_model(state) as model:
         if error:
             raise error
     left = [*model.parameters(), *model.buffers()]
@@ -88,10 +88,10 @@ def test_evaluated_parameters():
     state = make(setup=af.ema(0.5))
     average = bits(af.eval_params(state))
     assert bits(state.slots["ema"]) == average != bits(state.params)
-    with af.bind(state, at="eval") as model:
+    with af.borrow_model(state, at="eval") as model:
         assert average == bits(dict(model.named_parameters()))
-    assert average == bits(dict(af.frozen(state).named_parameters()))
-    raw = af.frozen(state, at="train")
+    assert average == bits(dict(af.snapshot_model(state).named_parameters()))
+    raw = af.snapshot_model(state, at="train")
     assert bits(state.params) == bits(dict(raw.named_parameters()))
     plain = make()
     assert bits(plain.params) == bits(af.eval_params(plain))
@@ -102,7 +102,7 @@ def test_rng_is_a_function():
     state, random = make(), torch.get_rng_state()
 
     def draw(state, purpose, **options):
-        with af.rng(state, purpose, **options):
+        with af.fork_rng(state, purpose, **options):
             return torch.rand(4).tolist()
 
     later = STEP(state.copy(), X)[0]
@@ -143,7 +143,7 @@ def test_rng_is_that_of_whose_batch_it_is(axes, shared):
             world=world,
             setup=setup,
         )
-        with af.rng(state, "latents", shared=shared):
+        with af.fork_rng(state, "latents", shared=shared):
             return world.batch.rank, torch.rand(2).tolist()
 
     size = math.prod(axes.values())
@@ -156,7 +156,7 @@ def test_rng_is_that_of_whose_batch_it_is(axes, shared):
 def test_rng_puts_the_generator_back():
     """After the block, also one that raised, torch's generator is as before."""
     random = torch.get_rng_state()
-    with suppress(ZeroDivisionError), af.rng(make(), "latents"):
+    with suppress(ZeroDivisionError), af.fork_rng(make(), "latents"):
         torch.rand(3)
         raise ZeroDivisionError
     assert torch.equal(random, torch.get_rng_state())
@@ -165,30 +165,30 @@ def test_rng_puts_the_generator_back():
 @pytest.mark.parametrize("purpose", ["", None])
 def test_rng_has_a_purpose(purpose):
     """What the draws are for is a word."""
-    with pytest.raises(af.ArgumentError, match=r"purpose.*word"):
-        af.rng(make(), purpose)
+    with pytest.raises(af.errors.ArgumentError, match=r"purpose.*word"):
+        af.fork_rng(make(), purpose)
 
 
 def test_which_parameters_is_asked_where_they_differ():
     """Under `ema` nothing guesses which ones a lent module is to hold."""
     state = make(setup=af.ema(0.5))
     with pytest.raises(
-        af.ArgumentError, match=r"ema\(0.5\) evaluates other parameters"
+        af.errors.ArgumentError, match=r"ema\(0.5\) evaluates other parameters"
     ):
-        af.bind(state).__enter__()
+        af.borrow_model(state).__enter__()
     for at, params in (("train", state.params), ("eval", af.eval_params(state))):
-        with af.bind(state, at=at) as model:
+        with af.borrow_model(state, at=at) as model:
             assert bits(params) == bits(dict(model.named_parameters()))
     plain = make()
-    with af.bind(plain) as model:
+    with af.borrow_model(plain) as model:
         assert bits(plain.params) == bits(dict(model.named_parameters()))
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda state, **given: af.bind(state, **given).__enter__(),
-        af.frozen,
+        lambda state, **given: af.borrow_model(state, **given).__enter__(),
+        af.snapshot_model,
         af.full_params,
         lambda state, **given: af.export_model(state, "nowhere", **given),
     ],
@@ -196,9 +196,9 @@ def test_which_parameters_is_asked_where_they_differ():
 )
 def test_where_parameters_are_taken_is_one_word(call):
     """Another word, and the one of before, are refused with what to write."""
-    with pytest.raises(af.ArgumentError, match=r'expected "train" or "eval"'):
+    with pytest.raises(af.errors.ArgumentError, match=r'expected "train" or "eval"'):
         call(make(), at="raw")
-    with pytest.raises(af.CallError, match='at="train" instead of raw=True'):
+    with pytest.raises(af.errors.CallError, match='at="train" instead of raw=True'):
         call(make(), raw=True)
 
 
@@ -206,10 +206,12 @@ def test_where_parameters_are_taken_is_one_word(call):
 def test_a_module_is_called_in_its_block(part):
     """Behind it the module, and each part that had tensors, says what to write."""
     state = make()
-    with af.bind(state) as model:
+    with af.borrow_model(state) as model:
         pass
     called = model if isinstance(part, slice) else model[part]
-    with pytest.raises(af.StateError, match=r"lent by af\.bind.*which has ended"):
+    with pytest.raises(
+        af.errors.StateError, match=r"lent by af\.bind.*which has ended"
+    ):
         called(X)
 
 
@@ -218,13 +220,15 @@ def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
     state, other = make(), make(seed=1)
 
     def judged(model, batch):
-        with af.bind(other) as judge:
+        with af.borrow_model(other) as judge:
             return (model(batch) * judge(batch)).mean()
 
-    with pytest.raises(af.LossError, match=r"ended before the backward.*af\.frozen"):
+    with pytest.raises(
+        af.errors.LossError, match=r"ended before the backward.*af\.frozen"
+    ):
         af.make_step(judged)(state, X)
     _, metrics = af.make_step(
-        lambda model, batch: (model(batch) * af.frozen(other)(batch)).mean()
+        lambda model, batch: (model(batch) * af.snapshot_model(other)(batch)).mean()
     )(state, X)
     assert math.isfinite(metrics["loss"])
 
@@ -246,5 +250,8 @@ def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
     state = af.TrainState.create(model=Shared, optimizer=torch.optim.SGD)
     new = torch.zeros(2)
     words = rf"replaced the tensors {name} of a module that is lent"
-    with pytest.raises(af.StateError, match=words), af.bind(state) as model:
+    with (
+        pytest.raises(af.errors.StateError, match=words),
+        af.borrow_model(state) as model,
+    ):
         setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)

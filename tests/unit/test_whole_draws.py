@@ -66,11 +66,11 @@ def trained(world, engine, draw):
         model=two_layers,
         optimizer=partial(torch.optim.SGD, lr=0.1),
         setup=af.chain(af.shard_data(), engine, Noise(draw)),
-        data=af.Data(INPUTS, batch_size=4),
+        data=af.Data(INPUTS, global_batch_size=4),
         world=world,
     )
     step = af.make_step(lambda model, batch: model(batch).square().mean())
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
         if state.step == 2:
             break
@@ -114,5 +114,7 @@ def test_draws_by_the_values_of_parts_are_refused(name):
     """Each rank has a part of what says how to draw."""
     train = partial(trained, draw=BY_VALUES[name])
     simulate(1, partial(train, engine=af.wrap_ddp()))
-    with pytest.raises(af.ArgumentError, match="draws by the values of a tensor"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="draws by the values of a tensor"
+    ):
         simulate(2, partial(train, engine=af.wrap_fsdp()))

@@ -63,7 +63,7 @@ def test_summands_of_a_tensor_are_not_saved(tmp_path):
             )
             state = begun(world).with_slot("mine", {name: mine})
             said = rf"slots\.mine\.{name} is a DTensor placed as P.*redistribute\(\)"
-            with pytest.raises(af.CheckpointWriteError, match=said):
+            with pytest.raises(af.errors.CheckpointWriteError, match=said):
                 af.save(state, tmp_path / "saved")
 
     simulate(4, fn, axes=AXES)
@@ -71,7 +71,7 @@ def test_summands_of_a_tensor_are_not_saved(tmp_path):
 
 
 def lent(state, _folder):
-    with af.bind(state, gather=True):
+    with af.borrow_model(state, gather=True):
         pass
 
 
@@ -84,8 +84,8 @@ class Pretrained(nn.Linear):
 
 WHOLES = {
     "af.full_params": lambda state, _: af.full_params(state),
-    "af.frozen": lambda state, _: af.frozen(state),
-    "af.bind": lent,
+    "af.snapshot_model": lambda state, _: af.snapshot_model(state),
+    "af.borrow_model": lent,
     "gather what is exported": lambda state, folder: af.export_model(
         state, folder / "a"
     ),

@@ -48,7 +48,7 @@ def make(data, **options):
 
 def read(data, **options):
     """Return the batches of an epoch."""
-    return list(af.batches(make(data, **options), epochs=1))
+    return list(af.batches(make(data, **options), until_epoch=1))
 
 
 class Noted:
@@ -89,7 +89,7 @@ def test_a_worker_leaves_the_garbage_of_its_parent_alone(dataset, tmp_path):
     gc.disable()
     try:
         Noted(file)
-        read(af.Data(dataset, batch_size=2, num_workers=1))
+        read(af.Data(dataset, global_batch_size=2, num_workers=1))
         assert not file.exists()
         gc.collect()
     finally:
@@ -176,9 +176,15 @@ def test_a_worker_that_ends_or_hangs(kind, does, words):
     make_dataset, options, being_read = KINDS[kind]
     timeout = 0.5 if does is hang else 300  # an end is noticed without it
     data = af.Data(
-        make_dataset(does), batch_size=4, num_workers=2, timeout=timeout, **options
+        make_dataset(does),
+        global_batch_size=4,
+        num_workers=2,
+        timeout=timeout,
+        **options,
     )
-    with pytest.raises(af.DataError, match=r"rank 0 of 1.*update \d+ was due") as error:
+    with pytest.raises(
+        af.errors.DataError, match=r"rank 0 of 1.*update \d+ was due"
+    ) as error:
         read(data)
     assert words in str(error.value) or "taken over" in str(error.value)
     error.match(being_read)
@@ -187,11 +193,13 @@ def test_a_worker_that_ends_or_hangs(kind, does, words):
 
 def test_rank_and_update_are_those_of_the_state():
     """A resumed rank's error names its own rank, and the update that the state makes."""
-    data = af.Data(Items(kill), batch_size=4, num_workers=1)
+    data = af.Data(Items(kill), global_batch_size=4, num_workers=1)
     _, state = simulate(2, lambda world: make(data, world=world))
-    state = attrs.evolve(state, step=41, cursor=af.Cursor(0, 4))
-    with pytest.raises(af.DataError, match="rank 1 of 2.*update 41 was due") as error:
-        list(af.batches(state, epochs=1))
+    state = attrs.evolve(state, step=41, cursor=af.typing.Cursor(0, 4))
+    with pytest.raises(
+        af.errors.DataError, match="rank 1 of 2.*update 41 was due"
+    ) as error:
+        list(af.batches(state, until_epoch=1))
     error.match(r"\[4, 5, 6, 7\]\n  \[8, 9\]")
 
 
@@ -205,10 +213,12 @@ def end_later():
 def test_the_update_that_was_due_is_named(kind):
     """It is that of the state and as many more as batches have come."""
     make_dataset, options, _ = KINDS[kind]
-    data = af.Data(make_dataset(end_later), batch_size=2, num_workers=1, **options)
+    data = af.Data(
+        make_dataset(end_later), global_batch_size=2, num_workers=1, **options
+    )
     state, came = attrs.evolve(make(data), step=41), list[af.Batch]()
-    with pytest.raises(af.DataError) as error:
-        came.extend(af.batches(state, epochs=1))
+    with pytest.raises(af.errors.DataError) as error:
+        came.extend(af.batches(state, until_epoch=1))
     assert came
     ahead = kind == "sharded"  # where one more is read, to know which is the last
     error.match(f"the batch of update {41 + len(came) + ahead} was due")
@@ -216,11 +226,11 @@ def test_the_update_that_was_due_is_named(kind):
 
 def test_a_worker_that_ends_while_the_step_computes():
     """Its end is raised where the next batch is asked for, not in the middle of a step."""
-    state = make(af.Data(Items(kill), batch_size=1, num_workers=1))
+    state = make(af.Data(Items(kill), global_batch_size=1, num_workers=1))
     computed, before = [], set(torch.multiprocessing.active_children())
 
     def loop():
-        for batch in af.batches(state, epochs=1):
+        for batch in af.batches(state, until_epoch=1):
             (worker,) = {*torch.multiprocessing.active_children()} - before
             if batch.indices == 5:  # the sample that kills is asked for
                 # handlers run between any two of these, SIGCHLD's too
@@ -228,7 +238,8 @@ def test_a_worker_that_ends_while_the_step_computes():
             computed.append(batch.indices.tolist())
 
     with pytest.raises(
-        af.DataError, match="SIGKILL|exited unexpectedly|ended before its samples"
+        af.errors.DataError,
+        match="SIGKILL|exited unexpectedly|ended before its samples",
     ):
         loop()
     assert computed in ([[index] for index in range(num)] for num in (6, 7))
@@ -236,10 +247,12 @@ def test_a_worker_that_ends_while_the_step_computes():
 
 def test_micro_batches_in_flight():
     """What was being read is listed by micro-batch, and a long list is cut."""
-    data = af.Data(Items(hang), batch_size=10, num_workers=1, timeout=0.5)
-    with pytest.raises(af.DataError, match=r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]"):
+    data = af.Data(Items(hang), global_batch_size=10, num_workers=1, timeout=0.5)
+    with pytest.raises(
+        af.errors.DataError, match=r"\[0, 1, 2, 3, 4, 5, 6, 7, \.\.\.\]"
+    ):
         read(data)
-    with pytest.raises(af.DataError, match=r"\n  \[5, 6, 7, 8, 9\]$"):
+    with pytest.raises(af.errors.DataError, match=r"\n  \[5, 6, 7, 8, 9\]$"):
         read(data, setup=af.accumulate(num_micro_batches=2))
 
 
@@ -256,7 +269,9 @@ def test_micro_batches_in_flight():
 def test_a_dataset_that_raises(kind, note, workers):
     """Its own exception arrives, with its traceback and the index of the sample."""
     make_dataset, options, _ = KINDS[kind]
-    data = af.Data(make_dataset(plant), batch_size=4, num_workers=workers, **options)
+    data = af.Data(
+        make_dataset(plant), global_batch_size=4, num_workers=workers, **options
+    )
     with pytest.raises(KeyError, match="planted") as error:
         read(data)
     said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
@@ -267,7 +282,7 @@ def test_a_dataset_that_raises(kind, note, workers):
 def test_a_dispatched_stream_that_raises():
     """What rank 0 could not read is raised there as it is."""
     with pytest.raises(KeyError, match="planted"):
-        read(af.Data(Stream(plant), batch_size=4, dispatch=True))
+        read(af.Data(Stream(plant), global_batch_size=4, dispatch=True))
 
 
 def runtime():
@@ -284,17 +299,17 @@ def missing():
 @pytest.mark.parametrize("kind", ["items", "stream"])
 def test_errors_that_look_like_a_failed_worker(kind, does):
     """A dataset's own RuntimeError or OSError is not taken for the end of a worker."""
-    data = af.Data(KINDS[kind][0](does), batch_size=4, num_workers=1)
+    data = af.Data(KINDS[kind][0](does), global_batch_size=4, num_workers=1)
     with pytest.raises((RuntimeError, FileNotFoundError), match="planted") as error:
         read(data)
-    assert not isinstance(error.value, af.Error)
+    assert not isinstance(error.value, af.errors.Error)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["items", "many"])
 def test_stop_iteration_does_not_end_the_epoch(kind, workers):
     """A dataset that raises StopIteration fails; no loader takes it for the end."""
-    data = af.Data(KINDS[kind][0](stop), batch_size=4, num_workers=workers)
+    data = af.Data(KINDS[kind][0](stop), global_batch_size=4, num_workers=workers)
     with pytest.raises(RuntimeError, match="StopIteration"):
         read(data)
 
@@ -307,7 +322,7 @@ def refuse(samples):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_raises(workers):
     """Its error says of which samples a batch was made."""
-    data = af.Data(Items(int), batch_size=4, collate=refuse, num_workers=workers)
+    data = af.Data(Items(int), global_batch_size=4, collate=refuse, num_workers=workers)
     with pytest.raises(ValueError, match="planted over 4") as error:
         read(data)
     said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
@@ -318,7 +333,7 @@ def test_a_collate_function_that_raises(workers):
 def test_samples_that_do_not_collate(workers):
     """Samples of different shapes are named by their indices."""
     samples = [torch.ones(1), torch.ones(1), torch.ones(2), torch.ones(1)]
-    data = af.Data(samples, batch_size=2, num_workers=workers)
+    data = af.Data(samples, global_batch_size=2, num_workers=workers)
     with pytest.raises(RuntimeError, match="size") as error:
         read(data)
     said = str(error.value) + "".join(getattr(error.value, "__notes__", ()))
@@ -332,10 +347,12 @@ def nothing(_samples):
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_collate_function_that_returns_nothing(workers):
     """What it returns is the batch's value, whatever it is; a step then refuses it."""
-    data = af.Data(Items(int), batch_size=5, collate=nothing, num_workers=workers)
+    data = af.Data(
+        Items(int), global_batch_size=5, collate=nothing, num_workers=workers
+    )
     assert [batch.value for batch in read(data)] == [None, None]
     step = af.make_step(lambda model, batch: model(batch).square().mean())
-    with pytest.raises((TypeError, AttributeError, af.Error)):
+    with pytest.raises((TypeError, AttributeError, af.errors.Error)):
         step(make(data), read(data)[0])
 
 
@@ -348,9 +365,15 @@ def test_a_batch_that_cannot_be_sent(capfd):
     said = ""
     for timeout in (0.5, 5.0, 50.0):  # until the worker had time to try
         data = af.Data(
-            Items(int), batch_size=5, collate=unsendable, num_workers=1, timeout=timeout
+            Items(int),
+            global_batch_size=5,
+            collate=unsendable,
+            num_workers=1,
+            timeout=timeout,
         )
-        with pytest.raises(af.DataError, match=r"\d s.*cannot be sent to another"):
+        with pytest.raises(
+            af.errors.DataError, match=r"\d s.*cannot be sent to another"
+        ):
             read(data)
         said += capfd.readouterr().err
         if "pickle" in said.lower():  # Python 3.13 names the pickler, not the act
@@ -370,15 +393,15 @@ def forkserver():
 @pytest.mark.usefixtures("forkserver")
 def test_a_dataset_that_cannot_be_sent():
     """Where workers get the dataset pickled, it is said who could not be started, and why."""
-    data = af.Data(Items(lambda: None), batch_size=5, num_workers=1)
+    data = af.Data(Items(lambda: None), global_batch_size=5, num_workers=1)
     told = r"(?s)of rank 0 of 1 could not be started for update 0: .*pickle.*\"fork\""
-    with pytest.raises(af.DataError, match=told):
+    with pytest.raises(af.errors.DataError, match=told):
         read(data)
 
 
 def test_breaking_off_ends_the_workers():
     """A loop that is left leaves no process behind."""
-    data = af.Data(Items(int), batch_size=1, num_workers=2)
+    data = af.Data(Items(int), global_batch_size=1, num_workers=2)
     before = {child.pid for child in torch.multiprocessing.active_children()}
     for _ in af.batches(make(data)):
         running = {child.pid for child in torch.multiprocessing.active_children()}
@@ -391,8 +414,8 @@ def test_breaking_off_ends_the_workers():
 def test_more_workers_than_there_can_be():
     """B8: a number that no machine has cores for is refused, and no process is started."""
     for number in (2**63, 4097):
-        with pytest.raises(af.ArgumentError, match="from 0 to 4096"):
-            af.Data(torch.ones(4, 1), batch_size=2, num_workers=number)
+        with pytest.raises(af.errors.ArgumentError, match="from 0 to 4096"):
+            af.Data(torch.ones(4, 1), global_batch_size=2, num_workers=number)
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -402,7 +425,10 @@ def test_more_workers_than_cores(size):
     data = partial(af.Data, torch.arange(4.0).reshape(4, 1), batch_size=2)
     simulate(size, lambda world: read(data(num_workers=min(cores, 2)), world=world))
     with pytest.warns(
-        af.Warning, match=rf"may use {cores} cores(.|\n)*={cores} or"
+        af.AccelfnWarning, match=rf"may use {cores} cores(.|\n)*={cores} or"
     ) as told:
         simulate(size, lambda world: read(data(num_workers=cores + 1), world=world))
-    assert len([each for each in told if issubclass(each.category, af.Warning)]) == 1
+    assert (
+        len([each for each in told if issubclass(each.category, af.AccelfnWarning)])
+        == 1
+    )

@@ -114,7 +114,7 @@ def test_skip_nonfinite_stands_beside_it():
 
 def test_micro_batches_are_added_up_in_one_of_two_ways():
     with pytest.raises(af.errors.ArgumentError, match='"whole" or "sharded"'):
-        af.wrap_deepspeed(2, accumulate="parts")
+        af.wrap_deepspeed(2, keep_grads="parts")
 
 
 def test_settings_that_are_changed_later_change_nothing():
@@ -139,7 +139,7 @@ def test_a_package_that_is_not_there_is_told_with_how_to_get_it(monkeypatch):
         (af.wrap_ddp(), "two engines"),
         (af.wrap_fsdp(), "two engines"),
         (af.local_sgd(sync_every=2), "stay on their rank"),
-        (af.compress("fp16"), "compresses those that"),
+        (af.compress_grads("fp16"), "compresses those that"),
         (af.compile(), "one piece"),
         (af.optimizer_in_backward(), "steps each as soon as"),
         (af.autocast("fp16"), "float32 weights"),

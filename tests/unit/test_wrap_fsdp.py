@@ -180,7 +180,7 @@ def test_what_has_no_forward_is_no_unit(transform, case, size):
     chosen, words = CONTAINERS[case]
 
     def fn(world: af.World) -> None:
-        af.build(begun(world, transform(chosen), model=Containers))
+        af.prepare_engine(begun(world, transform(chosen), model=Containers))
 
     with pytest.raises(af.errors.ModelError, match=words):
         simulate(size, fn)
@@ -280,7 +280,7 @@ def test_worlds_that_are_not_split_are_refused(axes, words):
         (Drift(), "has one model that is split"),
         (af.optimizer_in_backward(), "reduces the gradients of a unit at once"),
         (af.compile(), "Give regions=, the units"),
-        (af.compress("fp16"), "af.wrap_ddp\\(\\) reduces"),
+        (af.compress_grads("fp16"), "af.wrap_ddp\\(\\) reduces"),
     ],
 )
 def test_what_cannot_stand_beside_it_is_refused(other, words):
@@ -301,13 +301,13 @@ def test_copies_that_train_apart_are_counted_by_axes():
         ({"units": "blocks"}, "expected a class of modules"),
         ({"gather_dtype": "bf16"}, "expected a dtype of real numbers"),
         ({"reduce_dtype": torch.int32}, "expected a dtype of real numbers"),
-        ({"accumulate": "parts"}, "expected 'whole' or 'sharded'"),
+        ({"keep_grads": "parts"}, "expected 'whole' or 'sharded'"),
         ({"reshard_after_forward": 1}, "expected True or False"),
     ],
 )
 def test_options_that_are_none_are_refused(options, words):
     """What was given is in the sentence."""
-    with pytest.raises(af.ArgumentError, match=words):
+    with pytest.raises(af.errors.ArgumentError, match=words):
         af.wrap_fsdp(**options)
 
 
@@ -325,7 +325,7 @@ def test_a_double_backward_is_rejected(reshard):
         step = af.make_step(partial(loss, twice=twice))
         return af.full_params(step(state, torch.eye(4))[0])
 
-    with pytest.raises(af.LossError, match="double backward.*af.wrap_ddp"):
+    with pytest.raises(af.errors.LossError, match="double backward.*af.wrap_ddp"):
         in_two(fn, twice=True)
     (alone,) = simulate(1, partial(fn, twice=False))
     for found in in_two(fn, twice=False):
@@ -343,7 +343,7 @@ def test_gradients_of_split_parameters_within_the_loss_are_refused():
     def fn(world: af.World) -> None:
         af.make_step(loss)(begun(world), rows(world))
 
-    with pytest.raises(af.LossError, match="autograd.grad with parameters that"):
+    with pytest.raises(af.errors.LossError, match="autograd.grad with parameters that"):
         in_two(fn)
 
 
@@ -400,7 +400,7 @@ def test_a_part_of_an_earlier_micro_batch_stays():
         return af.full_params(af.apply_grads(state, grads), at="train")
 
     unused = partial(af.wrap_fsdp, find_unused_parameters=True)
-    whole, parts = (in_two(fn, unused(accumulate=way)) for way in ("whole", "sharded"))
+    whole, parts = (in_two(fn, unused(keep_grads=way)) for way in ("whole", "sharded"))
     replicas = in_two(fn, af.wrap_ddp(find_unused_parameters=True))
     for one, two, three in zip(whole, parts, replicas, strict=True):
         for name, param in one.items():
@@ -425,36 +425,38 @@ def test_every_rank_raises_what_one_left_out(wrap):
             af.make_step(loss)(
                 state, [whole, part] if wrap is af.wrap_ddp else [part] * 2
             )
-        except af.Error as error:
+        except af.errors.Error as error:
             errors.append(error)
             assert all(
                 torch.equal(local(p), before[n]) for n, p in state.params.items()
             )
             raise
 
-    with pytest.raises(af.UnusedParametersError, match=r"^8 param.* and 3 more\. "):
+    with pytest.raises(
+        af.errors.UnusedParametersError, match=r"^8 param.* and 3 more\. "
+    ):
         in_two(fn)
     assert len(errors) == 2
 
 
 def test_every_rank_raises_where_one_makes_a_collective():
-    """A unit can be gathered for others alone; `af.reduce` needs all ranks."""
+    """A unit can be gathered for others alone; `af.all_reduce` needs all ranks."""
     errors: list[str] = []
 
     def loss(net: nn.Module, batch: tuple[torch.Tensor, af.World]) -> torch.Tensor:
         x, world = batch
         if world.is_main:
-            af.reduce(torch.ones(()), world)
+            af.all_reduce(torch.ones(()), world)
         return net(x).square().mean()
 
     def fn(world: af.World) -> None:
         try:
             af.make_step(loss)(begun(world), (rows(world), world))
-        except af.CollectiveMismatchError as error:
+        except af.errors.CollectiveMismatchError as error:
             errors.append(str(error))
             raise
 
-    with pytest.raises(af.CollectiveMismatchError):
+    with pytest.raises(af.errors.CollectiveMismatchError):
         in_two(fn)
     assert len(errors) == 2
     for error in errors:
@@ -473,7 +475,9 @@ def test_ranks_predict_in_different_numbers_of_calls():
                 x = net(x)
             return x
 
-        return [*af.predict(state, af.Data(held_out, batch_size=world.size), predict)]
+        return [
+            *af.predict(state, af.Data(held_out, global_batch_size=world.size), predict)
+        ]
 
     (alone,) = simulate(1, fn)
     for found in in_two(fn):
@@ -578,9 +582,9 @@ def test_averages_are_evaluated():
         for _ in range(3):
             state, _ = step(state, rows(world))
         held_out = torch.randn(4, 4, generator=torch.Generator().manual_seed(7))
-        data = af.Data(held_out, batch_size=2)
+        data = af.Data(held_out, global_batch_size=2)
         found = af.evaluate(state, data, loss_fn)["loss"]
-        with af.bind(state, at="eval", gather=True) as net, torch.no_grad():
+        with af.borrow_model(state, at="eval", gather=True) as net, torch.no_grad():
             expected = loss_fn(net, held_out).item()
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -592,22 +596,23 @@ def test_what_is_lent_is_whole():
 
     def fn(world: af.World) -> None:
         state = begun(world)
-        with af.bind(state, gather=True) as net:
+        with af.borrow_model(state, gather=True) as net:
             lent = [type(param.data) for param in net.parameters()]
-        assert {*lent, *(type(p.data) for p in af.frozen(state).parameters())} == {
-            torch.Tensor
-        }
+        assert {
+            *lent,
+            *(type(p.data) for p in af.snapshot_model(state).parameters()),
+        } == {torch.Tensor}
         with pytest.raises(af.errors.StateError, match="gather=True"):
-            af.bind(state).__enter__()
+            af.borrow_model(state).__enter__()
 
     in_two(fn)
 
 
-@pytest.mark.parametrize(("accumulate", "parts"), [("whole", 1), ("sharded", 2)])
-def test_whole_gradients_are_estimated(accumulate, parts):
+@pytest.mark.parametrize(("keep_grads", "parts"), [("whole", 1), ("sharded", 2)])
+def test_whole_gradients_are_estimated(keep_grads, parts):
     """Until the last micro-batch each rank has all of them, where they are kept whole."""
     setup = af.chain(
-        af.wrap_fsdp(accumulate=accumulate), af.accumulate(num_micro_batches=2)
+        af.wrap_fsdp(keep_grads=keep_grads), af.accumulate(num_micro_batches=2)
     )
     estimate = af.memory_estimate(
         Net, setup, optimizer=adamw, axes={"dp_shard": 2}
@@ -615,11 +620,11 @@ def test_whole_gradients_are_estimated(accumulate, parts):
     assert estimate.grads == 2 * estimate.params // parts
 
 
-@pytest.mark.parametrize(("accumulate", "names"), [("whole", 3), ("sharded", 4)])
-def test_what_lies_on_the_host_is_estimated(accumulate, names):
+@pytest.mark.parametrize(("keep_grads", "names"), [("whole", 3), ("sharded", 4)])
+def test_what_lies_on_the_host_is_estimated(keep_grads, names):
     """Gradients too, unless they wait whole; in a world of one nothing does."""
     setup = af.chain(
-        af.wrap_fsdp(accumulate=accumulate, cpu_offload=True),
+        af.wrap_fsdp(keep_grads=keep_grads, cpu_offload=True),
         af.accumulate(num_micro_batches=2),
     )
     cut = af.memory_estimate(Net, setup, optimizer=adamw, axes={"dp_shard": 2})
@@ -634,7 +639,7 @@ def test_nothing_is_offloaded_from_the_cpu():
     setup = af.wrap_fsdp(cpu_offload=True)
 
     def fn(world: af.World) -> None:
-        with pytest.raises(af.WorldError, match="Leave cpu_offload out here"):
+        with pytest.raises(af.errors.WorldError, match="Leave cpu_offload out here"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     in_two(fn)
@@ -655,7 +660,7 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
         check(world)
         return
     words = rf'parts lie on the CPU, .*backend="cpu:gloo,{kind}:{backend}"'
-    with pytest.raises(af.WorldError, match=words):
+    with pytest.raises(af.errors.WorldError, match=words):
         check(world)
 
 
@@ -664,7 +669,7 @@ def test_nothing_is_offloaded_where_nothing_has_values():
 
     def fn(world: af.World) -> None:
         setup = af.wrap_fsdp(cpu_offload=True)
-        with pytest.raises(af.ModelError, match="Leave cpu_offload out there"):
+        with pytest.raises(af.errors.ModelError, match="Leave cpu_offload out there"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     simulate(2, fn, device="meta")

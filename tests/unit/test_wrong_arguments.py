@@ -25,7 +25,7 @@ def create(setup=None, **changes):
     given = {
         "model": lambda: nn.Linear(3, 1),
         "optimizer": sgd,
-        "data": af.Data(X, batch_size=4),
+        "data": af.Data(X, global_batch_size=4),
         "setup": setup,
         **changes,
     }
@@ -43,19 +43,21 @@ TAKE_A_STATE = {
     "apply_grads": lambda value: af.apply_grads(value, None),
     "sync_grads": lambda value: af.sync_grads(value, None),
     "finalize": af.finalize,
-    "build": af.build,
-    "release": af.release,
+    "build": af.prepare_engine,
+    "release": af.release_engine,
     "batches": af.batches,
     "seek": lambda value: af.seek(value, 1),
     "eval_params": af.eval_params,
-    "bind": lambda value: af.bind(value).__enter__(),
-    "frozen": af.frozen,
-    "rng": lambda value: af.rng(value, "noise"),
+    "bind": lambda value: af.borrow_model(value).__enter__(),
+    "frozen": af.snapshot_model,
+    "rng": lambda value: af.fork_rng(value, "noise"),
     "save": lambda value: af.save(value, "nowhere"),
     "load": lambda value: af.load(value, "nowhere"),
-    "evaluate": lambda value: af.evaluate(value, af.Data(X, batch_size=4), loss_fn),
+    "evaluate": lambda value: af.evaluate(
+        value, af.Data(X, global_batch_size=4), loss_fn
+    ),
     "predict": lambda value: next(
-        iter(af.predict(value, af.Data(X, batch_size=4), loss_fn))
+        iter(af.predict(value, af.Data(X, global_batch_size=4), loss_fn))
     ),
 }
 
@@ -66,11 +68,11 @@ def test_what_takes_a_state_takes_nothing_else(name):
     for value in (X, "state", step, None):
         shown = type(value).__name__
         with pytest.raises(
-            af.ArgumentError, match=f"expected a TrainState, got {shown}"
+            af.errors.ArgumentError, match=f"expected a TrainState, got {shown}"
         ):
             TAKE_A_STATE[name](value)
     with pytest.raises(
-        af.ArgumentError, match=r"state, metrics = step\(state, batch\)"
+        af.errors.ArgumentError, match=r"state, metrics = step\(state, batch\)"
     ):
         TAKE_A_STATE[name](step(create(), X))
 
@@ -138,14 +140,14 @@ CREATE = {
 def test_create_names_what_it_was_given(case):
     """Not what Python says of the call inside."""
     changes, said = CREATE[case]
-    with pytest.raises(af.Error, match=said):
+    with pytest.raises(af.errors.Error, match=said):
         create(**changes)
 
 
 def test_a_state_is_made_by_create():
     """Who calls the record itself is told so, and not its eight fields."""
     with pytest.raises(
-        af.CallError, match=r"Write af\.TrainState\.create\(model="
+        af.errors.CallError, match=r"Write af\.TrainState\.create\(model="
     ) as e:
         af.TrainState()
     assert "cursor=..." not in str(e.value)
@@ -153,7 +155,7 @@ def test_a_state_is_made_by_create():
 
 def test_the_best_is_best_by_a_metric(tmp_path):
     """Without one nothing is kept for being best, whatever is said to be."""
-    with pytest.raises(af.ArgumentError, match="needs a metric.*keep_best="):
+    with pytest.raises(af.errors.ArgumentError, match="needs a metric.*keep_best="):
         af.CheckpointStore(tmp_path, best_is="max")
 
 
@@ -173,7 +175,7 @@ def test_the_best_is_best_by_a_metric(tmp_path):
 )
 def test_what_a_store_cannot_follow_is_refused(tmp_path, options, said):
     """Before its directory is made, with the option and what it was given."""
-    with pytest.raises(af.ArgumentError, match=said):
+    with pytest.raises(af.errors.ArgumentError, match=said):
         af.CheckpointStore(tmp_path / "runs", **options)
     assert not (tmp_path / "runs").exists()
 
@@ -189,22 +191,26 @@ def test_a_model_is_no_state():
     """Nor are its parameters, as others step them."""
     for value in (nn.Linear(3, 1), create().params):
         with pytest.raises(
-            af.ArgumentError, match=r"A state is what TrainState\.create"
+            af.errors.ArgumentError, match=r"A state is what TrainState\.create"
         ):
             step(value, X)
 
 
 def test_a_batch_without_samples_is_named():
-    with pytest.raises(af.NonFiniteLossError, match="for a batch without samples"):
+    with pytest.raises(
+        af.errors.NonFiniteLossError, match="for a batch without samples"
+    ):
         step(create(), X[:0])
 
 
 def test_a_loop_that_loses_its_state_is_told_so():
     """It keeps the state that it had, which apply_grads did not get."""
     state = create()
-    first, second = af.batches(state, epochs=1)
+    first, second = af.batches(state, until_epoch=1)
     grads_of(state, first)
-    with pytest.raises(af.BatchError, match=r"state = af\.apply_grads\(state, grads\)"):
+    with pytest.raises(
+        af.errors.BatchError, match=r"state = af\.apply_grads\(state, grads\)"
+    ):
         grads_of(state, second)
 
 
@@ -213,13 +219,13 @@ def test_what_was_loaded_and_not_kept_is_told(tmp_path):
     af.save(create(), tmp_path / "saved")
     fresh = create()
     af.load(fresh, tmp_path / "saved")
-    with pytest.warns(af.Warning, match=r"state = af\.load\(state, directory\)"):
+    with pytest.warns(af.AccelfnWarning, match=r"state = af\.load\(state, directory\)"):
         af.make_step(loss_fn)(fresh, X)
     for use in range(2):
         fresh = create()
         loaded = af.load(fresh, tmp_path / "saved")
         with warnings.catch_warnings():
-            warnings.simplefilter("error", af.Warning)
+            warnings.simplefilter("error", af.AccelfnWarning)
             for _ in range(2):
                 loaded, _ = af.make_step(loss_fn)(loaded, X)
             if use:
@@ -231,13 +237,15 @@ def test_a_lent_module_is_not_frozen():
     state = create()
 
     def freeze(*names, error=None):
-        with af.bind(state) as model:
+        with af.borrow_model(state) as model:
             for name in names:
                 model.get_parameter(name).requires_grad_(requires_grad=False)
             if error is not None:
                 raise error
 
-    with pytest.raises(af.StateError, match=r"requires_grad of bias.*with_trainable"):
+    with pytest.raises(
+        af.errors.StateError, match=r"requires_grad of bias.*with_trainable"
+    ):
         freeze("bias")
     freeze("bias", "weight")
     with pytest.raises(KeyError, match="mine"):
@@ -246,31 +254,35 @@ def test_a_lent_module_is_not_frozen():
 
 def test_a_transform_keeps_its_options():
     """It has no __init__ of its own, and what it remembers is its slot."""
-    with pytest.raises(af.RecordError, match=r"whose decay is not set.*its slot"):
+    with pytest.raises(
+        af.errors.RecordError, match=r"whose decay is not set.*its slot"
+    ):
         af.ema(0.5).decay = 0.9
     body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
     with pytest.raises(
-        af.ArgumentError, match=r"Scaled must not have an __init__.*scale: float"
+        af.errors.ArgumentError, match=r"Scaled must not have an __init__.*scale: float"
     ):
         af.transform(type("Scaled", (), body))
 
 
 def test_what_ranks_call_takes_a_world():
     """A function without it is refused before a rank begins; a call that cannot be, too."""
-    with pytest.raises(af.ArgumentError, match=r"fn\(world\).*too many"):
+    with pytest.raises(af.errors.ArgumentError, match=r"fn\(world\).*too many"):
         simulate(2, lambda: 1)
     with pytest.raises(
-        af.ArgumentError, match=r"check_step\(states=.*a function of a w"
+        af.errors.ArgumentError, match=r"check_step\(states=.*a function of a w"
     ):
         testing.check_step(step, states=create_nothing)
     with pytest.raises(
-        af.ArgumentError, match=r"check_resume\(make\).*a function of a w"
+        af.errors.ArgumentError, match=r"check_resume\(make\).*a function of a w"
     ):
         testing.check_resume(create_nothing, 2)
-    with pytest.raises(af.CallError, match=r"Write testing\.check_step\(step, states="):
+    with pytest.raises(
+        af.errors.CallError, match=r"Write testing\.check_step\(step, states="
+    ):
         testing.check_step(step)
     with pytest.raises(
-        af.CallError, match="there is no schedules=; did you mean schedule="
+        af.errors.CallError, match="there is no schedules=; did you mean schedule="
     ):
         simulate(2, print, schedules=[0])
 
@@ -284,7 +296,7 @@ def test_a_torch_scheduler_would_have_no_effect():
     net = nn.Linear(3, 1)
     optimizer = sgd(net.parameters())
     torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    with pytest.raises(af.OptimizerError, match="from_torch"):
+    with pytest.raises(af.errors.OptimizerError, match="from_torch"):
         create(model=net, optimizer=optimizer)
 
 
@@ -296,7 +308,7 @@ def test_a_schedule_needs_a_rate():
         def step(self, closure=None):
             del closure
 
-    with pytest.raises(af.OptimizerError, match=r"no 'lr', only \['speed'\]"):
+    with pytest.raises(af.errors.OptimizerError, match=r"no 'lr', only \['speed'\]"):
         create(optimizer=Rateless, schedule=af.schedules.constant())
 
 
@@ -316,7 +328,7 @@ def transform_of(**methods):
 
 def a_round(state):
     """Use all of a setup."""
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
         break
     af.eval_params(state)
@@ -335,7 +347,7 @@ def test_what_a_transform_returns_is_looked_at(name, value):
     """A method that forgot its return is named, with what it is to return."""
     wrong = transform_of(**{name: value})
     with pytest.raises(
-        af.ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"
+        af.errors.ArgumentError, match=rf"Wrong\(\)\.{name} returned .*expected"
     ):
         a_round(create(wrong))
 
@@ -345,7 +357,7 @@ def test_a_rate_is_a_finite_number(rate):
     """One that is none would make the parameters what no later step can mend."""
     state = create(transform_of(hyper=({"lr": rate}, None)))
     before = state.params["weight"].clone()
-    with pytest.raises(af.OptimizerError, match="'lr': a transform gave"):
+    with pytest.raises(af.errors.OptimizerError, match="'lr': a transform gave"):
         step(state, X)
     assert torch.equal(state.params["weight"], before)
 
@@ -360,7 +372,7 @@ def test_the_backward_pass_is_the_step_s(retain):
         return loss
 
     state = create()
-    with pytest.raises(af.LossError, match=r"leave loss\.backward\(\) out"):
+    with pytest.raises(af.errors.LossError, match=r"leave loss\.backward\(\) out"):
         af.make_step(eager)(state, X)
     after, _ = step(state, X)
     expected, _ = step(create(), X)
@@ -370,18 +382,22 @@ def test_the_backward_pass_is_the_step_s(retain):
 def test_a_number_has_one_name():
     """What the loss reports is not overwritten by what a transform does."""
     state = create(af.clip_grad_norm(1.0))
-    with pytest.raises(af.LossError, match="'grad_norm', and so does a transform"):
+    with pytest.raises(
+        af.errors.LossError, match="'grad_norm', and so does a transform"
+    ):
         af.make_step(lambda net, x: af.Loss(net(x).sum(), 8, grad_norm=3.0))(state, X)
 
 
 def test_other_things_that_are_not_what_they_are_taken_for():
-    with pytest.raises(af.ArgumentError, match="applied to a TrainState"):
+    with pytest.raises(af.errors.ArgumentError, match="applied to a TrainState"):
         af.ema(0.9)(af.World.single(device="cpu"))
-    with pytest.raises(af.ArgumentError, match="expected a class"):
+    with pytest.raises(af.errors.ArgumentError, match="expected a class"):
         af.transform(loss_fn)
-    with pytest.raises(af.ArgumentError, match=r"Metrics.*expected \(total, weight\)"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"Metrics.*expected \(total, weight\)"
+    ):
         af.Metrics({"a": "x"})
-    with pytest.raises(af.ArgumentError, match="the path of a directory"):
+    with pytest.raises(af.errors.ArgumentError, match="the path of a directory"):
         af.save(create(), None)
 
 
@@ -397,7 +413,7 @@ def test_what_is_made_in_inference_mode_can_be_trained():
     """Slots and teachers are ordinary tensors, whatever the caller's mode."""
     with torch.inference_mode():
         state = create(af.ema(0.5))
-        teacher = af.frozen(state)
+        teacher = af.snapshot_model(state)
     state, _ = step(state, X)
     af.make_step(lambda net, x: (net(x) * teacher(x)).mean())(state, X)
 
@@ -431,10 +447,10 @@ def test_sparse_gradients_are_refused_by_name():
         if by_hand:
             af.sync_grads(state, grads)
 
-    with pytest.raises(af.GradsError, match="weight are sparse"):
+    with pytest.raises(af.errors.GradsError, match="weight are sparse"):
         simulate(2, partial(train, by_hand=True))
-    setup = af.wrap_ddp(), af.compress("fp16")
-    with pytest.raises(af.ModelError, match="weight are sparse"):
+    setup = af.wrap_ddp(), af.compress_grads("fp16")
+    with pytest.raises(af.errors.ModelError, match="weight are sparse"):
         simulate(2, lambda world: train(world, *setup))
 
 
@@ -443,9 +459,9 @@ def test_a_refused_step_leaves_no_plan():
     state = create(af.optimizer_in_backward())
     batch = next(iter(af.batches(state)))
     state, _ = step(state, batch)
-    with pytest.raises(af.BatchError):
+    with pytest.raises(af.errors.BatchError):
         step(state, batch)
     before = state.params["weight"].clone()
-    with pytest.raises(af.GradsError):
+    with pytest.raises(af.errors.GradsError):
         grads_of(state, X)
     assert torch.equal(state.params["weight"], before)

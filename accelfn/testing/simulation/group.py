@@ -541,7 +541,7 @@ def explain_meta_error(error: BaseException) -> BaseException:
     msg = (
         f"{_line_of(error)} reads a value, and tensors on the meta device have no values:"
         f" {str(first).splitlines()[0].rstrip('.;!')}. Leave out calls such as float(loss),"
-        " af.mean(metrics, world) or a transform that decides by values; or run with"
+        " metrics.all_reduce_mean(world) or a transform that decides by values; or run with"
         ' device="cpu".'
     )
     raised = SimulationError(msg)

@@ -53,7 +53,7 @@ def begun(
         model=model,
         optimizer=partial(optimizer, lr=RATE),
         schedule=schedule,
-        data=af.Data(dataset, batch_size=batch_size, shuffle=False),
+        data=af.Data(dataset, global_batch_size=batch_size, shuffle=False),
         setup=af.chain(*(setup or REPLICAS)),
         world=world,
     )
@@ -64,9 +64,9 @@ def trained(
 ) -> tuple[af.TrainState, list[float]]:
     """Train all epochs, or so many updates; return the state and the loss of each update."""
     step, found = af.make_step(loss), list[float]()
-    for batch in af.batches(state, epochs=EPOCHS):
+    for batch in af.batches(state, until_epoch=EPOCHS):
         state, metrics = step(state, batch)
-        found.append(af.mean(metrics, state.world)["loss"])
+        found.append(metrics.all_reduce_mean(state.world)["loss"])
         if len(found) == most:
             break
     return state, found
@@ -148,7 +148,7 @@ def cross_validation(world: af.World) -> list[float]:
         state = begun(world, dataset=Subset(samples(), chosen.tolist()))
         state, losses = trained(state)
         found += losses
-        held_out = af.Data(samples(18, seed=2), batch_size=4)
+        held_out = af.Data(samples(18, seed=2), global_batch_size=4)
         said = af.predict(state, held_out, lambda model, batch: model(batch[0]))
         votes.append(torch.stack(list(said)))
     return found + torch.stack(votes).mean(0).flatten().tolist()
@@ -158,9 +158,9 @@ def early_stopping(world: af.World) -> list[float]:
     """Each rank judges by its own loss, and all are asked."""
     state, step = begun(world), af.make_step(mean_loss)
     found, best, bad = list[float](), float("inf"), 0
-    for batch in af.batches(state, epochs=9):
+    for batch in af.batches(state, until_epoch=9):
         state, metrics = step(state, batch)
-        found.append(af.mean(metrics, world)["loss"])
+        found.append(metrics.all_reduce_mean(world)["loss"])
         loss = float(metrics["loss"])
         best, bad = (loss, bad) if loss < best else (best, bad + 1)
         if af.any_rank(bad == 2, world):
@@ -187,7 +187,7 @@ def multi_process_metrics(world: af.World) -> list[float]:
         return model(batch[0]).argmax(1)
 
     state, found = trained(begun(world))
-    held_out = af.Data(HELD_OUT, batch_size=8)
+    held_out = af.Data(HELD_OUT, global_batch_size=8)
     accuracy = af.evaluate(state, held_out, judge)["right"]
     guesses = torch.stack(list(af.predict(state, held_out, guess)))
     return [*found, accuracy, float(len(guesses)), float(guesses.sum())]
@@ -198,7 +198,7 @@ def schedule_free(world: af.World) -> list[float]:
     optimizer = schedulefree.AdamWScheduleFree
     state = begun(world, *REPLICAS, af.schedule_free(), optimizer=optimizer)
     state, found = trained(state)
-    held_out = af.Data(HELD_OUT, batch_size=45)
+    held_out = af.Data(HELD_OUT, global_batch_size=45)
     return [*found, af.evaluate(state, held_out, mean_loss)["loss"]]
 
 
@@ -219,7 +219,7 @@ def profiler(world: af.World) -> list[float]:
     state, step, found = begun(world), af.make_step(mean_loss), list[float]()
     with tempfile.TemporaryDirectory() as folder:
         with af.profile(folder, world, active=2) as seen_by:
-            for batch in af.batches(state, epochs=1):
+            for batch in af.batches(state, until_epoch=1):
                 state, metrics = step(state, batch)
                 found.append(float(metrics["loss"]))
                 seen_by.step()
@@ -229,7 +229,7 @@ def profiler(world: af.World) -> list[float]:
 
 def ddp_comm_hook(world: af.World) -> list[float]:
     """Gradients cross in 16 bits."""
-    return trained(begun(world, *REPLICAS, af.compress("fp16")))[1]
+    return trained(begun(world, *REPLICAS, af.compress_grads("fp16")))[1]
 
 
 def fsdp_with_peak_mem_tracking(world: af.World) -> list[float]:

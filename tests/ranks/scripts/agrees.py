@@ -23,12 +23,12 @@ with af.World.from_env(timeout=60, device="cpu") as world:
     state = af.TrainState.create(
         model=lambda: torch.nn.Linear(2, 1),
         optimizer=partial(torch.optim.SGD, lr=0.1),
-        data=af.Data((inputs, inputs.sum(1, keepdim=True)), batch_size=8),
+        data=af.Data((inputs, inputs.sum(1, keepdim=True)), global_batch_size=8),
         setup=af.chain(af.shard_data(), af.wrap_ddp()),
         world=world,
     )
     step = af.make_step(loss_fn)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, _ = step(state, batch)
     weights = torch.cat([each.detach().flatten() for each in state.params.values()])
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()[:8]

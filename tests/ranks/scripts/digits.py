@@ -31,7 +31,7 @@ torch.set_num_threads(1)
 images, labels = map(torch.from_numpy, load_digits(return_X_y=True))
 with af.World.from_env(device="cpu", timeout=60) as world:
     world.connection.set_timeout(timeout)  # from here on, once all have met
-    data = af.Data(((images / 16).float(), labels), batch_size=64, shuffle=True)
+    data = af.Data(((images / 16).float(), labels), global_batch_size=64, shuffle=True)
     state = af.TrainState.create(
         model=lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)),
         optimizer=partial(torch.optim.AdamW, lr=0.01),
@@ -43,7 +43,7 @@ with af.World.from_env(device="cpu", timeout=60) as world:
     with af.CheckpointStore(directory, every=5) as store:
         state = store.restore(state)
         sys.stdout.write(f"rank {world.rank} of {world.size} from {state.step}\n")
-        for batch in af.batches(state, epochs=100):
+        for batch in af.batches(state, until_epoch=100):
             state, _ = step(state, batch)
             if store.due(state):
                 store.save(state)

@@ -36,7 +36,7 @@ def create(world: af.World, seed: int) -> af.TrainState:
         optimizer=partial(torch.optim.AdamW, lr=0.01),
         schedule=af.schedules.linear(UPDATES),
         data=af.Data(
-            torch.linspace(-1, 1, 108).reshape(36, 3), batch_size=8, shuffle=True
+            torch.linspace(-1, 1, 108).reshape(36, 3), global_batch_size=8, shuffle=True
         ),
         setup=af.chain(
             af.shard_data(),

@@ -13,7 +13,7 @@ import accelfn as af
 
 directory, updates = sys.argv[1], int(sys.argv[2])
 with af.World.from_env(device="cpu") as world:
-    data = af.Data(torch.linspace(-1, 1, 64).reshape(32, 2), batch_size=8)
+    data = af.Data(torch.linspace(-1, 1, 64).reshape(32, 2), global_batch_size=8)
     state = af.TrainState.create(
         model=lambda: nn.Linear(2, 1),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1, momentum=0.9),
@@ -25,7 +25,7 @@ with af.World.from_env(device="cpu") as world:
     with af.stopping(world) as stop, af.CheckpointStore(directory, every=5) as store:
         state = store.restore(state)
         sys.stdout.write(f"process {os.getpid()} from {state.step}\n")
-        for batch in af.batches(state, epochs=10**6):
+        for batch in af.batches(state, until_epoch=10**6):
             state, _ = step(state, batch)
             asked = stop.requested()
             if asked or store.due(state):

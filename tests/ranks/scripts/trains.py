@@ -52,7 +52,7 @@ def created(world: af.World) -> af.TrainState:
     return af.TrainState.create(
         model=lambda: torch.nn.Linear(4, 1),
         optimizer=partial(torch.optim.AdamW, lr=0.1),
-        data=af.Data((torch.ones(64, 4),), batch_size=8),
+        data=af.Data((torch.ones(64, 4),), global_batch_size=8),
         setup=af.chain(
             af.shard_data(),
             af.wrap_deepspeed(int(stage)) if stage != "0" else af.wrap_ddp(),
@@ -69,8 +69,8 @@ step(state, next(iter(af.batches(state))))
 with af.World.from_env(timeout=60, device="cpu") as world:
     world.connection.set_timeout(float(timeout))  # from here on, once all have met
     state = created(world)
-    for batch in af.batches(state, epochs=1):
+    for batch in af.batches(state, until_epoch=1):
         state, metrics = step(state, batch)
-    means = af.mean(metrics, world)
+    means = metrics.all_reduce_mean(world)
     af.evaluate(state, state.data, loss_fn)
     af.print_once(world, f"done after {state.step} updates, loss {means['loss']:.4f}")

@@ -43,6 +43,6 @@ with af.World.from_env() as world:
     af.barrier(world)
     pids = [os.getpid(), os.getppid()] if "launcher" in sys.argv else [os.getpid()]
     found = [address for pid in pids for address in listening(pid)]
-    texts = af.gather_objects(found, world)
+    texts = af.all_gather_objects(found, world)
     if world.is_main:
         sys.stdout.write(json.dumps(texts))

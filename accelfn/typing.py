@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Types that functions return, for annotations; a program seldom makes one."""
+
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+
+from accelfn.base.arguments import import_later as _import_later
+from accelfn.base.arguments import names_for_later as _names_for_later
+
+if _TYPE_CHECKING:
+    from accelfn.checkpoint import Loaded as Loaded
+    from accelfn.data.plan import Cursor as Cursor
+    from accelfn.data.plan import Plan as Plan
+    from accelfn.loop.batches import Batches as Batches
+    from accelfn.loop.control import RankLogger as RankLogger
+    from accelfn.placing.plan import DeviceMap as DeviceMap
+    from accelfn.state.results import WeightedSum as WeightedSum
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import a name."""
+        if name not in _names_for_later(__name__):
+            msg = f"module {__name__!r} has no attribute {name!r}."
+            raise AttributeError(msg)
+        return _import_later(__name__, name)
+
+
+def __dir__() -> list[str]:
+    """Return the names, those too that are not imported yet."""
+    return sorted(_names_for_later(__name__))
