@@ -59,7 +59,7 @@ _NAMES = {
     "accelfn.checkpoint.store": ("best_of",),
     "accelfn.cli": ("main", "parser"),
     "accelfn.collectives": (
-        "all_gather",
+        "all_gather_list",
         "failures",
         "few_bits",
         "gather_full",
@@ -81,10 +81,10 @@ _NAMES = {
     ),
     "accelfn.collectives.packed": ("average_", "is_same_text", "start_sum_"),
     "accelfn.collectives.replicas": ("check_replicas", "checksum"),
-    "accelfn.collectives.trees": ("gather_objects",),
+    "accelfn.collectives.trees": ("all_gather_objects",),
     "accelfn.data": ("Plan", "loaders", "plan", "stream"),
     "accelfn.data.order": ("read_sampler", "order_of_sampler", "shuffle_positions"),
-    "accelfn.data.plan": ("EvenCut", "budget"),
+    "accelfn.data.plan": ("EvenCut", "token_budget"),
     "accelfn.deepspeed": ("flats", "home"),
     "accelfn.deepspeed.engine": (
         "ModuleOrder",

@@ -24,8 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias, TypeGuard, TypeVar, 
 import attrs
 import torch
 
-from accelfn.errors import AccelfnWarning as AdviceWarning
-from accelfn.errors import ArgumentError, CallError, RecordError
+from accelfn.errors import AccelfnWarning, ArgumentError, CallError, RecordError
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -592,7 +591,7 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 def advise(message: str) -> None:
     """Warn of a likely mistake, at the line of the user's code that caused it."""
-    warnings.warn(message, AdviceWarning, stacklevel=_levels_of_package() + 1)
+    warnings.warn(message, AccelfnWarning, stacklevel=_levels_of_package() + 1)
 
 
 def _levels_of_package() -> int:

@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from accelfn import TrainState, World, accumulate, chain, wrap_fsdp
 from accelfn import batches as batches_of
-from accelfn.errors import AccelfnWarning as AdviceWarning
-from accelfn.errors import ArgumentError, CompositionError, LawError
+from accelfn.errors import AccelfnWarning, ArgumentError, CompositionError, LawError
 from accelfn.plug import arguments
 from accelfn.plug import transform as contract
 from accelfn.testing.comparing import Comparison
@@ -90,7 +89,7 @@ def check_step(
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
         if batches is not None:  # the states' own data stay unused, on purpose
-            warnings.simplefilter("ignore", AdviceWarning)
+            warnings.simplefilter("ignore", AccelfnWarning)
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
 
@@ -308,7 +307,7 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
             return None
         with warnings.catch_warnings():
             # all ranks take the same samples on purpose
-            warnings.simplefilter("ignore", AdviceWarning)
+            warnings.simplefilter("ignore", AccelfnWarning)
             wanted = _histories(subject, around(whole), 1)
             if isinstance(wanted, str):
                 return f"on one rank, the run raised {wanted}"

@@ -151,7 +151,7 @@ def run_safely(run: Callable[[Path], Result]) -> Result:
     messages = {
         str(each.message)
         for each in caught
-        if issubclass(each.category, af.AccelfnWarning)
+        if issubclass(each.category, af.errors.AccelfnWarning)
     }
     return found | {"warnings": sorted(re.sub(NOISE, "", each) for each in messages)}
 

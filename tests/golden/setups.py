@@ -218,7 +218,9 @@ def make_data(setup: Setup) -> af.Data:
     if kind == "stream":
         return af.Data(Stream(rows), global_batch_size=size, replay=True)
     if kind == "mix":
-        return af.Data.mix([rows[:5], rows[5:]], weights=[2, 1], batch_size=size, **how)
+        return af.Data.mix(
+            [rows[:5], rows[5:]], weights=[2, 1], global_batch_size=size, **how
+        )
     if kind == "budget":
         return af.Data(
             tensors, global_batch_size=af.token_budget(costs, limit=12), shuffle=True

@@ -320,7 +320,9 @@ def test_an_optimizer_belongs_to_the_problem():
         assert_equivalent(None, None, make=perceptron, optimizer=SGD)
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # whole batches are meant
+@pytest.mark.filterwarnings(
+    "ignore::accelfn.errors.AccelfnWarning"
+)  # whole batches are meant
 def test_a_setup_that_shards_already_is_not_sharded_twice():
     """And one that says how gradients cross ranks is taken as it is."""
     assert_equivalent(af.shard_data(), None)

@@ -289,7 +289,7 @@ def test_looking_at_rates_says_nothing():
         warnings.simplefilter("error")
         assert state.lrs == (0.0,)
     assert state.definition.cache.looks_at == looks
-    with pytest.warns(af.AccelfnWarning, match="changes nothing any more"):
+    with pytest.warns(af.errors.AccelfnWarning, match="changes nothing any more"):
         af.make_step(_total)(state, torch.ones(1, 1))
 
 

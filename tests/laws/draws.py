@@ -336,7 +336,7 @@ def ends_by_cost(place: Place) -> list[int]:
 
 def through_two(make: Callable[..., af.Data], place: Place) -> Any:
     """Return the order of one of two datasets of one length, gone through together."""
-    data = make(shuffle=True, batch_size=4)
+    data = make(shuffle=True, global_batch_size=4)
     found = np.array(ordered(data, place))
     if found.ndim == 2:
         return found[:, place.index % 2].tolist()
@@ -349,7 +349,7 @@ def mixed(**options: Any) -> af.Data:
 
 
 def whose_turn(place: Place) -> Any:
-    found = np.array(ordered(mixed(shuffle=False, batch_size=4), place)) >= 32
+    found = np.array(ordered(mixed(shuffle=False, global_batch_size=4), place)) >= 32
     return found.tolist()
 
 
@@ -483,13 +483,13 @@ ROWS = [
     ),
     Row(
         name="shuffled",
-        draws=order(shuffle=True, batch_size=4),
+        draws=order(shuffle=True, global_batch_size=4),
         apart="seed epoch",
         at="data.order.Shuffled.of_epoch data.order.shuffle_positions",
     ),
     Row(
         name="weighted",
-        draws=order(order=af.orders.weighted(np.arange(1, N + 1)), batch_size=4),
+        draws=order(order=af.orders.weighted(np.arange(1, N + 1)), global_batch_size=4),
         apart="seed epoch",
         at="data.order.weighted.of_epoch",
     ),
@@ -497,7 +497,7 @@ ROWS = [
         name="weighted, without replacement",
         draws=order(
             order=af.orders.weighted(np.arange(1, N + 1), replacement=False),
-            batch_size=4,
+            global_batch_size=4,
         ),
         apart="seed epoch",
         at="data.order.weighted.of_epoch",
@@ -528,7 +528,9 @@ ROWS = [
     ),
     Row(
         name="an order of one's own",
-        draws=order(order=lambda _seed, _epoch, n: torch.randperm(n), batch_size=4),
+        draws=order(
+            order=lambda _seed, _epoch, n: torch.randperm(n), global_batch_size=4
+        ),
         apart="seed epoch",
         at="data.order.Own._call",
     ),

@@ -39,7 +39,7 @@ class Scene:
     @property
     def held_out(self) -> af.Data:
         """Other data, of batches that ranks share unevenly."""
-        return attrs.evolve(self.program.data, batch_size=3, remainder="short")
+        return attrs.evolve(self.program.data, global_batch_size=3, remainder="short")
 
     def stepped_apart(self, state: af.TrainState) -> None:
         """Step a state that is no other's."""

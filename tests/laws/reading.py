@@ -23,7 +23,7 @@ few = settings(max_examples=max(5, settings().max_examples // 20))
 """For laws whose examples start worker processes, at some 30 ms each."""
 some = settings(max_examples=max(15, settings().max_examples // 20))
 """For those of them whose bugs are rarer."""
-on_one_core = pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")
+on_one_core = pytest.mark.filterwarnings("ignore::accelfn.errors.AccelfnWarning")
 """Of worker processes: a machine may have fewer cores than a law asks for."""
 
 

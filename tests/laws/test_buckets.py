@@ -29,7 +29,7 @@ def test_buckets_are_sorted_windows(
     """Each sample comes once; a window's batches, by length, are sorted; a short one is last."""
     n = len(lengths)
     order = af.orders.bucketed(lengths, window=window)
-    found = order_of(numbers(n, order, batch_size=size), seed, epoch)
+    found = order_of(numbers(n, order, global_batch_size=size), seed, epoch)
     assert sorted(found) == list(range(n))
     whole = -(-window // size) * size  # windows are of whole batches
     for start in range(0, n, whole):
@@ -43,7 +43,7 @@ def test_buckets_are_sorted_windows(
 
 def test_batches_of_a_window_come_in_any_order():
     """Every order of a window's batches comes about equally often; samples move between."""
-    data = numbers(6, af.orders.bucketed([1, 1, 5, 5, 9, 9]), batch_size=2)
+    data = numbers(6, af.orders.bucketed([1, 1, 5, 5, 9, 9]), global_batch_size=2)
     lengths = [0, 0, 1, 1, 2, 2]
     epochs = [order_of(data, seed=0, epoch=e) for e in range(1200)]
     turns = Counter(tuple(lengths[i] for i in epoch[::2]) for epoch in epochs)
@@ -73,7 +73,7 @@ def test_budgets_are_kept_and_used(
         return max(each) * len(each) if padded else sum(each)
 
     budget = af.token_budget(costs, limit=limit, padded=padded)
-    data = numbers(len(costs), None, batch_size=budget, shuffle=shuffle)
+    data = numbers(len(costs), None, global_batch_size=budget, shuffle=shuffle)
     found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
     assert flat(found) == order_of(data, seed)
     assert data.num_updates(2, seed=seed) == len(read(single(), data, seed=seed))
@@ -92,7 +92,7 @@ def test_batches_of_a_budget_come_in_any_order():
     """In each epoch another order of batches is drawn, but for the last one's place."""
     costs = [5, 6, 7, 8]
     order, budget = af.orders.bucketed(costs), af.token_budget(costs, limit=8)
-    data = numbers(4, order, batch_size=budget)
+    data = numbers(4, order, global_batch_size=budget)
     turns = Counter(tuple(order_of(data, seed=0, epoch=e)) for e in range(1200))
     expected = {(*three, 3): 1 / 6 for three in permutations(range(3))}
     assert chi_square(turns, expected) < 25.7  # 5 degrees of freedom: P is 1e-4
@@ -105,7 +105,7 @@ def test_budgets_of_buckets_are_of_like_samples(
     """In one window, no sample is in a batch of shorter ones while they are in longer ones'."""
     order = af.orders.bucketed(costs, window=len(costs))
     budget = af.token_budget(costs, limit=max(costs) + more)
-    data = numbers(len(costs), order, batch_size=budget)
+    data = numbers(len(costs), order, global_batch_size=budget)
     found = [own([batch]) for batch in read(single(), data, epochs=1, seed=seed)]
     spans = sorted(
         (min(each), max(each)) for each in ([costs[i] for i in b] for b in found)

@@ -282,7 +282,7 @@ GIVEN: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
         torch.ones(8).long(),
     ),
     "a mix": lambda: of_data(
-        lambda given: af.Data.mix(given[0], weights=given[1], batch_size=4),
+        lambda given: af.Data.mix(given[0], weights=given[1], global_batch_size=4),
         [[range(6), range(6)], [1, 2]],
     ),
     "groups of an optimizer": of_groups,

@@ -112,7 +112,7 @@ def test_all_gather_gives_each_rank_s_tensor(
 
     def gather(world: af.World) -> None:
         mine = on(world.rank)
-        found = collectives.all_gather(mine, world, label="gather")
+        found = collectives.all_gather_list(mine, world, label="gather")
         assert len(found) == size
         for rank, tensor in enumerate(found):
             assert exactly(on(rank), tensor)

@@ -212,7 +212,9 @@ def test_other_ranks_take_over_what_was_left_out(run: Run, sizes: list[int]) -> 
     assert differences(*means, within=1e-12) == []
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # not the state's data
+@pytest.mark.filterwarnings(
+    "ignore::accelfn.errors.AccelfnWarning"
+)  # not the state's data
 @given(run=runs(dyadic=False, kind="plain"), size=SIZES, bad=st.integers(0, 3))
 def test_a_skipped_update_leaves_what_was_left_out(
     run: Run, size: int, bad: int

@@ -147,7 +147,7 @@ def test_each_part_has_draws_of_its_own(
         af.value_and_grad(loss)(state, next(iter(af.batches(state))))
         return noise[-1]
 
-    with warnings.catch_warnings(category=af.AccelfnWarning, action="ignore"):
+    with warnings.catch_warnings(category=af.errors.AccelfnWarning, action="ignore"):
         found = simulate(size, drawn, axes=axes)
     assert len({tuple(each.tolist()) for each in found}) == size
 

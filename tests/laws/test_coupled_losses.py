@@ -251,7 +251,7 @@ def test_micro_batches_that_couple_are_warned_of():
             state, _ = step(state, batch)
 
     simulate(2, lambda world: train(world, 1))
-    with pytest.warns(af.AccelfnWarning, match="several micro-batches"):
+    with pytest.warns(af.errors.AccelfnWarning, match="several micro-batches"):
         simulate(2, lambda world: train(world, 2))
 
 

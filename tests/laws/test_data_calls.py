@@ -124,7 +124,7 @@ class Call:
         if self.order == "batches":
             options["batch_sampler"] = Turned(n, size)
         else:
-            options |= {"batch_size": size, "remainder": self.remainder}
+            options |= {"global_batch_size": size, "remainder": self.remainder}
             options |= {"shuffle": self.shuffles}
             options["order"] = turned if self.order == "own" else None
         return af.Data(dataset, collate=collate, **options)

@@ -178,7 +178,9 @@ def precision(row: str, each: Odd, found: list[Odd]) -> float:
     return max(torch.finfo(dtype).eps for dtype in dtypes)
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # ranks apart do the same
+@pytest.mark.filterwarnings(
+    "ignore::accelfn.errors.AccelfnWarning"
+)  # ranks apart do the same
 @pytest.mark.parametrize("row", ROWS)
 @given(found=several, size=st.integers(1, 2))
 def test_any_dtype_and_shape(row: str, found: list[Odd], size: int) -> None:

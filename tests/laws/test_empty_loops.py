@@ -39,7 +39,7 @@ def said(fn: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         fn()
-    assert {each.category for each in found} <= {af.AccelfnWarning}
+    assert {each.category for each in found} <= {af.errors.AccelfnWarning}
     return [str(each.message) for each in found]
 
 

@@ -128,14 +128,16 @@ def test_what_has_come_further_goes_on_and_is_told(setup: str) -> None:
         state, other = trained(created(world, setup), 1), created(world, setup, seed=1)
         slots = {name: each for name, each in tensors(state).items() if "slots" in name}
         af.save(other, Path(folder) / "other")
-        with pytest.warns(af.AccelfnWarning, match=r"load_part: .* go on as they were"):
+        with pytest.warns(
+            af.errors.AccelfnWarning, match=r"load_part: .* go on as they were"
+        ):
             loaded = by_load_part(state, None, folder)
         for found in (loaded, state.with_params(other.params)):
             there = tensors(found)
             assert differences(slots, {name: there[name] for name in slots}) == []
             assert differences(dict(other.params), dict(found.params)) == []
         with warnings.catch_warnings():
-            warnings.simplefilter("error", af.AccelfnWarning)
+            warnings.simplefilter("error", af.errors.AccelfnWarning)
             both = "params", "slots"
             whole = af.load_part(state, Path(folder) / "other", both).state
         assert (
@@ -270,7 +272,7 @@ def test_an_optimizer_that_draws_is_a_function_of_the_state(
 def loads_apart(state: af.TrainState, folder: str) -> af.TrainState:
     path = Path(folder) / f"seed {state.world.rank}"
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", af.AccelfnWarning)  # of slots that go on
+        warnings.simplefilter("ignore", af.errors.AccelfnWarning)  # of slots that go on
         return af.load_part(state, path, "params").state
 
 

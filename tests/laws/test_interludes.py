@@ -74,7 +74,7 @@ def _trained(
         before, batch = state, next(iter(af.batches(state)))
         state, metrics = step(state, batch)
         moments.append((tensors(state), metrics.all_reduce_mean(world)))
-    held_out = attrs.evolve(program.data, batch_size=5, remainder="short")
+    held_out = attrs.evolve(program.data, global_batch_size=5, remainder="short")
     measured = af.evaluate(state, held_out, program.loss)
     moments.append((tensors(af.finalize(state)), measured))
     return moments

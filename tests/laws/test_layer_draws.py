@@ -15,7 +15,7 @@ from accelfn.testing import simulate
 from tests.laws.parallel_layers import DDP, PLAN, Lying, Speech
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")
+@pytest.mark.filterwarnings("ignore::accelfn.errors.AccelfnWarning")
 @pytest.mark.parametrize(
     "axes", [{"tp": 2}, {"dp_shard": 2, "tp": 2}, {"cp": 2, "tp": 2}]
 )

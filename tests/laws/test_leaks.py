@@ -59,7 +59,7 @@ def test_a_step_adds_to_no_gradient_of_the_caller(
         step = af.make_step(lambda model, x: (scale * model(x)).square().mean())
         given = [batch, batch] if setup == "parts" else batch
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", af.AccelfnWarning)
+            warnings.simplefilter("ignore", af.errors.AccelfnWarning)
             for _ in range(num_updates):
                 state, _ = step(state, given)
         return [scale.grad, batch.grad]

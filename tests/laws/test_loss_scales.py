@@ -20,7 +20,7 @@ from tests.strategies import Run, differences, tensors
 
 pytestmark = (
     pytest.mark.filterwarnings(  # steps take other values than the state's data
-        "ignore::accelfn.errors.Warning"
+        "ignore::accelfn.errors.AccelfnWarning"
     )
 )
 

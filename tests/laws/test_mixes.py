@@ -33,7 +33,7 @@ def test_mixes_have_their_shares_in_every_block(
         [torch.arange(n) for n in lengths],
         weights=weights[: len(lengths)],
         shuffle=shuffle,
-        batch_size=3,
+        global_batch_size=3,
     )
     block = data.ordering.block  # 64 positions, or four to the least share
     epochs = range(3 * block // len(data) + 1)
@@ -60,7 +60,7 @@ def test_mixes_go_through_each_dataset(
         [torch.arange(n) for n in lengths],
         weights=weights[: len(lengths)],
         shuffle=shuffle,
-        batch_size=3,
+        global_batch_size=3,
     )
     through = [i for epoch in range(4) for i in order_of(data, seed, epoch)]
     first = 0
@@ -87,7 +87,7 @@ def test_they_are_evaluated_in_their_own_order(
     data = af.Data.mix(
         [torch.arange(n) for n in lengths],
         weights=[1.0] * len(lengths),
-        batch_size=batch_size,
+        global_batch_size=batch_size,
         shuffle=shuffle,
     )
     expected = [i for n in lengths for i in range(n)]
@@ -133,7 +133,7 @@ def test_options_of_a_mix_are_those_of_data(
     """A mix of one dataset is that dataset, with any options."""
     assume(remainder != "drop" or batch_size <= n)
     options: dict[str, Any] = {
-        "batch_size": batch_size,
+        "global_batch_size": batch_size,
         "remainder": remainder,
         "collate": collate,
         "timeout": timeout,

@@ -36,7 +36,7 @@ def order_of(data: af.Data, seed: int, epoch: int = 0) -> list[int]:
 
 def numbers(n: int, order: object, **options: Any) -> af.Data:
     """Return data that are their own indices, in an order."""
-    return af.Data(torch.arange(n), order=order, **{"batch_size": 3, **options})
+    return af.Data(torch.arange(n), order=order, **{"global_batch_size": 3, **options})
 
 
 def chi_square(found: Counter[Any], expected: dict[Any, float]) -> float:
@@ -85,25 +85,27 @@ def a_loop(seed: int, epoch: int, n: int) -> list[int]:
 
 
 KINDS: dict[str, Callable[[int, int, list[int]], af.Data]] = {
-    "in order": lambda n, size, _: numbers(n, None, batch_size=size),
-    "shuffled": lambda n, size, _: numbers(n, None, batch_size=size, shuffle=True),
-    "own": lambda n, size, _: numbers(n, a_loop, batch_size=size),
+    "in order": lambda n, size, _: numbers(n, None, global_batch_size=size),
+    "shuffled": lambda n, size, _: numbers(
+        n, None, global_batch_size=size, shuffle=True
+    ),
+    "own": lambda n, size, _: numbers(n, a_loop, global_batch_size=size),
     "weighted": lambda n, size, costs: numbers(
-        n, af.orders.weighted(costs), batch_size=size
+        n, af.orders.weighted(costs), global_batch_size=size
     ),
     "without replacement": lambda n, size, costs: numbers(
-        n, af.orders.weighted(costs, replacement=False), batch_size=size
+        n, af.orders.weighted(costs, replacement=False), global_batch_size=size
     ),
     "bucketed": lambda n, size, costs: numbers(
-        n, af.orders.bucketed(costs, window=7), batch_size=size
+        n, af.orders.bucketed(costs, window=7), global_batch_size=size
     ),
     "budget": lambda n, size, costs: numbers(
-        n, None, shuffle=True, batch_size=af.token_budget(costs, limit=9 * size)
+        n, None, shuffle=True, global_batch_size=af.token_budget(costs, limit=9 * size)
     ),
     "bucketed budget": lambda n, size, costs: numbers(
         n,
         af.orders.bucketed(costs, window=7),
-        batch_size=af.token_budget(costs, limit=9 * size, padded=False),
+        global_batch_size=af.token_budget(costs, limit=9 * size, padded=False),
     ),
     "sampler": lambda n, size, _: sampled(n, size, Listed([*range(n), 0, n - 1])),
     "random sampler": lambda n, size, _: sampled(
@@ -116,7 +118,7 @@ KINDS: dict[str, Callable[[int, int, list[int]], af.Data]] = {
         [torch.arange(n), torch.arange(n, n + 5)],
         weights=[3, 1],
         shuffle=True,
-        batch_size=size,
+        global_batch_size=size,
     ),
 }
 
@@ -246,7 +248,7 @@ def test_a_rank_asks_for_no_position_but_its_own(
     def rank(world: af.World) -> None:
         asked = Asked(n)
         order = lambda _seed, _epoch, _n: asked  # noqa: E731 - of this rank
-        data = numbers(n, order, batch_size=batch_size, remainder=remainder)
+        data = numbers(n, order, global_batch_size=batch_size, remainder=remainder)
         batches = read(world, data, parts=parts, epochs=1)
         indices = flat([batch.indices.tolist() for batch in batches])
         assert indices == asked.positions
@@ -374,6 +376,6 @@ def test_an_order_of_ones_own_is_followed(
     n: int, batch_size: int, size: int, seed: int
 ) -> None:
     """A function (seed, epoch, n) says the order of each epoch, on any ranks."""
-    data = numbers(n, a_loop, batch_size=batch_size)
+    data = numbers(n, a_loop, global_batch_size=batch_size)
     ranks = list(simulate(size, lambda world: read(world, data, seed=seed)))
     assert flat(joined(ranks)) == [*a_loop(seed, 0, n), *a_loop(seed, 1, n)]

@@ -168,7 +168,7 @@ def test_draws_beside_data_that_draw_nothing(
 ) -> None:
     """In a mix with tensors, augmentation draws from a place's key alone."""
     drawn, plainly = Drawing(lengths[0]), torch.ones(lengths[1], 4).double()
-    data = af.Data.mix([drawn, plainly], batch_size=4, shuffle=True)
+    data = af.Data.mix([drawn, plainly], global_batch_size=4, shuffle=True)
 
     def rows(world: af.World) -> list[Any]:
         torch.manual_seed(ambient)

@@ -87,7 +87,9 @@ def test_it_is_the_loop(
     simulate(size, fn)
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # a schedule may be over
+@pytest.mark.filterwarnings(
+    "ignore::accelfn.errors.AccelfnWarning"
+)  # a schedule may be over
 @given(
     run=tame,
     until=st.integers(1, 9) | st.integers(2, 3).map(af.epochs),

@@ -84,7 +84,7 @@ def told(
     """Return what ranks are told, each of whom has a dataset of its own."""
 
     def rank(world: af.World) -> str:
-        data = MADE[made](dataset_of(world.rank), batch_size=5, **options)
+        data = MADE[made](dataset_of(world.rank), global_batch_size=5, **options)
         state = af.TrainState.create(
             model=partial(torch.nn.Linear, 1, 1),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -253,7 +253,10 @@ def test_batches_of_each_rank_are_seen(
     def rank(world: af.World) -> str:
         own, options = (costs, other)[world.rank], {}
         if by == "budget":
-            options = {"batch_size": af.token_budget(own, limit=8), "shuffle": shuffle}
+            options = {
+                "global_batch_size": af.token_budget(own, limit=8),
+                "shuffle": shuffle,
+            }
         else:
             ends = np.cumsum(own).clip(max=n)
             parts = np.split(np.arange(n), ends[ends < n])

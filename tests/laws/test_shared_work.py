@@ -40,7 +40,7 @@ def said(size: int, fn: Callable[[af.World], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         simulate(size, fn)
-    assert {each.category for each in found} <= {af.AccelfnWarning}
+    assert {each.category for each in found} <= {af.errors.AccelfnWarning}
     return [str(each.message) for each in found]
 
 

@@ -21,7 +21,7 @@ from tests.strategies import differences, model, tensors
 
 pytestmark = (
     pytest.mark.filterwarnings(  # steps take other values than the state's data
-        "ignore::accelfn.errors.Warning"
+        "ignore::accelfn.errors.AccelfnWarning"
     )
 )
 

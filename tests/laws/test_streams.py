@@ -61,7 +61,7 @@ class Case:
 
     def data(self, dataset: object, **options: Any) -> af.Data:
         """Return the data."""
-        sized = {"batch_size": self.batch_size, "remainder": self.remainder}
+        sized = {"global_batch_size": self.batch_size, "remainder": self.remainder}
         return af.Data(dataset, num_workers=self.workers, **{**sized, **options})
 
     def alone(self) -> list[af.Batch]:

@@ -339,5 +339,7 @@ def test_what_follows_a_metric_is_refused(name):
     from transformers import get_scheduler
 
     given = Given("sgd", (0.1,), tensor=False, scheduler=partial(get_scheduler, name))
-    with pytest.raises(af.errors.ArgumentError, match=r"metrics.*af\.plateau"):
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"metrics.*af\.reduce_lr_on_plateau"
+    ):
         given.state()

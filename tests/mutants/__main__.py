@@ -27,7 +27,7 @@ def main() -> int:
     from tests.mutants.table import read_table, write_table
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=af.AccelfnWarning)
+    warnings.filterwarnings("ignore", category=af.errors.AccelfnWarning)
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--random", type=int, default=0, metavar="COUNT")
     parser.add_argument("--file", type=Path, metavar="BUGS")

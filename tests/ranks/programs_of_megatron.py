@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import (
 from torch import nn
 
 import accelfn as af
-from tests.internals import all_gather
+from tests.internals import all_gather_list
 from tests.laws.layers_of_megatron import MegatronSpeaker, MegatronSpeech
 from tests.laws.parallel_layers import loss_of_tokens
 from tests.ranks.programs_of_layers import UPDATES
@@ -26,7 +26,7 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, tp: af.World) -> torch.Tensor:
         ctx.tp = tp
-        return torch.cat(all_gather(part, tp, label="gather"), -1)
+        return torch.cat(all_gather_list(part, tp, label="gather"), -1)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -98,7 +98,7 @@ def by_hand(world: af.World, speech: MegatronSpeech) -> dict[str, torch.Tensor]:
     found = {}
     for name, param in net.named_parameters():
         dim = cut_of(param)
-        parts = all_gather(param.detach(), tp, label="parts")
+        parts = all_gather_list(param.detach(), tp, label="parts")
         found[name] = parts[0] if dim is None else torch.cat(parts, dim)
     return found
 

@@ -165,7 +165,7 @@ def test_corrupt_counts_through_all_that_a_call_fills(element):
     """A gather fills a tensor a rank: the elements of each follow those of the one before."""
 
     def gathered(world):
-        found = collectives.all_gather(torch.zeros(3), world, label="sum")
+        found = collectives.all_gather_list(torch.zeros(3), world, label="sum")
         return torch.cat(found).tolist()
 
     wrong = simulate(2, gathered, faults=[Corrupt(1, 0, element=element)])

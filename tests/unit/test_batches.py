@@ -19,7 +19,7 @@ X = torch.arange(22.0).reshape(11, 2)
 
 def make(setup=None, **options):
     """Return a small state over eleven samples."""
-    options = {"batch_size": 4, "shuffle": True, **options}
+    options = {"global_batch_size": 4, "shuffle": True, **options}
     return linear_state(
         2,
         optimizer=partial(torch.optim.SGD, lr=1e-4),

@@ -670,7 +670,7 @@ def test_a_pause_at_zero_is_not_the_end(start: int, pause: int, *, ends: bool) -
     assert rates is not None
     looks_at = 0.0
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         for update in range(start, start + pause):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     assert ends or not told
@@ -689,7 +689,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
     assert rates is not None
     looks_at = 0.0
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         for update in range(20, 60):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     (said,) = told

@@ -945,7 +945,7 @@ def test_other_options_of_transforms(case, tmp_path):
     af.save(fresh(setup=before), tmp_path / "saved")
     state = fresh(setup=after)
     if words:
-        with pytest.warns(af.AccelfnWarning, match=words):
+        with pytest.warns(af.errors.AccelfnWarning, match=words):
             af.load(state, tmp_path / "saved")
     af.load(state, tmp_path / "saved", allow="options" if words else ())
 
@@ -975,7 +975,9 @@ def test_a_transform_without_a_slot_may_go(tmp_path):
     state = fresh().with_setup(clipped)
     af.save(state, tmp_path / "saved")
     bare = fresh().with_setup(af.ema(0.5))
-    with pytest.warns(af.AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match=r"clip_grad_norm\(1\.0\), now absent"
+    ):
         assert set(af.load(bare, tmp_path / "saved").slots) == {"ema"}
     with pytest.raises(af.errors.CheckpointError, match=r"are gone \['ema'\]"):
         af.load(fresh().with_setup(None), tmp_path / "saved")

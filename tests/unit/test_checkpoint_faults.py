@@ -625,7 +625,7 @@ class Tied(nn.Module):
 def test_c13_tied_parameters(tmp_path):
     """C13: tied parameters are one after loading, in the bound model too."""
     state = fresh(Tied, seed=5)
-    with pytest.warns(af.AccelfnWarning, match="the entry follows the training"):
+    with pytest.warns(af.errors.AccelfnWarning, match="the entry follows the training"):
         tied = state.with_slot("mine", state.params["one.weight"])
     af.save(tied, tmp_path / "saved")
     loaded = af.load(fresh(Tied), tmp_path / "saved")

@@ -156,7 +156,9 @@ def test_compiling_again_is_told():
     with pytest.warns(af.errors.RecompilationWarning) as told:
         step(state, rows(5), donate=False)
     ours = [
-        each.message for each in told if issubclass(each.category, af.AccelfnWarning)
+        each.message
+        for each in told
+        if issubclass(each.category, af.errors.AccelfnWarning)
     ]
     (message,) = map(str, ours)
     assert "loss_fn was compiled again at update 2 (so far 1 times)" in message

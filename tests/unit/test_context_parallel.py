@@ -237,7 +237,9 @@ def test_sequences_that_cannot_be_split_are_refused(batch, words):
         simulate(2, lambda w: stepped(w, batch=batch), axes={"cp": 2})
 
 
-@pytest.mark.filterwarnings("ignore::accelfn.errors.Warning")  # of what is no batch
+@pytest.mark.filterwarnings(
+    "ignore::accelfn.errors.AccelfnWarning"
+)  # of what is no batch
 @pytest.mark.parametrize("odd", range(4))
 def test_batches_that_differ_along_cp_are_refused(odd):
     """Ranks that share samples would otherwise add up parts of different ones."""
@@ -257,7 +259,9 @@ def test_a_loss_that_draws_is_told_of():
         state, step = state_of(world), af.make_step(loss_of_noise)
         return [dict(step(state, rows(), donate=False)[0].params) for _ in range(2)]
 
-    with pytest.warns(af.AccelfnWarning, match="loss_of_noise draws random numbers"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match="loss_of_noise draws random numbers"
+    ):
         found = simulate(2, fn, axes={"cp": 2})
     for first, again in found:
         assert all(torch.equal(first[name], again[name]) for name in first)

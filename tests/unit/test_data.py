@@ -205,12 +205,12 @@ def test_array_of_text():
 
 
 ARGUMENTS = {
-    "batch_size 0": {"batch_size": 0},
-    "batch_size -4": {"batch_size": -4},
-    "batch_size 4.0": {"batch_size": 4.0},
-    "batch_size '4'": {"batch_size": "4"},
-    "batch_size True": {"batch_size": True},
-    "batch_size nan": {"batch_size": math.nan},
+    "batch_size 0": {"global_batch_size": 0},
+    "batch_size -4": {"global_batch_size": -4},
+    "batch_size 4.0": {"global_batch_size": 4.0},
+    "batch_size '4'": {"global_batch_size": "4"},
+    "batch_size True": {"global_batch_size": True},
+    "batch_size nan": {"global_batch_size": math.nan},
     "num_workers -1": {"num_workers": -1},
     "num_workers 1.5": {"num_workers": 1.5},
     "remainder wrap": {"remainder": "wrap"},
@@ -234,7 +234,7 @@ def test_bad_arguments(case):
     """A count that is none, or an option that is unknown, is refused with its value."""
     name = case.split(maxsplit=1)[0]
     with pytest.raises(af.errors.ArgumentError, match=rf"af\.Data\({name}=") as caught:
-        af.Data(X, **{"batch_size": 4, **ARGUMENTS[case]})
+        af.Data(X, **{"global_batch_size": 4, **ARGUMENTS[case]})
     assert isinstance(caught.value, ValueError)
 
 
@@ -368,7 +368,7 @@ def test_from_loader():
     loader = DataLoader(Items(), batch_size=3, shuffle=True, collate_fn=collate)
     data = af.Data.from_loader(loader)
     assert (3, True, "short", collate) == (
-        data.batch_size,
+        data.global_batch_size,
         data.shuffle,
         data.remainder,
         data.collate,
@@ -458,7 +458,7 @@ class Drawn(Dataset):
 def test_what_samples_of_a_mix_draw(lengths, size, batch_size):
     """No two samples of a mix share a draw, and ranks draw what one process does."""
     parts = [Drawn(which, length) for which, length in enumerate(lengths)]
-    data = af.Data.mix(parts, batch_size=batch_size)
+    data = af.Data.mix(parts, global_batch_size=batch_size)
 
     def epoch(world):
         state = make(data, world=world, setup=af.shard_data())
@@ -534,7 +534,10 @@ def test_samples_of_as_many_parts_as_chance_has_it_are_no_difference():
 
         return set(simulate(2, each_rank).results)
 
-    options = {"batch_size": 2, "collate": lambda samples: torch.zeros(len(samples))}
+    options = {
+        "global_batch_size": 2,
+        "collate": lambda samples: torch.zeros(len(samples)),
+    }
     assert told(lambda rank: af.Data(Ragged(rank), **options)) == {""}
     (said,) = told(
         lambda rank: af.Data.mix([Ragged(rank), [float(rank), 1.0]], **options)

@@ -383,10 +383,13 @@ def test_a_state_that_is_no_plain_data(tmp_path):
 REFUSED = {
     "shuffle": ({"shuffle": True}, "its own order.*shuffle in the stream itself"),
     "order": ({"order": lambda *_: []}, "its own order"),
-    "budget": ({"batch_size": af.token_budget([1], limit=1)}, "integer batch_size"),
+    "budget": (
+        {"global_batch_size": af.token_budget([1], limit=1)},
+        "integer global_batch_size",
+    ),
     "batch_sampler": (
-        {"batch_size": None, "batch_sampler": [[0]]},
-        "integer batch_size",
+        {"global_batch_size": None, "batch_sampler": [[0]]},
+        "integer global_batch_size",
     ),
     "both": ({"sharded": True, "dispatch": True}, "leave out dispatch="),
     "padded": ({"sharded": True, "remainder": "pad"}, "leave out .*remainder="),
@@ -403,7 +406,7 @@ def test_options_that_a_stream_cannot_have(case):
     """Options that exclude each other are refused with what to leave out."""
     options, words = REFUSED[case]
     with pytest.raises(af.errors.ArgumentError, match=words):
-        af.Data(Plain(3), **{"batch_size": 2, **options})
+        af.Data(Plain(3), **{"global_batch_size": 2, **options})
 
 
 @pytest.mark.parametrize("name", ["sharded", "dispatch", "replay"])

@@ -133,8 +133,10 @@ def nothing(*_: object) -> None:
 
 DATA = partial(af.Data, range(8))
 COUNTS = {
-    "af.Data(global_batch_size=)": Count(lambda n: DATA(batch_size=n), 1),
-    "af.Data(num_workers=)": Count(lambda n: DATA(batch_size=2, num_workers=n), 0),
+    "af.Data(global_batch_size=)": Count(lambda n: DATA(global_batch_size=n), 1),
+    "af.Data(num_workers=)": Count(
+        lambda n: DATA(global_batch_size=2, num_workers=n), 0
+    ),
     "af.Data.from_loader(num_ranks=)": Count(
         lambda n: af.Data.from_loader(
             torch.utils.data.DataLoader(range(8)), num_ranks=n
@@ -145,7 +147,7 @@ COUNTS = {
     "af.CheckpointStore(every=)": Count(lambda n: stored(every=n), 1),
     "af.typing.Cursor(epoch=)": Count(lambda n: af.typing.Cursor(n, 0), 0),
     "af.typing.Cursor(samples=)": Count(lambda n: af.typing.Cursor(0, n), 0),
-    "af.Data.num_updates(epochs)": Count(DATA(batch_size=2).num_updates, 0),
+    "af.Data.num_updates(epochs)": Count(DATA(global_batch_size=2).num_updates, 0),
     "af.typing.Plan(world_rank=)": Count(lambda n: af.typing.Plan(world_rank=n), 0),
     "af.typing.Plan(world_size=)": Count(lambda n: af.typing.Plan(world_size=n), 1),
     "af.typing.Plan(rank=)": Count(lambda n: af.typing.Plan(rank=n, num_shares=9), 0),

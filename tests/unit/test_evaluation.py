@@ -102,11 +102,13 @@ def test_a_count_is_no_mean():
     """A10: an integer tensor over several samples is told; what may be a mean is not."""
     state = make()
     count = lambda model, batch: (model(batch[0]).argmax(1) == batch[1]).sum()  # noqa: E731
-    with pytest.warns(af.AccelfnWarning, match=r"'value', a count or a sum.*af\.Loss"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match=r"'value', a count or a sum.*af\.Loss"
+    ):
         af.evaluate(state, data(), count)
-    with pytest.warns(af.AccelfnWarning, match=r"'value', a count or a sum"):
+    with pytest.warns(af.errors.AccelfnWarning, match=r"'value', a count or a sum"):
         af.evaluate(state, data(2), count)
-    with pytest.warns(af.AccelfnWarning, match=r"'right', a count or a sum"):
+    with pytest.warns(af.errors.AccelfnWarning, match=r"'right', a count or a sum"):
         af.evaluate(state, data(), lambda *given: {"right": count(*given)})
     af.evaluate(state, data(1), count)  # of one sample, it is the mean
     af.evaluate(state, data(1), lambda *given: count(*given) == 1)

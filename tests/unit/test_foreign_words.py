@@ -262,11 +262,11 @@ def test_other_records_are_copied_and_pickled(record):
 CALLS = {
     "af.Data(X, 32)": (
         lambda: af.Data(X, 32),
-        r"only dataset .* Write af\.Data\(dataset, batch_size=32\)",
+        r"only dataset .* Write af\.Data\(dataset, global_batch_size=32\)",
     ),
     "af.Data(X, 4, True)": (
         lambda: af.Data(X, 4, True),  # noqa: FBT003 - as a DataLoader takes it
-        "batch_size=4, shuffle=True",
+        "global_batch_size=4, shuffle=True",
     ),
     "collate_fn": (
         lambda: af.Data(X, global_batch_size=4, collate_fn=list),
@@ -278,7 +278,7 @@ CALLS = {
     ),
     "a slip": (
         lambda: af.Data(X, batch_sise=4),
-        "there is no batch_sise=; did you mean batch_size=?",
+        "there is no batch_sise=; did you mean global_batch_size=?",
     ),
     "no likeness": (
         lambda: af.batches(STATE, qq=3),
@@ -486,7 +486,7 @@ def test_names_are_text():
         ):
             create(name=name)
         with pytest.raises(
-            af.errors.ArgumentError, match=r"af\.rng\(purpose=.*expected text"
+            af.errors.ArgumentError, match=r"af\.fork_rng\(purpose=.*expected text"
         ):
             af.fork_rng(STATE, name)
 
@@ -529,6 +529,6 @@ def test_other_things_of_another_kind():
         with pytest.raises(af.errors.StateError, match="expected tensors by name"):
             STATE.with_params(value)
     with pytest.raises(
-        af.errors.ArgumentError, match=r"af\.lockstep: expected an af\.World"
+        af.errors.ArgumentError, match=r"af\.join_uneven: expected an af\.World"
     ):
         af.join_uneven([1], 3)

@@ -209,7 +209,9 @@ def test_a_layer_that_was_thawed_later_counts_fewer_updates(tmp_path):
     of_accelerate(
         tmp_path, lambda held: held["state"][0].update(step=torch.tensor(5.0))
     )
-    with pytest.warns(af.AccelfnWarning, match=r"counts 1 to 5 updates.*largest, 5"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match=r"counts 1 to 5 updates.*largest, 5"
+    ):
         state = af.import_state(create(), tmp_path).state
     assert state.step == 5
 
@@ -298,7 +300,7 @@ def test_names_and_shapes_that_differ_are_told(tmp_path):
 
     _, folder = saved(tmp_path)
     assert "missing second.weight" in refused(folder, create(net=Other))
-    with pytest.warns(af.AccelfnWarning, match=r"missing second\.weight"):
+    with pytest.warns(af.errors.AccelfnWarning, match=r"missing second\.weight"):
         report = af.import_state(create(net=Other), folder, strict=False)
     assert report.missing == ("second.weight", "second.bias")
     wider = create(net=partial(Net, 5))

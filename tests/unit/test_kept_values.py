@@ -99,7 +99,7 @@ def test_an_entry_that_follows_the_training_is_told(name):
     make, follows = ENTRIES[name]
     state = trained(state_of(), 1)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         state = state.with_slot("mine", make(state))
     assert len(told) == follows
     tensors = tree.tensor_leaves(state.slots["mine"])
@@ -320,7 +320,7 @@ def test_a_list_of_samples_is_told(name):
     state = af.TrainState.create(model=nn.Linear(4, 1), optimizer=SGD)
     step = af.make_step(lambda model, batch: model(batch[0]).mean())
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         step(state, batch)
     expected = ["This batch is a list of 12 values of 3 rows each"] if is_told else []
     assert [str(each.message).partition(",")[0] for each in told] == expected

@@ -38,7 +38,7 @@ def state_of(model=lambda: nn.Linear(2, 2), optimizer=torch.optim.SGD, **options
 def in_silence():
     """Fail where something is told in the block."""
     with warnings.catch_warnings():
-        warnings.simplefilter("error", af.AccelfnWarning)
+        warnings.simplefilter("error", af.errors.AccelfnWarning)
         yield
 
 
@@ -65,7 +65,7 @@ def test_parameters_that_nobody_trains_are_told(size):
         af.value_and_grad(square)(state, batch)
         compute = af.value_and_grad(lambda model, batch: criterion(model(batch)))
         with pytest.warns(
-            af.AccelfnWarning, match=r"not those of the model .* shapes \[\(\)\]"
+            af.errors.AccelfnWarning, match=r"not those of the model .* shapes \[\(\)\]"
         ):
             compute(state, batch)
         with in_silence():
@@ -88,7 +88,7 @@ def test_parameters_of_a_model_that_was_given_away_are_told():
         lambda model, batch: square(model, batch) + kept[0].square().sum()
     )
     with pytest.warns(
-        af.AccelfnWarning, match=r"take the parameters in the loss function"
+        af.errors.AccelfnWarning, match=r"take the parameters in the loss function"
     ):
         compute(state, INPUTS)
 
@@ -185,7 +185,7 @@ def told_in_training(state):
     """Return what four epochs say."""
     step = af.make_step(square)
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         for batch in af.batches(state, until_epoch=4):
             state, _ = step(state, batch)
     return [str(each.message) for each in told]
@@ -336,7 +336,8 @@ def test_a_schedule_below_zero_is_refused():
 def test_columns_in_a_list_are_told():
     """Two samples of many rows are likely inputs and targets; few rows, or many, are samples."""
     with pytest.warns(
-        af.AccelfnWarning, match=r"2, tensors of 12 rows .*\(\(inputs, targets\)\)"
+        af.errors.AccelfnWarning,
+        match=r"2, tensors of 12 rows .*\(\(inputs, targets\)\)",
     ):
         af.Data([INPUTS, INPUTS], global_batch_size=1)
     many = [torch.arange(12.0) for _ in range(5)]
@@ -364,7 +365,7 @@ def test_a_loaded_state_that_nobody_keeps_is_told(kept, tmp_path):
     elif kept == "nothing":
         del loaded
         words = r"which stands at update 0\. Write state = af\.load\(state, directory\)"
-        with pytest.warns(af.AccelfnWarning, match=words):
+        with pytest.warns(af.errors.AccelfnWarning, match=words):
             state, _ = step(state, INPUTS)
     with in_silence():
         step(state, INPUTS)
@@ -499,7 +500,7 @@ def test_samples_that_a_collate_leaves_out_are_told(name):
         )
         step = af.make_step(loss_fn)
         with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always", af.AccelfnWarning)
+            warnings.simplefilter("always", af.errors.AccelfnWarning)
             for batch in af.batches(state, until_epoch=2):
                 state, _ = step(state, batch)
             af.evaluate(state, data, loss_fn)
@@ -611,7 +612,7 @@ def test_metrics_of_one_rank_are_told(given, async_, tmp_path):
         store.wait()
 
     with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always", af.AccelfnWarning)
+        warnings.simplefilter("always", af.errors.AccelfnWarning)
         simulate(len(given), train)
     assert len(told) == (not alike)
     last = f"rank {len(given) - 1}"

@@ -107,7 +107,7 @@ def test_options_that_are_kept():
     )
     data = af.Data.from_loader(loader)
     assert (3, "drop", 1, 7, len) == (
-        data.batch_size,
+        data.global_batch_size,
         data.remainder,
         data.num_workers,
         data.timeout,
@@ -119,7 +119,8 @@ def test_options_that_are_kept():
 def test_batch_size_of_a_rank():
     """With num_ranks, the loader's batch size is one rank's."""
     assert (
-        af.Data.from_loader(DataLoader(X, batch_size=4), num_ranks=3).batch_size == 12
+        af.Data.from_loader(DataLoader(X, batch_size=4), num_ranks=3).global_batch_size
+        == 12
     )
 
 
@@ -198,7 +199,7 @@ def test_loader_of_a_stream(drop):
     loader = DataLoader(Stream(), batch_size=3, drop_last=drop)
     assert [[0, 1, 2], [3, 4, 5], [6]][: 3 - drop] == values(loader)
     data = af.Data.from_loader(loader, num_ranks=2, num_micro_batches=5)
-    assert data.batch_size == 30
+    assert data.global_batch_size == 30
 
 
 def test_loader_of_a_stream_of_batches():
@@ -243,7 +244,7 @@ REFUSED = {
     "no batches": (
         lambda: DataLoader(X, batch_size=None),
         {},
-        r"batch_size=None.*Give af\.Data\(dataset, batch_size=",
+        r"batch_size=None.*Give af\.Data\(dataset, global_batch_size=",
     ),
     "part of a rank": (
         lambda: DataLoader(X, sampler=DistributedSampler(X, 2, 0)),
@@ -266,7 +267,7 @@ REFUSED = {
     "nothing left": (
         lambda: DataLoader(X, batch_size=11, drop_last=True),
         {},
-        'batch_size=11, remainder="drop".*10 samples',
+        'global_batch_size=11, remainder="drop".*10 samples',
     ),
     **{
         f"num_ranks={each!r}": (
@@ -367,7 +368,7 @@ def test_a_loader_that_iterates_in_its_own_way(kind):
     """A subclass with its own __iter__ or __len__ is refused, and never read past."""
     says = OWN.get(kind, OWN[Limited])
     for make in (af.Data.from_loader, read):
-        with pytest.raises(af.errors.DataError, match=rf"{says}(.|\n)*af\.lockstep"):
+        with pytest.raises(af.errors.DataError, match=rf"{says}(.|\n)*af\.join_uneven"):
             make(kind(X, batch_size=2))
 
 
@@ -381,7 +382,7 @@ def test_batch_size_of_a_micro_batch():
     """D: with num_micro_batches too, the loader's batch size is one rank's micro-batch's."""
     loader = DataLoader(X, batch_size=4)
     data = af.Data.from_loader(loader, num_ranks=3, num_micro_batches=2)
-    assert data.batch_size == 24
+    assert data.global_batch_size == 24
     with pytest.raises(
         af.errors.ArgumentError, match=r"num_micro_batches=0.*micro_batches"
     ):
@@ -399,7 +400,7 @@ def test_a_loader_that_is_split_is_told(size, parts):
     loader = DataLoader(X, batch_size=4)
 
     def create(world, data):
-        return linear_state(data=data, world=world, setup=setup).data.batch_size
+        return linear_state(data=data, world=world, setup=setup).data.global_batch_size
 
     made = af.Data.from_loader(loader)
     assert set(simulate(size, lambda world: create(world, made)).results) == {4}
@@ -409,7 +410,7 @@ def test_a_loader_that_is_split_is_told(size, parts):
     words = (
         rf"4, is(.|\n)*{size} ranks and {parts} micro(.|\n)*num_micro_batches={parts}\)"
     )
-    with pytest.warns(af.AccelfnWarning, match=words) as told:
+    with pytest.warns(af.errors.AccelfnWarning, match=words) as told:
         assert set(simulate(size, lambda world: create(world, loader)).results) == {4}
     assert len(told) == 1
 
@@ -441,6 +442,6 @@ def test_a_warning_is_of_the_users_line(tmp_path):
     ):
         found = {}
         exec(compile(script, str(place), "exec"), found)  # noqa: S102 - it is its place
-        with pytest.warns(af.AccelfnWarning, match="worker_init_fn") as told:
+        with pytest.warns(af.errors.AccelfnWarning, match="worker_init_fn") as told:
             found["make"](af.Data, DataLoader(X, worker_init_fn=print))
         assert [Path(each.filename) for each in told] == [place]

@@ -122,7 +122,7 @@ def test_what_it_cannot_do_is_refused():
     with pytest.raises(OptimizerError, match=r"clip_grad_norm=.*af\.clip_grad_norm"):
         af.lomo(Lomo, lr=0.1, clip_grad_norm=1.0)
     with pytest.raises(
-        OptimizerError, match=r"0\.weight.*\(2, 1, 3, 3\).*af\.partition"
+        OptimizerError, match=r"0\.weight.*\(2, 1, 3, 3\).*af\.combine_optimizers"
     ):
         af.TrainState.create(
             model=lambda: nn.Sequential(nn.Conv2d(1, 2, 3)),

@@ -158,9 +158,9 @@ def test_arguments_are_named_with_their_values(given):
 
 
 MISFITS = {
-    "weights": {"batch_size": 2, "order": af.orders.weighted([1])},
-    "lengths": {"batch_size": 2, "order": af.orders.bucketed([1])},
-    "costs": {"batch_size": af.token_budget([1], limit=1)},
+    "weights": {"global_batch_size": 2, "order": af.orders.weighted([1])},
+    "lengths": {"global_batch_size": 2, "order": af.orders.bucketed([1])},
+    "costs": {"global_batch_size": af.token_budget([1], limit=1)},
 }
 
 
@@ -234,17 +234,21 @@ def test_own_orders_may_be_lazy_or_tensors(order):
 
 
 EXCLUDED = {
-    "got neither batch_size= nor batch_sampler=; give": {},
-    "got both batch_size= and batch_sampler=; give": {
-        "batch_size": 1,
+    "got neither global_batch_size= nor batch_sampler=; give": {},
+    "got both global_batch_size= and batch_sampler=; give": {
+        "global_batch_size": 1,
         "batch_sampler": [[1]],
     },
     "leave out order=": {"batch_sampler": [[1]], "shuffle": True},
     "leave out order=, shuffle= and": {"batch_sampler": [[1]], "remainder": "pad"},
     "leave out order=, shuffle=": {"batch_sampler": [[1]], "order": lambda *_: X},
-    "Give one of the two": {"batch_size": 1, "shuffle": True, "order": lambda *_: X},
+    "Give one of the two": {
+        "global_batch_size": 1,
+        "shuffle": True,
+        "order": lambda *_: X,
+    },
     "leave remainder out": {
-        "batch_size": af.token_budget(ONES, limit=1),
+        "global_batch_size": af.token_budget(ONES, limit=1),
         "remainder": "drop",
     },
     "int is not iterable": {"batch_sampler": 3},
@@ -305,7 +309,7 @@ def test_mixes_that_cannot_be(words):
     """What cannot be mixed is refused with what was given."""
     kind, parts, options = MIXES[words]
     with pytest.raises(kind) as error:
-        af.Data.mix(parts, batch_size=2, **options)
+        af.Data.mix(parts, global_batch_size=2, **options)
     assert words in str(error.value)
 
 
@@ -314,7 +318,7 @@ def test_mixes_that_cannot_be(words):
 )
 def test_weights_of_a_mix(weights):
     """They may be any sequence of numbers."""
-    data = af.Data.mix([X, X + 100], weights=weights, batch_size=4)
+    data = af.Data.mix([X, X + 100], weights=weights, global_batch_size=4)
     assert "mixed 1:3" in repr(data)
 
 

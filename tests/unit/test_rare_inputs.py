@@ -239,7 +239,7 @@ def test_rows_of_a_mix_stand_where_their_indices_say():
     first, second = torch.arange(30.0), torch.arange(100.0, 120.0)
     rows = torch.cat([first, second])
     data = af.Data.mix(
-        [TensorDataset(first), TensorDataset(second)], batch_size=7, shuffle=True
+        [TensorDataset(first), TensorDataset(second)], global_batch_size=7, shuffle=True
     )
     state = linear_state(data=data)
     for batch in af.batches(state, until_epoch=1):

@@ -71,11 +71,12 @@ def test_from_torch_refuses_a_scheduler_of_a_metric():
     plateau = lr_scheduler.ReduceLROnPlateau
     for factory in (plateau, partial(plateau, factor=0.5)):
         with pytest.raises(
-            af.errors.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"
+            af.errors.ArgumentError,
+            match=r"ReduceLROnPlateau.*af\.reduce_lr_on_plateau",
         ):
             schedules.from_torch(factory)
     with pytest.raises(
-        af.errors.ArgumentError, match=r"ReduceLROnPlateau.*af\.plateau"
+        af.errors.ArgumentError, match=r"ReduceLROnPlateau.*af\.reduce_lr_on_plateau"
     ):
         on_groups(lambda optimizer: plateau(optimizer, factor=0.5), 0.1, 0.1)
 

@@ -217,7 +217,7 @@ def test_parts_of_a_split_dataset():
 
 def test_batches_of_a_parameter_have_no_graph():
     """Data that were given with requires_grad take no part in the backward pass."""
-    (batch,) = read(nn.Parameter(X.clone()), batch_size=10)
+    (batch,) = read(nn.Parameter(X.clone()), global_batch_size=10)
     assert not batch.value.requires_grad
 
 
@@ -233,7 +233,10 @@ def test_stacked_datasets_draw_by_sample():
     """A StackDataset's noise does not depend on the batch size."""
     seen = [
         torch.cat(
-            [value["a"] for value in values(StackDataset(a=Noisy()), batch_size=n)]
+            [
+                value["a"]
+                for value in values(StackDataset(a=Noisy()), global_batch_size=n)
+            ]
         )
         for n in (3, 10)
     ]
@@ -376,7 +379,7 @@ def test_a_shuffle_buffer_is_not_resumed_from_its_state():
 
 def test_epochs_of_a_shuffled_stream_differ():
     """set_epoch of datasets is called, so that each epoch has its own order."""
-    data = stream_data(streamed().shuffle(seed=1, buffer_size=10), batch_size=10)
+    data = stream_data(streamed().shuffle(seed=1, buffer_size=10), global_batch_size=10)
     first, second = (b.value for b in af.batches(make(data), until_epoch=2))
     assert sorted(first) == sorted(second) == ROWS["x"]
     assert first != second
@@ -393,7 +396,7 @@ def test_streams_sharded_by_datasets(part):
     """Each rank reads its own part, and resumes in it; together they have each sample once."""
 
     def run(world, cursors=None):
-        data = stream_data(part(streamed(), world), batch_size=4, sharded=True)
+        data = stream_data(part(streamed(), world), global_batch_size=4, sharded=True)
         read_batches = listed(data, world=world, cursor=cursors and cursors[world.rank])
         kept = [
             value
@@ -521,7 +524,7 @@ ROWS_OF_TENSORS = {
         ),
         lambda rows: af.Data.mix(
             [Subset(rows, range(3)), Subset(rows, range(3, 10))],
-            batch_size=4,
+            global_batch_size=4,
             shuffle=True,
         ),
     ],
@@ -542,10 +545,16 @@ DRAWING = {
         lambda: af.Data(pa.table({"x": X[:, 0].numpy()}), global_batch_size=4),
         False,
     ),
-    "mix of tensors": (lambda: af.Data.mix([X, X], batch_size=4), False),
+    "mix of tensors": (lambda: af.Data.mix([X, X], global_batch_size=4), False),
     "items": (lambda: af.Data(Noisy(), global_batch_size=4), True),
-    "mix, first items": (lambda: af.Data.mix([Noisy(), X[:, :1]], batch_size=4), True),
-    "mix, then items": (lambda: af.Data.mix([X[:, :1], Noisy()], batch_size=4), True),
+    "mix, first items": (
+        lambda: af.Data.mix([Noisy(), X[:, :1]], global_batch_size=4),
+        True,
+    ),
+    "mix, then items": (
+        lambda: af.Data.mix([X[:, :1], Noisy()], global_batch_size=4),
+        True,
+    ),
     "collate": (lambda: af.Data(X, global_batch_size=4, collate=len), True),
 }
 

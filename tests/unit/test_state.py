@@ -342,7 +342,7 @@ def test_loader_becomes_data():
     """A torch DataLoader is taken for what it says."""
     loader = DataLoader([1, 2, 3], batch_size=2, shuffle=True, drop_last=True)
     data = make(data=loader).data
-    assert (data.batch_size, data.shuffle, data.remainder) == (2, True, "drop")
+    assert (data.global_batch_size, data.shuffle, data.remainder) == (2, True, "drop")
 
 
 def test_setup_given_or_applied_is_the_same():
@@ -452,7 +452,7 @@ def test_a_copy_keeps_what_is_one_tensor():
     state = make()
     name = next(iter(state.params))
     mine = {"same": state.params[name], "objects": [Box()]}
-    with pytest.warns(af.AccelfnWarning, match="the entry follows the training"):
+    with pytest.warns(af.errors.AccelfnWarning, match="the entry follows the training"):
         state = state.with_slot("mine", mine)
     copied = state.copy()
     assert copied.slots["mine"]["same"] is copied.params[name]

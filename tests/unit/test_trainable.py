@@ -148,10 +148,12 @@ def test_a_resume_after_a_thaw_warns_with_the_code_to_write(tmp_path):
     state = train(create(), 2)
     af.save(state, tmp_path / "saved")
     words = r"body\.bias: frozen, now trained(.*\n)*.*write state\.with_trainable\(predicate\)"
-    with pytest.warns(af.AccelfnWarning, match=words):
+    with pytest.warns(af.errors.AccelfnWarning, match=words):
         loaded = af.load(create(), tmp_path / "saved")
     af.save(create(), tmp_path / "other")
-    with pytest.warns(af.AccelfnWarning, match=r"body\.bias: trained, now frozen"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match=r"body\.bias: trained, now frozen"
+    ):
         af.load(create().with_trainable(in_head), tmp_path / "other")
     expected, resumed = (
         train(each, 4) for each in (state, loaded.with_trainable(in_head))

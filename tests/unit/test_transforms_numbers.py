@@ -164,7 +164,7 @@ def test_what_is_observed_is_a_number(value):
 
 def test_somebody_observes():
     """Without a transform that goes by it, a value would be lost; one is named."""
-    with pytest.raises(af.errors.StateError, match=r"af\.plateau"):
+    with pytest.raises(af.errors.StateError, match=r"af\.reduce_lr_on_plateau"):
         af.report_metric(make(), 0.5)
 
 

@@ -146,7 +146,9 @@ def test_a_model_without_layers_to_synchronise_is_told(layer, told, size):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         simulate(size, build)
-    found = [str(each.message) for each in said if each.category is af.AccelfnWarning]
+    found = [
+        str(each.message) for each in said if each.category is af.errors.AccelfnWarning
+    ]
     assert len(found) == len(told)
     assert all(map(re.search, told, found))
 

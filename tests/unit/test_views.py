@@ -210,7 +210,7 @@ def test_a_module_is_called_in_its_block(part):
         pass
     called = model if isinstance(part, slice) else model[part]
     with pytest.raises(
-        af.errors.StateError, match=r"lent by af\.bind.*which has ended"
+        af.errors.StateError, match=r"lent by af\.borrow_model.*which has ended"
     ):
         called(X)
 
@@ -224,7 +224,7 @@ def test_a_module_that_judges_in_a_loss_stays_until_the_backward_pass():
             return (model(batch) * judge(batch)).mean()
 
     with pytest.raises(
-        af.errors.LossError, match=r"ended before the backward.*af\.frozen"
+        af.errors.LossError, match=r"ended before the backward.*af\.snapshot_model"
     ):
         af.make_step(judged)(state, X)
     _, metrics = af.make_step(

@@ -425,10 +425,16 @@ def test_more_workers_than_cores(size):
     data = partial(af.Data, torch.arange(4.0).reshape(4, 1), batch_size=2)
     simulate(size, lambda world: read(data(num_workers=min(cores, 2)), world=world))
     with pytest.warns(
-        af.AccelfnWarning, match=rf"may use {cores} cores(.|\n)*={cores} or"
+        af.errors.AccelfnWarning, match=rf"may use {cores} cores(.|\n)*={cores} or"
     ) as told:
         simulate(size, lambda world: read(data(num_workers=cores + 1), world=world))
     assert (
-        len([each for each in told if issubclass(each.category, af.AccelfnWarning)])
+        len(
+            [
+                each
+                for each in told
+                if issubclass(each.category, af.errors.AccelfnWarning)
+            ]
+        )
         == 1
     )

@@ -37,7 +37,7 @@ def test_a_stage_is_1_2_or_3(stage):
     ("config", "match"),
     [
         ("ds.json", "expected a dict"),
-        ({"train_batch_size": 8}, r"af\.Data\(batch_size="),
+        ({"train_batch_size": 8}, r"af\.Data\(global_batch_size="),
         ({"train_micro_batch_size_per_gpu": 8}, r"af\.accumulate\(micro_batch_size="),
         ({"gradient_accumulation_steps": 8}, r"af\.accumulate\("),
         ({"gradient_clipping": 1.0}, r"af\.clip_grad_norm\("),

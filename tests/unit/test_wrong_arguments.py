@@ -118,7 +118,7 @@ CREATE = {
     ),
     "two optimizers": (
         {"optimizer": [sgd([nn.Parameter(X)]), sgd([nn.Parameter(X)])]},
-        r"optimizer=list.*af\.partition",
+        r"optimizer=list.*af\.combine_optimizers",
     ),
     "wrapped by hand": (
         {"model": Wrapped},
@@ -219,13 +219,15 @@ def test_what_was_loaded_and_not_kept_is_told(tmp_path):
     af.save(create(), tmp_path / "saved")
     fresh = create()
     af.load(fresh, tmp_path / "saved")
-    with pytest.warns(af.AccelfnWarning, match=r"state = af\.load\(state, directory\)"):
+    with pytest.warns(
+        af.errors.AccelfnWarning, match=r"state = af\.load\(state, directory\)"
+    ):
         af.make_step(loss_fn)(fresh, X)
     for use in range(2):
         fresh = create()
         loaded = af.load(fresh, tmp_path / "saved")
         with warnings.catch_warnings():
-            warnings.simplefilter("error", af.AccelfnWarning)
+            warnings.simplefilter("error", af.errors.AccelfnWarning)
             for _ in range(2):
                 loaded, _ = af.make_step(loss_fn)(loaded, X)
             if use:
