@@ -13,7 +13,6 @@ from accelfn import TrainState
 from accelfn.errors import ArgumentError, CheckpointCorruptError, CheckpointError
 from accelfn.interop import deepspeed, torch_files
 from accelfn.plug import arguments, export, files, foreign
-from accelfn.typing import Loaded
 
 OPTIMIZER = "optimizer.bin"
 MODELS = (
@@ -116,7 +115,7 @@ def import_state(
     *,
     under: str | None = None,
     strict: bool = True,
-) -> Loaded:
+) -> foreign.Loaded:
     """Import a model and optimizer that another library saved; call it on all ranks.
 
     Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names of

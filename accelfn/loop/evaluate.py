@@ -402,7 +402,7 @@ def _number(value: object) -> float:
 
 
 def all_gather_valid(
-    values: Any, batch: Batch, world: World, *, label: str = "gather_valid"
+    values: Any, batch: Batch, world: World, *, label: str = "all_gather_valid"
 ) -> Any:
     """Return the values of all ranks' samples, without filler, in the order of the batch.
 

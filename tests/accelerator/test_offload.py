@@ -31,7 +31,7 @@ options = st.fixed_dictionaries(
     {
         "units": st.sampled_from([None, Block, nn.Linear]),
         "reshard_after_forward": st.booleans(),
-        "accumulate": st.sampled_from(["whole", "sharded"]),
+        "keep_grads": st.sampled_from(["whole", "sharded"]),
         "find_unused_parameters": st.booleans(),
         "gather_dtype": dtypes,
         "reduce_dtype": dtypes,
@@ -91,7 +91,7 @@ def stepped(run: Run, state: af.TrainState, updates: int = 2) -> Any:
         behind=(af.clip_grad_norm(0.3),),
         seed=2,
     ),
-    options={"accumulate": "sharded"},
+    options={"keep_grads": "sharded"},
     more=(),
     axes=HERE[0],
 )
@@ -215,7 +215,7 @@ def test_gradients_that_are_reduced_by_hand_come_to_the_host(engine):
 
 @example(
     run=attrs.evolve(PLAIN, micro=2),
-    options={"accumulate": "whole"},
+    options={"keep_grads": "whole"},
     axes=HERE[0],
     acts=[("step", 0), ("load", 0), ("step", 2), ("look apart", 2), ("step", 2)],
 )

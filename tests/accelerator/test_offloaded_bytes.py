@@ -85,7 +85,7 @@ def test_a_device_has_a_few_units_however_many_there_are(
     """It has eight layers at most, when training, saving and loading; more of them add what a
     sample leaves in each, and their names.
     """
-    options = {"accumulate": "sharded", "reduce_dtype": reduce_dtype}
+    options = {"keep_grads": "sharded", "reduce_dtype": reduce_dtype}
     few, many = (Deep(n, width, micro, options) for n in (layers, 3 * layers))
     least, most = few.peak(), many.peak()
     assert least <= 8 * few.unit

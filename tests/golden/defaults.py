@@ -22,6 +22,7 @@ _MODULES = {
     "af": af,
     "af.schedules": af.schedules,
     "af.orders": orders,
+    "af.typing": af.typing,
     "af.track": track,
     "accelfn.testing": testing,
 }

@@ -121,7 +121,7 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> Result
         seen["metrics"].append(
             digest([metric_values(metrics), metrics.all_reduce_mean(world)])
         )
-        if any(name == "plateau" for name, _ in setup["chain"]):
+        if any(name == "reduce_lr_on_plateau" for name, _ in setup["chain"]):
             state = af.report_metric(state, 1.0)
     if first:
         if setup["freezes"]:

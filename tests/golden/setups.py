@@ -18,8 +18,17 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 import accelfn as af
 
 Setup: TypeAlias = dict[str, Any]
-WAYS = "ddp", "fsdp", "local_sgd", "diloco", "compress", "tensor", "context", "by hand"
-BY_RANK = "local_sgd", "diloco", "compress"
+WAYS = (
+    "ddp",
+    "fsdp",
+    "local_sgd",
+    "diloco",
+    "compress_grads",
+    "tensor",
+    "context",
+    "by hand",
+)
+BY_RANK = "local_sgd", "diloco", "compress_grads"
 AXES: dict[str, list[dict[str, int]]] = {
     "tensor": [{"tp": 2}, {"tp": 4}, {"dp_shard": 2, "tp": 2}],
     "context": [{"cp": 2}, {"cp": 4}, {"dp_shard": 2, "cp": 2}],
@@ -135,7 +144,7 @@ def draw_reduction(way: str, net: Any, axes: Any, pick: Any) -> list[tuple[str, 
         {"method": "powersgd", **low_rank},
     ]
     ddp = ("wrap_ddp", {**unused, **cap, "gradient_as_bucket_view": flags[0]})
-    how = {"reshard_after_forward": flags[0], "accumulate": pick(["whole", "sharded"])}
+    how = {"reshard_after_forward": flags[0], "keep_grads": pick(["whole", "sharded"])}
     units = {} if "tied" in net or net == "text" else {"units": "Linear"}
     fsdp = ("wrap_fsdp", {**unused, **how, **units})
     bits = {"bits": pick([32, 16, 8, 4]), "mix": pick([0.0, 0.5])}
@@ -148,7 +157,7 @@ def draw_reduction(way: str, net: Any, axes: Any, pick: Any) -> list[tuple[str, 
             ("local_sgd", {**sync, "buffers": flags[0], "opt_state": flags[1]})
         ],
         "diloco": [("diloco", {**sync, **bits, **parts})],
-        "compress": [ddp, ("compress", pick(methods))],
+        "compress_grads": [ddp, ("compress_grads", pick(methods))],
         "tensor": [("tensor_parallel", split), *([fsdp] if "dp_shard" in axes else [])],
         "context": [("context_parallel", {"ring": flags[0]}), fsdp],
         "by hand": [],
@@ -169,7 +178,7 @@ def draw_transforms(way: str, net: Any, draw: Random) -> list[tuple[str, Any]]:
         "clip_grad_value": {"max_value": 0.125},
         "ema": None if way == "diloco" else {"decay": pick([0.5, 0.9])},
         "skip_nonfinite": {"max_consecutive": 4},
-        "plateau": {"factor": 0.5, "patience": 0},
+        "reduce_lr_on_plateau": {"factor": 0.5, "patience": 0},
         "check_replicas": None if local else {"every": 2},
         "sync_batchnorm": None if local or "norm" not in net else {},
         "checkpoint_activations": {},

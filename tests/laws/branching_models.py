@@ -223,7 +223,7 @@ def branchings(draw: st.DrawFn, *, syncs: bool = False) -> Branching:
     wrap = draw(st.sampled_from(["wrap_ddp", "wrap_fsdp"]))
     if wrap == "wrap_fsdp":
         options["reshard_after_forward"] = draw(st.booleans())
-        options["accumulate"] = draw(st.sampled_from(["whole", "sharded"]))
+        options["keep_grads"] = draw(st.sampled_from(["whole", "sharded"]))
     else:
         options["bucket_cap_mb"] = draw(st.sampled_from([1e-4, 25]))
     axes = (

@@ -127,7 +127,7 @@ class Loop:
             parts = zip(*(part.chunk(self.micro) for part in own), strict=True)
             losses = []
             for i, part in enumerate(parts):
-                sharded = self.options["accumulate"] == "sharded"
+                sharded = self.options["keep_grads"] == "sharded"
                 split.set_requires_gradient_sync(sharded or i == self.micro - 1)
                 loss = self.loss(net, (part[0], part[1])) / self.micro
                 loss.backward()

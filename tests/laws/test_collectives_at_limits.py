@@ -6,6 +6,7 @@ import math
 import warnings
 from collections import defaultdict
 from fractions import Fraction
+from functools import partial
 from typing import Any
 
 import attrs
@@ -211,7 +212,7 @@ def test_entries_meet_by_name(orders: list[list[str]], kind: str) -> None:
         "broadcast": af.broadcast,
         "all_to_all": lambda t, w: af.all_to_all([t] * w.size, w)[0],
         "pad": af.pad_across,
-        "ragged": af.all_gather_ragged,
+        "ragged": partial(af.all_gather, ragged=True),
     }
 
     def fn(world: af.World) -> None:
@@ -267,7 +268,7 @@ def test_gradients_of_gradients_are_those_of_one_process(
     """Of the sum of all ranks' losses, each of which has all ranks' rows, to the third order."""
     size, numbers = len(rows), [number for each in rows for number in each]
     lengths = [len(each) for each in rows]
-    gather = af.all_gather if len({*lengths}) == 1 else af.all_gather_ragged
+    gather = partial(af.all_gather, ragged=len({*lengths}) > 1)
     generator = torch.Generator().manual_seed(seed)
     weights = torch.randint(-3, 4, (size, len(numbers)), generator=generator).double()
 

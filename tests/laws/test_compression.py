@@ -56,7 +56,7 @@ def test_nothing_is_lost_where_nothing_counts(weights: list[float], size: int) -
         for weight, each in zip(weights, given, strict=True):
             batch = each[world.rank] * bool(weight), weight / size
             state, _ = step(state, batch)
-        left = state.slots["compress"]["error"].get("weight", torch.zeros(4, 5))
+        left = state.slots["compress_grads"]["error"].get("weight", torch.zeros(4, 5))
         return -state.params["weight"], left
 
     found = simulate(size, train).results
@@ -98,7 +98,7 @@ def sums_of(world: af.World, run: Run, setup: af.chain) -> tuple[Found, Found, F
             true[name] += mean
         state, _ = step(state, batch)
     applied = {name: (first[name] - p) / 0.125 for name, p in state.params.items()}
-    return true, applied, dict(state.slots["compress"]["error"])
+    return true, applied, dict(state.slots["compress_grads"]["error"])
 
 
 @transform
@@ -195,11 +195,11 @@ def test_other_ranks_take_over_what_was_left_out(run: Run, sizes: list[int]) -> 
         def saved(world: af.World) -> Found:
             state, _ = run.train(run.state(world), 2)
             af.save(state, Path(folder) / "saved")
-            return dict(state.slots["compress"]["error"])
+            return dict(state.slots["compress_grads"]["error"])
 
         def loaded(world: af.World) -> Found:
             state = af.load(run.state(world), Path(folder) / "saved")
-            return dict(state.slots["compress"]["error"])
+            return dict(state.slots["compress_grads"]["error"])
 
         before, after = (
             simulate(size, fn).results

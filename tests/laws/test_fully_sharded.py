@@ -20,7 +20,7 @@ options = st.fixed_dictionaries(
         "reshard_after_forward": st.booleans(),
         "gather_dtype": dtypes,
         "reduce_dtype": dtypes,
-        "accumulate": st.sampled_from(["whole", "sharded"]),
+        "keep_grads": st.sampled_from(["whole", "sharded"]),
     }
 )
 loops = st.builds(

@@ -100,7 +100,7 @@ def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
             state = af.report_metric(state, value)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
             assert rates == state.lrs
-            slot = state.slots["plateau"]
+            slot = state.slots["reduce_lr_on_plateau"]
             assert scheduler.num_bad_epochs == slot["num_bad"]
             assert scheduler.cooldown_counter == slot["cooling"]
         expected = {name: p.detach() for name, p in net.named_parameters()}

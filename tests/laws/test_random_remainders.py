@@ -147,7 +147,7 @@ def train(setup: Setup, folder: Path, world: af.World, *, first: bool) -> list[M
             lambda name, _, all_=thawed: all_ or "first" in name
         )
         state, _ = step(state, next(iter(af.batches(state))))
-        slot = state.slots["compress"]
+        slot = state.slots["compress_grads"]
         left = {name: error.clone() for name, error in slot["error"].items()}
         params = {name: param.clone() for name, param in state.params.items()}
         moments.append(Moment(params, left, slot["iter"]))

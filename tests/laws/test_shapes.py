@@ -183,7 +183,12 @@ def decides(metrics: af.Metrics, world: af.World) -> None:
     af.any_rank(metrics["loss"] > 3, world)
 
 
-@given(reads=st.sampled_from([number, decides, af.mean]))
+def mean_of_all(metrics: af.Metrics, world: af.World) -> None:
+    """Print a line."""
+    metrics.all_reduce_mean(world)
+
+
+@given(reads=st.sampled_from([number, decides, mean_of_all]))
 def test_a_program_that_reads_a_value_is_told_where(reads: Any) -> None:
     """The error has the line, and what is to be done."""
 

@@ -131,7 +131,10 @@ def collected(scene: Scene) -> Any:
         af.start_all_reduce(given, world).wait(),
         af.all_gather_objects({n: p.clone() for n, p in given.items()}, world),
         af.all_to_all([given] * world.size, world),
-        *(call(NOTHING, world) for call in (af.all_gather_ragged, af.pad_across)),
+        *(
+            call(NOTHING, world)
+            for call in (partial(af.all_gather, ragged=True), af.pad_across)
+        ),
     ]
 
 

@@ -17,6 +17,7 @@ import accelfn as af
 from accelfn.testing import Link, Traffic, communication, simulate
 from tests.laws.by_messages import (
     MADE_OF,
+    all_gather,
     all_reduce,
     all_to_all,
     broadcast,
@@ -226,7 +227,7 @@ def test_seconds_are_those_of_the_books(n: int, size: int, count: int) -> None:
         (ring, all_reduce, "gloo"),
         (tree, all_reduce, "tree"),
         (swap, all_to_all, "tree"),
-        *((swap, each, "ring") for each in (all_gather_list, reduce_scatter)),
+        *((swap, each, "ring") for each in (all_gather, reduce_scatter)),
         *((swap, each, "gloo") for each in (gather, scatter, reduce_scatter_single)),
         (ring, reduce_scatter, "gloo"),
         *((pipe, each, "ring") for each in (broadcast, reduce)),

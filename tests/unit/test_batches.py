@@ -98,9 +98,11 @@ def test_epochs_count_from_the_start_of_the_run():
 
 
 def test_without_epochs_there_is_no_end():
-    """Without epochs= they go on for ever, and have no length."""
+    """Without until_epoch= they go on for ever, and have no length."""
     loop = af.batches(make())
-    with pytest.raises(af.errors.ArgumentError, match=r"epochs=.*no length") as caught:
+    with pytest.raises(
+        af.errors.ArgumentError, match=r"until_epoch=.*no length"
+    ) as caught:
         len(loop)
     assert isinstance(caught.value, (ValueError, TypeError))
     reader = iter(loop)
@@ -113,7 +115,7 @@ def test_without_epochs_there_is_no_end():
 def test_epochs_are_a_positive_number(epochs):
     """A number of epochs that is none is refused with its value."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"af\.batches\(epochs="
+        af.errors.ArgumentError, match=r"af\.batches\(until_epoch="
     ) as caught:
         af.batches(make(), until_epoch=epochs)
     assert isinstance(caught.value, ValueError)

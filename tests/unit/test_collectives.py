@@ -99,7 +99,7 @@ def test_a_lone_element_with_a_gap_after_it_travels(dtype):
     calls = [
         lambda world: af.all_to_all([given] * 2, world)[1],
         functools.partial(af.broadcast, given),
-        functools.partial(af.all_gather_ragged, given),
+        functools.partial(af.all_gather, given, ragged=True),
     ]
     for call in calls:
         assert simulate(2, call)[0][0] == 1
@@ -130,7 +130,7 @@ def test_a_mapping_that_cannot_be_made_again():
         functools.partial(af.broadcast_object, 1),
         functools.partial(af.broadcast, torch.ones(1)),
         functools.partial(af.pad_across, torch.ones(1)),
-        functools.partial(af.mean, af.Metrics({"a": (1, 1)})),
+        af.Metrics({"a": (1, 1)}).all_reduce_mean,
         functools.partial(af.split_over_ranks, [1]),
         functools.partial(af.logger, "name"),
         af.print_in_order,
@@ -209,7 +209,7 @@ def test_a_checksum_tells_where_parts_of_a_large_tensor_stand(chunks, dtype):
 
 COPIES = {
     "gather": af.all_gather,
-    "gather ragged": af.all_gather_ragged,
+    "gather ragged": functools.partial(af.all_gather, ragged=True),
     "reduce": af.all_reduce,
     "broadcast": af.broadcast,
     "all to all": lambda given, world: af.all_to_all([given] * world.size, world)[0],

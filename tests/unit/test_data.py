@@ -241,7 +241,7 @@ def test_bad_arguments(case):
 def test_drop_that_leaves_nothing():
     """remainder="drop" with more samples a batch than there are is refused."""
     with pytest.raises(
-        af.errors.DataError, match=r"batch_size=11.*drop.*10 samples.*smaller"
+        af.errors.DataError, match=r"global_batch_size=11.*drop.*10 samples.*smaller"
     ):
         af.Data(X, global_batch_size=11, remainder="drop")
 
@@ -411,7 +411,7 @@ def test_loader_that_is_kept(case):
         assert list(itertools.chain(*drawn)) == [*range(9, -1, -1)] * 2
 
 
-@pytest.mark.parametrize("options", [{}, {"batch_size": 2}])
+@pytest.mark.parametrize("options", [{}, {"global_batch_size": 2}])
 @pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
 def test_batches_of_a_loader_are_no_samples(kind, options):
     """A loader in place of a dataset is refused with the ways to give it."""

@@ -92,7 +92,7 @@ def test_forms_of_a_measure():
 
 
 def test_a_complex_metric_of_a_transform_is_rejected():
-    """`af.mean` names a complex metric, which only a transform can report."""
+    """`all_reduce_mean` names a complex metric, which only a transform can report."""
     metrics = af.Metrics({}).with_values({"phase": torch.tensor(1j)})
     with pytest.raises(af.errors.ArgumentError, match=r"'phase'.*\.real and \.imag"):
         metrics.all_reduce_mean(af.World())

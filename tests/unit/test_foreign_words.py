@@ -278,24 +278,23 @@ CALLS = {
     ),
     "a slip": (
         lambda: af.Data(X, batch_sise=4),
-        "there is no batch_sise=; did you mean global_batch_size=?",
+        "there is no batch_sise=; did you mean batch_sampler=?",
     ),
     "no likeness": (
         lambda: af.batches(STATE, qq=3),
-        r"no qq=; its arguments are state=, epochs=",
+        r"no qq=; its arguments are state=, until_epoch=",
     ),
-    "num_epochs": (lambda: af.batches(STATE, num_epochs=3), "did you mean epochs=?"),
+    "num_epochs": (
+        lambda: af.batches(STATE, num_epochs=3),
+        "until_epoch=, counted from",
+    ),
     "batches by position": (
         lambda: af.batches(STATE, 3),
-        r"Write af\.batches\(state, epochs=3\)",
+        r"Write af\.batches\(state, until_epoch=3\)",
     ),
-    "af.mean(metrics)": (
-        lambda: af.mean(METRICS),
-        r"af\.mean\(<Metrics>\): missing .*'world'. Write af\.mean\(metrics, world\)",
-    ),
-    "twice": (
-        lambda: METRICS.all_reduce_mean(metrics=METRICS),
-        "multiple values for argument 'metrics'",
+    "all_reduce_mean()": (
+        METRICS.all_reduce_mean,
+        r"all_reduce_mean\(.*missing .*'world'. Write .*all_reduce_mean\(world\)",
     ),
     "accumulate": (
         lambda: af.accumulate(4),
@@ -369,8 +368,9 @@ def test_a_wrong_call_is_answered(case):
 
 DOORS = """
 CheckpointStore Data TrainState TrainState.create World World.from_env apply_grads batches
-bind chain epochs evaluate export_model frozen full_params gather import_model launch load
-load_part make_step mean predict profile reduce run save schedules.linear
+borrow_model chain epochs evaluate export_model snapshot_model full_params
+all_gather import_model launch load load_part make_step Metrics.all_reduce_mean predict profile
+all_reduce run save schedules.linear
 schedules.warmup_cosine transform value_and_grad
 """.split()  # noqa: SIM905 - one a line is long
 """The calls that a newcomer writes first; transforms have one wrapper for all."""

@@ -90,7 +90,7 @@ def test_what_is_no_iterable(given_value):
     """Something else than batches is refused by its kind."""
     kind = type(given_value).__name__
     with pytest.raises(
-        af.errors.ArgumentError, match=rf"lockstep\({kind}\).*as an iterable"
+        af.errors.ArgumentError, match=rf"join_uneven\({kind}\).*as an iterable"
     ):
         af.join_uneven(given_value, af.World.single())
 

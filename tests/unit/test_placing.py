@@ -203,13 +203,13 @@ def test_a_forward_that_fails_leaves_nothing_behind(has_values, tmp_path):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-@pytest.mark.parametrize("call", ["place", "placed"])
+@pytest.mark.parametrize("call", ["plan_devices", "on_devices"])
 def test_what_is_no_module_is_not_placed(call, tmp_path):
     """The function is named, and what it was given."""
     plan = af.plan_devices(Net(), {"cpu": 400, "disk": tmp_path})
     calls = {
-        "place": af.plan_devices,
-        "placed": lambda wrong, _: af.on_devices(wrong, plan).__enter__(),
+        "plan_devices": af.plan_devices,
+        "on_devices": lambda wrong, _: af.on_devices(wrong, plan).__enter__(),
     }
     with pytest.raises(
         af.errors.ModelError, match=rf"af\.{call}\(model=.*expected a torch"

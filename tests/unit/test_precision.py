@@ -204,9 +204,9 @@ def test_the_default_dtype_is_nothing_to_a_step(setup, other_default):
 @pytest.mark.parametrize(
     "cut",
     [
-        {"batch_size": af.token_budget([1] * 24, limit=8)},
+        {"global_batch_size": af.token_budget([1] * 24, limit=8)},
         {"batch_sampler": [list(range(8)), list(range(8, 24))]},
-        {"batch_size": 8},
+        {"global_batch_size": 8},
     ],
 )
 def test_a_scale_for_batches_of_any_cut(cut):

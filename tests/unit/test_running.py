@@ -294,7 +294,7 @@ def test_metrics_of_one_rank_are_no_numbers():
 
     simulate(1, train)
     with pytest.raises(
-        af.errors.ArgumentError, match=r"lambda.*af\.mean\(metrics, state"
+        af.errors.ArgumentError, match=r"lambda.*all_reduce_mean\(state\.world"
     ):
         simulate(2, train)
 

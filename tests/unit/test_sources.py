@@ -45,7 +45,7 @@ def make(data, world=None, cursor=None):
 
 def read(dataset, **options):
     """Return the batches of an epoch."""
-    data = af.Data(dataset, **{"batch_size": 4, **options})
+    data = af.Data(dataset, **{"global_batch_size": 4, **options})
     return list(af.batches(make(data), until_epoch=1))
 
 
@@ -343,7 +343,7 @@ def numbers(samples):
 
 
 def stream_data(stream, **options):
-    return af.Data(stream, **{"batch_size": 3, "collate": numbers, **options})
+    return af.Data(stream, **{"global_batch_size": 3, "collate": numbers, **options})
 
 
 def listed(data, **options):
@@ -473,7 +473,7 @@ def test_a_sample_that_cannot_be_read_is_named(
     dataset, place = Gap(bad), bad
     for indices in picked:
         dataset, place = Subset(dataset, indices), indices.index(place)
-    options = {"batch_size": batch_size, "collate": collate}
+    options = {"global_batch_size": batch_size, "collate": collate}
     data = {
         "nothing": lambda: af.Data(dataset, **options),
         "mix": lambda: af.Data.mix([Gap(), dataset], **options),

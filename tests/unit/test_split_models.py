@@ -52,10 +52,10 @@ def alike(one, other):
     return all(torch.allclose(one[n], other[n], rtol=1e-12) for n in one)
 
 
-@pytest.mark.parametrize("accumulate", ["whole", "sharded"])
-def test_what_was_left_out_once_comes_back(accumulate):
+@pytest.mark.parametrize("keep_grads", ["whole", "sharded"])
+def test_what_was_left_out_once_comes_back(keep_grads):
     """An update that needs less of the model says nothing of the next."""
-    options = {"find_unused_parameters": True, "accumulate": accumulate}
+    options = {"find_unused_parameters": True, "keep_grads": keep_grads}
     expected = trained(af.World.single(device="cpu"), [2, 1, 2], **options)
     for params in simulate(2, lambda w: trained(w, [2, 1, 2], **options)):
         assert alike(expected, params)

@@ -172,8 +172,8 @@ def test_observing_shares_the_tensors():
     """The state that observed is the given one but for slots, and given away with it."""
     state = make(af.reduce_lr_on_plateau())
     after = af.report_metric(state, 0.5)
-    assert state.slots["plateau"]["best"] == math.inf
-    assert after.slots["plateau"]["best"] == 0.5
+    assert state.slots["reduce_lr_on_plateau"]["best"] == math.inf
+    assert after.slots["reduce_lr_on_plateau"]["best"] == 0.5
     assert all(after.params[name] is state.params[name] for name in state.params)
 
 

@@ -41,21 +41,25 @@ BAD = {
     "ema -0.1": lambda: af.ema(-0.1),
     "ema nan": lambda: af.ema(math.nan),
     "ema text": lambda: af.ema("0.9"),
-    "plateau 1": lambda: af.reduce_lr_on_plateau(1.0),
-    "plateau -0.1": lambda: af.reduce_lr_on_plateau(-0.1),
-    "plateau text": lambda: af.reduce_lr_on_plateau("0.1"),
-    "plateau mode": lambda: af.reduce_lr_on_plateau(mode="least"),
-    "plateau patience": lambda: af.reduce_lr_on_plateau(patience=-1),
-    "plateau patience 1.5": lambda: af.reduce_lr_on_plateau(patience=1.5),
-    "plateau threshold": lambda: af.reduce_lr_on_plateau(threshold=math.nan),
-    "plateau threshold -1": lambda: af.reduce_lr_on_plateau(threshold=-1),
-    "plateau threshold_mode": lambda: af.reduce_lr_on_plateau(
+    "reduce_lr_on_plateau 1": lambda: af.reduce_lr_on_plateau(1.0),
+    "reduce_lr_on_plateau -0.1": lambda: af.reduce_lr_on_plateau(-0.1),
+    "reduce_lr_on_plateau text": lambda: af.reduce_lr_on_plateau("0.1"),
+    "reduce_lr_on_plateau mode": lambda: af.reduce_lr_on_plateau(mode="least"),
+    "reduce_lr_on_plateau patience": lambda: af.reduce_lr_on_plateau(patience=-1),
+    "reduce_lr_on_plateau patience 1.5": lambda: af.reduce_lr_on_plateau(patience=1.5),
+    "reduce_lr_on_plateau threshold": lambda: af.reduce_lr_on_plateau(
+        threshold=math.nan
+    ),
+    "reduce_lr_on_plateau threshold -1": lambda: af.reduce_lr_on_plateau(threshold=-1),
+    "reduce_lr_on_plateau threshold_mode": lambda: af.reduce_lr_on_plateau(
         threshold_mode="relative"
     ),
-    "plateau cooldown": lambda: af.reduce_lr_on_plateau(cooldown=True),
-    "plateau min_lr": lambda: af.reduce_lr_on_plateau(min_lr=-1e-4),
-    "plateau min_lrs": lambda: af.reduce_lr_on_plateau(min_lr=[0.1, math.inf]),
-    "plateau eps": lambda: af.reduce_lr_on_plateau(eps=math.inf),
+    "reduce_lr_on_plateau cooldown": lambda: af.reduce_lr_on_plateau(cooldown=True),
+    "reduce_lr_on_plateau min_lr": lambda: af.reduce_lr_on_plateau(min_lr=-1e-4),
+    "reduce_lr_on_plateau min_lrs": lambda: af.reduce_lr_on_plateau(
+        min_lr=[0.1, math.inf]
+    ),
+    "reduce_lr_on_plateau eps": lambda: af.reduce_lr_on_plateau(eps=math.inf),
     "wrap_ddp 0": lambda: af.wrap_ddp(bucket_cap_mb=0),
     "wrap_ddp -1": lambda: af.wrap_ddp(bucket_cap_mb=-1),
     "autocast fp7": lambda: af.autocast("fp7"),
@@ -63,16 +67,18 @@ BAD = {
     "autocast dtype": lambda: af.autocast(torch.bfloat16),
     "autocast list": lambda: af.autocast(["bf16"]),
     "clip_grad_norm group": lambda: af.clip_grad_norm(1.0, per_group=1),
-    "compress fp8": lambda: af.compress_grads("fp8"),
-    "compress None": lambda: af.compress_grads(None),
-    "compress rank 0": lambda: af.compress_grads(
+    "compress_grads fp8": lambda: af.compress_grads("fp8"),
+    "compress_grads None": lambda: af.compress_grads(None),
+    "compress_grads rank 0": lambda: af.compress_grads(
         "powersgd", matrix_approximation_rank=0
     ),
-    "compress rank 1.5": lambda: af.compress_grads(
+    "compress_grads rank 1.5": lambda: af.compress_grads(
         "powersgd", matrix_approximation_rank=1.5
     ),
-    "compress start -1": lambda: af.compress_grads("powersgd", start_powerSGD_iter=-1),
-    "compress rate nan": lambda: af.compress_grads(
+    "compress_grads start -1": lambda: af.compress_grads(
+        "powersgd", start_powerSGD_iter=-1
+    ),
+    "compress_grads rate nan": lambda: af.compress_grads(
         "powersgd", min_compression_rate=math.nan
     ),
 }

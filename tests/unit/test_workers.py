@@ -422,7 +422,7 @@ def test_more_workers_than_there_can_be():
 def test_more_workers_than_cores(size):
     """B8: it is told where reading begins, in simulated worlds too; as many as cores are not."""
     cores = len(os.sched_getaffinity(0))
-    data = partial(af.Data, torch.arange(4.0).reshape(4, 1), batch_size=2)
+    data = partial(af.Data, torch.arange(4.0).reshape(4, 1), global_batch_size=2)
     simulate(size, lambda world: read(data(num_workers=min(cores, 2)), world=world))
     with pytest.warns(
         af.errors.AccelfnWarning, match=rf"may use {cores} cores(.|\n)*={cores} or"

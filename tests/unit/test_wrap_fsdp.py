@@ -460,7 +460,7 @@ def test_every_rank_raises_where_one_makes_a_collective():
         in_two(fn)
     assert len(errors) == 2
     for error in errors:
-        assert "rank 0 calls 'reduce'; rank 1 ends its pass." in error
+        assert "rank 0 calls 'all_reduce'; rank 1 ends its pass." in error
 
 
 def test_ranks_predict_in_different_numbers_of_calls():
