@@ -648,7 +648,7 @@ def _decode_portion(fields: dict[str, Any]) -> Portion:
     )
 
 
-# `lockstep`: streams of unequal length, one per rank, without a rank that waits forever.
+# `join_uneven`: streams of unequal length, one per rank, without a rank that waits forever.
 
 
 _ENDS = ("last", "first", "together")

@@ -216,7 +216,7 @@ class Engine:
         live_update: LiveUpdate | None = None,
         compression: "Compression | None" = None,
     ) -> None:
-        """Take the binding, the runner of losses and the optimizer; see `build`.
+        """Take the binding, the runner of losses and the optimizer; see `build_engine`.
 
         `module` is the module that the runner runs.
         """

@@ -326,7 +326,7 @@ def _metric_name(fn: EvaluateFunction) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-# `observe`: give the result of an evaluation to transforms.
+# `report_metric`: give the result of an evaluation to transforms.
 
 
 def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
@@ -398,7 +398,7 @@ def _number(value: object) -> float:
     raise ArgumentError(msg)
 
 
-# `gather_valid`: gather the ranks' results for an update's samples, each sample once.
+# `all_gather_valid`: gather the ranks' results for an update's samples, each sample once.
 
 
 def all_gather_valid(
@@ -496,7 +496,7 @@ def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
     the same object.
 
     Example:
-        >>> split(["a", "b", "c"], World.single())
+        >>> split_over_ranks(["a", "b", "c"], World.single())
         ['a', 'b', 'c']
     """
     _check_world(world)

@@ -219,7 +219,7 @@ class combine_optimizers:
         >>> from functools import partial
         >>> def is_matrix(name, parameter):
         ...     return parameter.ndim == 2 and "embed" not in name
-        >>> partition(
+        >>> combine_optimizers(
         ...     (is_matrix, partial(torch.optim.Muon, lr=0.02)),
         ...     (..., partial(torch.optim.AdamW, lr=3e-4)),
         ... )

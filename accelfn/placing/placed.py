@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`placed`: run the forward of a model with units on several devices, host and disk."""
+"""`on_devices`: run the forward of a model with units on several devices, host and disk."""
 
 import os
 import tempfile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`place`: assign the units of a model to devices, host memory and disk."""
+"""`plan_devices`: assign the units of a model to devices, host memory and disk."""
 
 import copy
 import os

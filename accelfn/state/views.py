@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules, parameters and random numbers from a state: `bind`, `frozen`, `eval_params`, `rng`."""
+"""Modules, parameters and random numbers from a state."""
 
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -139,7 +139,7 @@ def _end(module: nn.Module) -> None:
 
 
 def was_lent(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor belongs to a module of a `bind` block that has ended."""
+    """Return whether a tensor belongs to a module of a `borrow_model` block that has ended."""
     return hasattr(tensor, _ENDED)
 
 

@@ -217,8 +217,8 @@ NOT_DRAWN: frozenset[type] = frozenset(
 )
 """Transforms with which no chain is drawn.
 
-`compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress` with
-`wrap_ddp`, `optimizer_in_backward` beside few others, and `wrap_deepspeed` runs on real
+`compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress_grads`
+with `wrap_ddp`, `optimizer_in_backward` beside few others, and `wrap_deepspeed` runs on real
 processes; under `wrap_fsdp` and
 `tensor_parallel` a state's values are parts, which programs that compare whole ones would have
 to gather.

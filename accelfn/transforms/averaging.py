@@ -102,9 +102,9 @@ class schedule_free:
     For the optimizers of the package `schedulefree`, and others with its `train()`,
     `eval()` and `train_mode`: they take gradients at one point (y), which `state.params`
     holds and `save` writes, and are evaluated at another (x), a running average. You do not
-    switch modes: steps run in training mode, and `eval_params`, `evaluate`, `frozen` and
-    exports use the optimizer's own `eval()` on a copy. In a `partition` the transform applies
-    to the schedule-free parts.
+    switch modes: steps run in training mode, and `eval_params`, `evaluate`, `snapshot_model` and
+    exports use the optimizer's own `eval()` on a copy. In a `combine_optimizers` the transform
+    applies     to the schedule-free parts.
 
     Acts on: init (checks the optimizer), hyper, eval_params.
 

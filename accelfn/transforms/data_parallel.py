@@ -174,7 +174,7 @@ class wrap_ddp:
         return build_engine(state, binding_of(state), make, compression=compression)
 
 
-# `compress`: reduce gradients in fewer bytes.
+# `compress_grads`: reduce gradients in fewer bytes.
 
 
 Slot: TypeAlias = dict[str, Any]
@@ -235,7 +235,7 @@ class compress_grads:
         Distributed Optimization".
 
     Example:
-        >>> compress("powersgd", matrix_approximation_rank=2)
+        >>> compress_grads("powersgd", matrix_approximation_rank=2)
         af.compress_grads('powersgd', matrix_approximation_rank=2)
     """
 

@@ -70,7 +70,7 @@ class reduce_lr_on_plateau:
         `min_lr` has rates.
 
     Example:
-        >>> plateau(0.5, patience=3)
+        >>> reduce_lr_on_plateau(0.5, patience=3)
         af.reduce_lr_on_plateau(0.5, patience=3)
     """
 

@@ -96,7 +96,7 @@ class tensor_parallel:
 
     Raises:
         ArgumentError: the plan is not a mapping, or has an unknown word.
-        CompositionError: when composed with `local_sgd`, `compile`, `compress`,
+        CompositionError: when composed with `local_sgd`, `compile`, `compress_grads`,
         `optimizer_in_backward`, fp8, or another tensor_parallel.
         ModelError: when the state is created, a name matches no module; a layer is not a plain
         nn.Linear or nn.Embedding; "tp" does not divide its features; or a tied parameter is

@@ -267,12 +267,11 @@ def labelled(name, world):
     """Call a public collective under a label of ours."""
     given = {
         "barrier": lambda: (),
-        "mean": lambda: (af.Metrics({"loss": (1.0, 1.0)}),),
-        "gather_valid": lambda: (torch.ones(1), one_batch(world)),
+        "all_gather_valid": lambda: (torch.ones(1), one_batch(world)),
         "any_rank": lambda: (False,),
         "all_ranks": lambda: (True,),
         "broadcast_object": lambda: ("text",),
-        "gather_objects": lambda: ("text",),
+        "all_gather_objects": lambda: ("text",),
         "scatter": lambda: ([torch.ones(1)] * world.size,),
         "all_to_all": lambda: ([torch.ones(1)] * world.size,),
     }.get(name, lambda: (torch.ones(1),))()
@@ -291,8 +290,8 @@ def one_batch(world):
 
 LABELLED = [
     *("all_ranks", "all_to_all", "any_rank", "barrier", "broadcast"),
-    *("broadcast_object", "gather", "gather_objects", "gather_ragged", "gather_valid"),
-    *("mean", "pad_across", "reduce", "scatter"),
+    *("all_gather", "all_gather_objects", "all_gather_valid", "all_reduce"),
+    *("broadcast_object", "pad_across", "scatter"),
 ]
 
 

@@ -286,7 +286,7 @@ CALLS = {
     ),
     "num_epochs": (
         lambda: af.batches(STATE, num_epochs=3),
-        "until_epoch=, counted from",
+        "did you mean until_epoch=?",
     ),
     "batches by position": (
         lambda: af.batches(STATE, 3),
