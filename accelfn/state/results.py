@@ -498,7 +498,8 @@ class GradInfo:
         loss_scale: the factor of the losses against underflow; None means 1.
         cursor: the data's cursor after the batches; None for plain values.
         num_micro_batches: number of backward passes in the sum.
-        update: the state's `num_tried` when the gradients were computed.
+        update: the state's `num_tried` when the gradients were computed; None if a user made
+            them.
         skip: whether transforms of `grads` skip the update; None if no transform checks.
         trained: names of the trained parameters when the gradients were computed; None
             means not checked.
@@ -516,7 +517,7 @@ class GradInfo:
     loss_scale: torch.Tensor | None = None
     cursor: Cursor | None = None
     num_micro_batches: int = 1
-    update: int = 0
+    update: int | None = None
     skip: Skip | None = None
     trained: tuple[str, ...] | None = None
     finite_loss: bool = True
@@ -533,9 +534,12 @@ class GradInfo:
 
 
 @hint_attributes("setattr", "getitem")
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(init=False, eq=False)
 class Grads:
     """Gradients by parameter name, and the total weight of the losses.
+
+    `value_and_grad` returns them. `Grads(tensors, weight=n)` makes them of gradients that were
+    found in another way, as for DP-SGD, evolution strategies or reinforcement learning.
 
     Gradients are stored as totals and divided once: by `apply_grads`, or when you read
     `tensors`. So they add exactly over micro-batches and ranks. A parameter that the loss
@@ -552,10 +556,49 @@ class Grads:
     """
 
     as_taken: Mapping[str, torch.Tensor] = attrs.field(alias="tensors")
-    buffers: Mapping[str, torch.Tensor] = attrs.field(factory=dict)
-    reduced: bool = True
-    metrics: Mapping[str, Number] = attrs.field(factory=dict)
+    buffers: Mapping[str, torch.Tensor]
+    reduced: bool
+    metrics: Mapping[str, Number]
     taken: GradInfo = attrs.field(repr=False)
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        weight: Number = 1,
+        metrics: Mapping[str, Number] = MappingProxyType({}),
+        buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
+        reduced: bool = False,
+        taken: GradInfo | None = None,
+    ) -> None:
+        """Make gradients of this rank. `apply_grads`, `sync_grads` and `into=` take them.
+
+        Args:
+            tensors: gradients of the mean over this rank's samples, by parameter name, in the
+                parameters' shapes and dtypes. They are given away: an update changes them.
+            weight: what the mean is over, such as the number of samples; over ranks and
+                micro-batches, gradients are averaged by weight.
+            metrics: numbers for the step's metrics, by name.
+            buffers: the buffers after the forward passes.
+            reduced: whether all ranks pass the same gradients, of all samples.
+            taken: leave it out.
+
+        Raises:
+            GradsError: a gradient is not a tensor, or the weight is not a number.
+        """
+        if taken is None:
+            tensors = _detached(tensors)
+            divisor = _whole_weight(weight, "af.Grads")
+            is_positive = not isinstance(divisor, torch.Tensor) and divisor > 0
+            taken = GradInfo(divisor=divisor, has_weight=is_positive)
+            taken.lease.is_mean = True
+        self.__attrs_init__(  # pyright: ignore[reportAttributeAccessIssue]
+            tensors=tensors,
+            buffers=buffers,
+            reduced=reduced,
+            metrics=metrics,
+            taken=taken,
+        )
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
@@ -600,7 +643,11 @@ class Grads:
 
     def give_away(self) -> None:
         """End the lease: these gradients, and records that share it, raise from now on."""
-        self.taken.lease.end(GradsError, _GIVEN, update=self.taken.update)
+        update = self.taken.update
+        text = (
+            _GIVEN if update is not None else _GIVEN.replace(" of update {update}", "")
+        )
+        self.taken.lease.end(GradsError, text, update=update or 0)
 
     def check_fit(
         self,
@@ -690,7 +737,7 @@ class Grads:
             raise GradsError(msg)
         info = attrs.evolve(
             self.taken,
-            divisor=_whole_weight(weight),
+            divisor=_whole_weight(weight, "with_sums"),
             num_averaged=1,
             has_weight=not isinstance(weight, torch.Tensor) and weight != 0,
             lease=Lease(),
@@ -722,13 +769,32 @@ class Grads:
     def __repr__(self) -> str:
         """Show a summary, without reading a device."""
         kind = "reduced" if self.reduced else "of this rank"
+        update = self.taken.update
+        origin = "made by hand" if update is None else f"at update {update}"
         return (
             f"<Grads of {len(self.as_taken)} parameters, {kind}, "
-            f"{self.taken.num_micro_batches} micro-batches, at update {self.taken.update}>"
+            f"{self.taken.num_micro_batches} micro-batches, {origin}>"
         )
 
 
-def _whole_weight(weight: Any) -> Number:
+def _detached(tensors: Any) -> dict[str, torch.Tensor]:
+    """Return a user's gradients without their graphs.
+
+    Raises:
+        GradsError: they are not tensors by name.
+    """
+    if isinstance(tensors, Mapping):
+        given = cast("Mapping[Any, Any]", tensors)
+        if all(isinstance(each, torch.Tensor) for each in given.values()):
+            return {name: each.detach() for name, each in given.items()}
+    msg = (
+        "af.Grads(tensors): expected a tensor for each parameter name, such as"
+        " dict(zip(state.params, torch.autograd.grad(loss, state.params.values())))."
+    )
+    raise GradsError(msg)
+
+
+def _whole_weight(weight: Any, call: str) -> Number:
     """Return a weight that divides gradients precisely enough."""
     if is_number(weight) and math.isfinite(weight):
         return weight
@@ -739,7 +805,7 @@ def _whole_weight(weight: Any) -> Number:
             return weight.detach().reshape(()).double()
     shown = format_tensor(weight) if isinstance(weight, torch.Tensor) else repr(weight)
     msg = (
-        f"with_sums(weight={shown}): expected a number, or a scalar of at least 32 bits, because"
+        f"{call}(weight={shown}): expected a number, or a scalar of at least 32 bits, because"
         " 16 bits cannot hold a count:"
         " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
     )

@@ -64,7 +64,7 @@ def _of_wholes(seeded: draws.seeded) -> Generator[None]:
         yield
 
 
-_NONE = Grads(tensors={}, taken=GradInfo(divisor=0))
+_NONE = Grads({}, taken=GradInfo(divisor=0, update=0), reduced=True)
 
 
 @attrs.frozen(kw_only=True, eq=False)

@@ -440,7 +440,7 @@ def _step_optimizer(
     grads = update.grads
     engine.prepare(state, grads, assignments)
     hold()
-    state.lease.end(StateDonatedError, _INTERRUPTED, update=grads.taken.update)
+    state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     is_profiling = profiler._is_profiler_enabled
     try:
         is_torchs = state.definition.has_torchs_optimizer  # another may add noise
@@ -474,7 +474,7 @@ def _state_after(
         except StateDonatedError as error:
             error.add_note(_BEFORE)
             raise
-    return end_donation(state, after, update.grads.taken.update, *grads)
+    return end_donation(state, after, state.num_tried, *grads)
 
 
 def _undo(state: TrainState, engine: Engine) -> None:
@@ -489,7 +489,7 @@ def _skip_update(
     """Return the unchanged state after the batch; transforms may record the skip in slots."""
     after = apply_to_state("after_update", skip_update(update, state), update)
     engine.discard()
-    return end_donation(state, after, update.grads.taken.update, grads)
+    return end_donation(state, after, state.num_tried, grads)
 
 
 def _show_totals(grads: Grads, *, totals: bool) -> Grads:
@@ -693,6 +693,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             ' not. Let the last micro-batch reduce (sync=True), or use keep_grads="whole".'
         )
         raise GradsError(msg)
+    if grads.taken.trained is None:  # made by hand
+        grads.check_fit({name: state.params[name] for name in names})
     compare_ranks(state)
     info = grads.taken
     factor = info.scale if info.lease.is_mean else 1

@@ -460,7 +460,7 @@ def check_update(state: TrainState, grads: Grads) -> None:
         msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
         raise GradsError(msg)
     grads.taken.lease.check()
-    if grads.taken.update != state.num_tried:
+    if grads.taken.update not in (None, state.num_tried):
         msg = (
             f"These gradients were taken at update {grads.taken.update}, but the state is at"
             f" update {state.num_tried}."

@@ -274,7 +274,9 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
         for name in state.trainable
     }
-    grads = Grads(tensors=totals, taken=GradInfo(divisor=weight, shows_totals=True))
+    grads = Grads(
+        totals, taken=GradInfo(divisor=weight, shows_totals=True), reduced=True
+    )
     update = Update(state=state, slots=state.slots, grads=grads)
     sums = dict.fromkeys(totals, 0.0)
     for step in steps:

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients that a user made train as those of `value_and_grad` do."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import accelfn as af
+from accelfn.testing import simulate
+
+ENGINES = {
+    "none": (),
+    "ddp": (af.shard_data(), af.wrap_ddp()),
+    "fsdp": (af.shard_data(), af.wrap_fsdp()),
+}
+X = torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(12, 1)
+
+
+def create(world: af.World, setup: tuple[Any, ...]) -> af.TrainState:
+    """Return a state in float64."""
+    return af.TrainState.create(
+        model=lambda: nn.Linear(1, 3, dtype=torch.float64),
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        setup=af.chain(*setup),
+        world=world,
+    )
+
+
+def loss_of(model: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return the mean over the rows."""
+    return (model(rows) - 2 * rows).square().mean()
+
+
+def by_hand(state: af.TrainState, rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return gradients of the mean over the rows, without a step of accelfn."""
+    with af.borrow_model(state, gather=True) as model:
+        params = {n: p.detach().requires_grad_() for n, p in model.named_parameters()}
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, params, (x,))
+
+        grads = torch.autograd.grad(loss_of(call, rows), tuple(params.values()))
+    return dict(zip(params, grads, strict=True))
+
+
+@given(
+    engine=st.sampled_from(sorted(ENGINES)),
+    shares=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    into=st.booleans(),
+)
+def test_gradients_made_by_hand_train_as_those_of_a_loss(
+    engine: str, shares: list[int], *, into: bool
+) -> None:
+    """They are averaged over ranks and micro-batches by their weight."""
+
+    def train(world: af.World) -> dict[str, torch.Tensor]:
+        state = create(world, ENGINES[engine])
+        begin = sum(shares[: world.rank])
+        for _ in range(2):
+            mine = X[begin : begin + shares[world.rank]]
+            grads = af.Grads(by_hand(state, mine), weight=len(mine))
+            if into:  # the same rows again
+                compute = af.value_and_grad(loss_of)
+                _, grads = compute(state, mine, into=grads, sync=False)
+            state = af.apply_grads(state, af.sync_grads(state, grads))
+        return af.full_params(state)
+
+    whole = create(af.World.single(), ())
+    step = af.make_step(loss_of)
+    for _ in range(2):
+        whole, _ = step(whole, X[: sum(shares)])
+    for found in simulate(len(shares), train):
+        for name, expected in whole.params.items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "weight", "words"),
+    [
+        ({"weigth": torch.ones(3, 1).double()}, 1, "'weigth', which is no parameter"),
+        ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
+        ({"weight": [1.0]}, 1, "a tensor for each parameter name"),
+        ({}, torch.ones(2), "expected a number"),
+    ],
+)
+def test_gradients_that_fit_no_parameter_are_rejected(tensors, weight, words):
+    """The error comes before the update, which leaves the state as it was."""
+    state = create(af.World.single(), ())
+    with pytest.raises(af.errors.GradsError, match=words):
+        af.apply_grads(state, af.Grads(tensors, weight=weight))
+    assert state.copy().step == 0
+
+
+def test_gradients_made_by_hand_are_given_away():
+    """A second use is an error that says what to do."""
+    state = create(af.World.single(), ())
+    grads = af.Grads(by_hand(state, X))
+    state = af.apply_grads(state, grads)
+    with pytest.raises(af.errors.GradsError, match="These gradients were given to"):
+        af.apply_grads(state, grads)
