@@ -11,7 +11,7 @@ import attrs
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from accelfn.base.arguments import advise, call_mismatch, qualname
+from accelfn.base.arguments import advise, call_mismatch, is_integer, qualname
 from accelfn.data import Data, Plan
 from accelfn.definition.transform import chain, check_needs, check_returned, facts_of
 from accelfn.errors import ArgumentError, ModelError, WorldError
@@ -268,6 +268,17 @@ def check_device(setup: chain, world: World) -> None:
                 ' or run a smaller model with values, device="cpu".'
             )
             raise ModelError(msg)
+
+
+def check_seed(call: str, seed: object) -> None:
+    """Raise unless a seed is an integer.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    if not is_integer(seed):
+        msg = f"{call}(seed={seed!r}): expected an integer."
+        raise ArgumentError(msg)
 
 
 def check_schedule(schedule: object) -> None:

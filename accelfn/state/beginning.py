@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accelfn.base import tree
-from accelfn.base.arguments import check_word, is_integer
+from accelfn.base.arguments import check_word
 from accelfn.base.draws import own_modes
 from accelfn.base.tree import copy_shared_memory, local
 from accelfn.collectives.failures import check_world
@@ -20,6 +20,7 @@ from accelfn.definition.definition import (
     as_data,
     check_device,
     check_schedule,
+    check_seed,
 )
 from accelfn.definition.transform import chain, check_copied
 from accelfn.errors import ArgumentError
@@ -85,9 +86,7 @@ def begin(
         ArgumentError: `seed`, `name`, `schedule`, `world`, `data` or `init` is not valid.
         ModelError, OptimizerError: as `TrainState.create`.
     """
-    if not is_integer(seed):
-        msg = f"TrainState.create(seed={seed!r}): expected an integer."
-        raise ArgumentError(msg)
+    check_seed("TrainState.create", seed)
     check_word("af.TrainState.create", "name", name, "which tells draws apart")
     if init not in ("whole", "shard"):
         msg = f'TrainState.create(init={init!r}): expected "whole" or "shard".'

@@ -17,7 +17,7 @@ from torch import nn
 from torch.autograd import profiler
 
 from accelfn.base import tree
-from accelfn.base.arguments import explain_call_errors, hint_attributes
+from accelfn.base.arguments import check_word, explain_call_errors, hint_attributes
 from accelfn.base.codec import has_state
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import Pending, ReadOnly, is_shard
@@ -26,7 +26,13 @@ from accelfn.collectives.replicas import check_replicas, check_rows, sums_of
 from accelfn.data import Data
 from accelfn.data.plan import Cursor
 from accelfn.definition import transform as entries
-from accelfn.definition.definition import Definition, check_setup, warn_of_batch_size
+from accelfn.definition.definition import (
+    Definition,
+    as_data,
+    check_seed,
+    check_setup,
+    warn_of_batch_size,
+)
 from accelfn.definition.transform import by_rank, chain, facts_of
 from accelfn.errors import ArgumentError, CallError
 from accelfn.model.model import ModelSource, check_params, give_away, seal_optimizer
@@ -304,8 +310,8 @@ class TrainState:
         module or of a module around it, and if no method sets a parameter.
 
         Args:
-            model: a factory, called with the same seed on every rank, or an instance; the
-                state takes ownership of the instance.
+            model: a factory, called with the same seed on every rank, or an instance, whose
+                parameters the state takes over: it changes them, and the instance is empty.
             optimizer: a factory that takes a list of `(name, parameter)`, such as
                 `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
                 parameters of a model instance; the state takes ownership of it.
@@ -591,6 +597,64 @@ class TrainState:
             return self
         new_definition = attrs.evolve(definition, skeleton=skeleton.training(names))
         return attrs.evolve(self, definition=new_definition)
+
+    def with_data(self, data: "Data | torch.utils.data.DataLoader[Any] | None") -> Self:
+        """Return the state with other training data; it shares this one's tensors.
+
+        If both data have the same number of samples, the state keeps its place in the epoch, so
+        `state.with_data(attrs.evolve(state.data, global_batch_size=n))` changes the batch size
+        in mid-epoch. Otherwise, and for streams, the epoch begins anew.
+
+        Law: while batch sizes change, each sample is read once an epoch.
+
+        Cost: an engine is built at the first step, as after `with_setup`.
+
+        Raises:
+            ArgumentError: the data are not `af.Data`, a torch DataLoader or None.
+        """
+        self.lease.check()
+        new_data, old_data = as_data(data), self.data
+        definition = attrs.evolve(self.definition, data=new_data)
+        warn_of_batch_size(data, definition)
+        keeps_place = (
+            new_data is not None
+            and old_data is not None
+            and not (new_data.is_stream or old_data.is_stream)
+            and len(new_data) == len(old_data)
+        )
+        cursor = self.cursor if keeps_place else Cursor(self.cursor.epoch)
+        return attrs.evolve(self, definition=definition, cursor=cursor)
+
+    def with_seed(self, seed: int) -> Self:
+        """Return the state with another seed; it shares this one's tensors.
+
+        All random numbers from now on, and the order of the samples that are left in this
+        epoch, are those of the new seed: `state.copy().with_seed(n)` is a member of a population.
+
+        Cost: an engine is built at the first step, as after `with_setup`.
+
+        Raises:
+            ArgumentError: the seed is not an integer.
+        """
+        self.lease.check()
+        check_seed("state.with_seed", seed)
+        definition = attrs.evolve(self.definition)  # ranks compare seeds again
+        return attrs.evolve(self, definition=definition, seed=seed)
+
+    def with_name(self, name: str) -> Self:
+        """Return the state with another name; it shares this one's tensors.
+
+        States of one program that differ in name draw different random numbers.
+
+        Cost: an engine is built at the first step, as after `with_setup`.
+
+        Raises:
+            ArgumentError: the name has other characters than letters, digits, - and _.
+        """
+        self.lease.check()
+        check_word("state.with_name", "name", name, "which tells draws apart")
+        definition = attrs.evolve(self.definition, name=name)
+        return attrs.evolve(self, definition=definition)
 
     def __repr__(self) -> str:
         """Show a summary in one line, also of a donated state."""

@@ -415,13 +415,13 @@ ROWS = [
         name="a user's, by rank",
         draws=on_rank(partial(by_rng, shared=False)),
         apart="seed name step rank purpose",
-        at="state.views.rng",
+        at="state.views.fork_rng",
     ),
     Row(
         name="a user's, shared",
         draws=on_rank(partial(by_rng, shared=True)),
         apart="seed name step purpose",
-        at="state.views.rng",
+        at="state.views.fork_rng",
     ),
     Row(
         name="a transform's",

@@ -99,7 +99,7 @@ def test_a_loop_that_does_nothing_says_so(
         (text,) = told
         assert f"af.batches(state, until_epoch={epochs}) gives no batch" in text
         assert f"has {behind} epochs and {updates} updates behind it" in text
-        assert f"write epochs={behind + 1}" in text
+        assert f"write until_epoch={behind + 1}" in text
 
 
 @given(sizes=sizes, epochs=st.integers(1, 3))

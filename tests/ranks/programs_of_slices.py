@@ -138,7 +138,10 @@ def clipped(world: af.World, norm_type: float) -> tuple[float, dict[str, torch.T
     }
     tensors["plain"] = torch.tensor([3.0, -4.0], dtype=torch.float64)
     clip = af.clip_grad_norm(0.5, norm_type=norm_type)
-    grads, state = af.Grads(tensors=tensors, taken=GradInfo(divisor=1)), fresh(world)
+    grads, state = (
+        af.Grads(tensors=tensors, taken=GradInfo(divisor=1), reduced=True),
+        fresh(world),
+    )
     update = Update(state=state, slots=dict(state.slots), grads=grads)
     grads, _ = clip.grads(grads, None, update)
     found = {
