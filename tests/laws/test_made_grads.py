@@ -82,7 +82,7 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
 @pytest.mark.parametrize(
     ("tensors", "weight", "words"),
     [
-        ({"weigth": torch.ones(3, 1).double()}, 1, "'weigth', which is no parameter"),
+        ({"kernel": torch.ones(3, 1).double()}, 1, "'kernel', which is no parameter"),
         ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
         ({"weight": [1.0]}, 1, "a tensor for each parameter name"),
         ({}, torch.ones(2), "expected a number"),
