@@ -43,7 +43,7 @@ loops = st.builds(
             "reshard_after_forward": True,
             "gather_dtype": torch.bfloat16,
             "reduce_dtype": None,
-            "accumulate": "whole",
+            "keep_grads": "whole",
         },
         call="by name",
     ),

@@ -253,7 +253,7 @@ def test_results_meet_by_name(
     log = [(each.kind, each.label) for each in run.log]
     assert log.count(("all_gather", "predict")) == 2 * num_batches
     counts = 1 if whole else 3  # the numbers of rows, and what they are
-    assert log.count(("all_gather", "gather_valid")) == counts * num_batches
+    assert log.count(("all_gather", "all_gather_valid")) == counts * num_batches
 
 
 # what is left early
