@@ -181,7 +181,7 @@ def test_parts_take_no_other_parts_state(
             af.load(fresh, f"{folder}/saved")
             return
         with pytest.raises(
-            af.errors.CheckpointError, match=r"combine_optimizers\(.* parameters"
+            af.errors.CheckpointError, match=r"partition\(.* parameters"
         ):
             af.load(fresh, f"{folder}/saved")
 

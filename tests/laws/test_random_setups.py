@@ -246,7 +246,7 @@ def setups(draw: st.DrawFn) -> Setup:
         fsdp=(
             ("units", None if recipe.net == "tied" else draw(units)),
             ("reshard_after_forward", draw(st.booleans())),
-            ("accumulate", draw(st.sampled_from(["whole", "sharded"]))),
+            ("keep_grads", draw(st.sampled_from(["whole", "sharded"]))),
             ("find_unused_parameters", recipe.net == "unused"),
         ),
     )
