@@ -91,9 +91,10 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of the package with pyright, strictly."""
-    install(session, "-e", ".[testing,megatron]", "pyright[nodejs]")
+    """Check the types of the package with pyright, and that type checkers find typos."""
+    install(session, "-e", ".[testing,megatron]", "mypy", "pyright[nodejs]")
     session.run("pyright")
+    session.run("python", "-m", "tests.typed")
 
 
 def whose_turn() -> str:

@@ -11,10 +11,10 @@ tutorial, or start here:
         state, metrics = step(state, batch)
 """
 
+import typing as _typing
 from importlib.metadata import PackageNotFoundError as _NotFound
 from importlib.metadata import version as _version
 from types import ModuleType as _Module
-from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from accelfn import errors as errors
 from accelfn import orders as orders
@@ -69,7 +69,7 @@ _BUILTINS = ("compile",)
 
 # Imported when first used, because a program needs few of them. A name that a module of this
 # package has too cannot be here: importing that module would replace it.
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     __version__: str
     from accelfn import megatron as megatron
     from accelfn import track as track

@@ -129,14 +129,14 @@ if TYPE_CHECKING:
 
     # How many processes a launcher has started, and the variable for it.
     from accelfn.world.place import asked_size as asked_size
+else:  # type checkers do not see it, and find a misspelt name
 
-
-def __getattr__(name: str) -> object:
-    """Import a name."""
-    if name not in names_for_later(__name__):
-        msg = f"module {__name__!r} has no attribute {name!r}."
-        raise AttributeError(msg)
-    return import_later(__name__, name)
+    def __getattr__(name: str) -> object:
+        """Import a name."""
+        if name not in names_for_later(__name__):
+            msg = f"module {__name__!r} has no attribute {name!r}."
+            raise AttributeError(msg)
+        return import_later(__name__, name)
 
 
 def __dir__() -> list[str]:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Types that functions return, for annotations; a program seldom makes one."""
 
-from typing import TYPE_CHECKING as _TYPE_CHECKING
+import typing as _typing
 
 from accelfn.base.arguments import import_later as _import_later
 from accelfn.base.arguments import names_for_later as _names_for_later
 
-if _TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from accelfn.checkpoint import Loaded as Loaded
     from accelfn.data.plan import Cursor as Cursor
     from accelfn.data.plan import Plan as Plan

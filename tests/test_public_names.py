@@ -48,7 +48,7 @@ AT_ONCE = exports(TREE.body)
 LATER = [
     each
     for node in TREE.body
-    if isinstance(node, ast.If) and ast.unparse(node.test) == "_TYPE_CHECKING"
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "_typing.TYPE_CHECKING"
     for each in exports(node.body)
 ]
 EXPORTS = [*AT_ONCE, *LATER]

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 from weakref import ref
 
 import attrs
@@ -698,8 +698,8 @@ def load_part(
     directory: str | os.PathLike[str],
     only: Sequence[str],
     *,
-    missing: str = "error",
-    extra: str = "error",
+    missing: Literal["error", "init"] = "error",
+    extra: Literal["error", "ignore"] = "error",
     cast: bool = False,
     allow: Sequence[str] = (),
     verify: bool = True,

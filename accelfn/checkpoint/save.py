@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import attrs
 import torch
@@ -215,7 +215,10 @@ _SHOWN = 1000
 
 @explain_call_errors
 def save(
-    state: Given, directory: str | os.PathLike[str], *, frozen: str = "write"
+    state: Given,
+    directory: str | os.PathLike[str],
+    *,
+    frozen: Literal["write", "hash"] = "write",
 ) -> None:
     """Write every field of a state to a new directory; call it on all ranks.
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias
 
 import attrs
 
@@ -333,8 +333,8 @@ class CheckpointStore:
         *,
         keep: int | None = 3,
         keep_best: str | None = None,
-        best_is: str = "min",
-        frozen: str = "write",
+        best_is: Literal["min", "max"] = "min",
+        frozen: Literal["write", "hash"] = "write",
         every: Period | None = None,
         async_: bool = True,
     ) -> None:

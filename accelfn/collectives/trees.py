@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
 from numbers import Number as AnyNumber
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ from accelfn.errors import ArgumentError, CollectiveMismatchError, PlainDataErro
 from accelfn.world import World
 
 T = TypeVar("T")
+Op: TypeAlias = Literal["sum", "mean", "min", "max", "product"]
 
 
 @explain_call_errors
@@ -119,7 +120,7 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
 def all_reduce(
     values: T,
     world: World,
-    op: str = "sum",
+    op: Op = "sum",
     *,
     weight: Number | None = None,
     bucket_cap_mb: float | None = None,
@@ -169,7 +170,7 @@ def all_reduce(
 
 
 def start_all_reduce(
-    values: Any, world: World, op: str = "sum", *, label: str = "all_reduce"
+    values: Any, world: World, op: Op = "sum", *, label: str = "all_reduce"
 ) -> Pending:
     """Start an `all_reduce` and return a pending result; its `wait()` returns the result.
 

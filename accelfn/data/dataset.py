@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import attrs
 import numpy as np
@@ -294,7 +294,7 @@ class Data:
         default=None, validator=_BATCH_SIZE, kw_only=True
     )
     shuffle: bool = option(default=False, validator=truth())
-    remainder: str = option("short", _REMAINDER)
+    remainder: Literal["short", "pad", "drop"] = option("short", _REMAINDER)
     collate: Collate | None = attrs.field(
         default=None, validator=_COLLATE, kw_only=True
     )

@@ -11,7 +11,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
 import attrs
@@ -655,7 +655,10 @@ _ENDS = ("last", "first", "together")
 
 
 def join_uneven(
-    iterable: Iterable[Any], world: World, *, ends: str = "last"
+    iterable: Iterable[Any],
+    world: World,
+    *,
+    ends: Literal["last", "first", "together"] = "last",
 ) -> Iterator[Batch]:
     """Yield this rank's own batches, the same number on every rank.
 

@@ -159,7 +159,7 @@ def memory_estimate(
             (`{"dp_shard": 8}`); the bytes are those of the rank that has most.
 
     Law: the bytes are exactly those of the tensors in a real state after an update, with two
-    exceptions. `compress("powersgd")` allocates about as much as the gradients that it
+    exceptions. `compress_grads("powersgd")` allocates about as much as the gradients that it
     compresses, from its first compressed update on. `diloco` allocates the outer optimizer's
     state, as large as the parameters, at its first average, and with `delay` a fragment.
 

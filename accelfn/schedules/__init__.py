@@ -7,6 +7,8 @@ whose rates are those of the optimizer's own groups. Either way a resumed run ne
 scheduler state, and ranks or micro-batches change nothing.
 """
 
+import typing as _typing
+
 from accelfn.base.arguments import find_hint as _find_hint
 from accelfn.errors import RecordError as _RecordError
 from accelfn.schedules.factors import Schedule as Schedule
@@ -17,11 +19,10 @@ from accelfn.schedules.factors import linear as linear
 from accelfn.schedules.factors import one_cycle as one_cycle
 from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 
-# imported when first used: a program that trains at one rate does without
+if not _typing.TYPE_CHECKING:  # where it would allow every name
 
-
-def __getattr__(name: str) -> object:
-    """Say what to write for what has another name here."""
-    hint = _find_hint(__name__, name)
-    msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
-    raise _RecordError(msg)
+    def __getattr__(name: str) -> object:
+        """Say what to write for what has another name here."""
+        hint = _find_hint(__name__, name)
+        msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
+        raise _RecordError(msg)

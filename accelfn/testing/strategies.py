@@ -11,7 +11,7 @@ makes it, and shrinks to the smallest value that still fails.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import attrs
 import torch
@@ -643,7 +643,9 @@ class Program:
     schedule: Schedule | None = attrs.field(default=None, kw_only=True)
     batch_size: int = attrs.field(default=8, kw_only=True)
     shuffle: bool = attrs.field(default=False, kw_only=True)
-    remainder: str = attrs.field(default="short", kw_only=True)
+    remainder: Literal["short", "pad", "drop"] = attrs.field(
+        default="short", kw_only=True
+    )
     seed: int = attrs.field(default=0, kw_only=True)
     updates: int = attrs.field(default=2, kw_only=True)
 

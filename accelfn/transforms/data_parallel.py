@@ -243,7 +243,9 @@ class compress_grads:
         "buckets": "is about gradients that af.wrap_ddp() reduces, which the setup lacks. Put"
         " af.wrap_ddp() into the chain, or leave it out."
     }
-    method: str = attrs.field(validator=one_of(*_DTYPES, _POWERSGD))
+    method: Literal["fp16", "bf16", "powersgd"] = attrs.field(
+        validator=one_of(*_DTYPES, _POWERSGD)
+    )
     matrix_approximation_rank: int | None = option_of("method", _POWERSGD, integer(1))
     start_powerSGD_iter: int | None = option_of(  # noqa: N815 - torch's name
         "method", _POWERSGD, integer(0)

@@ -3,7 +3,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import attrs
 import torch
@@ -117,7 +117,9 @@ class autocast:
         af.autocast('fp16', init_scale=1024.0)
     """
 
-    precision: str = attrs.field(validator=[one_of(*_DTYPES), _is_installed])
+    precision: Literal["bf16", "fp16", "fp8"] = attrs.field(
+        validator=[one_of(*_DTYPES), _is_installed]
+    )
     init_scale: float | None = _between(0, 2.0**100)
     growth_factor: float | None = _between(1, 2.0**20)
     backoff_factor: float | None = _between(0, 1)

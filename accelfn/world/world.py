@@ -8,7 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from types import TracebackType
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import attrs
 import torch
@@ -234,7 +234,9 @@ class World:
         axes = {name: self.axes[name] for name in chosen}
         return self._part(ranks, part, axes=axes)
 
-    def split(self, *, size: int | None = None, by: str | None = None) -> "World":
+    def split(
+        self, *, size: int | None = None, by: Literal["node"] | None = None
+    ) -> "World":
         """Return this rank's part of the world, as a world of its own.
 
         Every collective takes it, and you can train a state in it. It has no axes, and closes
@@ -254,7 +256,9 @@ class World:
         """
         return self._parted("World.split", size, by)
 
-    def across(self, *, size: int | None = None, by: str | None = None) -> "World":
+    def across(
+        self, *, size: int | None = None, by: Literal["node"] | None = None
+    ) -> "World":
         """Return the ranks at this rank's place in each part of `split`, as a world.
 
         With `size` its `rank` is the number of the part. Arguments, errors and cost are the
