@@ -577,7 +577,7 @@ class Grads:
             tensors: gradients of the mean over this rank's samples, by parameter name, in the
                 parameters' shapes and dtypes. They are given away: an update changes them.
             weight: what the mean is over, such as the number of samples; over ranks and
-                micro-batches, gradients are averaged by weight.
+                micro-batches, gradients are averaged by weight. With 0 they have no effect.
             metrics: numbers for the step's metrics, by name.
             buffers: the buffers after the forward passes.
             reduced: whether all ranks pass the same gradients, of all samples.
@@ -587,8 +587,8 @@ class Grads:
             GradsError: a gradient is not a tensor, or the weight is not a number.
         """
         if taken is None:
-            tensors = _detached(tensors)
             divisor = _whole_weight(weight, "af.Grads")
+            tensors = _without_weight(_detached(tensors), divisor)
             is_positive = not isinstance(divisor, torch.Tensor) and divisor > 0
             taken = GradInfo(divisor=divisor, has_weight=is_positive)
             taken.lease.is_mean = True
@@ -792,6 +792,22 @@ def _detached(tensors: Any) -> dict[str, torch.Tensor]:
         " dict(zip(state.params, torch.autograd.grad(loss, state.params.values())))."
     )
     raise GradsError(msg)
+
+
+def _without_weight(
+    tensors: dict[str, torch.Tensor], weight: Number
+) -> dict[str, torch.Tensor]:
+    """Return gradients of the mean as 0 if the weight is 0; a mean of nothing may be NaN.
+
+    Raises:
+        GradsError: the weight is a negative number.
+    """
+    if isinstance(weight, torch.Tensor):
+        return {n: torch.where(weight == 0, 0, grad) for n, grad in tensors.items()}
+    if weight < 0:
+        msg = f"af.Grads(weight={weight}): expected a number of samples, 0 or more."
+        raise GradsError(msg)
+    return tensors if weight else {n: torch.zeros_like(g) for n, g in tensors.items()}
 
 
 def _whole_weight(weight: Any, call: str) -> Number:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -50,21 +50,28 @@ def by_hand(state: af.TrainState, rows: torch.Tensor) -> dict[str, torch.Tensor]
 
 @given(
     engine=st.sampled_from(sorted(ENGINES)),
-    shares=st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    shares=st.lists(st.integers(0, 3), min_size=1, max_size=4).filter(any),
+    as_tensor=st.booleans(),
     into=st.booleans(),
 )
+@example(engine="none", shares=[0, 2], as_tensor=False, into=False)
+@example(engine="fsdp", shares=[0, 2], as_tensor=True, into=False)
 def test_gradients_made_by_hand_train_as_those_of_a_loss(
-    engine: str, shares: list[int], *, into: bool
+    engine: str, shares: list[int], *, as_tensor: bool, into: bool
 ) -> None:
-    """They are averaged over ranks and micro-batches by their weight."""
+    """They are averaged over ranks and micro-batches by their weight.
+
+    A rank without samples has the gradient of a mean of nothing, NaN, with a weight of 0.
+    """
 
     def train(world: af.World) -> dict[str, torch.Tensor]:
         state = create(world, ENGINES[engine])
         begin = sum(shares[: world.rank])
         for _ in range(2):
             mine = X[begin : begin + shares[world.rank]]
-            grads = af.Grads(by_hand(state, mine), weight=len(mine))
-            if into:  # the same rows again
+            weight = torch.tensor(len(mine)) if as_tensor else len(mine)
+            grads = af.Grads(by_hand(state, mine), weight=weight)
+            if into and all(shares):  # the same rows again
                 compute = af.value_and_grad(loss_of)
                 _, grads = compute(state, mine, into=grads, sync=False)
             state = af.apply_grads(state, af.sync_grads(state, grads))
@@ -86,6 +93,7 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
         ({"weight": torch.ones(3).double()}, 1, r"\(3,\).*\(3, 1\)"),
         ({"weight": [1.0]}, 1, "a tensor for each parameter name"),
         ({}, torch.ones(2), "expected a number"),
+        ({}, -1, "expected a number of samples, 0 or more"),
     ],
 )
 def test_gradients_that_fit_no_parameter_are_rejected(tensors, weight, words):
