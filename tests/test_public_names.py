@@ -19,6 +19,12 @@ ROOT = Path(__file__).parents[1]
 REFERENCE = ROOT / "docs/reference"
 HEADING = re.compile(r"^## `af\.((?:errors\.|typing\.)?\w+)`$", re.MULTILINE)
 
+OF_TESTING = {
+    *("DeadlockError", "DefaultGroupError", "LawError"),
+    *("RankCrashedError", "SimulationError"),
+}
+"""Errors that only `accelfn.testing` raises; its page has them."""
+
 TREE = ast.parse((ROOT / "accelfn/__init__.py").read_text())
 
 

@@ -7,6 +7,7 @@ Names are looked at, not read in the source: a transform's signature is made by 
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +16,7 @@ import accelfn as af
 from accelfn import testing
 
 REFERENCE = Path(__file__).parents[1] / "reference"
-CARD = re.compile(r"^## `af\.(\w+)`$", re.MULTILINE)
+CARD = re.compile(r"^## `af\.((?:errors\.|typing\.)?\w+)`$", re.MULTILINE)
 LISTS = "Args", "Attributes", "Raises", "Returns", "Yields"
 MADE_BY_METHODS = af.TrainState, af.World
 """Classes that users never call; their constructors are among their methods."""
@@ -32,7 +33,7 @@ def pages() -> dict[str, str]:
     groups = {path.stem: CARD.findall(path.read_text()) for path in _cards()}
     home = {name: page for page, names in groups.items() for name in names}
     made = {
-        page: _page(page, "af", {name: getattr(af, name) for name in names}, home)
+        page: _page(page, "af", {name: attrgetter(name)(af) for name in names}, home)
         for page, names in groups.items()
         if names
     }
