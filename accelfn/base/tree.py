@@ -23,6 +23,7 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 import attrs
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import register_pytree_node
 
 from accelfn.base.arguments import find_hint
 from accelfn.errors import ArgumentError, BatchError, CallError
@@ -170,6 +171,14 @@ class ReadOnly(Mapping[str, V]):
 
     __setitem__ = __delitem__ = __ior__ = _refuse
     update = setdefault = pop = popitem = clear = _refuse
+
+
+# torch.func and tree_map take a view as a dict of its entries, and give dicts back
+register_pytree_node(
+    ReadOnly,
+    lambda view: ([*view.values()], [*view]),
+    lambda leaves, names: dict(zip(names, leaves, strict=True)),
+)
 
 
 # Sharded tensors: torch's DTensors, without its operators.

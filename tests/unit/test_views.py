@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import accelfn as af
 from accelfn.testing import simulate
@@ -255,3 +256,25 @@ def test_a_shared_tensor_is_not_replaced_under_either_name(kind, name):
         af.borrow_model(state) as model,
     ):
         setattr(model, name, nn.Parameter(new) if kind == "parameter" else new)
+
+
+def test_params_go_into_torch_func():
+    """`torch.func.grad` and `tree_map` take the mapping, and give the gradients of a step."""
+    inputs, module = torch.eye(2), nn.Linear(2, 2)
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(2, 2), optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+
+    def loss(params, x):
+        return torch.func.functional_call(module, params, (x,)).square().mean()
+
+    found = torch.func.grad(loss)(state.params, inputs)
+    compute = af.value_and_grad(lambda model, x: model(x).square().mean())
+    _, grads = compute(state, inputs)
+    assert found.keys() == grads.tensors.keys()
+    for name, tensor in grads.tensors.items():
+        torch.testing.assert_close(found[name], tensor)
+    doubled = tree_map(lambda p: 2 * p, state.params)
+    assert type(doubled) is dict
+    assert all(torch.equal(doubled[n], 2 * p) for n, p in state.params.items())
+    af.apply_grads(state, grads)
