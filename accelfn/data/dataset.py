@@ -402,6 +402,10 @@ class Data:
             return Own(cast("OrderFunction", self.order))
         return Shuffled() if self.shuffle else Sequential()
 
+    def __bool__(self) -> bool:
+        """Return True: an empty dataset is an error, and a stream may not know its length."""
+        return True
+
     def __len__(self) -> int:
         """Return the number of samples of an epoch.
 

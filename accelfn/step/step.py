@@ -20,7 +20,7 @@ import attrs
 import torch
 from torch.autograd import profiler
 
-from accelfn.base.arguments import advise, explain_call_errors
+from accelfn.base.arguments import advise, explain_call_errors, qualname
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import cut_axes, local
 from accelfn.collectives.packed import all_reduce_
@@ -589,6 +589,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
                 transform_metrics
             ) if transform_metrics else metrics
 
+    step.__qualname__ = f"step of {qualname(loss_fn)}"
     return step
 
 
