@@ -21,7 +21,7 @@ from accelfn.base.arguments import (
 from accelfn.base.tree import is_shard, is_within, split_as
 from accelfn.collectives.failures import check_world, format_tensor
 from accelfn.collectives.packed import sum_named
-from accelfn.data.plan import Cursor
+from accelfn.data.plan import Batch, Cursor
 from accelfn.errors import (
     ArgumentError,
     CallError,
@@ -497,6 +497,7 @@ class GradInfo:
         has_weight: whether the divisor is known not to be 0, without reading a device.
         loss_scale: the factor of the losses against underflow; None means 1.
         cursor: the data's cursor after the batches; None for plain values.
+        start: the cursor before the batch of gradients that a user made.
         num_micro_batches: number of backward passes in the sum.
         update: the state's `num_tried` when the gradients were computed; None if a user made
             them.
@@ -516,6 +517,7 @@ class GradInfo:
     has_weight: bool = False
     loss_scale: torch.Tensor | None = None
     cursor: Cursor | None = None
+    start: Cursor | None = None
     num_micro_batches: int = 1
     update: int | None = None
     skip: Skip | None = None
@@ -566,6 +568,7 @@ class Grads:
         tensors: Mapping[str, torch.Tensor],
         *,
         weight: Number = 1,
+        batch: Batch | None = None,
         metrics: Mapping[str, Number] = MappingProxyType({}),
         buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
         reduced: bool = False,
@@ -578,6 +581,8 @@ class Grads:
                 parameters' shapes and dtypes. They are given away: an update changes them.
             weight: what the mean is over, such as the number of samples; over ranks and
                 micro-batches, gradients are averaged by weight. With 0 they have no effect.
+            batch: the batch of `af.batches` that they are of, if any: the next state's cursor
+                is after it.
             metrics: numbers for the step's metrics, by name.
             buffers: the buffers after the forward passes.
             reduced: whether all ranks pass the same gradients, of all samples.
@@ -590,7 +595,11 @@ class Grads:
             divisor = _whole_weight(weight, "af.Grads")
             tensors = _without_weight(_detached(tensors), divisor)
             is_positive = not isinstance(divisor, torch.Tensor) and divisor > 0
-            taken = GradInfo(divisor=divisor, has_weight=is_positive)
+            start = None if batch is None else batch.start
+            cursor = None if batch is None else batch.cursor
+            taken = GradInfo(
+                divisor=divisor, has_weight=is_positive, cursor=cursor, start=start
+            )
             taken.lease.is_mean = True
         self.__attrs_init__(  # pyright: ignore[reportAttributeAccessIssue]
             tensors=tensors,

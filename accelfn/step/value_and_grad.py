@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from types import FunctionType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NoReturn, Protocol, TypeAlias
 from weakref import ref
 
 import attrs
@@ -356,6 +356,9 @@ def _innermost(
         world = state.definition.world
         if into is not None:
             check_update(state, into)
+            if is_scaled and into.taken.trained is None:  # a user made them
+                scaled = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
+                into = attrs.evolve(into, taken=scaled)
             if into.reduced and world.loss.size > 1 and state.definition.copy.size > 1:
                 raise GradsError(_REDUCED)
         is_lone = not setup.reduces and (
@@ -433,6 +436,11 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     if before is not None and (start == state.cursor or after == before):
         is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
         return after if is_later else before
+    return _reject_batch(state, start)
+
+
+def _reject_batch(state: TrainState, start: Cursor) -> NoReturn:
+    """Raise because a batch does not begin at the state's cursor."""
     is_old = (start.epoch, start.samples) < (state.cursor.epoch, state.cursor.samples)
     why = _TAKEN if is_old else _LOST
     msg = (
@@ -455,6 +463,7 @@ def check_update(state: TrainState, grads: Grads) -> None:
 
     Raises:
         GradsError: they do not.
+        BatchError: a user made them of a batch that does not begin at the state's cursor.
     """
     if not isinstance(grads, Grads):
         msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
@@ -466,6 +475,9 @@ def check_update(state: TrainState, grads: Grads) -> None:
             f" update {state.num_tried}."
         )
         raise GradsError(msg)
+    start = grads.taken.start
+    if start not in (None, state.cursor):
+        _reject_batch(state, start)
     trainable = state.definition.skeleton.trainable
     if grads.taken.trained not in (None, trainable):
         differ = sorted({*grads.taken.trained} ^ {*trainable})

@@ -111,3 +111,33 @@ def test_gradients_made_by_hand_are_given_away():
     state = af.apply_grads(state, grads)
     with pytest.raises(af.errors.GradsError, match="These gradients were given to"):
         af.apply_grads(state, grads)
+
+
+def test_gradients_of_a_batch_move_the_cursor():
+    """The next state is after the batch, and a batch is taken once."""
+    state = af.TrainState.create(
+        model=lambda: nn.Linear(1, 3, dtype=torch.float64),
+        optimizer=partial(torch.optim.SGD, lr=0.1),
+        data=af.Data(X, global_batch_size=4),
+    )
+    batch = next(iter(af.batches(state)))
+    for _ in range(2):
+        made = af.Grads(by_hand(state, batch.value), batch=batch)
+        if state.step:
+            with pytest.raises(
+                af.errors.BatchError, match="Its update was taken before"
+            ):
+                af.apply_grads(state, made)
+        else:
+            state = af.apply_grads(state, made)
+    assert state.cursor == batch.cursor
+
+
+def test_gradients_made_by_hand_are_added_to_scaled_ones():
+    """Under a loss scale, `into=` has the mean of both."""
+    state = create(af.World.single(), (af.autocast("fp16"),))
+    made = af.Grads(by_hand(state, X[:4]), weight=4)
+    _, both = af.value_and_grad(loss_of)(state, X[4:], into=made)
+    expected = by_hand(state, X)
+    for name, grad in both.tensors.items():
+        torch.testing.assert_close(grad, expected[name], rtol=1e-2, atol=1e-2)
