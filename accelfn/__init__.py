@@ -151,17 +151,17 @@ else:  # type checkers do not see it, and find a misspelt name
         if (
             name == "__all__"
         ):  # for `from accelfn import *`, which keeps Python's `compile`
-            return [each for each in __dir__() if each not in _BUILTINS]
+            return [public for public in __dir__() if public not in _BUILTINS]
         if name in _names_for_later(__name__):
             return _import_later(__name__, name)
-        moved = f"write af.errors.{name}" if hasattr(errors, name) else None
-        hint = moved or _find_hint(__name__, name)
+        error_hint = f"write af.errors.{name}" if hasattr(errors, name) else None
+        hint = error_hint or _find_hint(__name__, name)
         msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
         raise errors.RecordError(msg)
 
 
 def __dir__() -> list[str]:
     """Return the public names, those too that are not imported yet, and no folders."""
-    found = {name: each for name, each in globals().items() if name[0] != "_"}
-    public = {name for name, each in found.items() if not isinstance(each, _Module)}
+    values = {name: value for name, value in globals().items() if name[0] != "_"}
+    public = {name for name, value in values.items() if not isinstance(value, _Module)}
     return sorted({*public, *_names_for_later(__name__), *_PUBLIC_MODULES})

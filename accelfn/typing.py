@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types that functions return, for annotations; a program seldom makes one."""
+"""Types that functions return, for annotations; a program rarely makes one."""
 
 import typing as _typing
 

@@ -578,7 +578,7 @@ class Grads:
 
         Args:
             tensors: gradients of the mean over this rank's samples, by parameter name, in the
-                parameters' shapes and dtypes. They are given away: an update changes them.
+                parameters' shapes and dtypes. An update changes them in place.
             weight: what the mean is over, such as the number of samples; over ranks and
                 micro-batches, gradients are averaged by weight. With 0 they have no effect.
             batch: the batch of `af.batches` that they are of, if any: the next state's cursor
@@ -601,13 +601,12 @@ class Grads:
                 divisor=divisor, has_weight=is_positive, cursor=cursor, start=start
             )
             taken.lease.is_mean = True
-        self.__attrs_init__(  # pyright: ignore[reportAttributeAccessIssue]
-            tensors=tensors,
-            buffers=buffers,
-            reduced=reduced,
-            metrics=metrics,
-            taken=taken,
-        )
+        set_field = object.__setattr__
+        set_field(self, "as_taken", tensors)
+        set_field(self, "buffers", buffers)
+        set_field(self, "reduced", reduced)
+        set_field(self, "metrics", metrics)
+        set_field(self, "taken", taken)
 
     @property
     def tensors(self) -> Mapping[str, torch.Tensor]:
