@@ -161,8 +161,8 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, including other ranks' shards."""
-    shards = [t for t in tensors if type(t) is not torch.Tensor and is_shard(t)]
-    if shards:
+    if {*map(type, tensors)} - {torch.Tensor}:  # or a subclass, such as DTensor
+        shards = [each for each in tensors if is_shard(each)]
         whole = [each for each in tensors if not is_shard(each)]
         norms = [_norm_of_shards(each, norm_type) for each in _by_ranks(shards)]
         return _norm_here([*whole, *norms], norm_type)
