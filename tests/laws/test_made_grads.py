@@ -95,6 +95,7 @@ def test_gradients_made_by_hand_train_as_those_of_a_loss(
         ({}, torch.ones(2), "expected a number"),
         ({}, -1, "expected a number of samples, 0 or more"),
     ],
+    ids=["name", "shape", "list", "vector", "negative"],
 )
 def test_gradients_that_fit_no_parameter_are_rejected(tensors, weight, words):
     """The error comes before the update, which leaves the state as it was."""

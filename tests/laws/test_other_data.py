@@ -101,6 +101,7 @@ def test_a_copy_with_another_name_draws_other_numbers():
         (lambda state: state.with_name(3), r"name=3"),
         (lambda state: state.with_data([1]), r"data=list.*af\.Data"),
     ],
+    ids=["seed", "name", "data"],
 )
 def test_what_is_no_seed_name_or_data_is_rejected(call, words):
     """The error names the argument."""
