@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The methods of `examples/` as plain programs of PyTorch: one process, no ranks, no setup.
+
+A program takes an example as a module, for its model, data and settings, and a number of
+epochs. It returns the value that the example's `train` must return. `METHODS` has a row for
+each example.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor, nn
+
+import accelfn as af
+
+Params = dict[str, Tensor]
+
+
+@attrs.frozen
+class Method:
+    """A plain program, its number of epochs, and further options of the example's `train`.
+
+    The example must train the same with each of these options.
+    """
+
+    program: Callable[[ModuleType, int], Any]
+    epochs: int = 2
+    options: tuple[dict[str, Any], ...] = ({},)
+    rtol: float = 0.0
+    atol: float = 1e-12
+
+
+def initial_model(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Return a model with the values that a run with the seed 0 begins with."""
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    values = af.full_params(af.TrainState.create(model=factory, optimizer=sgd))
+    model = factory()
+    model.load_state_dict(values, strict=False)
+    return model
+
+
+def plain_batches(
+    tensors: tuple[Tensor, ...], size: int, epochs: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the shuffled batches of a run with the seed 0; the last of an epoch is short."""
+    count = len(tensors[0])
+    data = af.Data(tensors, global_batch_size=size, shuffle=True)
+    for number in range(epochs):
+        order = data.epoch(seed=0, number=number).order(torch.arange(count).numpy())
+        for rows in torch.from_numpy(order).split(size):
+            yield tuple(tensor[rows] for tensor in tensors)
+
+
+def params_of(model: nn.Module) -> Params:
+    """Return a model's parameters by name."""
+    return {name: param.detach() for name, param in model.named_parameters()}
+
+
+def contrastive(example: ModuleType, epochs: int) -> Params:
+    """Train two towers on whole batches."""
+    model = initial_model(example.towers)
+    optimizer = torch.optim.Adam(model.parameters(), lr=example.RATE)
+    data = example.pairs(example.NUM_PAIRS)
+    for batch in plain_batches(data, example.BATCH, epochs):
+        optimizer.zero_grad()
+        example.clip_loss(example.embed(model, batch)).backward()
+        optimizer.step()
+    return params_of(model)
+
+
+METHODS = {
+    "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
+}
