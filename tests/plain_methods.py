@@ -72,6 +72,41 @@ def contrastive(example: ModuleType, epochs: int) -> Params:
     return params_of(model)
 
 
+def kfac(example: ModuleType, epochs: int) -> Params:
+    """Divide gradients by Kronecker factors of whole batches."""
+    model = initial_model(example.net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=example.RATE)
+    averages: dict[int, list[Tensor]] = {}
+    data = example.samples(example.NUM_SAMPLES)
+    for inputs, targets in plain_batches(data, example.BATCH, epochs):
+        values = [inputs]
+        for layer in model:
+            values.append(layer(values[-1]))
+        optimizer.zero_grad()
+        loss = (values[-1] - targets).square().mean() / 2
+        loss.backward(retain_graph=True)
+        slopes = torch.autograd.grad(values[-1].sum(), [values[1], values[3]])
+        for place, slope in zip((0, 2), slopes, strict=True):
+            layer = model[place]
+            rows = torch.cat([values[place].detach(), torch.ones(len(inputs), 1)], 1)
+            new = [each.T @ each / len(inputs) for each in (rows, slope)]
+            old = averages.get(place, new)
+            averages[place] = [
+                example.DECAY * before + (1 - example.DECAY) * now
+                for before, now in zip(old, new, strict=True)
+            ]
+            a, g = averages[place]
+            ratio = ((a.trace() / len(a)) / (g.trace() / len(g))).sqrt()
+            a = a + ratio * example.DAMPING**0.5 * torch.eye(len(a))
+            g = g + example.DAMPING**0.5 / ratio * torch.eye(len(g))
+            grad = torch.cat([layer.weight.grad, layer.bias.grad[:, None]], 1)
+            grad = torch.linalg.solve(a, torch.linalg.solve(g, grad), left=False)
+            layer.weight.grad, layer.bias.grad = grad[:, :-1], grad[:, -1]
+        optimizer.step()
+    return params_of(model)
+
+
 METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
+    "27_kfac": Method(kfac),
 }
