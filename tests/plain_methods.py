@@ -55,6 +55,14 @@ def plain_batches(
             yield tuple(tensor[rows] for tensor in tensors)
 
 
+def drawn_batches(data: af.Data, epochs: int) -> Iterator[Any]:
+    """Yield the batches of a dataset that draws random numbers, as one rank reads them."""
+    layer, sgd = partial(nn.Linear, 1, 1), partial(torch.optim.SGD, lr=1.0)
+    state = af.TrainState.create(model=layer, optimizer=sgd, data=data)
+    for batch in af.batches(state, until_epoch=epochs):
+        yield batch.value
+
+
 def params_of(model: nn.Module) -> Params:
     """Return a model's parameters by name."""
     return {name: param.detach() for name, param in model.named_parameters()}
@@ -70,6 +78,40 @@ def contrastive(example: ModuleType, epochs: int) -> Params:
         example.clip_loss(example.embed(model, batch)).backward()
         optimizer.step()
     return params_of(model)
+
+
+def dino(example: ModuleType, epochs: int) -> dict[str, Any]:
+    """Train a student, its average and a center, of all samples of a batch."""
+    student, teacher = initial_model(example.net), initial_model(example.net)
+    optimizer = torch.optim.Adam(student.parameters(), lr=example.RATE)
+    center = torch.zeros(example.OUTPUTS)
+    data = af.Data(
+        example.Views(example.NUM_SAMPLES, 0),
+        global_batch_size=example.BATCH,
+        shuffle=True,
+    )
+    for views in drawn_batches(data, epochs):
+        with torch.no_grad():
+            outputs = teacher(views)
+        targets = ((outputs - center) / example.COLD).softmax(2)
+        center = example.KEEP_CENTER * center
+        center += (1 - example.KEEP_CENTER) * outputs.mean((0, 1))
+        scores = (student(views) / example.WARM).log_softmax(2)
+        optimizer.zero_grad()
+        first = (targets[:, 0] * scores[:, 1]).sum(1)
+        second = (targets[:, 1] * scores[:, 0]).sum(1)
+        (-(first + second).mean() / 2).backward()
+        optimizer.step()
+        with torch.no_grad():
+            for old, new in zip(
+                teacher.parameters(), student.parameters(), strict=True
+            ):
+                old.lerp_(new, 1 - example.KEEP_TEACHER)
+    return {
+        "student": params_of(student),
+        "teacher": params_of(teacher),
+        "center": center,
+    }
 
 
 def kfac(example: ModuleType, epochs: int) -> Params:
@@ -108,5 +150,6 @@ def kfac(example: ModuleType, epochs: int) -> Params:
 
 METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
+    "24_dino": Method(dino, options=({}, {"parts": 2})),
     "27_kfac": Method(kfac),
 }
