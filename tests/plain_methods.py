@@ -43,15 +43,28 @@ def initial_model(factory: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+def epoch_order(count: int, epoch: int) -> Tensor:
+    """Return the order of an epoch of a run with the seed 0."""
+    data = af.Data(torch.arange(count), global_batch_size=1, shuffle=True)
+    order = data.epoch(seed=0, number=epoch).order(torch.arange(count).numpy())
+    return torch.from_numpy(order)
+
+
+def shared_draws(purpose: str, step: int, name: str = "state") -> Any:
+    """Return a context that draws what `af.fork_rng` lets all ranks draw, from the seed 0."""
+    sgd = partial(torch.optim.SGD, lr=1.0)
+    state = af.TrainState.create(
+        model=partial(nn.Linear, 1, 1), optimizer=sgd, name=name
+    )
+    return af.fork_rng(attrs.evolve(state, step=step), purpose, shared=True)
+
+
 def plain_batches(
     tensors: tuple[Tensor, ...], size: int, epochs: int
 ) -> Iterator[tuple[Tensor, ...]]:
     """Yield the shuffled batches of a run with the seed 0; the last of an epoch is short."""
-    count = len(tensors[0])
-    data = af.Data(tensors, global_batch_size=size, shuffle=True)
-    for number in range(epochs):
-        order = data.epoch(seed=0, number=number).order(torch.arange(count).numpy())
-        for rows in torch.from_numpy(order).split(size):
+    for epoch in range(epochs):
+        for rows in epoch_order(len(tensors[0]), epoch).split(size):
             yield tuple(tensor[rows] for tensor in tensors)
 
 
@@ -148,8 +161,73 @@ def kfac(example: ModuleType, epochs: int) -> Params:
     return params_of(model)
 
 
+def play_games(example: ModuleType, player: nn.Module, luck: Tensor) -> list[Tensor]:
+    """Return cells, steps, their log probabilities, gains and values; a row a game."""
+    size = (example.GAMES, example.MOVES)
+    cells, rights = (torch.zeros(size, dtype=torch.long) for _ in range(2))
+    scores, values, rewards, gains = (torch.zeros(size) for _ in range(4))
+    for game in range(example.GAMES):
+        cell = 0
+        for move in range(example.MOVES):
+            (left_and_right,), (value,) = example.judge(player, torch.tensor([cell]))
+            right = int(luck[game, move, 0] < left_and_right[1].exp())
+            goes_right = right != int(luck[game, move, 1] < example.SLIP)
+            cells[game, move], rights[game, move] = cell, right
+            scores[game, move], values[game, move] = left_and_right[right], value
+            cell = max(cell + (1 if goes_right else -1), 0)
+            if cell == example.CELLS - 1:
+                cell, rewards[game, move] = 0, 1.0
+        gain, following = 0.0, example.judge(player, torch.tensor([cell]))[1][0]
+        for move in reversed(range(example.MOVES)):
+            surprise = rewards[game, move] + example.DISCOUNT * following
+            surprise = surprise - values[game, move]
+            gain = surprise + example.DISCOUNT * example.TRACE * gain
+            gains[game, move], following = gain, values[game, move]
+    surplus = (gains - gains.mean()) / gains.std()
+    return [each.flatten() for each in (cells, rights, scores, surplus, gains + values)]
+
+
+def clip_grads(model: nn.Module, max_norm: float) -> None:
+    """Scale gradients down to a norm, without the 1e-6 that torch adds to what it divides by."""
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    norm = nn.utils.get_total_norm(grads)
+    for grad in grads if norm > max_norm else ():
+        grad.mul_(max_norm / norm)
+
+
+def ppo(example: ModuleType, rollouts: int) -> Params:
+    """Train a player on all games, until it has moved away from the one that played them."""
+    player = initial_model(example.net)
+    optimizer = torch.optim.Adam(player.parameters(), lr=example.RATE)
+    step = epoch = 0
+    for _ in range(rollouts):
+        with torch.no_grad(), shared_draws("games", step):
+            luck = torch.rand(example.GAMES, example.MOVES, 2)
+            moves = play_games(example, player, luck)
+        for _ in range(example.MAX_EPOCHS):
+            total = 0.0
+            for rows in epoch_order(len(moves[0]), epoch).split(example.BATCH):
+                cells, rights, before, gains, returns = (each[rows] for each in moves)
+                scores, values = example.judge(player, cells)
+                chosen = scores[torch.arange(len(rows)), rights]
+                ratio = chosen.exp() / before.exp()
+                clipped = ratio.clamp(1 - example.CLIP, 1 + example.CLIP)
+                policy = torch.minimum(ratio * gains, clipped * gains).mean()
+                optimizer.zero_grad()
+                ((values - returns).square().mean() / 2 - policy).backward()
+                clip_grads(player, example.MAX_NORM)
+                optimizer.step()
+                step += 1
+                total += (ratio - 1 - (chosen - before)).detach().sum()
+            epoch += 1
+            if total / len(moves[0]) >= example.MAX_KL:
+                break
+    return params_of(player)
+
+
 METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
     "24_dino": Method(dino, options=({}, {"parts": 2})),
     "27_kfac": Method(kfac),
+    "28_ppo": Method(ppo, epochs=4),
 }

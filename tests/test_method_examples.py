@@ -35,7 +35,7 @@ def plain(name: str) -> Any:
 
 def run_example(world: af.World, name: str, options: dict[str, Any]) -> Any:
     """Return what an example's `train` returns."""
-    return example(f"{name}.py").train(world, epochs=METHODS[name].epochs, **options)
+    return example(f"{name}.py").train(world, METHODS[name].epochs, **options)
 
 
 CASES = [
