@@ -127,6 +127,28 @@ def dino(example: ModuleType, epochs: int) -> dict[str, Any]:
     }
 
 
+def mixture_of_experts(example: ModuleType, epochs: int) -> Params:
+    """Keep experts in balance over all samples of a batch."""
+    model = initial_model(example.Mixture)
+    optimizer = torch.optim.Adam(model.parameters(), lr=example.RATE)
+    data = example.samples(example.NUM_SAMPLES)
+    for inputs, targets in plain_batches(data, example.BATCH, epochs):
+        probs = model.router(inputs).softmax(1)
+        choices = probs.argmax(1).tolist()
+        rows = [
+            probs[i, k] * model.experts[k](inputs[i]) for i, k in enumerate(choices)
+        ]
+        loss = (torch.stack(rows) - targets).square().mean()
+        for k in range(example.EXPERTS):
+            share = choices.count(k) / len(choices)
+            loss = loss + example.EXPERTS * share * probs[:, k].mean()
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param)  # of an expert without samples, too
+        loss.backward()
+        optimizer.step()
+    return params_of(model)
+
+
 def kfac(example: ModuleType, epochs: int) -> Params:
     """Divide gradients by Kronecker factors of whole batches."""
     model = initial_model(example.net)
@@ -228,6 +250,7 @@ def ppo(example: ModuleType, rollouts: int) -> Params:
 METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
     "24_dino": Method(dino, options=({}, {"parts": 2})),
+    "25_mixture_of_experts": Method(mixture_of_experts, options=({}, {"parts": 2})),
     "27_kfac": Method(kfac),
     "28_ppo": Method(ppo, epochs=4),
 }
