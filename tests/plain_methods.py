@@ -7,6 +7,7 @@ each example.
 """
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -43,18 +44,18 @@ def initial_model(factory: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
-def epoch_order(count: int, epoch: int) -> Tensor:
-    """Return the order of an epoch of a run with the seed 0."""
+def epoch_order(count: int, epoch: int, seed: int = 0) -> Tensor:
+    """Return the order of an epoch of a run with a seed."""
     data = af.Data(torch.arange(count), global_batch_size=1, shuffle=True)
-    order = data.epoch(seed=0, number=epoch).order(torch.arange(count).numpy())
+    order = data.epoch(seed=seed, number=epoch).order(torch.arange(count).numpy())
     return torch.from_numpy(order)
 
 
-def shared_draws(purpose: str, step: int, name: str = "state") -> Any:
-    """Return a context that draws what `af.fork_rng` lets all ranks draw, from the seed 0."""
+def shared_draws(purpose: str, step: int, name: str = "state", seed: int = 0) -> Any:
+    """Return a context that draws what `af.fork_rng` lets all ranks draw."""
     sgd = partial(torch.optim.SGD, lr=1.0)
     state = af.TrainState.create(
-        model=partial(nn.Linear, 1, 1), optimizer=sgd, name=name
+        model=partial(nn.Linear, 1, 1), optimizer=sgd, name=name, seed=seed
     )
     return af.fork_rng(attrs.evolve(state, step=step), purpose, shared=True)
 
@@ -247,10 +248,60 @@ def ppo(example: ModuleType, rollouts: int) -> Params:
     return params_of(player)
 
 
+@attrs.define
+class Run:
+    """A member of a population: a model, its optimizer, its rate and how far it has come."""
+
+    seed: int
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    steps: int = 0
+
+    @property
+    def rate(self) -> float:
+        """The learning rate."""
+        return self.optimizer.param_groups[0]["lr"]
+
+    def train(self, example: ModuleType, epoch: int) -> None:
+        """Train for an epoch, in the order of this member."""
+        inputs, targets = example.samples(example.NUM_SAMPLES)
+        for rows in epoch_order(len(inputs), epoch, self.seed).split(example.BATCH):
+            self.optimizer.zero_grad()
+            (self.model(inputs[rows]) - targets[rows]).square().mean().backward()
+            self.optimizer.step()
+            self.steps += 1
+
+
+def population(example: ModuleType, rounds: int) -> dict[str, Params]:
+    """Train four models, and copy the best over the worst after each round."""
+    runs = []
+    for seed, rate in enumerate(example.RATES):
+        model = initial_model(example.net)
+        sgd = torch.optim.SGD(model.parameters(), lr=rate, momentum=example.MOMENTUM)
+        runs.append(Run(seed, model, sgd))
+    inputs, targets = example.samples(203, seed=1)
+    for number in range(rounds):
+        losses = []
+        for run in runs:
+            for epoch in range(example.EPOCHS * number, example.EPOCHS * (number + 1)):
+                run.train(example, epoch)
+            with torch.no_grad():
+                losses.append((run.model(inputs) - targets).square().mean())
+        best, worst = (runs[losses.index(pick(losses))] for pick in (min, max))
+        with shared_draws("explore", worst.steps, f"member {worst.seed}", worst.seed):
+            rate = best.rate * (2.0 if torch.rand(()) < 0.5 else 0.5)
+        worst.model.load_state_dict(best.model.state_dict())
+        worst.optimizer.load_state_dict(deepcopy(best.optimizer.state_dict()))
+        worst.optimizer.param_groups[0]["lr"] = rate
+        worst.steps = best.steps
+    return {f"member {run.seed}": params_of(run.model) for run in runs}
+
+
 METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
     "24_dino": Method(dino, options=({}, {"parts": 2})),
     "25_mixture_of_experts": Method(mixture_of_experts, options=({}, {"parts": 2})),
     "27_kfac": Method(kfac),
     "28_ppo": Method(ppo, epochs=4),
+    "29_population": Method(population, epochs=5),
 }
