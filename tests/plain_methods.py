@@ -77,6 +77,16 @@ def drawn_batches(data: af.Data, epochs: int) -> Iterator[Any]:
         yield batch.value
 
 
+def states() -> Iterator[af.TrainState]:
+    """Yield states of one update after another, whose random numbers are those of a run."""
+    layer, sgd = partial(nn.Linear, 1, 1), partial(torch.optim.SGD, lr=1.0)
+    state = af.TrainState.create(model=layer, optimizer=sgd)
+    step = af.make_step(lambda model, batch: model(batch).mean())
+    while True:
+        yield state
+        state, _ = step(state, torch.ones(1, 1))
+
+
 def params_of(model: nn.Module) -> Params:
     """Return a model's parameters by name."""
     return {name: param.detach() for name, param in model.named_parameters()}
@@ -146,6 +156,30 @@ def mixture_of_experts(example: ModuleType, epochs: int) -> Params:
         for param in model.parameters():
             param.grad = torch.zeros_like(param)  # of an expert without samples, too
         loss.backward()
+        optimizer.step()
+    return params_of(model)
+
+
+def dp_sgd(example: ModuleType, epochs: int) -> Params:
+    """Clip the gradient of one sample after another, and add noise once."""
+    model = initial_model(example.net)
+    params = list(model.parameters())
+    rates = {"lr": example.RATE, "momentum": example.MOMENTUM}
+    optimizer = torch.optim.SGD(params, **rates)
+    data = example.samples(example.NUM_SAMPLES)
+    batches = plain_batches(data, example.BATCH, epochs)
+    for (inputs, labels), state in zip(batches, states(), strict=False):
+        sums = [torch.zeros_like(param) for param in params]
+        for x, label in zip(inputs, labels, strict=True):
+            loss = nn.functional.cross_entropy(model(x), label)
+            grads = torch.autograd.grad(loss, params)
+            norm = torch.cat([grad.flatten() for grad in grads]).norm().item()
+            for total, grad in zip(sums, grads, strict=True):
+                total.add_(grad, alpha=min(1.0, example.CLIP / norm))
+        with af.fork_rng(state, "noise", shared=True):
+            for total, param in zip(sums, params, strict=True):
+                noise = example.NOISE * example.CLIP * torch.randn_like(total)
+                param.grad = (total + noise) / len(inputs)
         optimizer.step()
     return params_of(model)
 
@@ -301,6 +335,7 @@ METHODS = {
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
     "24_dino": Method(dino, options=({}, {"parts": 2})),
     "25_mixture_of_experts": Method(mixture_of_experts, options=({}, {"parts": 2})),
+    "26_dp_sgd": Method(dp_sgd, epochs=1, options=({}, {"parts": 2})),
     "27_kfac": Method(kfac),
     "28_ppo": Method(ppo, epochs=4),
     "29_population": Method(population, epochs=5),
