@@ -15,10 +15,12 @@ from torch.nn.functional import softplus
 
 import accelfn as af
 
+NUM_POINTS, BATCH = 4099, 128  # the last batch of an epoch has 3
 TILT = torch.tensor([[1.0, 0.0], [0.8, 0.6]])
-PENALTY = 0.1
+RATE, BETAS, MEMORY, PENALTY = 0.004, (0.5, 0.99), 0.99, 0.1
 FOLDER = "gan-checkpoints"  # delete it to begin anew
 Pair = dict[str, af.TrainState]
+Noisy = tuple[list[Tensor], Tensor]
 
 
 def ring(count: int) -> Tensor:
@@ -35,21 +37,19 @@ def net(num_in: int, num_out: int) -> nn.Module:
     return nn.Sequential(*hidden, nn.Linear(64, num_out))
 
 
-def critic_loss(critic: nn.Module, batch: list[Tensor], generator: nn.Module) -> Tensor:
+def critic_loss(critic: nn.Module, batch: Noisy, generator: nn.Module) -> Tensor:
     """Return how badly the critic tells true points from made ones."""
-    true = batch[0].requires_grad_()
-    made = generator(torch.randn(len(true), 2))
-    score = critic(true)
+    (true,), noise = batch
+    true = true.requires_grad_()
+    made, score = generator(noise), critic(true)
     (slope,) = torch.autograd.grad(score.sum(), true, create_graph=True)
     loss = softplus(critic(made)) + softplus(-score)
     return (loss + PENALTY * slope.square().sum(1, keepdim=True)).mean()
 
 
-def generator_loss(
-    generator: nn.Module, batch: list[Tensor], critic: nn.Module
-) -> Tensor:
+def generator_loss(generator: nn.Module, batch: Noisy, critic: nn.Module) -> Tensor:
     """Return how well the critic, which stands still, knows the made points."""
-    return softplus(-critic(generator(torch.randn(len(batch[0]), 2)))).mean()
+    return softplus(-critic(generator(batch[1]))).mean()
 
 
 critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
@@ -58,19 +58,21 @@ critic_step, generator_step = map(af.make_step, (critic_loss, generator_loss))
 def gan_step(states: Pair, batch: af.Batch) -> Pair:
     """Update the critic, then the generator; each sees the other as it is, frozen."""
     generator, critic = states["generator"], states["critic"]
-    critic, _ = critic_step(critic, batch, af.snapshot_model(generator, at="train"))
-    generator, _ = generator_step(
-        generator, batch.value, af.snapshot_model(critic, at="train")
-    )
+    with af.fork_rng(critic, "noise", shared=True):  # the same on any number of ranks
+        noise = torch.randn(2, NUM_POINTS, 2)[:, batch.indices]
+    frozen = af.snapshot_model(generator, at="train")
+    critic, _ = critic_step(critic, batch.zip(noise[0]), frozen)
+    frozen = af.snapshot_model(critic, at="train")
+    generator, _ = generator_step(generator, batch.zip(noise[1]), frozen)
     return {"generator": generator, "critic": critic}
 
 
 def train(world: af.World, epochs: int = 40) -> Tensor:
     """Return points that the generator makes at the end, at its average."""
-    adam = partial(torch.optim.Adam, lr=0.004, betas=(0.5, 0.99))
-    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.ema(0.99))
+    adam = partial(torch.optim.Adam, lr=RATE, betas=BETAS)
+    setup = af.chain(af.shard_data(), af.wrap_ddp(), af.ema(MEMORY))
     create = partial(af.TrainState.create, optimizer=adam, setup=setup, world=world)
-    data = af.Data((ring(4096),), global_batch_size=128, shuffle=True)
+    data = af.Data((ring(NUM_POINTS),), global_batch_size=BATCH, shuffle=True)
     states = {
         "generator": create(model=partial(net, 2, 2), name="generator"),
         "critic": create(model=partial(net, 2, 1), data=data, name="critic"),

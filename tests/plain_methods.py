@@ -15,6 +15,7 @@ from typing import Any
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
 
 import accelfn as af
 
@@ -35,11 +36,11 @@ class Method:
     atol: float = 1e-12
 
 
-def initial_model(factory: Callable[[], nn.Module]) -> nn.Module:
+def initial_model(factory: Callable[[], nn.Module], name: str = "state") -> nn.Module:
     """Return a model with the values that a run with the seed 0 begins with."""
     sgd = partial(torch.optim.SGD, lr=1.0)
-    values = af.full_params(af.TrainState.create(model=factory, optimizer=sgd))
-    model = factory()
+    state = af.TrainState.create(model=factory, optimizer=sgd, name=name)
+    values, model = af.full_params(state), factory()
     model.load_state_dict(values, strict=False)
     return model
 
@@ -331,7 +332,39 @@ def population(example: ModuleType, rounds: int) -> dict[str, Params]:
     return {f"member {run.seed}": params_of(run.model) for run in runs}
 
 
+def gan(example: ModuleType, epochs: int) -> Tensor:
+    """Train a generator and a critic in turns; return points of the generator's average."""
+    generator = initial_model(partial(example.net, 2, 2), "generator")
+    critic = initial_model(partial(example.net, 2, 1), "critic")
+    average = deepcopy(generator)
+    adam = partial(torch.optim.Adam, lr=example.RATE, betas=example.BETAS)
+    makes, judges = adam(generator.parameters()), adam(critic.parameters())
+    points, step = example.ring(example.NUM_POINTS), 0
+    for epoch in range(epochs):
+        for rows in epoch_order(len(points), epoch).split(example.BATCH):
+            with shared_draws("noise", step, "critic"):
+                noise = torch.randn(2, len(points), 2)[:, rows]
+            true = points[rows].requires_grad_()
+            made, score = critic(generator(noise[0]).detach()), critic(true)
+            (slope,) = torch.autograd.grad(score.sum(), true, create_graph=True)
+            penalty = example.PENALTY * slope.square().sum() / len(rows)
+            judges.zero_grad()
+            (penalty - (logsigmoid(-made) + logsigmoid(score)).mean()).backward()
+            judges.step()
+            makes.zero_grad()
+            (-logsigmoid(critic(generator(noise[1])))).mean().backward()
+            makes.step()
+            for mean, param in zip(
+                average.parameters(), generator.parameters(), strict=True
+            ):
+                mean.data.lerp_(param.data, 1 - example.MEMORY)
+            step += 1
+    with shared_draws("look", step, "generator"), torch.no_grad():
+        return average(torch.randn(4096, 2))
+
+
 METHODS = {
+    "09_gan": Method(gan, epochs=1),
     "23_contrastive": Method(contrastive, options=({}, {"parts": 2})),
     "24_dino": Method(dino, options=({}, {"parts": 2})),
     "25_mixture_of_experts": Method(mixture_of_experts, options=({}, {"parts": 2})),

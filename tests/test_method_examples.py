@@ -20,8 +20,9 @@ from tests.test_examples import example
 
 
 @pytest.fixture(autouse=True)
-def _in_float64() -> Generator[None, None, None]:
-    """Build all tensors in float64, on real ranks too, which take over the dtype."""
+def _in_float64(tmp_path, monkeypatch) -> Generator[None, None, None]:
+    """Build all tensors in float64, in a folder of its own; real ranks take over both."""
+    monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
