@@ -467,6 +467,38 @@ def test_a_gan(tmp_path: Path, size: int) -> None:
 
 @pytest.mark.slow
 @on_ranks
+def test_kfac(tmp_path: Path, size: int) -> None:
+    """After as many updates, K-FAC's held-out loss is less than half of SGD's."""
+    printed = output_of(tmp_path, "27_kfac.py", size)
+    sgd, kfac = map(float, re.findall(r"loss ([\d.]+)", printed))
+
+    assert kfac < sgd / 2
+
+
+@pytest.mark.slow
+@on_ranks
+def test_ppo(tmp_path: Path, size: int) -> None:
+    """The player wins more often, and some rollouts serve fewer epochs than others."""
+    printed = output_of(tmp_path, "28_ppo.py", size)
+    wins = percentages(printed)
+
+    assert wins[0] < 3
+    assert wins[-1] > 5
+    assert len(set(re.findall(r"(\d) epochs", printed))) > 1
+
+
+@pytest.mark.slow
+@on_ranks
+def test_a_population(tmp_path: Path, size: int) -> None:
+    """Runs that copy the best end with less than half of the loss of runs that do not."""
+    printed = output_of(tmp_path, "29_population.py", size)
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+
+    assert losses[11] < losses[-1] / 2
+
+
+@pytest.mark.slow
+@on_ranks
 def test_distillation(tmp_path: Path, size: int) -> None:
     """A student that is taught reads more digits than one that learns alone."""
     printed = output_of(tmp_path, "10_distillation.py", size)
