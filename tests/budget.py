@@ -88,7 +88,7 @@ _NUMBERS = {
         "laws.test_memory::test_an_estimate_is_exact",
         "laws.test_optimizers::test_parts_are_saved_and_copied",
         "laws.test_orders::test_random_samplers_are_functions_of_the_epoch",
-        "laws.test_plateau::test_what_was_observed_is_saved",
+        "laws.test_plateau::test_what_was_reported_is_saved",
         "laws.test_post_local::test_a_run_goes_on_before_and_after_the_switch",
         "laws.test_ranks_data::test_draws_beside_data_that_draw_nothing",
         "laws.test_regroup::test_the_rest_go_on_from_the_last_average",

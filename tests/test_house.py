@@ -21,6 +21,7 @@ _PUBLIC_MODULES = (
         "schedules",
         "orders",
         "track",
+        "typing",
         "plug",
     ),
 )

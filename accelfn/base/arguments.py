@@ -131,7 +131,12 @@ else:
 
 
 def qualname(function: Any) -> str:
-    """Return a function's qualified name, or the repr of a `partial` or another object."""
+    """Return a function's qualified name, or the repr of a `partial` or another object.
+
+    A wrapper with the attribute `__wrapped__` has the name of what it wraps.
+    """
+    while inner := getattr(function, "__wrapped__", None):
+        function = inner
     return getattr(function, "__qualname__", None) or repr(function)
 
 

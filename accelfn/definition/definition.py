@@ -37,8 +37,7 @@ class Cache:
 
     Attributes:
         engine: binds the states to PyTorch; created by `engine_of`.
-        composed: gradient functions as the setup wraps them, by the function that
-            `value_and_grad` returned; an entry lives as long as that function.
+        examined: the functions of `value_and_grad` whose first call was examined.
         keys: random keys that transforms share, by purpose, each with its seed.
         is_compared: whether ranks were compared for equal values and equal plans.
         is_to_compare: whether to compare the ranks again, because values were replaced.
@@ -53,9 +52,7 @@ class Cache:
     """
 
     engine: Any = None
-    composed: dict[ref[Function], Function] = attrs.field(
-        factory=dict[ref[Function], Function]
-    )
+    examined: set[ref[Function]] = attrs.field(factory=set[ref[Function]])
     keys: dict[str, tuple[int, int]] = attrs.field(factory=dict[str, tuple[int, int]])
     is_compared: bool = False
     is_to_compare: bool = False
@@ -68,16 +65,16 @@ class Cache:
     looks_at: float = 0.0
     planned: dict[tuple[int, str], Any] | None = None
 
-    def compose(self, function: Function, composed: Function) -> None:
-        """Keep a function's composed form as long as the function lives."""
+    def add_examined(self, function: Function) -> None:
+        """Note a function, as long as it lives."""
         # Not a WeakKeyDictionary. The garbage collector may free a function at any time, and
         # CPython swallows a Ctrl-C that arrives in a callback written in Python. A callback
         # written in C receives no Ctrl-C.
-        self.composed[ref(function, self.composed.pop)] = composed
+        self.examined.add(ref(function, self.examined.discard))
 
     def clear(self) -> None:
         """Reset to an empty cache."""
-        self.composed.clear()  # the callbacks of its keys keep it alive
+        self.examined.clear()  # the callbacks of its items keep it alive
         self.__init__()
 
 

@@ -41,49 +41,52 @@ from accelfn.errors import ArgumentError, CompositionError, StateError
 # The fields of a transform: its methods, and the arguments that they are called with.
 #
 # Fields of one shape are `(value, slot, update) -> (value, slot)`. The value flows through the
-# chain, left to right. `slot` is the transform's entry in `state.slots`, and `update` is the
-# read-only `accelfn.state.update.Update`.
+# chain, left to right; functions are wrapped, the leftmost outermost. `slot` is the transform's
+# entry in `state.slots`, and `update` is the read-only `accelfn.state.update.Update`.
+#
+# For authors of transforms:
 #
 # `init`: `state -> slot`, the transform's entry in `state.slots`; None means no entry.
-# `data`: `Plan -> Plan`, which ranks take which samples.
-# `loss`: `loss_fn -> loss_fn`, wraps `(model, batch, *extras) -> loss`.
-# `value_and_grad`: `fn -> fn`, wraps `(state, batch, *extras) -> (metrics, grads)`.
-# `reduce`: one shape, or None; turns the gradients of this rank's totals into those of all.
-# `loss_scale`: one shape; the factor of losses before the backward pass.
 # `grads`: one shape; the true, reduced gradients.
-# `hyper`: one shape; hyperparameters of the update, merged over the current values.
+# `hyper`: one shape; hyperparameters of the update, merged over the current values. A slot with
+#     the entry `reported` finds there what `af.report_metric` was given since the last update.
 # `after_update`: one shape; the state after the optimizer.
-# `observe`: one shape; the result of an evaluation.
+# `reduce`: one shape, or None; turns the gradients of this rank's totals into those of all.
 # `eval_params`: one shape; the parameters that are evaluated and exported.
+#
+# For authors of engines:
+#
+# `data`: `Plan -> Plan`, which ranks take which samples.
+# `loss`: one shape; wraps `(model, batch, *extras) -> loss`. The slot stays as it is.
+# `value_and_grad`: one shape; wraps `(state, batch, *extras) -> (metrics, grads)`. The slot
+#     stays as it is.
 # `finalize`: one shape; the state at the end, with deferred work done.
 # `merge`: `(slots, world) -> (weights, slot)`, merges ranks that differ, to load them.
 # `layout`: `(name, meta, axes) -> cuts`, the sharded dimension of a parameter, by axis.
 # `engine`: `state -> engine`, how the model is distributed over the ranks.
 # `module`: `(module, state) -> module`, the engine's module, which runs the loss.
-# `runner`: `make -> make`, wraps `module -> runner`, which runs the loss forward and backward.
 
 
 ARGUMENTS = {
     "init": ("state",),
-    "data": ("plan",),
-    "loss": ("loss_fn",),
-    "value_and_grad": ("inner",),
-    "reduce": ("grads", "slot", "update"),
-    "loss_scale": ("scale", "slot", "update"),
     "grads": ("grads", "slot", "update"),
     "hyper": ("hyper", "slot", "update"),
     "after_update": ("state", "slot", "update"),
-    "observe": ("value", "slot", "update"),
+    "reduce": ("grads", "slot", "update"),
     "eval_params": ("params", "slot", "update"),
+    "data": ("plan",),
+    "loss": ("loss_fn", "slot", "update"),
+    "value_and_grad": ("inner", "slot", "update"),
     "finalize": ("state", "slot", "update"),
     "merge": ("slots", "world"),
     "layout": ("name", "meta", "axes"),
     "engine": ("state",),
     "module": ("module", "state"),
-    "runner": ("make", "state"),
 }
 """The arguments of each field's method, except `self`."""
 FIELDS = tuple(ARGUMENTS)
+WRAPPERS = ("loss", "value_and_grad")
+"""Fields whose value is a function, which the leftmost transform wraps last."""
 
 
 def check_fields(cls: type) -> None:
@@ -158,13 +161,16 @@ FACTS: Mapping[str, str] = {
     "buckets": "gradients cross the ranks in DistributedDataParallel's buckets",
     "by_rank": "names of entries of its slot that differ by rank",
     "clips": "the bound of the gradients' global 2-norm, for an engine that holds gradients itself",
-    "compiles": "the loss is compiled",
+    "compiles": "a function of `module -> runner` and a state that returns another such function,"
+    " whose runner runs the loss compiled",
     "compression": "a function of a state that returns how buckets cross the ranks",
     "computes_in": "the dtype in which torch computes the loss's products",
     "draws_nothing": "its methods draw no random numbers, so none are made ready",
     "eight_bits": "linear layers multiply in 8 bits",
     "finds_unused": "parameters may take no part in the loss, by an option that is named",
     "judges_finite": "it looks at the gradients, so that a loss may be infinite",
+    "loss_scale": "a function of a state that returns the factor of its losses before the backward"
+    " pass; gradients are divided by it",
     "micro_batches": "a function of a batch that returns its parts, each of which has its"
     " backward pass",
     "offloads": "parts of parameters lie in the host's memory, and are computed with elsewhere",
@@ -325,8 +331,9 @@ def told_by(transform: Any, name: str) -> Mapping[str, Any]:
 Owners: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
-def explanation(owners: Owners) -> str:
+def explanation(setup: "chain") -> str:
     """Format a step as nested calls of the transforms' fields."""
+    owners, scaling = setup.owners, _telling(setup, "loss_scale")
     engine, reduce = owners["engine"], owners["reduce"]
     if reduce:
         how = "not reduced" if reduce[0].reduce is None else "reduced"
@@ -339,9 +346,10 @@ def explanation(owners: Owners) -> str:
         f"value_and_grad({_nest_calls(owners, 'loss', 'loss_fn')})",
     )
     made = _chain_calls(owners, "module", "module")
-    lies = _nest_calls(owners, "runner", engine[0].name if engine else "local")
+    lies = engine[0].name if engine else "local"
+    lies = "".join(f"{each} of " for each in _telling(setup, "compiles")) + lies
     lies = lies if made == "module" else f"{lies} of {made}"
-    scales = "".join(f" * {e.name}.loss_scale" for e in owners["loss_scale"])
+    scales = "".join(f" * {each}.loss_scale" for each in scaling)
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
     noting = [e.name for e in owners["after_update"] if facts_of(e).get("sees_skips")]
     lines = [
@@ -356,6 +364,11 @@ def explanation(owners: Owners) -> str:
     ]
     told = [line for line in lines if line != "state = state"]
     return "\n    ".join(["step(state, batch):", *told])
+
+
+def _telling(transforms: "chain", fact: str) -> list[str]:
+    """Return the names of the transforms that tell a fact."""
+    return [each.name for each in transforms if fact in facts_of(each)]
 
 
 def _nest_calls(owners: Owners, field: str, inner: str) -> str:
@@ -755,7 +768,7 @@ class chain:
 
     def explain(self) -> None:
         """Print the nested calls of one step, as this chain composes them."""
-        print(explanation(self.owners))  # noqa: T201 - printing is what it is for
+        print(explanation(self))  # noqa: T201 - printing is what it is for
 
     _repr_pretty_ = _repr_pretty
 

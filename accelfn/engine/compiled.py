@@ -40,7 +40,7 @@ class Compiler:
         """Take the arguments of torch.compile, and the world, for the update's number."""
         self._options = options
         self.activity = world.connection.activity
-        self._losses: dict[Callable[..., Any], Compiled] = {}
+        self._losses: dict[LossFunction | None, Compiled] = {}
         self.num_passes = 0
         on_graphs = options["mode"] in {"reduce-overhead", "max-autotune"}
         self.reuses_memory = world.device.type == "cuda" and on_graphs
@@ -52,12 +52,15 @@ class Compiler:
         return loss_fn
 
     def loss(
-        self, loss_fn: Callable[..., Any], make: Callable[[], Callable[..., Any]]
+        self, loss_fn: LossFunction | None, graph: Callable[..., Any]
     ) -> "Compiled":
-        """Return the compiled function for a loss function, made at first use."""
+        """Return `graph` compiled for a loss function, which is the first argument.
+
+        Transforms may wrap the same loss function anew in each update.
+        """
         known = self._losses.get(loss_fn)
         if known is None:
-            known = self.compile(make(), qualname(loss_fn))
+            known = self.compile(graph, qualname(loss_fn))
             self._losses[loss_fn] = known
             if len(self._losses) == _MANY:
                 msg = (
@@ -216,6 +219,7 @@ class OneGraphRunner:
         """Take the module and the compiler."""
         self._module, self._compiler = module, compiler
         self._trained = [p for p in module.parameters() if p.requires_grad]
+        self._graph = _one_graph(self._trained)
         self._grads: Sequence[torch.Tensor | None] = ()
         self._num_compiled = 0
         self._shared: set[int] = set()
@@ -228,9 +232,11 @@ class OneGraphRunner:
         compiler, module = self._compiler, self._module
         value, extras = samples.value, samples.extras
         compiler.count_pass(loss_fn, samples)
-        compiled = compiler.loss(loss_fn, lambda: _one_graph(loss_fn, self._trained))
+        compiled = compiler.loss(samples.origin, self._graph)
         try:
-            is_loss, plain, grads = compiled.differentiating(module, value, extras)
+            is_loss, plain, grads = compiled.differentiating(
+                loss_fn, module, value, extras
+            )
         except CompileError:
             # an error that is not about compiling is raised by the function itself
             loss_fn(module, value, *extras)
@@ -300,39 +306,52 @@ class TwoGraphs:
     def __init__(self, compiler: Compiler, *, whole: bool) -> None:
         """Take the compiler, and whether a single graph is allowed."""
         self._compiler, self._whole = compiler, whole
-        self._made: dict[LossFunction, LossFunction] = {}
+        self._made: dict[LossFunction | None, Callable[..., Any]] = {}
 
     def compiled(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
         """Return the loss, compiled."""
         self._compiler.count_pass(loss_fn, samples)
-        if loss_fn not in self._made:
-            self._made[loss_fn] = self._compile_loss(loss_fn)
-        return self._made[loss_fn]
-
-    def _compile_loss(self, loss_fn: LossFunction) -> LossFunction:
-        compiled = self._compiler.loss(loss_fn, lambda: _forward_graph(loss_fn))
+        origin = samples.origin
+        if origin not in self._made:
+            self._made[origin] = self._compile_loss(origin)
+        run = self._made[origin]
 
         def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
-            try:
-                return join_loss(*compiled(model, value, extras))
-            except CompileError as error:
-                if not (self._whole and DOUBLE_BACKWARD in str(error)):
-                    loss_fn(model, value, *extras)
-                    raise
-            compiled_fn = self._made[loss_fn] = self._in_one_graph(loss_fn, model)
-            return compiled_fn(model, value, *extras)
+            return run(loss_fn, model, value, *extras)
 
         compiled_loss.__qualname__ = qualname(loss_fn)
         return compiled_loss
 
-    def _in_one_graph(self, loss_fn: LossFunction, model: nn.Module) -> LossFunction:
+    def _compile_loss(self, origin: LossFunction | None) -> Callable[..., Any]:
+        compiled = self._compiler.loss(origin, _forward_graph)
+
+        def run(
+            loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
+        ) -> Any:
+            try:
+                return join_loss(*compiled(loss_fn, model, value, extras))
+            except CompileError as error:
+                if not (self._whole and DOUBLE_BACKWARD in str(error)):
+                    loss_fn(model, value, *extras)
+                    raise
+            again = self._made[origin] = self._in_one_graph(origin, model)
+            return again(loss_fn, model, value, *extras)
+
+        return run
+
+    def _in_one_graph(
+        self, origin: LossFunction | None, model: nn.Module
+    ) -> Callable[..., Any]:
         """Return a loss with a double backward, compiled with its gradients."""
         trained = [p for p in model.parameters() if p.requires_grad]
-        graph, name = _one_graph(loss_fn, trained), qualname(loss_fn)
-        compiled = self._compiler.compile(graph, name)
+        compiled = self._compiler.compile(_one_graph(trained), qualname(origin))
 
-        def compiled_loss(model: nn.Module, value: Any, *extras: Any) -> Any:
-            is_loss, plain, grads = compiled.differentiating(model, value, extras)
+        def run(
+            loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
+        ) -> Any:
+            is_loss, plain, grads = compiled.differentiating(
+                loss_fn, model, value, extras
+            )
             if grads is None:
                 return join_loss(is_loss, plain)
             total, *others = plain if is_loss else (plain,)
@@ -341,8 +360,7 @@ class TwoGraphs:
             total = _WithGrads.apply(total, [grads[i] for i in used], *params)
             return join_loss(is_loss, (total, *others) if is_loss else total)
 
-        compiled_loss.__qualname__ = name
-        return compiled_loss
+        return run
 
 
 class _WithGrads(torch.autograd.Function):
@@ -395,12 +413,12 @@ def _call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
     return module._uncompiled(*args, **kwargs)
 
 
-def _one_graph(
-    loss_fn: LossFunction, trained: list[nn.Parameter]
-) -> Callable[..., Any]:
+def _one_graph(trained: list[nn.Parameter]) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients, for the compiler."""
 
-    def loss_and_grads(module: nn.Module, value: Any, extras: Any) -> Any:
+    def loss_and_grads(
+        loss_fn: LossFunction, module: nn.Module, value: Any, extras: Any
+    ) -> Any:
         is_loss, plain = split_loss(loss_fn(module, value, *extras))
         total = plain[0] if is_loss else plain
         if not _has_gradient(total):
@@ -412,13 +430,11 @@ def _one_graph(
     return loss_and_grads
 
 
-def _forward_graph(loss_fn: LossFunction) -> Callable[..., Any]:
-    """Return a function that computes a loss, for the compiler."""
-
-    def loss(module: nn.Module, value: Any, extras: Any) -> Any:
-        return split_loss(loss_fn(module, value, *extras))
-
-    return loss
+def _forward_graph(
+    loss_fn: LossFunction, module: nn.Module, value: Any, extras: Any
+) -> Any:
+    """Return a loss as plain data, for the compiler."""
+    return split_loss(loss_fn(module, value, *extras))
 
 
 def _has_gradient(total: Any) -> bool:

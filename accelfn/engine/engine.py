@@ -599,8 +599,7 @@ def build_engine(
 ) -> Engine:
     """Return an engine over a binding of the state's tensors.
 
-    `optimizer` defaults to the state's optimizer. Transforms wrap the innermost runner, the
-    leftmost outside.
+    `optimizer` defaults to the state's optimizer.
     """
     definition, live = state.definition, None
     if optimizer is None:
@@ -614,10 +613,8 @@ def build_engine(
     def make_runner(module: nn.Module) -> Runner:
         return innermost(module, live)
 
-    for each in reversed(definition.setup.owners["runner"]):
-        make_runner = each.runner(make_runner, state)
-        ok, what = callable(make_runner), "a function that makes a runner"
-        check_returned(each, "runner", ok=ok, returned=make_runner, expected=what)
+    for compile_runner in definition.setup.facts.get("compiles", ()):
+        make_runner = compile_runner(make_runner, state)
     runner = make_runner(module)
     if live is not None and not live.by_buckets:
         live.hook()

@@ -295,6 +295,9 @@ class ReadLoss:
     is_finite: bool = True
 
 
+LossFunction: TypeAlias = Callable[..., Any]
+
+
 @attrs.frozen
 class Samples:
     """The inputs of a loss function, except the model, and their number of samples.
@@ -309,6 +312,7 @@ class Samples:
         is_whole: whether these are all samples of the update on this rank.
         is_weighed: whether the loss function takes a weight per sample.
         batch: the batch of `af.batches` that has these samples, if any.
+        origin: the loss function before transforms wrapped it, which compiled code is kept by.
     """
 
     value: Any
@@ -320,6 +324,7 @@ class Samples:
     is_whole: bool = True
     is_weighed: bool = False
     batch: Batch | None = None
+    origin: LossFunction | None = None
 
     def counts(self) -> Sequence[int | None]:
         """Return each rank's number of samples (None: unknown); empty for plain values."""
@@ -467,9 +472,6 @@ def _detach(value: Number) -> Number:
 
 
 # Runners: how a loss runs, and how its gradients are reduced.
-
-
-LossFunction: TypeAlias = Callable[..., Any]
 
 
 class Runner(Protocol):

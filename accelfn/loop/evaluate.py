@@ -27,7 +27,6 @@ from accelfn.data import Batch, Data, Plan
 from accelfn.data.consistency import LeftOut, check_same_data
 from accelfn.data.plan import even_part
 from accelfn.data.reading import Reading
-from accelfn.definition.transform import check_copied
 from accelfn.engine.engine import engine_of
 from accelfn.engine.runner import Samples, lend_module
 from accelfn.errors import ArgumentError, BatchError, LossError, StateError
@@ -40,9 +39,9 @@ from accelfn.state.results import (
     is_scalar,
 )
 from accelfn.state.state import TrainState, check_state
-from accelfn.state.update import Update, apply_transforms
+from accelfn.state.update import Update, apply_readonly
 from accelfn.state.views import eval_params
-from accelfn.step.value_and_grad import takes_weight, wrap_loss
+from accelfn.step.value_and_grad import FUNCTION, takes_weight, weight_as_extra
 from accelfn.world import World
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
@@ -155,7 +154,9 @@ class _Evaluation:
     ) -> None:
         _check_function(fn, extras)
         self._state, self._extras, self._calls = state, extras, 0
-        self._fn, self._takes_weight = wrap_loss(fn, state.setup), takes_weight(fn)
+        self._takes_weight = takes_weight(fn)
+        update = Update(state=state, slots=state.slots)
+        self._fn = apply_readonly("loss", weight_as_extra(fn), update, FUNCTION)
         key = draws.key(state.seed, state.name, "evaluate", state.world.loss.rank)
         self._key, definition = key, state.definition
         with own_modes(state.world.device):  # the function may write to the buffers
@@ -335,18 +336,21 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     Only the slots of the new state differ; it shares the tensors of the given state. Call it
     on all ranks, with a value that is the same on all ranks, such as a result of `af.evaluate`.
 
+    The value is appended to the entry `reported` of each slot that has one. The transform's
+    `hyper` finds it there in the next update.
+
     Args:
-        state: a state with a transform that observes, such as `af.reduce_lr_on_plateau`.
+        state: a state with a transform that takes reports, such as `af.reduce_lr_on_plateau`.
         value: a number, such as `af.evaluate(state, held_out, loss_fn)["loss"]`.
 
-    Law: two states that observed the same values are equal; only slots change.
+    Law: two states that were given the same values are equal; only slots change.
 
     Cost: if ranks train together, a small all-reduce to compare values.
 
     Raises:
         ArgumentError: `value` is not a number.
-        StateError: no transform observes.
-        ReplicaMismatchError: ranks that train together observed different values, such as a
+        StateError: no transform takes reports.
+        ReplicaMismatchError: ranks that train together report different values, such as a
             loss of each rank's own batches.
 
     Example:
@@ -365,25 +369,36 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     check_state("af.report_metric(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
-    if not setup.owners["observe"]:
+    taking = slots_with_reports(state)
+    if not taking:
         msg = (
-            "af.report_metric(state, value): no transform of the setup observes values. Add one to"
+            "af.report_metric(state, value): no transform of the setup takes reports. Add one to"
             " the setup, such as af.reduce_lr_on_plateau(patience=2)."
         )
         raise StateError(msg)
     number = _number(value)
     if setup.owners["engine"] or setup.owners["reduce"]:
         check_rows(
-            {"observed value": repr(number)},
+            {"reported value": repr(number)},
             world,
-            label="compare observed values",
-            advice="Observe a value that is the same on all ranks, as of af.evaluate or af.mean.",
+            label="compare reported values",
+            advice="Report a value that is the same on all ranks, such as a result of af.evaluate.",
         )
-    before = Update(state=state, slots=state.slots)
-    _, after = apply_transforms("observe", number, before, (int, float))
-    for owner in setup.owners["observe"]:
-        check_copied(owner, after.slots.get(owner.name), state)
-    return attrs.evolve(state, slots=dict(after.slots))
+    added = {
+        name: {**slot, "reported": (*slot["reported"], number)}
+        for name, slot in taking.items()
+    }
+    return attrs.evolve(state, slots={**state.slots, **added})
+
+
+def slots_with_reports(state: TrainState) -> dict[str, Mapping[str, Any]]:
+    """Return the slots of transforms that take reports, by name."""
+    slots = {each.name: state.slots.get(each.name) for each in state.definition.setup}
+    return {
+        name: cast("Mapping[str, Any]", slot)
+        for name, slot in slots.items()
+        if isinstance(slot, Mapping) and "reported" in slot
+    }
 
 
 def _number(value: object) -> float:

@@ -16,7 +16,7 @@ from accelfn.base.arguments import is_number
 from accelfn.base.devices import host_memory
 from accelfn.base.draws import NOTHING, span
 from accelfn.base.tree import have_shards
-from accelfn.definition.transform import ARGUMENTS
+from accelfn.definition.transform import ARGUMENTS, WRAPPERS
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, Hyper
 from accelfn.schedules.factors import advise_of_end
@@ -71,8 +71,9 @@ _NONE = Grads({}, taken=GradInfo(divisor=0, update=0), reduced=True)
 class Update:
     """A read-only record of the current update: the third argument of a transform's methods.
 
-    Each stage of a step creates the next record. Outside of a step (in `eval_params`,
-    `observe` and `finalize`) the record has no gradients.
+    Each stage of a step creates the next record. Before the backward pass (in `loss` and
+    `value_and_grad`) and outside of a step (in `eval_params` and `finalize`) the record has no
+    gradients.
 
     Attributes:
         state: the state before the update. In `after_update` you can read its numbers, but
@@ -131,14 +132,15 @@ def apply_readonly(
         ArgumentError: a transform returned another slot, or a value of another type.
     """
     value, after = apply_transforms(field, value, update, kind)
-    for name, slot in after.slots.items():
-        if update.slots.get(name) is not slot:
-            msg = (
-                f"{field} of the transform {name!r} returned another slot, which would be"
-                " lost: accelfn may call this method any number of times. Return the slot that"
-                " was given; after_update may change it."
-            )
-            raise ArgumentError(msg)
+    if after is not update:
+        before = update.slots
+        name = next(n for n, slot in after.slots.items() if before.get(n) is not slot)
+        msg = (
+            f"{field} of the transform {name!r} returned another slot, which would be"
+            " lost: accelfn may call this method any number of times. Return the slot that"
+            " was given; after_update may change it."
+        )
+        raise ArgumentError(msg)
     return value
 
 
@@ -173,14 +175,18 @@ def apply_transforms(
 ) -> tuple[Any, Update]:
     """Apply a method of all transforms to a value, from left to right.
 
+    Functions are wrapped from right to left, so that the leftmost transform is outermost.
+
     Raises:
         ArgumentError: a transform did not return a value of the expected type, and a slot.
     """
     state = update.state
+    owners = state.definition.setup.owners[field]
+    owners = owners[::-1] if field in WRAPPERS else owners
     is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     is_drawing = field in state.definition.setup.drawing
     with draws_for(state, field) if is_drawing else NOTHING, torch.no_grad():
-        for owner in state.definition.setup.owners[field]:
+        for owner in owners:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:
                 returned = getattr(owner, field)(value, slot, update)

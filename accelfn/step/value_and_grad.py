@@ -23,7 +23,8 @@ from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.collectives.packed import sum_named
 from accelfn.data import Batch
 from accelfn.data.plan import Cursor
-from accelfn.definition.transform import chain, check_returned, facts_of
+from accelfn.definition.definition import Definition
+from accelfn.definition.transform import facts_of
 from accelfn.engine.doctor import examine_call
 from accelfn.engine.engine import engine_of
 from accelfn.engine.optimizer import LiveUpdate
@@ -140,6 +141,8 @@ def _call(count: Count, value: Any) -> dict[str, float]:
 
 
 _WEIGHT = "sample_weight"
+FUNCTION: Any = Callable
+"""What a transform's `loss` and `value_and_grad` return."""
 _ARGUMENTS = range(2, 10)
 """Numbers of arguments that a loss function may have: a model, a batch, and extras."""
 
@@ -176,7 +179,8 @@ def value_and_grad(
     of the update's loss. A loss with several denominators needs this. A sum of 0 is passed
     as 1.
 
-    Acts on: nothing; `loss` and `value_and_grad` of the setup's transforms wrap it.
+    Acts on: nothing; `loss` and `value_and_grad` of the setup's transforms wrap it, anew in each
+    call.
 
     Raises:
         GradsError: `into` is reduced over ranks already; adding to it would make the
@@ -234,7 +238,9 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     if count is not None and not callable(count):
         msg = f"count={count!r}: expected a function of a batch, or None."
         raise ArgumentError(msg)
-    differentiable = loss_fn if count is None else with_count(loss_fn, count)
+    origin = loss_fn if count is None else with_count(loss_fn, count)
+    innermost = partial(_innermost, origin, takes_weight(origin))
+    unwrapped = weight_as_extra(origin)
 
     def compute(
         state: TrainState,
@@ -245,16 +251,20 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
         state.lease.check()
-        cache = state.definition.cache
-        composed = cache.composed.get(ref(compute))
-        if composed is None:
+        setup, cache = state.definition.setup, state.definition.cache
+        if ref(compute) not in cache.examined:
             engine_of(state)
             examine_call(state, batch)
-            composed = _compose(differentiable, state.definition.setup)
-            cache.compose(compute, composed)
+            cache.add_examined(compute)
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
-        return composed(state, batch, *extras, into=into, sync=sync)
+        if not (setup.owners["loss"] or setup.owners["value_and_grad"]):
+            return innermost(unwrapped, state, batch, *extras, into=into, sync=sync)
+        slots = state._slots  # pyright: ignore[reportPrivateUsage]
+        update = Update(state=state, slots=slots)
+        inner = partial(innermost, apply_readonly("loss", unwrapped, update, FUNCTION))
+        outer = apply_readonly("value_and_grad", inner, update, FUNCTION)
+        return outer(state, batch, *extras, into=into, sync=sync)
 
     return compute
 
@@ -282,35 +292,20 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
     return count_update(count, parts, state.definition.world.batch)
 
 
-def _compose(loss_fn: LossFunction, setup: chain) -> ValueAndGrad:
-    """Wrap the gradient function in the setup's `value_and_grad` transforms."""
-    has_weight = takes_weight(loss_fn)
-    composed = _innermost(wrap_loss(loss_fn, setup), setup, has_weight=has_weight)
-    for transform in reversed(setup.owners["value_and_grad"]):
-        composed = transform.value_and_grad(composed)
-        _check_function(transform, "value_and_grad", composed)
-    return composed
+def weight_as_extra(loss_fn: LossFunction) -> LossFunction:
+    """Return a function whose last extra is the loss's `sample_weight`, if it declares one.
 
-
-def wrap_loss(loss_fn: LossFunction, setup: chain) -> LossFunction:
-    """Wrap a loss function of (model, batch, ...) in the setup's `loss` transforms.
-
-    If the function declares `sample_weight`, the weight travels as its last extra:
-    transforms pass extras on, and need not know the keyword.
+    Transforms pass extras on, and need not know the keyword.
     """
-    original = loss_fn
-    if takes_weight(original):
+    if not takes_weight(loss_fn):
+        return loss_fn
 
-        @wraps(original)
-        def with_weight(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
-            *loss_extras, weight = extras
-            return original(model, batch, *loss_extras, **{_WEIGHT: weight})
+    @wraps(loss_fn)
+    def with_weight(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
+        *loss_extras, weight = extras
+        return loss_fn(model, batch, *loss_extras, **{_WEIGHT: weight})
 
-        loss_fn = with_weight
-    for transform in reversed(setup.owners["loss"]):
-        loss_fn = transform.loss(loss_fn)
-        _check_function(transform, "loss", loss_fn)
-    return loss_fn
+    return with_weight
 
 
 def takes_weight(loss_fn: LossFunction) -> bool:
@@ -324,13 +319,6 @@ def takes_weight(loss_fn: LossFunction) -> bool:
     return parameter is not None and parameter.kind is parameter.KEYWORD_ONLY
 
 
-def _check_function(owner: object, field: str, returned: object) -> None:
-    is_function = callable(returned)
-    check_returned(
-        owner, field, ok=is_function, returned=returned, expected="a function"
-    )
-
-
 _REDUCED = (
     "value_and_grad(into=grads): these gradients are reduced over the ranks already, and the"
     " new ones would not be. Take them with sync=False."
@@ -338,60 +326,64 @@ _REDUCED = (
 
 
 def _innermost(
-    loss_fn: LossFunction, setup: chain, *, has_weight: bool
-) -> ValueAndGrad:
-    stays_local, has_engine = "stays" in setup.facts, bool(setup.owners["engine"])
-    is_scaled = bool(setup.owners["loss_scale"])
-    is_wrapped = bool(setup.owners["value_and_grad"])
-    checks_finite = "judges_finite" in setup.facts
-
-    def compute(
-        state: TrainState,
-        batch: Any,
-        /,
-        *extras: Any,
-        into: Grads | None = None,
-        sync: bool = True,
-    ) -> tuple[Metrics, Grads]:
-        world = state.definition.world
-        if into is not None:
-            check_update(state, into)
-            if is_scaled and into.taken.trained is None:  # a user made them
-                scaled = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
-                into = attrs.evolve(into, taken=scaled)
-            if into.reduced and world.loss.size > 1 and state.definition.copy.size > 1:
-                raise GradsError(_REDUCED)
-        is_lone = not setup.reduces and (
-            world.loss.size == 1
-            or (stays_local and (not has_engine or state.definition.copy.size == 1))
+    origin: LossFunction,
+    has_weight: bool,  # noqa: FBT001 - of `origin`, which is looked at once
+    loss_fn: LossFunction,
+    state: TrainState,
+    batch: Any,
+    /,
+    *extras: Any,
+    into: Grads | None = None,
+    sync: bool = True,
+) -> tuple[Metrics, Grads]:
+    """Return metrics and gradients of `loss_fn`, which is `origin` as transforms wrap it."""
+    definition = state.definition
+    setup, world = definition.setup, definition.world
+    is_scaled = "loss_scale" in setup.facts
+    if into is not None:
+        check_update(state, into)
+        if is_scaled and into.taken.trained is None:  # a user made them
+            scaled = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
+            into = attrs.evolve(into, taken=scaled)
+        if into.reduced and world.loss.size > 1 and definition.copy.size > 1:
+            raise GradsError(_REDUCED)
+    value, weight, source, begins = batch, None, None, into is None
+    cursor = None if into is None else into.taken.cursor
+    if isinstance(batch, Batch):
+        value, weight, source = batch.value, batch.weights[0], batch
+        cursor = _cursor_after(state, batch, into)
+    lone = begins and sync and _is_lone(definition)
+    flags = lone, "judges_finite" in setup.facts, begins, begins and sync, has_weight
+    samples = Samples(value, extras, weight, *flags, source, origin)
+    if has_weight:
+        samples = samples.with_weight(world.device)
+    is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+    with span("accelfn value_and_grad") if is_profiling else NOTHING:
+        engine = engine_of(state)
+        if engine.live_update is not None:
+            _check_planned(engine.live_update, state, into, sync=sync)
+        return engine.value_and_grad(
+            state,
+            loss_fn,
+            samples,
+            into=into,
+            sync=sync and not setup.reduces,
+            cursor=cursor,
+            loss_scale=_loss_scale(state) if is_scaled else None,
+            # a transform may take several gradients
+            may_be_kept=bool(setup.owners["value_and_grad"]),
         )
-        lone = into is None and sync and is_lone
-        value, weight, source, begins = batch, None, None, into is None
-        cursor = None if into is None else into.taken.cursor
-        if isinstance(batch, Batch):
-            value, weight, source = batch.value, batch.weights[0], batch
-            cursor = _cursor_after(state, batch, into)
-        flags = lone, checks_finite, begins, begins and sync, has_weight
-        samples = Samples(value, extras, weight, *flags, source)
-        if has_weight:
-            samples = samples.with_weight(world.device)
-        is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-        with span("accelfn value_and_grad") if is_profiling else NOTHING:
-            engine = engine_of(state)
-            if engine.live_update is not None:
-                _check_planned(engine.live_update, state, into, sync=sync)
-            return engine.value_and_grad(
-                state,
-                loss_fn,
-                samples,
-                into=into,
-                sync=sync and not setup.reduces,
-                cursor=cursor,
-                loss_scale=_loss_scale(state) if is_scaled else None,
-                may_be_kept=is_wrapped,  # a transform may take several gradients
-            )
 
-    return compute
+
+def _is_lone(definition: Definition) -> bool:
+    """Return whether no other rank's loss is combined with this rank's."""
+    setup = definition.setup
+    if setup.reduces:
+        return False
+    if definition.world.loss.size == 1:
+        return True
+    stays = "stays" in setup.facts
+    return stays and (not setup.owners["engine"] or definition.copy.size == 1)
 
 
 def _check_planned(
@@ -412,11 +404,12 @@ def _check_planned(
 
 def _loss_scale(state: TrainState) -> torch.Tensor:
     """Return the factor of losses, as a scalar on the device."""
-    scale = torch.ones((), device=state.definition.world.device)
-    update = Update(state=state, slots=state.slots)
-    kinds = (int, float, torch.Tensor)
-    result = apply_readonly("loss_scale", scale, update, kinds)
-    return result if isinstance(result, torch.Tensor) else scale * result
+    factors = state.definition.setup.facts["loss_scale"]
+    with torch.no_grad():
+        scale = math.prod(factor(state) for factor in factors)
+    if isinstance(scale, torch.Tensor):
+        return scale
+    return torch.tensor(scale, device=state.definition.world.device)
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:

@@ -2,7 +2,6 @@
 """Simulated worlds, property-test laws and comparisons for your tests."""
 
 from accelfn.errors import (
-    CollectiveMismatchError,
     DeadlockError,
     DefaultGroupError,
     LawError,
@@ -34,7 +33,6 @@ from accelfn.testing.transform_laws import check_transform
 
 __all__ = [
     "Agreement",
-    "CollectiveMismatchError",
     "Corrupt",
     "Crash",
     "DeadlockError",

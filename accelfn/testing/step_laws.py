@@ -271,9 +271,9 @@ def _returns_states(subject: Subject) -> str | None:
 
 _SPLITTING = frozenset({"data", "reduce", "engine", "layout"})
 _RESULT = frozenset(
-    {"loss", "loss_scale", "grads", "hyper", "after_update", "eval_params", "finalize"}
+    {"loss", "grads", "hyper", "after_update", "eval_params", "finalize"}
 )
-_DRAWING = ("loss", "value_and_grad", "module", "runner")
+_DRAWING = {"loss", "value_and_grad", "module", "compiles"}
 _COARSE = Comparison(rtol=5e-2, atol=1e-3)
 """For computation in 16 bits or less: each order of a sum rounds differently."""
 
@@ -295,11 +295,10 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
 
     The reference is one rank with whole updates, without transforms that only split them.
     """
-    rough = "reduces_to_mean" in chain(*members).gives_up()
+    made = chain(*members)
+    rough = "reduces_to_mean" in made.gives_up()
     lossy = rough or any("apart" in contract.facts_of(each) for each in members)
-    draws = any(
-        contract.has_field(each, field) for each in members for field in _DRAWING
-    )
+    draws = any(made.owners.get(each) or each in made.facts for each in _DRAWING)
     whole = [each for each in members if lossy or not _only_splits(each)]
 
     def law(subject: Subject) -> str | None:
@@ -345,7 +344,7 @@ def _compare(
     broken = _differ(wanted, histories, NEARLY_EQUAL)
     if broken and _is_coarse(subject, setup):
         # whether scaled losses overflow depends on how large the sums of a part are
-        scales = any(contract.has_field(each, "loss_scale") for each in setup)
+        scales = "loss_scale" in setup.facts
         broken = None if scales else _differ(wanted, histories, _COARSE)
     return broken and f"differ {broken}"
 

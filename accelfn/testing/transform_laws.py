@@ -74,11 +74,11 @@ Acted: TypeAlias = dict[str, set[int]]
 
 _ACTS = (
     *("grads", "hyper", "after_update"),
-    *("reduce", "loss_scale", "observe", "eval_params"),
+    *("reduce", "eval_params"),
 )
-_WRAPS = ("data", "loss", "value_and_grad", "runner")
+_WRAPS = ("data", *contract.WRAPPERS)
 """Methods that act by returning another plan or function."""
-_OVER_RANKS = ("data", "reduce", "runner")
+_OVER_RANKS = ("data", "reduce")
 """Methods that may do nothing in a world of 1."""
 
 
@@ -221,7 +221,8 @@ def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
 
     def call(field: str, method: Any, self: Any, inner: Any, *given: Any) -> Any:
         returned = method(self, inner, *given)
-        if returned is not inner and returned != inner:
+        outer = returned if field == "data" else returned[0]
+        if outer is not inner and outer != inner:
             note(method_name(self, field, skipped=False), 0)
         return returned
 
@@ -403,8 +404,7 @@ def check_transform(
     | law | says |
     | --- | --- |
     | `value` | the transform is compared and hashed by its options |
-    | `inputs_unchanged` | a method changes only its own slot and gradients in place; \
-`observe` not even its slot |
+    | `inputs_unchanged` | a method changes only its own slot and gradients in place |
     | `own_slot` | it adds and keeps its own slot and no other, with the same dtypes |
     | `drops_nothing` | no gradient or parameter is lost, and no number of the state changes |
     | `groups_apart` | `hyper` computes a parameter group's values without other groups' rates |

@@ -15,6 +15,7 @@ from accelfn.definition.transform import transform
 from accelfn.errors import ArgumentError, BatchError
 from accelfn.state.results import Grads, Metrics
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.step.value_and_grad import ValueAndGrad
 
 _is_count = attrs.validators.optional(integer(1))
@@ -69,7 +70,7 @@ class accumulate:
     @property
     def tells(self) -> Mapping[str, Any]:
         """How a batch is split into micro-batches."""
-        return {"micro_batches": self._parts}
+        return {"draws_nothing": True, "micro_batches": self._parts}
 
     def data(self, plan: Plan) -> Plan:
         """Cut a share into micro-batches."""
@@ -79,7 +80,9 @@ class accumulate:
             plan, num_micro_batches=self.num_micro_batches, micro_batch_size=None
         )
 
-    def value_and_grad(self, inner: ValueAndGrad) -> ValueAndGrad:
+    def value_and_grad(
+        self, inner: ValueAndGrad, slot: None, update: Update
+    ) -> tuple[ValueAndGrad, None]:
         """Run the inner function once per micro-batch and add up the results."""
 
         def accumulate_step(
@@ -90,8 +93,9 @@ class accumulate:
             into: Grads | None = None,
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
-            *others, last = self._parts(batch)
-            if extras and others and isinstance(batch, Batch):
+            is_batch = isinstance(batch, Batch)
+            *others, last = batch.parts() if is_batch else self._parts(batch)
+            if extras and others and is_batch:
                 self._refuse_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
             for part in others:
@@ -100,7 +104,7 @@ class accumulate:
             metrics, grads = inner(state, last, *extras, into=into, sync=sync)
             return total + metrics, grads
 
-        return accumulate_step
+        return accumulate_step, slot
 
     def _parts(self, batch: Any) -> Sequence[Any]:
         """Return the micro-batches; a plain value is a list of them."""

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Iterable, Mapping
 from functools import reduce
+from operator import attrgetter
 from typing import Any, ClassVar
 
 import attrs
@@ -23,6 +24,7 @@ _FEW = 256
 """Number of tensors whose norms are computed together."""
 
 
+_IS_SPARSE = attrgetter("is_sparse")
 _is_positive = satisfies(
     lambda value: is_number(value) and value > 0, "a number above 0"
 )
@@ -97,8 +99,9 @@ class clip_grad_norm:
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
         """Clip, in place."""
-        _refuse_sparse(grads, self)
         tensors = list(grads.as_taken.values())
+        if any(map(_IS_SPARSE, tensors)):
+            _refuse_sparse(grads, self)
         if not tensors:
             return grads, slot
         if not self.per_group:
@@ -165,12 +168,7 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
         shards = [each for each in tensors if is_shard(each)]
         whole = [each for each in tensors if not is_shard(each)]
         norms = [_norm_of_shards(each, norm_type) for each in _by_ranks(shards)]
-        return _norm_here([*whole, *norms], norm_type)
-    return _norm_here(tensors, norm_type)
-
-
-def _norm_here(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all elements of this rank's tensors."""
+        tensors = [*whole, *norms]
     first = tensors[0]
     wide, narrow = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:
@@ -215,7 +213,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     One float64 number is all-reduced: in float32 the power of a large norm overflows, and ranks
     may lack shards of some dtype.
     """
-    norm = _norm_here([local(each) for each in shards], norm_type).double()
+    norm = _total_norm([local(each) for each in shards], norm_type).double()
     norm = norm.to(computes_on(shards[0]))  # off the host, if the shards are there
     finite = not math.isinf(norm_type)
     # gloo's maximum of a number and NaN may be either

@@ -54,7 +54,7 @@ class compile:  # noqa: A001 - what torch calls it
     loss that calls torch.autograd.grad (a gradient penalty) is a single graph under `wrap_ddp`
     too, and its gradients are reduced afterwards.
 
-    Acts on: runner.
+    Acts on: how the engine runs the loss.
 
     Args:
         backend: torch.compile's backend: "inductor", another name in
@@ -117,9 +117,9 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """That the loss is compiled, and whether as one graph."""
+        """How the loss is compiled, and whether as one graph."""
         whole = self.fullgraph and self.regions is None
-        return {"compiles": True, "one_graph": whole}
+        return {"compiles": self._compile_runner, "one_graph": whole}
 
     @property
     def refuses(self) -> Mapping[str, str]:
@@ -137,12 +137,10 @@ class compile:  # noqa: A001 - what torch calls it
             )
         return refused
 
-    def runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
-        """Compile the loss that the runner runs."""
-        setup = state.setup
-        recomputes = "recomputes" in setup.facts
-        apart = bool(setup.owners["loss_scale"]) or recomputes or self._is_eager
-        whole = self.fullgraph and not apart
+    def _compile_runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
+        """Return a function that makes a runner of the compiled loss."""
+        apart = {"loss_scale", "recomputes"} & state.setup.facts.keys()
+        whole = self.fullgraph and not (apart or self._is_eager)
 
         def compiling(module: nn.Module) -> Runner:
             compiler = Compiler(self._torch_options(), state.world)

@@ -18,6 +18,7 @@ from accelfn.engine.runner import LossFunction
 from accelfn.errors import BatchError, LossError
 from accelfn.state.results import Loss
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.world import World
 
 _KEPT = "_accelfn_sequence"
@@ -115,7 +116,9 @@ class context_parallel:
             vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, way)
         return module
 
-    def loss(self, loss_fn: LossFunction) -> LossFunction:
+    def loss(
+        self, loss_fn: LossFunction, slot: None, update: Update
+    ) -> tuple[LossFunction, None]:
         """Give the loss function this rank's part of a batch."""
 
         def loss_of_part(model: nn.Module, batch: Any, *extras: Any) -> Any:
@@ -127,7 +130,7 @@ class context_parallel:
             return sequence.of_part(loss_fn, model, batch, *extras)
 
         loss_of_part.__qualname__ = qualname(loss_fn)
-        return loss_of_part
+        return loss_of_part, slot
 
 
 class _Sequence:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lower the learning rates when an observed value stops improving."""
+"""Lower the learning rates when a reported value stops improving."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -39,14 +39,14 @@ def _frozen(value: Any) -> Any:
 
 @transform
 class reduce_lr_on_plateau:
-    """Multiply the learning rates by `factor` when an observed value stops improving.
+    """Multiply the learning rates by `factor` when a reported value stops improving.
 
     torch's ReduceLROnPlateau as a transform: pass it an evaluation's result by `state =
     af.report_metric(state, value)`. Its rates are the rates of the schedule, or of the optimizer,
     reduced once per stall; a warm-up continues below it. Its memory is in the slot and is saved
     with the state.
 
-    Acts on: init, hyper, observe.
+    Acts on: init, hyper.
 
     Args:
         factor: the factor of each reduction; 0.1.
@@ -77,15 +77,15 @@ class reduce_lr_on_plateau:
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     factor: float = attrs.field(default=0.1, validator=_is_factor)
     mode: Literal["min", "max"] = option("min", one_of("min", "max"))
-    patience: int = option(10, integer(0, "a number of observed values"))
+    patience: int = option(10, integer(0, "a number of reported values"))
     threshold: float = option(1e-4, _is_size)
     threshold_mode: Literal["rel", "abs"] = option("rel", one_of("rel", "abs"))
-    cooldown: int = option(0, integer(0, "a number of observed values"))
+    cooldown: int = option(0, integer(0, "a number of reported values"))
     min_lr: float | Sequence[float] = option(0.0, _are_rates, converter=_frozen)
     eps: float = option(1e-8, _is_size)
 
     def init(self, state: TrainState) -> Slot:
-        """Begin with nothing observed."""
+        """Begin without values."""
         groups = state.definition.optimizer.param_groups
         if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):
             msg = (
@@ -94,10 +94,11 @@ class reduce_lr_on_plateau:
             )
             raise ArgumentError(msg)
         worst = math.inf if self.mode == "min" else -math.inf
-        return {"best": worst, "num_bad": 0, "cooling": 0, "num_reductions": 0}
+        counts = {"num_bad": 0, "cooling": 0, "num_reductions": 0}
+        return {"best": worst, **counts, "reported": ()}
 
-    def observe(self, value: float, slot: Slot, update: Update) -> tuple[float, Slot]:
-        """Record a value, as torch's ReduceLROnPlateau.step does."""
+    def _take_value(self, slot: Slot, value: float) -> Slot:
+        """Return the slot after a value, as torch's ReduceLROnPlateau.step counts."""
         best, num_bad, cooling = slot["best"], slot["num_bad"] + 1, slot["cooling"]
         num_reductions = slot["num_reductions"]
         if self._is_better(value, best):
@@ -106,15 +107,18 @@ class reduce_lr_on_plateau:
             cooling, num_bad = cooling - 1, 0
         if num_bad > self.patience:
             num_reductions, cooling, num_bad = num_reductions + 1, self.cooldown, 0
-        return value, {
+        return {
             "best": best,
             "num_bad": num_bad,
             "cooling": cooling,
             "num_reductions": num_reductions,
+            "reported": (),
         }
 
     def hyper(self, hyper: Hyper, slot: Slot, update: Update) -> tuple[Hyper, Slot]:
-        """Set the reduced rates after the first reduction."""
+        """Take the reported values; set the reduced rates after the first reduction."""
+        for value in slot["reported"]:
+            slot = self._take_value(slot, value)
         if not slot["num_reductions"]:
             return {}, slot
         least = self.min_lr

@@ -3,7 +3,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias, cast
 
 import attrs
 import torch
@@ -16,7 +16,6 @@ from accelfn.base.arguments import (
     one_of,
     option,
     option_of,
-    qualname,
     satisfies,
 )
 from accelfn.base.draws import NOTHING
@@ -40,7 +39,7 @@ _SCALING = {
     "backoff_factor": 0.5,
     "growth_interval": 2000,
 }
-_SCALING_FIELDS = ("init", "loss_scale", "grads", "after_update")
+_SCALING_FIELDS = ("init", "grads", "after_update")
 
 
 def _is_installed(_owner: object, _field: object, value: object) -> None:
@@ -79,7 +78,7 @@ class autocast:
     0, and `metrics["loss_scale"]` is the scale of the mean: losses that are totals are first
     divided by a power of 2 near the last update's weight.
 
-    Acts on: loss; with "fp16" also init, loss_scale, grads, after_update; with "fp8" module.
+    Acts on: loss; with "fp16" also init, grads, after_update; with "fp8" module.
 
     Args:
         precision: "bf16", "fp16" or "fp8".
@@ -135,6 +134,7 @@ class autocast:
             "draws_nothing": True,
             "eight_bits": self.precision == "fp8",
             "judges_finite": scales,
+            "loss_scale": self._loss_scale if scales else None,
             "sees_skips": scales,
             "skips_on_device": scales,
         }
@@ -149,7 +149,9 @@ class autocast:
         given = getattr(self, name)
         return _SCALING[name] if given is None else given
 
-    def loss(self, loss_fn: LossFunction) -> LossFunction:
+    def loss(
+        self, loss_fn: LossFunction, slot: ScaleSlot | None, update: Update
+    ) -> tuple[LossFunction, ScaleSlot | None]:
         """Run the loss function inside autocast on the device of the model."""
         dtype = _DTYPES[self.precision]
 
@@ -169,8 +171,8 @@ class autocast:
             finally:
                 torch.clear_autocast_cache()
 
-        autocast_loss.__qualname__ = qualname(loss_fn)
-        return autocast_loss
+        vars(autocast_loss)["__wrapped__"] = loss_fn  # whose name errors say
+        return autocast_loss, slot
 
     def module(self, module: torch.nn.Module, state: TrainState) -> torch.nn.Module:
         """Convert the engine's module to float8 products."""
@@ -198,11 +200,11 @@ class autocast:
             "unit": _power_of_2(number(_rows(state), torch.float32)),
         }
 
-    def loss_scale(
-        self, scale: torch.Tensor, slot: ScaleSlot, update: Update
-    ) -> tuple[torch.Tensor, ScaleSlot]:
-        """Multiply the loss scale by the scale of a total."""
-        return scale * (slot["scale"] / slot["unit"]), slot
+    def _loss_scale(self, state: TrainState) -> torch.Tensor:
+        """Return the scale of losses that are totals."""
+        name: str = cast("Any", self).name
+        slot = state.slots[name]
+        return slot["scale"] / slot["unit"]
 
     def grads(
         self, grads: Grads, slot: ScaleSlot, update: Update

@@ -28,6 +28,7 @@ from accelfn.engine.vocabulary import gather_scores
 from accelfn.errors import BatchError, Error, LossError
 from accelfn.state.results import Loss
 from accelfn.state.state import TrainState
+from accelfn.state.update import Update
 from accelfn.world import World
 
 _NO_PLAN: Mapping[str, str] = {}
@@ -156,7 +157,9 @@ class tensor_parallel:
         check_model(self.plan, module, size, f"{self!r}", sequence=self.sequence)
         check_elements(state, f"{self!r}", dims=(0, 1))
 
-    def loss(self, loss_fn: LossFunction) -> LossFunction:
+    def loss(
+        self, loss_fn: LossFunction, slot: None, update: Update
+    ) -> tuple[LossFunction, None]:
         """Compare the first loss with the loss of whole layers."""
 
         def loss_of_layers(model: nn.Module, batch: Any, *extras: Any) -> Any:
@@ -170,7 +173,7 @@ class tensor_parallel:
             return gather_scores(loss_fn(model, batch, *extras))
 
         loss_of_layers.__qualname__ = qualname(loss_fn)
-        return loss_of_layers
+        return loss_of_layers, slot
 
     def _split(self, module: nn.Module, world: World) -> None:
         ranks = world.along("tp")

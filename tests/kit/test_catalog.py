@@ -34,8 +34,8 @@ def test_a_transform_that_is_made_public_is_missed(monkeypatch):
 
     @af.transform
     class Unlisted:
-        def loss(self, loss_fn):
-            return loss_fn
+        def loss(self, loss_fn, slot, update):
+            return loss_fn, slot
 
     monkeypatch.setattr(af, "Unlisted", Unlisted, raising=False)
     missing = catalog.public_transforms() - {row.cls for row in CATALOG}

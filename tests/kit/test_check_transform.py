@@ -67,13 +67,13 @@ class Momentum:
 class NoisyInputs:
     """Draws in the loss, others for each rank: as it may."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def noisy(model, batch, *extras):
             inputs, targets = batch
             inputs = inputs + torch.randn_like(inputs) / 8
             return loss_fn(model, (inputs, targets), *extras)
 
-        return noisy
+        return noisy, slot
 
 
 @pytest.mark.slow
@@ -106,12 +106,12 @@ class DecaysBuffers:
 class ScalesTheBatch:
     """Changes its batch: the caller's own tensors."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def scaled(model, batch):
             batch[0].mul_(0.5)
             return loss_fn(model, batch)
 
-        return scaled
+        return scaled, slot
 
 
 @af.transform
@@ -254,51 +254,51 @@ class NeedsTheRank:
 class DrawsFromPython:
     """Draws from the process's own generator, where none of the state's is at work."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def noisy(state, batch, *extras, **how):
             metrics, grads = inner(state, batch, *extras, **how)
             factor = 1 + random.random()  # noqa: S311
             return metrics, grads.map(lambda g: g * factor)
 
-        return noisy
+        return noisy, slot
 
 
 @af.transform
 class DrawsFromNumpy:
     """Draws from numpy's."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def noisy(state, batch, *extras, **how):
             metrics, grads = inner(state, batch, *extras, **how)
             factor = 1 + float(np.random.rand())  # noqa: NPY002
             return metrics, grads.map(lambda g: g * factor)
 
-        return noisy
+        return noisy, slot
 
 
 @af.transform
 class DrawsOutsideAStream:
     """Draws from torch's where no stream of the state's is at work."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def noisy(state, batch, *extras, **how):
             metrics, grads = inner(state, batch, *extras, **how)
             factor = 1 + float(torch.rand(()))
             return metrics, grads.map(lambda g: g * factor)
 
-        return noisy
+        return noisy, slot
 
 
 @af.transform
 class MovesAGenerator:
     """Throws a draw away."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def drawing(*given, **how):
             random.random()  # noqa: S311
             return inner(*given, **how)
 
-        return drawing
+        return drawing, slot
 
 
 @af.transform
@@ -365,12 +365,12 @@ class OpenOption:
 class ScalesTheMicroBatches:
     """Changes what a step is given, on its way to the loss."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def scaled(state, batch, *extras, **how):
             batch.micro_batches[0][0].mul_(0.5)
             return inner(state, batch, *extras, **how)
 
-        return scaled
+        return scaled, slot
 
 
 _by_step: dict[tuple[int, ...], Any] = {}
@@ -539,41 +539,41 @@ class NotOnMore:
 class AddsToNothing:
     """Takes gradients anew for each micro-batch."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def anew(state, batch, *extras, sync=True, **_):
             return inner(state, batch, *extras, sync=sync)
 
-        return anew
+        return anew, slot
 
 
 @af.transform
 class AlwaysTalks:
     """Lets every micro-batch cross the ranks."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def talking(state, batch, *extras, into=None, **_):
             return inner(state, batch, *extras, into=into)
 
-        return talking
+        return talking, slot
 
 
 @af.transform
 class TakesNoExtras:
     """Wraps losses of a model and a batch only."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def plain(model, batch):
             return loss_fn(model, batch)
 
-        return plain
+        return plain, slot
 
 
 @af.transform
 class LosesExtras:
     """Keeps what the step was given for the loss."""
 
-    def loss(self, loss_fn):
-        return lambda model, batch, *_: loss_fn(model, batch)
+    def loss(self, loss_fn, slot, update):
+        return (lambda model, batch, *_: loss_fn(model, batch)), slot
 
 
 @af.transform
@@ -644,18 +644,6 @@ class HalvesTheFirstGrads:
         return update.grads.map(lambda g: g / 2), slot
 
 
-@af.transform
-class NotesInPlace:
-    """Appends what it observes to a list of its slot, which the state before has, too."""
-
-    def init(self, state):
-        return {"seen": []}
-
-    def observe(self, value, slot, update):
-        slot["seen"].append(value)
-        return value, slot
-
-
 @pytest.fixture(autouse=True)
 def _settings_kept() -> Iterator[None]:
     precision = torch.backends.cuda.matmul.fp32_precision
@@ -671,7 +659,6 @@ def _settings_kept() -> Iterator[None]:
     ("planted", "law"),
     [
         (ScalesTheMicroBatches(), "inputs_unchanged"),
-        (NotesInPlace(), "inputs_unchanged"),
         (RemembersByStep(), "forks_apart"),
         (DropsAGradient(), "drops_nothing"),
         (EvaluatesLess(), "drops_nothing"),
@@ -730,21 +717,23 @@ def test_planted_bugs_are_refused_by_their_law(planted, law, monkeypatch):
 class ClipsByItsPart:
     """Clips by the norm of what this rank has seen of an update."""
 
-    def value_and_grad(self, inner):
+    def value_and_grad(self, inner, slot, update):
         def clipped(state, batch, *extras, **how):
             metrics, grads = inner(state, batch, *extras, **how)
             norm = torch.nn.utils.get_total_norm(grads.tensors.values())
             return metrics, grads.map(lambda g: g * (0.5 / norm).clamp(max=1.0))
 
-        return clipped
+        return clipped, slot
 
 
 @af.transform
 class RootOfTheLoss:
     """Is no mean over samples."""
 
-    def loss(self, loss_fn):
-        return lambda model, batch, *extras: loss_fn(model, batch, *extras).sqrt()
+    def loss(self, loss_fn, slot, update):
+        return (
+            lambda model, batch, *extras: loss_fn(model, batch, *extras).sqrt()
+        ), slot
 
 
 @af.transform
@@ -1086,13 +1075,13 @@ class StartsFromZero:
 class HalvesTheModel:
     """Changes the model that a loss is of."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def halved(model, *given):
             for param in model.parameters():
                 param.data.mul_(0.5)
             return loss_fn(model, *given)
 
-        return halved
+        return halved, slot
 
 
 @pytest.mark.parametrize(
@@ -1409,12 +1398,9 @@ def _same_pair(_self: Any, value: Any, slot: Any, _update: Any) -> Any:
 
 
 IDLE = {
-    **dict.fromkeys(("data", "loss", "value_and_grad", "runner"), _same),
+    "data": _same,
     **dict.fromkeys(
-        (
-            *("loss_scale", "grads", "hyper", "after_update"),
-            *("observe", "eval_params"),
-        ),
+        ("loss", "value_and_grad", "grads", "hyper", "after_update", "eval_params"),
         _same_pair,
     ),
 }

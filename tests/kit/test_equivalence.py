@@ -194,12 +194,12 @@ def test_what_is_owed_at_the_end_counts():
 class mean_of_means:
     """The classic mistake: each part divided by its own weight."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def alone(model, batch, *extras):
             loss = loss_fn(model, batch, *extras)
             return af.Loss(loss.total / loss.weight.clamp(min=1), 1)
 
-        return alone
+        return alone, slot
 
 
 def test_a_mean_of_means_is_no_mean():

@@ -101,14 +101,14 @@ class OtherParts:
 
     tells: ClassVar[Mapping[str, Any]] = {"micro_batches": lambda batch: [batch]}
 
-    def value_and_grad(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def value_and_grad(self, inner: Callable[..., Any], slot: Any, update: Any) -> Any:
         def twice(
             state: Any, batch: Any, /, *extras: Any, into: Any = None, sync: bool = True
         ) -> Any:
             _, into = inner(state, batch, *extras, into=into, sync=False)
             return inner(state, batch, *extras, into=into, sync=sync)
 
-        return twice
+        return twice, slot
 
 
 LIES = {
@@ -271,8 +271,7 @@ def test_a_scale_may_be_a_number():
 
     @af.transform
     class Scales:
-        def loss_scale(self, scale: Any, slot: None, update: af.Update) -> Any:
-            return 128.0, slot
+        tells: ClassVar[Mapping[str, Any]] = {"loss_scale": lambda _: 128.0}
 
     rows = torch.full((4, 1), 3.0)
     plain, _ = af.make_step(_total)(_state(), rows)
@@ -384,7 +383,7 @@ def test_an_init_that_gives_nothing_makes_no_slot():
     assert dict(state.slots) == {}
 
 
-@pytest.mark.parametrize("field", ["eval_params", "loss_scale"])
+@pytest.mark.parametrize("field", ["eval_params", "loss", "value_and_grad"])
 def test_what_is_asked_often_keeps_no_slot(field):
     """A slot that such a method gives back would be lost, and is refused."""
 

@@ -66,8 +66,8 @@ class Everywhere:
     def init(self, state):
         return {"seen": torch.zeros(()), "drawn": torch.rand(2)}
 
-    def loss(self, loss_fn):
-        return functools.partial(loss_fn)
+    def loss(self, loss_fn, slot, update):
+        return functools.partial(loss_fn), slot
 
     def hyper(self, hyper, slot, update):
         return {"lr": 0.05}, slot

@@ -2,6 +2,7 @@
 """Gradients that are sent in 16 bits: what they can hold is exact, what they cannot is rounded."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -12,7 +13,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import Update, transform
+from tests.internals import transform
 from tests.laws.test_compression import NARROW, SIZES
 from tests.laws.worlds import DDP, Found, trained
 from tests.strategies import LOSSES, Run, differences, runs
@@ -54,7 +55,7 @@ class Scaled:
 
     exponent: int
 
-    def loss(self, loss_fn: Any) -> Any:
+    def loss(self, loss_fn: Any, slot: Any, update: Any) -> Any:
         factor = 2.0 ** -(14 + self.exponent)
 
         def small(net: nn.Module, batch: Any) -> Any:
@@ -63,11 +64,11 @@ class Scaled:
                 return af.Loss(returned.total * factor, returned.weight)
             return returned * factor
 
-        return small
+        return small, slot
 
-    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
-        del update
-        return scale * torch.tensor(2.0**self.exponent), slot
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"loss_scale": lambda _: torch.tensor(2.0**self.exponent)}
 
 
 @given(

@@ -3,6 +3,7 @@
 
 import functools
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate
-from tests.internals import Update, transform
+from tests.internals import transform
 from tests.laws.worlds import DDP, Found, trained, without_slots
 from tests.strategies import IN, LOSSES, Run, differences, runs, tensors
 
@@ -107,9 +108,13 @@ class Rescaled:
 
     exponents: tuple[int, ...]
 
-    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
-        exponent = self.exponents[update.num_tried % len(self.exponents)]
-        return scale * torch.tensor(2.0**exponent), slot
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"loss_scale": self._scale}
+
+    def _scale(self, state: af.TrainState) -> torch.Tensor:
+        exponent = self.exponents[state.num_tried % len(self.exponents)]
+        return torch.tensor(2.0**exponent)
 
 
 @given(

@@ -259,11 +259,11 @@ def test_micro_batches_that_couple_are_warned_of():
 class PassesOn:
     """Wrap a loss without knowing its keywords."""
 
-    def loss(self, loss_fn):
+    def loss(self, loss_fn, slot, update):
         def passed(model, batch, *extras):
             return loss_fn(model, batch, *extras)
 
-        return passed
+        return passed, slot
 
 
 def test_a_loss_knows_which_of_its_samples_count():

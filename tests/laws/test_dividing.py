@@ -2,6 +2,7 @@
 """Gradients are divided once, by the weight of all that was seen, as it is."""
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 
 import accelfn as af
 from accelfn.testing import simulate, strategies
-from tests.internals import Sums, Update, transform
+from tests.internals import Sums, transform
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 dtypes = st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3)
@@ -34,9 +35,9 @@ class Scaled:
 
     scale: float
 
-    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
-        del update
-        return scale * torch.tensor(self.scale), slot
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"loss_scale": lambda _: torch.tensor(self.scale)}
 
 
 def create(world: af.World, kinds: list[torch.dtype], *setup: Any, **sgd: Any) -> Any:

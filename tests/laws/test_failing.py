@@ -22,12 +22,10 @@ from tests.strategies import OPTIMIZERS, differences, model, tensors
 BEFORE = (
     "loss",
     "value_and_grad",
-    "loss_scale",
     "hyper",
     "grads",
     "after_skip",
     "module",
-    "runner",
 )
 """Fields whose failure leaves the state as it was; after_skip is after_update behind a skip."""
 LATER = ("after_update", "finalize")
@@ -59,25 +57,21 @@ class Fails:
     def init(self, state: af.TrainState) -> Any:
         return self._call("init")
 
-    def loss(self, loss_fn: Any) -> Any:
+    def loss(self, loss_fn: Any, slot: Any, update: Any) -> Any:
         def wrapped(*given: Any) -> Any:
             value = loss_fn(*given)
             self._call("loss")
             return value
 
-        return wrapped
+        return wrapped, slot
 
-    def value_and_grad(self, inner: Any) -> Any:
+    def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
         def wrapped(*given: Any, **named: Any) -> Any:
             found = inner(*given, **named)
             self._call("value_and_grad")
             return found
 
-        return wrapped
-
-    def loss_scale(self, scale: Any, slot: Any, update: Update) -> Any:
-        self._call("loss_scale")
-        return scale * 4.0, slot
+        return wrapped, slot
 
     def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: Update) -> Any:
         self._call("hyper")
@@ -102,10 +96,6 @@ class Fails:
     def module(self, module: Any, state: af.TrainState) -> Any:
         self._call("module")
         return module
-
-    def runner(self, make: Any, state: af.TrainState) -> Any:
-        self._call("runner")
-        return make
 
 
 @attrs.frozen

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import accelfn as af
-from tests.internals import FIELDS, Delegating, Samples, Update, transform
+from tests.internals import FIELDS, Update, transform
 from tests.laws.test_pairs import X, create, mean, number
 from tests.laws.worlds import single
 
@@ -55,15 +55,15 @@ class Maps:
             plan, num_micro_batches=int(self._of(plan.num_micro_batches))
         )
 
-    def loss(self, loss_fn: Any) -> Any:
-        return lambda *given: self._of(loss_fn(*given))
+    def loss(self, loss_fn: Any, slot: Any, update: Any) -> Any:
+        return (lambda *given: self._of(loss_fn(*given))), slot
 
-    def value_and_grad(self, inner: Any) -> Any:
+    def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
         def wrapped(*given: Any, **named: Any) -> Any:
             metrics, grads = inner(*given, **named)
             return metrics, grads.map(self._of)
 
-        return wrapped
+        return wrapped, slot
 
     def grads(self, grads: af.Grads, slot: None, update: Update) -> Any:
         return grads.map(self._of), slot
@@ -77,13 +77,6 @@ class Maps:
     def finalize(self, state: af.TrainState, slot: None, update: Update) -> Any:
         return state.with_params(self._moved(state.params)), slot
 
-    def runner(self, make: Any, state: af.TrainState) -> Any:
-        def replace(loss_fn: Any, samples: Samples) -> Any:
-            del samples
-            return lambda *given: self._of(loss_fn(*given))
-
-        return lambda module: Delegating(make(module), replace)
-
 
 def mapping(field: str, maps: list[Affine]) -> af.chain:
     return af.chain(
@@ -94,7 +87,7 @@ def mapping(field: str, maps: list[Affine]) -> af.chain:
     )
 
 
-@pytest.mark.parametrize("field", ["loss", "value_and_grad", "runner"])
+@pytest.mark.parametrize("field", ["loss", "value_and_grad"])
 @given(maps=SEVERAL)
 def test_wrappers_nest(field: str, maps: list[Affine]) -> None:
     """The leftmost wraps all others: it sees what they return, and its loss is theirs."""
@@ -105,13 +98,10 @@ def test_wrappers_nest(field: str, maps: list[Affine]) -> None:
         assert number(after) == 1.0 - through(maps[::-1], slope)
         assert float(metrics["loss"]) == value
         return
-    # a runner hands its loss on to the one inside
-    inner_first = maps[::-1] if field == "loss" else maps
-    assert float(metrics["loss"]) == through(inner_first, value)
+    assert float(metrics["loss"]) == through(maps[::-1], value)
     assert number(after) == 1.0 - slope * math.prod(by for by, _ in maps)
-    if field == "loss":
-        found = af.evaluate(after, af.Data(X, global_batch_size=8), lambda *_: 5.0)
-        assert [*found.values()] == [through(inner_first, 5.0)]
+    found = af.evaluate(after, af.Data(X, global_batch_size=8), lambda *_: 5.0)
+    assert [*found.values()] == [through(maps[::-1], 5.0)]
 
 
 @pytest.mark.parametrize(
@@ -180,8 +170,9 @@ class Scales:
 
     scale: float
 
-    def loss_scale(self, scale: Any, slot: None, update: Update) -> Any:
-        return scale * self.scale, slot
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"loss_scale": lambda _: self.scale}
 
 
 @transform

@@ -20,11 +20,11 @@ from tests.internals import FIELDS, Update, explanation, transform
 from tests.laws.worlds import single
 
 FROM_THE_LEFT = (
-    *("init", "data", "hyper", "loss_scale", "grads", "after_update", "after_skip"),
-    *("observe", "eval_params", "finalize", "module"),
+    *("init", "data", "hyper", "grads", "after_update", "after_skip"),
+    *("eval_params", "finalize", "module"),
 )
 """Among them after_skip, which is after_update of who sees skips, behind one."""
-FROM_THE_RIGHT = ("loss", "value_and_grad", "runner")
+FROM_THE_RIGHT = ("loss", "value_and_grad")
 """Wrappers: the leftmost is outermost, so it is made last."""
 ALONE = ("reduce", "engine", "merge")
 
@@ -62,17 +62,13 @@ class Notes:
         self._note("data", None)
         return plan
 
-    def loss(self, loss_fn: Any) -> Any:
+    def loss(self, loss_fn: Any, slot: Any, update: Any) -> Any:
         self._note("loss", None)
-        return functools.partial(loss_fn)
+        return functools.partial(loss_fn), slot
 
-    def value_and_grad(self, inner: Any) -> Any:
+    def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
         self._note("value_and_grad", None)
-        return functools.partial(inner)
-
-    def loss_scale(self, scale: Any, slot: Any, update: Update) -> Any:
-        self._note("loss_scale", slot)
-        return scale * 1.0, slot
+        return functools.partial(inner), slot
 
     def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: Update) -> Any:
         self._note("hyper", slot)
@@ -89,19 +85,12 @@ class Notes:
         self._note("eval_params", slot)
         return params, slot
 
-    def observe(self, value: float, slot: Any, update: Update) -> Any:
-        return value, self._note("observe", slot)
-
     def finalize(self, state: af.TrainState, slot: Any, update: Update) -> Any:
         return state, self._note("finalize", slot)
 
     def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:
         self._note("module", None)
         return module
-
-    def runner(self, make: Any, state: af.TrainState) -> Any:
-        self._note("runner", None)
-        return make
 
 
 def calls_of(slot: Any) -> tuple[str, ...]:
@@ -166,7 +155,6 @@ def played(setup: list[Any], num_updates: int) -> tuple[af.TrainState, list[Any]
     state, step = create(*setup), af.make_step(mean)
     for _ in range(num_updates):
         state, _ = step(state, next(iter(af.batches(state))))
-    state = af.report_metric(state, 1.0) if state.setup.owners["observe"] else state
     af.eval_params(state)
     return af.finalize(state), list(LOG)
 
@@ -185,8 +173,8 @@ def test_each_field_has_its_order(
     _, log = played(setup, num_updates)
     skipped = len(at & set(range(num_updates)))
     times = dict.fromkeys(FROM_THE_LEFT + FROM_THE_RIGHT, num_updates)
-    times |= {"init": 1, "observe": 1, "eval_params": 1, "finalize": 1}
-    times |= {field: min(num_updates, 1) for field in (*FROM_THE_RIGHT, "module")}
+    times |= {"init": 1, "eval_params": 1, "finalize": 1}
+    times |= {"module": min(num_updates, 1)}
     times |= {"after_skip": skipped, "after_update": num_updates - skipped}
     owning = dict(af.chain(*setup).owners)
     seeing = (each for each in owning["after_update"] if "after_skip" in each.fields)
@@ -202,7 +190,7 @@ def test_each_field_has_its_order(
             assert owners * count == found
 
 
-SLOTTED = ("init", "grads", "after_update", "after_skip", "observe", "finalize")
+SLOTTED = ("init", "grads", "after_update", "after_skip", "finalize")
 
 
 @st.composite
@@ -238,7 +226,7 @@ def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
                 expected = told(tried, "after_update")
             elif "after_skip" in each.fields:
                 expected = told(tried, "after_skip")
-        expected = told(told(expected, "observe"), "finalize")
+        expected = told(expected, "finalize")
         assert expected == state.slots.get(each.name)
     # what is there is not begun again, None neither
     assert dict(state.with_setup(state.setup).slots) == dict(state.slots)
@@ -247,17 +235,17 @@ def test_each_has_its_own_slot(setup: list[Notes], skips: list[bool]) -> None:
 PRINTED = {
     field: rf"(\w+)\.{field}\b"
     for field in FROM_THE_LEFT + FROM_THE_RIGHT
-    if field not in ("init", "observe", "eval_params", "finalize")
+    if field not in ("init", "eval_params", "finalize")
 } | {"after_skip": r"# if skipped, it goes on with after_update: (\w+)"}
 
 
 @given(setup=notes())
 def test_explain_prints_what_is_called(setup: list[Notes]) -> None:
     """What explain() prints of a field is what a step calls, innermost first."""
-    text = explanation(af.chain(*setup).owners)
+    text = explanation(af.chain(*setup))
     _, log = played([*setup, Skips((1,))], 2)
     for field, pattern in PRINTED.items():
         printed = re.findall(pattern, text)
         called = [name for name, each in dict.fromkeys(log) if each == field]
-        nested = field not in ("loss_scale", "after_skip")
-        assert called == [n for n in printed[:: -1 if nested else 1] if n != "skips"]
+        order = 1 if field == "after_skip" else -1
+        assert called == [n for n in printed[::order] if n != "skips"]

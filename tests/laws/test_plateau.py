@@ -95,14 +95,14 @@ def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
             loss_fn(net, ROWS + i / 16).backward()
             optimizer.step()
             optimizer.zero_grad()
-            scheduler.step(value)
             state, _ = step(state, ROWS + i / 16)
+            slot = state.slots["reduce_lr_on_plateau"]  # after all values but this one
+            assert scheduler.num_bad_epochs == slot["num_bad"]
+            assert scheduler.cooldown_counter == slot["cooling"]
+            scheduler.step(value)
             state = af.report_metric(state, value)
             rates = tuple(float(group["lr"]) for group in optimizer.param_groups)
             assert rates == state.lrs
-            slot = state.slots["reduce_lr_on_plateau"]
-            assert scheduler.num_bad_epochs == slot["num_bad"]
-            assert scheduler.cooldown_counter == slot["cooling"]
         expected = {name: p.detach() for name, p in net.named_parameters()}
         assert differences(expected, dict(state.params)) == []
 
@@ -113,7 +113,7 @@ def test_plateau_is_torchs(given: Given, values: list[float]) -> None:
     size=st.integers(1, 2),
     cut=st.integers(0, 4),
 )
-def test_what_was_observed_is_saved(
+def test_what_was_reported_is_saved(
     given: Given, values: list[float], size: int, cut: int
 ) -> None:
     """Cut at any update and resumed, on any number of ranks, it goes on bitwise."""
@@ -190,10 +190,10 @@ TOGETHER = {
     size=st.integers(2, 3),
     by=st.sampled_from(sorted(TOGETHER)),
 )
-def test_ranks_observe_the_same(
+def test_ranks_report_the_same(
     given: Given, values: list[float], size: int, by: str
 ) -> None:
-    """Where ranks train together, one that observed another value is named, on all."""
+    """Where ranks train together, one that reports another value is named, on all."""
 
     def rank(world: af.World) -> str:
         state = given.state(world, TOGETHER[by])
@@ -205,10 +205,10 @@ def test_ranks_observe_the_same(
 
     said = simulate(size, rank).results
     same = repr(values[0]) == repr(values[1])
-    assert [not same] * size == ["observed value" in each for each in said]
+    assert [not same] * size == ["reported value" in each for each in said]
 
 
-def test_ranks_apart_observe_their_own():
+def test_ranks_apart_report_their_own():
     """Where nothing crosses ranks, each may go by what it measures itself."""
 
     def rank(world: af.World) -> tuple[float, ...]:

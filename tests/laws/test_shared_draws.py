@@ -32,10 +32,15 @@ class _Noting:
         del state
         return self._drawn("init")
 
-    def loss_scale(self, scale, slot, update):
+    def loss(self, loss_fn, slot, update):
         del update
-        self._drawn("loss_scale")
-        return scale * 1.0, slot
+        self._drawn("loss")
+        return loss_fn, slot
+
+    def value_and_grad(self, inner, slot, update):
+        del update
+        self._drawn("value_and_grad")
+        return inner, slot
 
     def grads(self, grads, slot, update):
         del slot
@@ -77,8 +82,8 @@ class Quiet:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
 
-    def loss_scale(self, scale, slot, update):
-        return scale, slot
+    def loss(self, loss_fn, slot, update):
+        return loss_fn, slot
 
     def hyper(self, hyper, slot, update):
         return {}, slot

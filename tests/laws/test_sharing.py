@@ -192,7 +192,7 @@ class Twice:
 
     kept: list[Any] = attrs.field(factory=list, kw_only=True, eq=False)
 
-    def value_and_grad(self, compute: Any) -> Any:
+    def value_and_grad(self, compute: Any, slot: Any, update: Any) -> Any:
         def both(state: Any, batch: Any, *extras: Any, **options: Any) -> Any:
             _, one = compute(state, batch, *extras, **options)
             held = [*one.tensors.values(), *one.buffers.values()]
@@ -201,7 +201,7 @@ class Twice:
             self.kept.append(before == bits(held))
             return found
 
-        return both
+        return both, slot
 
 
 @on_two_ranks(updates=1)

@@ -44,7 +44,6 @@ PAIRS = {
     "loss_scale": (own.Scale(1024.0), None),
     "autocast": (own.Autocast(), af.autocast("bf16")),
     "checkpoint_activations": (own.Recompute(), af.checkpoint_activations()),
-    "runner": (own.Timed(), None),
     "wrap_ddp": (af.chain(own.Shard(), own.Replicas()), MEAN),
     "wrap_fsdp": (
         af.chain(own.Shard(), own.Parts()),
@@ -98,7 +97,6 @@ LAWFUL = [
     own.Scale(1024.0),
     own.Recompute(),
     own.Replicas(),
-    own.Timed(),
 ]
 
 

@@ -36,7 +36,7 @@ class Accumulate:
     def data(self, plan: af.typing.Plan) -> af.typing.Plan:
         return attrs.evolve(plan, num_micro_batches=self.num)
 
-    def value_and_grad(self, inner: Callable[..., Any]) -> Callable[..., Any]:
+    def value_and_grad(self, inner: Callable[..., Any], slot: Any, update: Any) -> Any:
         def summed(
             state: Any, batch: Any, /, *extras: Any, into: Any = None, sync: bool = True
         ) -> Any:
@@ -49,7 +49,7 @@ class Accumulate:
                 total = total + metrics
             return total, into
 
-        return summed
+        return summed, slot
 
     def _parts(self, batch: Any) -> Sequence[Any]:
         return batch if isinstance(batch, list) else batch.parts()
@@ -148,9 +148,10 @@ class Plateau:
     patience: int
 
     def init(self, state: af.TrainState) -> dict[str, Any]:
-        return {"best": float("inf"), "num_bad": 0, "cooling": 0, "num_reductions": 0}
+        counts = {"num_bad": 0, "cooling": 0, "num_reductions": 0}
+        return {"best": float("inf"), **counts, "reported": ()}
 
-    def observe(self, value: float, slot: Any, update: af.Update) -> Any:
+    def _take(self, value: float, slot: Any) -> Any:
         num_bad, times = slot["num_bad"] + 1, slot["num_reductions"]
         best = slot["best"]
         if value < best * (1.0 - 1e-4):
@@ -158,9 +159,11 @@ class Plateau:
         if num_bad > self.patience:
             num_bad, times = 0, times + 1
         after = {"best": best, "num_bad": num_bad, "num_reductions": times}
-        return value, {**slot, **after}
+        return {**slot, **after, "reported": ()}
 
     def hyper(self, hyper: Mapping[Any, Any], slot: Any, update: af.Update) -> Any:
+        for value in slot["reported"]:
+            slot = self._take(value, slot)
         times = slot["num_reductions"]
         groups = update.state.definition.optimizer.param_groups
         rates = {
@@ -198,18 +201,18 @@ class SkipNonFinite:
 class Scale:
     """A loss scale that stays, as `autocast("fp16")` has one that moves."""
 
-    tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     scale: float
 
-    def loss_scale(self, scale: torch.Tensor, slot: None, update: af.Update) -> Any:
-        return scale * self.scale, slot
+    @property
+    def tells(self) -> Mapping[str, Any]:
+        return {"draws_nothing": True, "loss_scale": lambda _: self.scale}
 
 
 @af.transform
 class Autocast:
     """`autocast("bf16")`: a wrapped loss."""
 
-    def loss(self, loss_fn: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(self, loss_fn: Callable[..., Any], slot: Any, update: Any) -> Any:
         def inside(model: nn.Module, batch: Any, *extras: Any) -> Any:
             torch.clear_autocast_cache()
             try:
@@ -218,7 +221,7 @@ class Autocast:
             finally:
                 torch.clear_autocast_cache()
 
-        return inside
+        return inside, slot
 
 
 @af.transform
@@ -234,27 +237,6 @@ class Recompute:
         for each in module.children():
             each.forward = _again(each.forward)
         return module
-
-
-@af.transform
-class Timed:
-    """What runs a loss, wrapped: `compile` does so."""
-
-    def runner(self, make: Callable[[nn.Module], Any], state: af.TrainState) -> Any:
-        def made(module: nn.Module) -> Any:
-            return _Passing(make(module))
-
-        return made
-
-
-class _Passing:
-    """Runs losses as another does."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
 
 def _again(forward: Callable[..., Any]) -> Callable[..., Any]:

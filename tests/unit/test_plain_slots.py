@@ -77,9 +77,6 @@ class Keeps:
     def after_update(self, state, slot, update):
         return state, self._slot("after_update", state, slot)
 
-    def observe(self, value, slot, update):
-        return value, self._slot("observe", update.state, slot)
-
     def finalize(self, state, slot, update):
         return state, self._slot("finalize", state, slot)
 
@@ -100,9 +97,7 @@ class Keeps:
 
 
 @given(
-    field=st.sampled_from(
-        ["init", "grads", "hyper", "after_update", "observe", "finalize"]
-    ),
+    field=st.sampled_from(["init", "grads", "hyper", "after_update", "finalize"]),
     part=st.sampled_from(["params", "buffers", "opt_state"]),
     first=st.integers(1, 3),
     is_copied=st.booleans(),
@@ -121,7 +116,6 @@ def test_a_slot_of_the_state_s_own_tensors_is_refused(field, part, first, is_cop
         step = af.make_step(lambda model, x: model(x).square().mean())
         for _ in range(6):
             state, _ = step(state, torch.randn(4, 2))
-            state = af.report_metric(state, 1.0)
         for _ in range(4):
             state = af.finalize(state)
 

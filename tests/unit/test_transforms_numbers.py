@@ -162,32 +162,30 @@ def test_what_is_observed_is_a_number(value):
         af.report_metric(make(af.reduce_lr_on_plateau()), value)
 
 
-def test_somebody_observes():
-    """Without a transform that goes by it, a value would be lost; one is named."""
+def test_somebody_takes_reports():
+    """Without a transform that takes reports, a value would be lost; one is named."""
     with pytest.raises(af.errors.StateError, match=r"af\.reduce_lr_on_plateau"):
         af.report_metric(make(), 0.5)
 
 
-def test_observing_shares_the_tensors():
-    """The state that observed is the given one but for slots, and given away with it."""
+def test_reporting_shares_the_tensors():
+    """The state after a report is the given one but for slots, and given away with it."""
     state = make(af.reduce_lr_on_plateau())
     after = af.report_metric(state, 0.5)
-    assert state.slots["reduce_lr_on_plateau"]["best"] == math.inf
-    assert after.slots["reduce_lr_on_plateau"]["best"] == 0.5
+    assert state.slots["reduce_lr_on_plateau"]["reported"] == ()
+    assert after.slots["reduce_lr_on_plateau"]["reported"] == (0.5,)
     assert all(after.params[name] is state.params[name] for name in state.params)
 
 
-def test_observers_of_ones_own():
-    """A transform of one's own may observe; each gets its own slot, in order."""
+def test_a_transform_of_ones_own_takes_reports():
+    """Each slot with the entry `reported` gets all values, in order."""
 
     @af.transform
     class Best:
         def init(self, state):
-            return []
-
-        def observe(self, value, slot, update):
-            return value, [*slot, value]
+            return {"reported": ()}
 
     state = make(af.chain(Best(), Best(name="other")))
     state = af.report_metric(af.report_metric(state, 2), 1.0)
-    assert dict(state.slots) == {"best": [2.0, 1.0], "other": [2.0, 1.0]}
+    reported = {"reported": (2.0, 1.0)}
+    assert dict(state.slots) == {"best": reported, "other": reported}
