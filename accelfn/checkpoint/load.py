@@ -249,8 +249,13 @@ def check_values(
 def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
     for each in state.setup:
         if each.name in saved and each.name in state.slots:
-            rows = (saved[each.name], state.slots[each.name], each.name)
-            yield from _misfits(*rows, may_change=True)
+            there, slot = saved[each.name], state.slots[each.name]
+            if isinstance(slot, Mapping) and isinstance(there, Mapping) and there:
+                missing = [
+                    key for key in cast("Mapping[Any, Any]", slot) if key not in there
+                ]
+                yield from (f"{each.name}.{key}: missing"[:_LONG] for key in missing)
+            yield from _misfits(there, slot, each.name, may_change=True)
 
 
 def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -292,15 +297,15 @@ def _misfits(
 ) -> Iterator[str]:
     """Yield a line for each difference in kind or shape; a current None accepts any value.
 
-    With `may_change` (slots), an empty table may be filled later, and numbers and tensors may
-    replace one another.
+    With `may_change` (slots), tables may have other keys, such as parts that are under way, and
+    numbers and tensors may replace one another.
     """
     if isinstance(current, Mapping) and isinstance(saved, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
             inside = f"{path}.{key}"[:_LONG]
             if key in saved:
                 yield from _misfits(saved[key], value, inside, may_change=may_change)
-            elif saved or not may_change:
+            elif not may_change:
                 yield f"{inside}: missing"
     elif isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
         for i, pair in enumerate(zip(saved, current, strict=False)):
