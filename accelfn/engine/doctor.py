@@ -14,6 +14,7 @@ from operator import is_
 from typing import Any, NoReturn, TypeAlias, cast
 from weakref import ref
 
+import attrs
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -354,7 +355,8 @@ def _rows(state: TrainState) -> dict[str, str]:
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
         is_own = type(each).__module__.partition(".")[0] == "accelfn"  # shown in full
-        rows[f"transform {i}"] = _ADDRESS.sub("", repr(each)) if is_own else each.name
+        shown = repr(each) if is_own else f"{each.name}{_plain_options(each)}"
+        rows[f"transform {i}"] = _ADDRESS.sub("", shown)
     rows["optimizer"] = kind_of(definition.optimizer, names)
     for i, group in enumerate(definition.optimizer.param_groups):
         for name, value in sorted(group.items()):
@@ -368,6 +370,16 @@ def _rows(state: TrainState) -> dict[str, str]:
         cursor = state.cursor
         rows["cursor"] = f"epoch {cursor.epoch}, sample {cursor.samples}"
     return rows
+
+
+def _plain_options(transform: Any) -> dict[str, object]:
+    """Return the options of a user's transform that are numbers or text, and compared."""
+    options = {
+        f.name: getattr(transform, f.name)
+        for f in attrs.fields(type(transform))
+        if f.eq
+    }
+    return {n: v for n, v in options.items() if isinstance(v, (int, float, str))}
 
 
 def _plain(value: object) -> object:

@@ -19,6 +19,17 @@ X = torch.linspace(-1, 1, 96).reshape(32, 3)
 SGD, ADAM = torch.optim.SGD, torch.optim.Adam
 SHARED = af.chain(af.shard_data(), af.wrap_ddp())
 
+
+@af.transform
+class Rate:
+    """A user's transform."""
+
+    value: float
+
+    def hyper(self, hyper: Any, slot: None, update: af.Update) -> Any:
+        return {"lr": self.value}, slot
+
+
 PARTS: dict[str, list[Callable[[], Any]]] = {
     "optimizer": [
         lambda: partial(SGD, lr=0.1),
@@ -35,6 +46,8 @@ PARTS: dict[str, list[Callable[[], Any]]] = {
         lambda: af.chain(SHARED, af.clip_grad_norm(1.0)),
         lambda: af.chain(SHARED, af.clip_grad_norm(2.0)),
         lambda: af.chain(SHARED, af.accumulate(num_micro_batches=2)),
+        lambda: af.chain(SHARED, Rate(0.1)),
+        lambda: af.chain(SHARED, Rate(0.2)),
     ],
     "schedule": [
         lambda: None,
