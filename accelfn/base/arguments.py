@@ -8,6 +8,7 @@ import ast
 import difflib
 import errno
 import functools
+import html
 import inspect
 import math
 import os
@@ -606,6 +607,11 @@ def _levels_of_package() -> int:
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame, levels = frame.f_back, levels + 1
     return levels
+
+
+def text_as_html(record: object) -> str:
+    """Return the text of a record as HTML, for notebooks: `_repr_html_ = text_as_html`."""
+    return f"<pre>{html.escape(str(record))}</pre>"
 
 
 # Numbers of bytes as text.

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import (
 )
 
 from accelfn.base import devices, tree
-from accelfn.base.arguments import check_integer, format_bytes
+from accelfn.base.arguments import check_integer, format_bytes, text_as_html
 from accelfn.base.tree import Pending, computes_on, is_shard, local
 from accelfn.collectives.failures import check_world, naming, wake
 from accelfn.collectives.packed import all_gather_list, barrier
@@ -114,6 +114,8 @@ class MemoryEstimate:
     by_dtype: Mapping[torch.dtype, StateBytes]
     refused: Mapping[torch.dtype, str]
     on_host: tuple[str, ...] = ()
+
+    _repr_html_ = text_as_html
 
     def __str__(self) -> str:
         """Show a table with a column for each dtype."""
@@ -470,6 +472,8 @@ class Memory:
         yield "optimizer", self.opt_state
         for name, size in self.slots.items():
             yield f"slot {name!r}", size
+
+    _repr_html_ = text_as_html
 
     def __str__(self) -> str:
         """Show a table: a row for each part, columns for this rank and for the full state.

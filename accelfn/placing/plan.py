@@ -257,6 +257,8 @@ class DeviceMap:
         ]
         return attrs.evolve(self, units=tuple(units))
 
+    _repr_html_ = arguments.text_as_html
+
     def __str__(self) -> str:
         """Return a table of units, sizes and devices."""
         rows = [

@@ -424,6 +424,8 @@ class Traffic:
         }
         return format_table(columns, max(1, self.updates), seconds)
 
+    _repr_html_ = arguments.text_as_html
+
     def __str__(self) -> str:
         """Return the table for the numbers of ranks of the runs."""
         return self.table(self.logs)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `dir`, `help` and `repr` show of public values."""
 
+import html
 import inspect
 import pydoc
 from functools import partial
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 import accelfn as af
+from accelfn.testing import communication
+from tests.states import linear_state
 
 
 def loss_fn(model, batch):
@@ -60,3 +63,12 @@ def test_data_is_true_without_a_length():
             return iter(range(3))
 
     assert af.Data(Numbers(), global_batch_size=1)
+
+
+def test_tables_are_shown_in_notebooks():
+    """A notebook shows the table that `print` shows."""
+    state = linear_state()
+    plan = af.plan_devices(torch.nn.Linear(1, 1), {"cpu": "1MB"})
+    traffic = communication(af.barrier, ranks=(2, 3))
+    for each in (af.memory(state), plan, traffic):
+        assert each._repr_html_() == f"<pre>{html.escape(str(each))}</pre>"
