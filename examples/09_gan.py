@@ -84,7 +84,7 @@ def train(world: af.World, epochs: int = 40) -> Tensor:
             if store.due(states):
                 store.save(states)
     with af.fork_rng(states["generator"], "look", shared=True):
-        return af.snapshot_model(states["generator"])(torch.randn(4096, 2))
+        return af.snapshot_model(states["generator"], at="eval")(torch.randn(4096, 2))
 
 
 if __name__ == "__main__":

@@ -215,7 +215,7 @@ _PARTS = (
 
 @explain_call_errors
 def snapshot_model(
-    state: TrainState, *, at: Literal["train", "eval"] = "eval"
+    state: TrainState, *, at: Literal["train", "eval"] | None = None
 ) -> nn.Module:
     """Return a detached module in evaluation mode, for teachers, critics and rollouts.
 
@@ -224,7 +224,8 @@ def snapshot_model(
 
     Args:
         state: not donated; it stays as it is.
-        at: "train" takes the trained parameters instead of those for evaluation.
+        at: "train" takes the trained parameters, "eval" the parameters for evaluation (see
+            `ema`). You may omit it if these are the same.
 
     Law: later updates of the state leave the module bitwise unchanged, and changes of the
         module leave the state unchanged.
@@ -233,6 +234,9 @@ def snapshot_model(
         3 ms for 100 layers. On the CPU memory is shared until one of the two is written: the
         next update copies tensors of the module that are still referenced. On a device the
         parameters and buffers are copied at once.
+
+    Raises:
+        ArgumentError: the parameters differ, and `at` is missing.
     """
     check_state("af.snapshot_model(state)", state)
     # what is made in inference mode can teach nobody

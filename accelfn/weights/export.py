@@ -330,7 +330,7 @@ def export_model(
     directory: str | os.PathLike[str],
     *,
     max_shard_size: int | str = "5GB",
-    at: Literal["train", "eval"] = "eval",
+    at: Literal["train", "eval"] | None = None,
 ) -> None:
     """Write a state's model to a new directory for Hugging Face tools; call it on all ranks.
 
@@ -344,8 +344,8 @@ def export_model(
         directory: a path that does not exist yet.
         max_shard_size: the maximum size of a file's tensors, in bytes or as "5GB" or "100MiB";
             a larger tensor gets its own file.
-        at: "train" exports rank 0's training parameters instead of the evaluation parameters
-            (see `ema`, `local_sgd`).
+        at: "train" exports the trained parameters of rank 0, "eval" the parameters for evaluation
+            (see `ema`, `local_sgd`). You may omit it if these are the same.
 
     Law: `import_model` gives these tensors, bitwise, for any size of the files.
 
@@ -356,7 +356,7 @@ def export_model(
     Raises:
         CheckpointWriteError: on every rank, if writing failed; no directory of this name is
             left.
-        ArgumentError: the size is not a valid size.
+        ArgumentError: the size is not a valid size; or the parameters differ, and `at` is missing.
     """
     call = "af.export_model(state, directory)"
     check_state(call, state)
@@ -394,7 +394,7 @@ def export_model(
 
 @explain_call_errors
 def full_params(
-    state: TrainState, *, at: Literal["train", "eval"] = "eval"
+    state: TrainState, *, at: Literal["train", "eval"] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return full copies of the parameters on the host, by name; call it on all ranks.
 
@@ -402,11 +402,14 @@ def full_params(
 
     Args:
         state: not donated and not changed.
-        at: "train" returns this rank's training parameters instead of the evaluation
-            parameters.
+        at: "train" returns the trained parameters of this rank, "eval" the parameters for
+            evaluation (see `ema`, `local_sgd`). You may omit it if these are the same.
 
     Cost: a copy of the parameters on each rank; if they are sharded, a gather for every
         32 MiB.
+
+    Raises:
+        ArgumentError: the parameters differ, and `at` is missing.
     """
     call = "af.full_params(state)"
     check_state(call, state)
@@ -425,7 +428,7 @@ def save_pretrained(
     state: TrainState,
     directory: str | os.PathLike[str],
     *,
-    at: Literal["train", "eval"] = "eval",
+    at: Literal["train", "eval"] | None = None,
     **options: Any,
 ) -> None:
     """Call the model's own `save_pretrained` on rank 0; call it on all ranks.
@@ -436,7 +439,8 @@ def save_pretrained(
     Args:
         state: not donated and not changed.
         directory: a path that does not exist yet.
-        at: "train" writes rank 0's training parameters instead of the evaluation parameters.
+        at: "train" writes the trained parameters of rank 0, "eval" the parameters for evaluation
+            (see `ema`, `local_sgd`). You may omit it if these are the same.
         **options: passed to the model's method, such as `max_shard_size`.
 
     Cost: the cost of the model's method; if parameters are sharded, a full copy on the host.
@@ -445,7 +449,8 @@ def save_pretrained(
         CheckpointWriteError: on every rank, if the method failed; no directory of this name is
             left.
         ModelError: the model has no such method.
-        ArgumentError: `options` ask to upload the directory.
+        ArgumentError: `options` ask to upload the directory; or the parameters differ, and `at`
+            is missing.
     """
     call = "af.save_pretrained(state, directory)"
     check_state(call, state)

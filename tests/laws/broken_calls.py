@@ -250,7 +250,7 @@ def bind(scene: Scene) -> Any:
 
 
 def frozen(scene: Scene) -> Any:
-    return af.snapshot_model(scene.state)
+    return af.snapshot_model(scene.state, at="eval")
 
 
 def rng(scene: Scene) -> Any:

@@ -51,16 +51,18 @@ def trained(state):
 def gone_on(folder, parts, world):
     """Train, write all that can be written of it, and read the checkpoint again."""
     state = create(world, parts)
-    before = af.full_params(state)
+    before = af.full_params(state, at="eval")
     state = trained(state)
     af.save(state, folder / "saved", frozen="hash")
-    af.save_pretrained(state, folder / "adapter")
-    af.export_model(state, folder / "whole")
+    af.save_pretrained(state, folder / "adapter", at="eval")
+    af.export_model(state, folder / "whole", at="eval")
     with torch.no_grad():
-        merged = af.snapshot_model(state).merge_and_unload()
+        merged = af.snapshot_model(state, at="eval").merge_and_unload()
         said = merged(ROWS).logits
     loaded = af.load(create(world, parts), folder / "saved")
-    assert bits(af.full_params(state)) == bits(af.full_params(loaded))
+    assert bits(af.full_params(state, at="eval")) == bits(
+        af.full_params(loaded, at="eval")
+    )
     return before, af.full_params(state, at="train"), said
 
 

@@ -67,7 +67,7 @@ def test_mean_over_every_sample(size, remainder):
         return
     state = make()
     with torch.no_grad():
-        model = af.snapshot_model(state)
+        model = af.snapshot_model(state, at="eval")
         expected = float((model(X).argmax(1) == Y).float().mean())
     found = af.evaluate(state, data(size, remainder=remainder, shuffle=True), right)
     assert pytest.approx(expected, abs=1e-6) == found["right"]
@@ -186,7 +186,7 @@ def test_each_prediction_once_in_order(size):
     """There are as many predictions as samples, in the order of the dataset."""
     state = make()
     with torch.no_grad():
-        expected = af.snapshot_model(state)(X)
+        expected = af.snapshot_model(state, at="eval")(X)
     found = torch.stack(
         list(af.predict(state, data(size, shuffle=True, remainder="pad"), outputs))
     )

@@ -246,7 +246,7 @@ def test_a_model_writes_itself_once(tmp_path):
         state = fresh(Stub, world=world, setup=af.ema(0.5))
         for param in state.params.values():
             param.add_(1)
-        af.save_pretrained(state, tmp_path / "model", note="hello")
+        af.save_pretrained(state, tmp_path / "model", note="hello", at="eval")
         af.save_pretrained(state, tmp_path / "raw", at="train")
         assert (tmp_path / "model/config.json").read_text() == "hello"
         for name, expected in (("model", state.slots["ema"]), ("raw", state.params)):
@@ -337,14 +337,14 @@ def test_transformers_reads_an_export(size, gpt, tmp_path):
     from transformers import GPT2LMHeadModel
 
     state, tokens, config = gpt
-    af.export_model(state, tmp_path / "model", max_shard_size=size)
+    af.export_model(state, tmp_path / "model", max_shard_size=size, at="eval")
     config.save_pretrained(tmp_path / "model")
     model, told = GPT2LMHeadModel.from_pretrained(
         tmp_path / "model", output_loading_info=True, local_files_only=True
     )
     assert not any(told.values()), told
     assert model.lm_head.weight is model.transformer.wte.weight
-    expected = af.snapshot_model(state)
+    expected = af.snapshot_model(state, at="eval")
     assert not torch.equal(
         expected(tokens).logits, af.snapshot_model(state, at="train")(tokens).logits
     )
@@ -356,11 +356,11 @@ def test_transformers_models_write_themselves(gpt, tmp_path):
     from transformers import GPT2LMHeadModel
 
     state, tokens, config = gpt
-    af.save_pretrained(state, tmp_path / "ours", max_shard_size="2KB")
+    af.save_pretrained(state, tmp_path / "ours", max_shard_size="2KB", at="eval")
     assert "model.safetensors.index.json" in files_in(tmp_path / "ours")
     with af.borrow_model(state, at="eval") as model:
         model.save_pretrained(tmp_path / "theirs")
-    expected = af.snapshot_model(state)(tokens).logits
+    expected = af.snapshot_model(state, at="eval")(tokens).logits
     for name in ("ours", "theirs"):
         read = partial(GPT2LMHeadModel.from_pretrained, local_files_only=True)
         assert torch.equal(expected, read(tmp_path / name)(tokens).logits)

@@ -39,12 +39,14 @@ def test_views_are_of_the_average(tmp_path):
     state = stepped(create())
     x = af.eval_params(state)
     assert same(x, state.params) == []
-    assert same(x, dict(af.snapshot_model(state).named_parameters())) == list(x)
+    assert same(
+        x, dict(af.snapshot_model(state, at="eval").named_parameters())
+    ) == list(x)
     raw = dict(af.snapshot_model(state, at="train").named_parameters())
     assert same(state.params, raw) == list(x)
     with af.borrow_model(state, at="eval") as model:
         assert same(x, dict(model.named_parameters())) == list(x)
-    af.export_model(state, tmp_path / "out")
+    af.export_model(state, tmp_path / "out", at="eval")
     loaded = net()
     af.import_model(loaded, tmp_path / "out")
     assert same(x, dict(loaded.named_parameters())) == list(x)

@@ -91,7 +91,7 @@ def test_evaluated_parameters():
     assert bits(state.slots["ema"]) == average != bits(state.params)
     with af.borrow_model(state, at="eval") as model:
         assert average == bits(dict(model.named_parameters()))
-    assert average == bits(dict(af.snapshot_model(state).named_parameters()))
+    assert average == bits(dict(af.snapshot_model(state, at="eval").named_parameters()))
     raw = af.snapshot_model(state, at="train")
     assert bits(state.params) == bits(dict(raw.named_parameters()))
     plain = make()

@@ -341,8 +341,8 @@ def a_round(state):
 @pytest.mark.parametrize(
     "name",
     [
-        *("data", "loss", "value_and_grad", "loss_scale", "hyper", "eval_params"),
-        *("module", "runner", "grads", "after_update", "finalize"),
+        *("data", "loss", "value_and_grad", "hyper", "eval_params"),
+        *("module", "grads", "after_update", "finalize"),
     ],
 )
 def test_what_a_transform_returns_is_looked_at(name, value):
@@ -415,7 +415,7 @@ def test_what_is_made_in_inference_mode_can_be_trained():
     """Slots and teachers are ordinary tensors, whatever the caller's mode."""
     with torch.inference_mode():
         state = create(af.ema(0.5))
-        teacher = af.snapshot_model(state)
+        teacher = af.snapshot_model(state, at="eval")
     state, _ = step(state, X)
     af.make_step(lambda net, x: (net(x) * teacher(x)).mean())(state, X)
 
