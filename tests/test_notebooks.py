@@ -117,7 +117,7 @@ def test_a_training_cell_that_is_run_twice_says_what_is_left(
     second = done["figure, axes = plt.subplots(figsize=(6, 2.5)) again"]
 
     assert errors(second) == []
-    assert "epochs=5" in said(second)
+    assert "until_epoch=5" in said(second)
     assert "Warning" in said(second)
     assert said(second).splitlines()[-1] == said(first).splitlines()[-1]
 

@@ -9,7 +9,7 @@ import math
 import pickle as _pickle
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import islice
+from itertools import chain, islice
 from numbers import Number as AnyNumber
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from accelfn.base import codec, tree
-from accelfn.base.arguments import Number, explain_call_errors, is_integer
+from accelfn.base.arguments import Number, advise, explain_call_errors, is_integer
 from accelfn.base.devices import readable
 from accelfn.base.tree import Pending
 from accelfn.collectives.failures import check_same_call, check_world, naming
@@ -84,6 +84,8 @@ def all_gather(
     leaves = tensors_of(values, label, world)
     rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
     held = uneven_counts(world, label)
+    if not grad:
+        _warn_of_lost_gradients(leaves, label, world)
     # with uneven shares in a loss, ranks have any number of rows
     ragged = ragged or held is not None
     kind = f"all_gather{'(ragged=True)' * ragged}{'(grad=True)' * grad}"
@@ -158,6 +160,7 @@ def all_reduce(
     elif (held := uneven_counts(world, label)) is not None:
         count = held[world.rank]
         weight = weight if count and weight is not None else count
+    _warn_of_lost_gradients(leaves, label, world)
     if weight is not None:
         ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
         means = [each.clone() for each in map(as_floats, leaves)]
@@ -202,6 +205,7 @@ def start_all_reduce(
     leaves = tensors_of(values, label, world)
     check_reducible({leaf.dtype for leaf in leaves}, op)
     check_stand_ins(f"af.start_all_reduce({op!r})", world)
+    _warn_of_lost_gradients(leaves, label, world)
     if op == "mean" and uneven_counts(world, label) is not None:
         return Pending.of(all_reduce(values, world, op, label=label))
     ready = check_same_call(world, "start_all_reduce", label, values, op=op)
@@ -236,6 +240,7 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     check_root("broadcast", root, world)
     leaves = tensors_of(values, label, world)
     ready = check_same_call(world, "broadcast", label, values, root=root)
+    _warn_of_lost_gradients(leaves, label, world)
 
     def given(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         flat = pack(same)
@@ -364,6 +369,20 @@ def tensors_of(values: Any, label: str, world: World) -> list[torch.Tensor]:
             raise ArgumentError(msg)
         _check_dense(leaf, label, world)
     return leaves
+
+
+def _warn_of_lost_gradients(
+    leaves: Sequence[torch.Tensor], label: str, world: World
+) -> None:
+    """Warn in a loss of a collective that ends the gradient."""
+    if world.connection.activity.samples is None or not torch.is_grad_enabled():
+        return
+    if any(leaf.requires_grad for leaf in leaves):
+        advise(
+            f"A loss calls the collective {label!r} with tensors that require gradients, and the"
+            " result has none. To train through it, gather the rows by af.all_gather(values,"
+            " world, grad=True) and compute with these. Otherwise pass values.detach()."
+        )
 
 
 def _check_dense(leaf: torch.Tensor, label: str, world: World) -> None:
@@ -567,6 +586,7 @@ def all_to_all(
     check_stand_ins("af.all_to_all", world)
     _check_one_each("all_to_all", values, world)
     given = [tensors_of(each, label, world) for each in values]
+    _warn_of_lost_gradients([*chain.from_iterable(given)], label, world)
     _check_alike(values)
     free = None if equal else ...
     world = check_same_call(world, "all_to_all", label, values[0], free=free)

@@ -29,6 +29,7 @@ from accelfn.errors import ArgumentError, BatchError, CallError, DataError
 
 if TYPE_CHECKING:
     from accelfn.data.dataset import Data
+    from accelfn.world import World
 
 # Cut an epoch's positions into updates, without reading data.
 
@@ -300,6 +301,13 @@ class Batch:
         """Raise, because a batch is not a tensor, as in model(batch)."""
         msg = f"A Batch is no tensor: {find_hint('Batch', '__getitem__')}."
         raise CallError(msg)
+
+    def note_stand_ins(self, world: "World") -> "Batch":
+        """Let steps of this rank reject the value of an empty share without its batch."""
+        for value, weight in zip(self.micro_batches, self.weights, strict=True):
+            if weight == 0:
+                world.connection.activity.stand_ins.append(value)
+        return self
 
     def parts(self) -> list["Batch"]:
         """Return a batch for each micro-batch."""

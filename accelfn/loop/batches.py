@@ -62,7 +62,8 @@ class Batches:
         self._advise_if_empty()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
         check_readers(self.data, self.reading.world)
-        yield from self.data.read(self.reading)
+        for batch in self.data.read(self.reading):
+            yield batch.note_stand_ins(self.reading.world)
 
     def _advise_if_empty(self) -> None:
         """Warn of a loop that does nothing, unless the run was complete when it was loaded.

@@ -2,7 +2,7 @@
 """`value_and_grad`: compute a loss's metrics and gradients without changing the state."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, wraps
 from types import FunctionType
 from typing import Any, NoReturn, Protocol, TypeAlias
@@ -12,6 +12,7 @@ import attrs
 import torch
 from torch.autograd import profiler
 
+from accelfn.base import tree
 from accelfn.base.arguments import (
     call_mismatch,
     explain_call_errors,
@@ -352,6 +353,8 @@ def _innermost(
     if isinstance(batch, Batch):
         value, weight, source = batch.value, batch.weights[0], batch
         cursor = _cursor_after(state, batch, into)
+    elif world.connection.activity.stand_ins:
+        _reject_stand_in(batch, world.connection.activity.stand_ins)
     lone = begins and sync and _is_lone(definition)
     flags = lone, "judges_finite" in setup.facts, begins, begins and sync, has_weight
     samples = Samples(value, extras, weight, *flags, source, origin)
@@ -373,6 +376,22 @@ def _innermost(
             # a transform may take several gradients
             may_be_kept=bool(setup.owners["value_and_grad"]),
         )
+
+
+def _reject_stand_in(value: Any, stand_ins: Iterable[Any]) -> None:
+    """Raise if a value has tensors of an empty share: without its batch it would count.
+
+    Raises:
+        BatchError: it does.
+    """
+    known = {id(leaf) for each in stand_ins for leaf in tree.tensor_leaves(each)}
+    if any(id(leaf) in known for leaf in tree.tensor_leaves(value)):
+        msg = (
+            "step(state, batch.value): this rank has no sample of the batch, and the value is a"
+            " stand-in that would count as one. Pass the batch, whose weight is 0: step(state,"
+            " batch), or step(state, batch.zip(extra)). Other states can take it, too."
+        )
+        raise BatchError(msg)
 
 
 def _is_lone(definition: Definition) -> bool:

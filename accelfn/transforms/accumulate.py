@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from accelfn.base import tree
-from accelfn.base.arguments import integer, is_integer, option
+from accelfn.base.arguments import advise, integer, is_integer, option
 from accelfn.data import Batch, Plan
 from accelfn.data.plan import even_part
 from accelfn.definition.transform import transform
@@ -96,7 +96,7 @@ class accumulate:
             is_batch = isinstance(batch, Batch)
             *others, last = batch.parts() if is_batch else self._parts(batch)
             if extras and others and is_batch:
-                self._refuse_rows(extras, sum(map(len, batch.parts_indices)))
+                self._warn_of_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
             for part in others:
                 metrics, into = inner(state, part, *extras, into=into, sync=False)
@@ -124,18 +124,18 @@ class accumulate:
         )
         raise BatchError(msg)
 
-    def _refuse_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
-        """Reject an extra with one row per sample: each micro-batch would get all rows."""
+    def _warn_of_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
+        """Warn of an extra with one row per sample: each micro-batch gets all rows."""
         for extra in extras:
             leaves = () if isinstance(extra, Mapping) else tree.tensor_leaves(extra)
             if {leaf.shape[:1] for leaf in leaves} == {torch.Size([num_samples])}:
-                msg = (
+                advise(
                     f"step(state, batch, extra): under {self!r} each micro-batch gets all"
-                    f" {num_samples} rows, one for each sample of this rank. Write step(state,"
-                    " batch.zip(extra)), and the loss gets (value, extra), cut together; or give"
-                    " an extra with other rows in a dict."
+                    f" {num_samples} rows of the extra, as many as this rank has samples. If"
+                    " the rows are of the samples, write step(state, batch.zip(extra)), and the"
+                    " loss gets (value, extra), cut together. Otherwise pass the extra in a dict,"
+                    " and this warning does not come."
                 )
-                raise BatchError(msg)
 
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
         """Reject a list that is one (inputs, targets) batch of a torch DataLoader."""

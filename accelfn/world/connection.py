@@ -51,6 +51,7 @@ class Activity:
         num_updates: the number of updates that the rank has ended.
         samples: the samples of the present loss, an `engine.runner.Samples`.
         has_coupled: whether a collective of this loss saw samples of several ranks.
+        stand_ins: values of the latest empty shares, which count as samples outside of their batch.
         trail: the latest collectives, each with its update.
         on_update: called with the number of each update that begins, for example to inject a
             simulated fault.
@@ -66,6 +67,7 @@ class Activity:
     has_coupled: bool = False
     is_between: bool = False
     num_updates: int = 0
+    stand_ins: deque[Any] = field(factory=partial(deque, maxlen=4))
     trail: deque[tuple[str, int | None]] = field(factory=partial(deque, maxlen=20))
     on_update: Callable[[int], None] | None = None
     before_call: Callable[[str, Any], None] | None = None

@@ -342,19 +342,59 @@ def test_tensors_of_samples_are_cut_with_them(ranks: int, parts: int, n: int) ->
         torch.testing.assert_close(found, alone, rtol=1e-12, atol=1e-12)
 
 
-def test_an_extra_of_samples_is_refused_in_micro_batches():
-    """Each of them would get all its rows; the error shows the line to write."""
+def test_an_extra_with_as_many_rows_as_samples_is_warned_of():
+    """Each micro-batch gets all its rows; the warning shows the line to write."""
     split = af.accumulate(num_micro_batches=2)
     state = split(
         linear(af.World.single(device="cpu"), af.Data(ROWS, global_batch_size=6))
     )
     step = af.make_step(lambda model, x, _: model(x).square().mean())
     batch = next(iter(af.batches(state)))
-    with pytest.raises(af.errors.BatchError, match=r"batch\.zip\(extra\)"):
-        step(state, batch, (ROWS[:6], ROWS[:6, 0]))
+    with pytest.warns(af.errors.AccelfnWarning, match=r"batch\.zip\(extra\)"):
+        step(state.copy(), batch, (ROWS[:6], ROWS[:6, 0]))
     with pytest.raises(
         af.errors.BatchError,
         match=r"\[5\] rows; expected one for each of this rank's 6",
     ):
         batch.zip(ROWS[:5])
     assert step(state, batch, {"table": ROWS[:6]})[0].step == 1
+
+
+def test_the_value_of_an_empty_share_needs_its_batch():
+    """Without the batch a stand-in would count as a sample, in another state, too."""
+
+    def train(world: af.World, *, whole: bool) -> torch.Tensor:
+        first = linear(world, af.Data(ROWS[:9], global_batch_size=4))
+        other = linear(world, None)
+        step = af.make_step(lambda model, x: model(x).square().mean())
+        for batch in af.batches(first, until_epoch=1):
+            other, _ = step(other, batch if whole else batch.value)
+        return af.full_params(other)["weight"]
+
+    one, *others = (
+        simulate(n, lambda world: train(world, whole=True))[0] for n in (1, 2, 4)
+    )
+    for each in others:
+        torch.testing.assert_close(one, each, rtol=0, atol=1e-12)
+    with pytest.raises(af.errors.BatchError, match=r"step\(state, batch\)"):
+        simulate(2, lambda world: train(world, whole=False))
+
+
+def test_a_collective_that_ends_a_gradient_is_warned_of():
+    """A loss that reduces what requires a gradient trains without it."""
+    state = linear(af.World.single(device="cpu"), None)
+    world = state.world
+
+    def loss_fn(model: Any, x: Any, call: Any) -> Any:
+        return model(x).square().mean() * call(model(x).mean(0)).sum()
+
+    step = af.make_step(loss_fn)
+    for call in (
+        lambda z: af.all_reduce(z, world, "mean"),
+        lambda z: af.all_gather(z, world),
+        lambda z: af.broadcast(z, world),
+    ):
+        with pytest.warns(af.errors.AccelfnWarning, match=r"grad=True"):
+            state, _ = step(state, ROWS, call)
+        detached = partial(lambda call, z: call(z.detach()), call)
+        state, _ = step(state, ROWS, detached)

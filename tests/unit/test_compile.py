@@ -150,6 +150,7 @@ def test_other_states_are_not_compiled_for():
 
 def test_compiling_again_is_told():
     """The warning says what was compiled, at which update, how often and why."""
+    torch._dynamo.reset()  # of other tests' sizes
     state, step = begun(quick()), af.make_step(loss_fn)
     state, _ = step(state, rows(8))
     state, _ = step(state, rows(8))
