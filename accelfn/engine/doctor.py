@@ -355,8 +355,8 @@ def _rows(state: TrainState) -> dict[str, str]:
     rows |= {"seed": str(state.seed)}
     for i, each in enumerate(definition.setup):
         is_own = type(each).__module__.partition(".")[0] == "accelfn"  # shown in full
-        shown = repr(each) if is_own else f"{each.name}{_plain_options(each)}"
-        rows[f"transform {i}"] = _ADDRESS.sub("", shown)
+        text = repr(each) if is_own else f"{each.name}{_plain_options(each)}"
+        rows[f"transform {i}"] = _ADDRESS.sub("", text)
     rows["optimizer"] = kind_of(definition.optimizer, names)
     for i, group in enumerate(definition.optimizer.param_groups):
         for name, value in sorted(group.items()):

@@ -369,8 +369,8 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     check_state("af.report_metric(state, value)", state)
     state.lease.check()
     setup, world = state.definition.setup, state.definition.world
-    taking = slots_with_reports(state)
-    if not taking:
+    old_slots = slots_with_reports(state)
+    if not old_slots:
         msg = (
             "af.report_metric(state, value): no transform of the setup takes reports. Add one to"
             " the setup, such as af.reduce_lr_on_plateau(patience=2)."
@@ -384,11 +384,11 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
             label="compare reported values",
             advice="Report a value that is the same on all ranks, such as a result of af.evaluate.",
         )
-    added = {
+    new_slots = {
         name: {**slot, "reported": (*slot["reported"], number)}
-        for name, slot in taking.items()
+        for name, slot in old_slots.items()
     }
-    return attrs.evolve(state, slots={**state.slots, **added})
+    return attrs.evolve(state, slots={**state.slots, **new_slots})
 
 
 def slots_with_reports(state: TrainState) -> dict[str, Mapping[str, Any]]:
