@@ -130,6 +130,8 @@ def all_reduce(
 ) -> T:
     """Return tensors combined over all ranks, element by element, on all ranks.
 
+    The result has no gradient; `all_gather(grad=True)` gives one.
+
     Args:
         values: a tree of tensors, of the same shapes and dtypes on all ranks.
         world: the ranks that take part.
