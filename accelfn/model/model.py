@@ -577,10 +577,12 @@ def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
 def give_away(module: nn.Module, name: str) -> None:
     """Give a state ownership of a module's tensors, and seal the module.
 
-    A submodule without tensors, such as an activation, stays usable.
+    A parameter that the user kept becomes empty, because it would follow the training. A
+    submodule without tensors, such as an activation, stays usable.
     """
     for param in module.parameters():
         _GIVEN[param] = True
+        param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     parts = [each for each in module.modules() if [*each.parameters(), *each.buffers()]]
     for each in parts:
         _seal(each, _GivenModel, name)

@@ -311,8 +311,8 @@ class TrainState:
 
         Args:
             model: a factory, called with the same seed on every rank, or an instance, whose
-                parameters the state takes over: it changes them, and the instance is empty. A
-                parameter that you kept from before shares their memory, so clone it first.
+                parameters the state takes over. The instance, and each parameter of it that you
+                kept, is empty afterwards; clone what you need before.
             optimizer: a factory that takes a list of `(name, parameter)`, such as
                 `partial(torch.optim.AdamW, lr=3e-4)`, or a ready torch optimizer over the
                 parameters of a model instance; the state takes ownership of it.

@@ -563,3 +563,14 @@ def test_a_model_spread_over_devices_is_refused(part):
         af.TrainState.create(model=model, optimizer=SGD)
     place.hf_device_map = {"0": "cpu", "1": "cpu"}
     af.TrainState.create(model=model, optimizer=SGD)
+
+
+def test_a_parameter_that_was_kept_is_empty():
+    """It would follow the training, and look like the first values."""
+    model = nn.Linear(2, 1)
+    kept, first = model.weight, model.weight.detach().clone()
+    state = af.TrainState.create(
+        model=model, optimizer=partial(torch.optim.SGD, lr=0.1)
+    )
+    assert kept.numel() == 0
+    assert torch.equal(state.params["weight"], first)
