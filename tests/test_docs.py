@@ -18,7 +18,9 @@ import accelfn as af
 from tests.waiting import HANGS
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
+LAWS = ROOT / "tests/laws/README.md"
+PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", LAWS]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
 SLOW_PAGES = {
     f"docs/how-to/{name}.md"
     for name in (
@@ -112,6 +114,11 @@ def test_every_link_of_a_page_leads_somewhere(page):
         target = (page.parent / name).resolve() if name else page
         assert target.exists() or target in WRITTEN_BY_A_SESSION, link
         assert not anchor or anchor in anchors(target), link
+
+
+def test_every_law_is_in_the_index():
+    linked = set(LINK.findall(LAWS.read_text()))
+    assert {path.name for path in LAWS.parent.glob("test_*.py")} <= linked
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

@@ -33,6 +33,7 @@ ELSEWHERE = {
     ROOT / "examples/README.md": "examples/index.md",
     ROOT / "examples/21_notebook.ipynb": "examples/21_notebook.md",
     ROOT / "CHANGELOG.md": "changes.md",
+    ROOT / "tests/laws/README.md": "law-tests.md",
 }
 """Pages that are not in docs/, and what they are called on the site."""
 PICTURES = {".svg", ".png"}
