@@ -50,7 +50,7 @@ class _Parser(argparse.ArgumentParser):
             if not word.startswith("-"):
                 self.error(f"unexpected word {word!r}")
             name = word.partition("=")[0].replace("_", "-")
-            known = [each for act in self._actions for each in act.option_strings]
+            known = [string for act in self._actions for string in act.option_strings]
             close = difflib.get_close_matches(name, known, n=1)
             advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
             end = "?" if close else "."

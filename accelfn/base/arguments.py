@@ -151,7 +151,7 @@ def names_for_later(module: str) -> Mapping[str, str]:
     """Return the names that a module imports for type checkers only, each with its module."""
     loader: Any = sys.modules[module].__loader__
     statements = ast.parse(loader.get_source(module)).body
-    block = next(each for each in statements if isinstance(each, ast.If))
+    block = next(statement for statement in statements if isinstance(statement, ast.If))
     imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
     return {each.names[0].name: cast("str", each.module) for each in imports}
 
@@ -238,7 +238,7 @@ def check_sizes(call: str, values: object) -> None:
     """
     is_several = isinstance(values, Sequence) and not isinstance(values, str)
     sizes = cast("Sequence[object]", values) if is_several else ()
-    if not sizes or not all(is_integer(each, 1) for each in sizes):
+    if not sizes or not all(is_integer(size, 1) for size in sizes):
         msg = (
             f"{call}(sizes={values!r}): expected numbers of ranks, each 1 or more, such as"
             " sizes=[1, 2, 4]."
@@ -497,8 +497,8 @@ def _describe_mismatch(
     all_params = list(signature(function).parameters.values())
     if all_params and all_params[0].name in ("self", "cls"):
         all_params, args = all_params[1:], args[1:]
-    params = [each for each in all_params if each.kind is not each.VAR_KEYWORD]
-    names = [each.name for each in params]
+    params = [param for param in all_params if param.kind is not param.VAR_KEYWORD]
+    names = [param.name for param in params]
     arguments = ", ".join(
         [
             *map(_format_argument, args),
@@ -506,11 +506,11 @@ def _describe_mismatch(
         ]
     )
     begin = f"{name}({arguments}):"
-    unknown = [each for each in kwargs if each not in names]
+    unknown = [kwarg for kwarg in kwargs if kwarg not in names]
     if unknown and len(params) == len(all_params):
         return f"{begin} {_suggest_name(name, unknown[0], params)}"
-    by_position = [each.name for each in params if each.kind is not _BY_NAME]
-    has_rest = any(each.kind is each.VAR_POSITIONAL for each in params)
+    by_position = [param.name for param in params if param.kind is not _BY_NAME]
+    has_rest = any(param.kind is param.VAR_POSITIONAL for param in params)
     if len(args) > len(by_position) and not has_rest:
         return f"{begin} {_suggest_keywords(name, args, by_position, names)}"
     return f"{begin} {error}. Write {_usage(name, params)}."
@@ -537,7 +537,7 @@ def _suggest_keywords(
 
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return the text for an unknown keyword, with the nearest known name."""
-    known = [each.name for each in params if each.kind not in _BY_PLACE]
+    known = [param.name for param in params if param.kind not in _BY_PLACE]
     advice = find_hint(name, word)
     if advice is None:
         matches = difflib.get_close_matches(word, known, n=1)

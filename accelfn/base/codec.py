@@ -168,7 +168,7 @@ def _encode_items(
 def has_state(value: Any) -> bool:
     """Return whether an object has `state_dict` and `load_state_dict` methods."""
     methods = (getattr(value, name, None) for name in ("state_dict", "load_state_dict"))
-    return all(callable(each) for each in methods)
+    return all(callable(method) for method in methods)
 
 
 def tensors_in(coded: Any) -> Iterator[str]:

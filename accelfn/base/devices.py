@@ -57,7 +57,7 @@ _EPS = {"tf32": 2.0**-10, "bf16": 2.0**-7}
 
 def precisions() -> tuple[str, ...]:
     """Return the float32 product precision of CUDA and of oneDNN."""
-    return tuple(each.fp32_precision for each in _products())
+    return tuple(product.fp32_precision for product in _products())
 
 
 def set_precisions(both: Sequence[str]) -> None:
@@ -138,7 +138,7 @@ def give_back_memory(device: torch.device) -> None:
 
 def wait_for_all(tensors: Iterable[torch.Tensor]) -> None:
     """Wait for all queued work on the tensors' devices, on every stream."""
-    for device in {each.device for each in tensors}:
+    for device in {tensor.device for tensor in tensors}:
         if device.type not in ("cpu", "meta"):
             torch.get_device_module(device).synchronize(device)
 

@@ -359,9 +359,9 @@ def _fields(kind: type) -> tuple[str, ...]:
     if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
         return ()
     if attrs.has(kind):
-        return tuple(each.name for each in attrs.fields(kind))
+        return tuple(field.name for field in attrs.fields(kind))
     if dataclasses.is_dataclass(kind):
-        return tuple(each.name for each in dataclasses.fields(kind))
+        return tuple(field.name for field in dataclasses.fields(kind))
     return ()
 
 
@@ -552,7 +552,7 @@ def _factor_for(
     The copy waits for the device, as offloading the tensors did.
     """
     if isinstance(number, torch.Tensor) and not number.is_cpu:
-        return number.cpu() if any(each.is_cpu for each in tensors) else number
+        return number.cpu() if any(tensor.is_cpu for tensor in tensors) else number
     return number
 
 
@@ -621,12 +621,12 @@ def non_finite(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
     device = parts[0].device if parts else None
     # the kernel accepts only float32, independently of the default dtype
     flag = torch.zeros((), dtype=torch.float32, device=device)
-    same_device = [each for each in parts if each.device == device]
+    same_device = [part for part in parts if part.device == device]
     if same_device:
         torch._amp_foreach_non_finite_check_and_unscale_(  # pyright: ignore[reportPrivateUsage]
             same_device, flag, torch.ones_like(flag)
         )
-    elsewhere = [each for each in parts if each.device != device]
+    elsewhere = [part for part in parts if part.device != device]
     return flag.maximum(non_finite(elsewhere).to(device)) if elsewhere else flag
 
 

@@ -275,16 +275,16 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
     )
     ranks, own = list(map(json.loads, said)), rank_file(save.rank)
     divisions = {
-        name: divide_writes(each, [rank[name] for rank in ranks], save.rank)
-        for name, each in contents.items()
+        name: divide_writes(content, [rank[name] for rank in ranks], save.rank)
+        for name, content in contents.items()
     }
 
     def write_files() -> str:
         written: dict[str, Any] = {}
-        for name, each in divisions.items():
+        for name, division in divisions.items():
             path, step = save.partial / name / own, contents[name].units["step"]
             metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
-            written[name] = attrs.asdict(write_file(path, each.mine, metadata))
+            written[name] = attrs.asdict(write_file(path, division.mine, metadata))
         return json.dumps(written)
 
     texts = save.run_on_all(exchange, Phase.WRITE, write_files)
@@ -293,10 +293,10 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
         if save.rank:
             return
         written, digests = list(map(json.loads, texts)), dict[str, str]()
-        for name, each in contents.items():
+        for name, content in contents.items():
             of_ranks = [files.File.from_plain(rank[name]) for rank in written]
-            step = each.units["step"]
-            data = divisions[name].manifest(each, of_ranks, step=step).to_bytes()
+            step = content.units["step"]
+            data = divisions[name].manifest(content, of_ranks, step=step).to_bytes()
             digests[name] = blake3(data).hexdigest()
             files.write(save.partial / name / NAME, [data])
             files.flush(save.partial / name)
@@ -418,24 +418,24 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
     for place in by_rank.values():
         box = str((place["offset"], place["size"]))
         digests.setdefault(box, set()).add(place["digest"])
-    return len(set(copies)) > 1 and any(len(each) > 1 for each in digests.values())
+    return len(set(copies)) > 1 and any(len(digest) > 1 for digest in digests.values())
 
 
 def _differing(
     ranks: Sequence[Mapping[str, Any]], sharded: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
     """Return the tensors and the units' trees that differ between ranks."""
-    names = dict.fromkeys(name for each in ranks for name in each["tensors"])
-    own = [n for n in names if len({each["tensors"].get(n) for each in ranks}) > 1]
-    units = dict.fromkeys(name for each in ranks for name in each["units"])
+    names = dict.fromkeys(name for rank in ranks for name in rank["tensors"])
+    own = [n for n in names if len({rank["tensors"].get(n) for rank in ranks}) > 1]
+    units = dict.fromkeys(name for rank in ranks for name in rank["units"])
     apart = [
         unit
         for unit in units
-        if any(each["units"].get(unit) != ranks[0]["units"].get(unit) for each in ranks)
+        if any(rank["units"].get(unit) != ranks[0]["units"].get(unit) for rank in ranks)
     ]
     trees = [
-        {unit: each["units"][unit] for unit in apart if unit in each["units"]}
-        for each in ranks
+        {unit: rank["units"][unit] for unit in apart if unit in rank["units"]}
+        for rank in ranks
     ]
     kept = tuple(name for name in own if name not in sharded)
     return kept, tuple(trees) if apart else ()

@@ -394,15 +394,17 @@ class File:
         """
         tensors = {n: Entry.from_plain(each) for n, each in plain["tensors"].items()}
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
-        at = min((each.begin for each in tensors.values()), default=file.size)
+        at = min((tensor.begin for tensor in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
             msg = f"its header has {at} bytes according to the entries"
             raise ValueError(msg)
-        for name, each in tensors.items():
-            if each.begin != at or each.end != at + bytes_in(each.dtype, each.shape):
-                msg = f"{name[:80]!r} has a wrong range of bytes, {each.begin} to {each.end}"
+        for name, tensor in tensors.items():
+            if tensor.begin != at or tensor.end != at + bytes_in(
+                tensor.dtype, tensor.shape
+            ):
+                msg = f"{name[:80]!r} has a wrong range of bytes, {tensor.begin} to {tensor.end}"
                 raise ValueError(msg)
-            at = each.end
+            at = tensor.end
         if at != file.size:
             msg = f"its tensors end at byte {at} of {file.size}"
             raise ValueError(msg)
@@ -524,7 +526,7 @@ def _read_verified(
     most = _BLOCK * torch.get_num_threads()
     found: dict[str, torch.Tensor] = {}
     stream.seek(0)
-    begin = min((each.begin for each in file.tensors.values()), default=file.size)
+    begin = min((tensor.begin for tensor in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashing = Hashing(pool, path)
 
@@ -553,8 +555,8 @@ def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
     """Return the digest of a file up to the end of its header, and of each tensor."""
     digest = blake3(header)
     found = [digest.hexdigest()]
-    for each in values:
-        digest.update(each)
+    for value in values:
+        digest.update(value)
         found.append(digest.hexdigest())
     return found
 

@@ -139,7 +139,9 @@ def _read_fields(
 ) -> tuple[dict[str, Any], Loaded]:
     """Read the fields of the new state, and return them with the report."""
     aliases = state.definition.skeleton.aliases
-    weights = {aliases.get(name, name): each for name, each in found.weights.items()}
+    weights = {
+        aliases.get(name, name): weight for name, weight in found.weights.items()
+    }
     kept = {aliases.get(name, name): each for name, each in found.entries.items()}
     persistent = state.definition.skeleton.persistent
     asked = {
@@ -212,8 +214,8 @@ def _check_names(
         CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
     """
     there = {
-        n: torch.empty(each.shape, dtype=each.dtype, device="meta")
-        for n, each in weights.items()
+        n: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+        for n, weight in weights.items()
     }
     there |= {n: torch.empty(0, device="meta") for n in strange}
     found = differences(there, asked)

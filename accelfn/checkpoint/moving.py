@@ -283,10 +283,10 @@ def _hand_over(
 
 def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return ranks' descriptions with copies renumbered: some copies may be gone."""
-    copies = sorted({each["copy"] for each in ranks if each["copy"] is not None})
+    copies = sorted({rank["copy"] for rank in ranks if rank["copy"] is not None})
     return [
-        {**each, "copy": None if each["copy"] is None else copies.index(each["copy"])}
-        for each in ranks
+        {**rank, "copy": None if rank["copy"] is None else copies.index(rank["copy"])}
+        for rank in ranks
     ]
 
 
@@ -404,7 +404,7 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
         try:
             said = "" if newcomer else str(state.step)
             steps = gather_text(said, met, label="regroup: who has the newest state")
-            newest = max((int(each) for each in steps if each), default=0)
+            newest = max((int(step) for step in steps if step), default=0)
             behind = newcomer or state.step < newest
             return move(state, met, met, newcomer=behind, restore=restore)
         except PeerFailedError:  # another rank failed: the remaining ranks meet again

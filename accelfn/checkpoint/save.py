@@ -188,10 +188,10 @@ def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainStat
                 " letters, digits, - and _ alone."
             )
             raise ArgumentError(msg)
-    for each in states.values():
-        check_state(call, each)
-        each.lease.check()
-    worlds = [each.world for each in states.values()]
+    for state in states.values():
+        check_state(call, state)
+        state.lease.check()
+    worlds = [state.world for state in states.values()]
     if len({(w.rank, w.size, w.size > 1 and id(w.connection)) for w in worlds}) != 1:
         msg = (
             f"{call}: {', '.join(states)} are in different worlds. Create all with"

@@ -165,7 +165,7 @@ def wake(world: World) -> None:
     connection = world.connection
     for group in (
         connection.group,
-        *(each.group for each in connection.parts.values()),
+        *(part.group for part in connection.parts.values()),
     ):
         if group is None:
             continue
@@ -182,7 +182,7 @@ def named(ranks: Sequence[int]) -> str:
 
 
 def _list_standings(standings: dict[int, Standing]) -> str:
-    return ", ".join(f"rank {rank} {each}" for rank, each in standings.items())
+    return ", ".join(f"rank {rank} {standing}" for rank, standing in standings.items())
 
 
 # Descriptions of a call: its tensors, its line in the user's code, a table of ranks.

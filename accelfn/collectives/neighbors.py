@@ -84,7 +84,7 @@ class _RingStep:
 
 
 def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.cat([each.flatten() for each in tensors])
+    return torch.cat([tensor.flatten() for tensor in tensors])
 
 
 def _split_flat(

@@ -445,7 +445,7 @@ def all_gather_objects(
         world, _call_name("all_gather_objects", pickle=pickle), label
     )
     parts = gather_bytes(data, world, label=label)
-    return [_deserialize(each, world, pickle=pickle) for each in parts]
+    return [_deserialize(part, world, pickle=pickle) for part in parts]
 
 
 def broadcast_object(
@@ -495,7 +495,7 @@ def scatter(
     parts = None
     if world.rank == root:
         _check_one_each("scatter", values, world)
-        parts = [_PLAIN + codec.to_bytes(each) for each in values or ()]
+        parts = [_PLAIN + codec.to_bytes(value) for value in values or ()]
     world = check_same_call(world, "scatter", label, root=root)
     data = scatter_bytes(parts, world, root=root, label=label)
     return _deserialize(data, world, pickle=False)
@@ -587,13 +587,13 @@ def all_to_all(
     """
     check_stand_ins("af.all_to_all", world)
     _check_one_each("all_to_all", values, world)
-    given = [tensors_of(each, label, world) for each in values]
+    given = [tensors_of(value, label, world) for value in values]
     _warn_of_lost_gradients([*chain.from_iterable(given)], label, world)
     _check_alike(values)
     free = None if equal else ...
     world = check_same_call(world, "all_to_all", label, values[0], free=free)
     if world.size == 1 or not given[0]:
-        return [tree.clone(each) for each in values]
+        return [tree.clone(value) for value in values]
     shapes = _check_equal(given) if equal else _exchange_shapes(given, world, label)
     parts = _exchange_bytes(given, shapes, world, label)
     return [
@@ -605,11 +605,11 @@ def all_to_all(
 def _check_equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
     """Return the shapes from each rank, if this rank sends equal shapes to all ranks."""
     shapes = [[list(leaf.shape) for leaf in leaves] for leaves in given]
-    for rank, each in enumerate(shapes):
-        if each != shapes[0]:
+    for rank, shape in enumerate(shapes):
+        if shape != shapes[0]:
             msg = (
                 f"af.all_to_all(equal=True): the value for rank 0 has the shapes {shapes[0]},"
-                f" the value for rank {rank} {each}. Leave out equal."
+                f" the value for rank {rank} {shape}. Leave out equal."
             )
             raise ArgumentError(msg)
     return shapes
@@ -665,8 +665,8 @@ def _num_bytes(leaf: torch.Tensor, shape: list[int]) -> int:
 
 def _check_alike(values: Sequence[object]) -> None:
     first = tree.outline(values[0], _kind)
-    for rank, each in enumerate(values):
-        other = tree.outline(each, _kind)
+    for rank, value in enumerate(values):
+        other = tree.outline(value, _kind)
         if other != first:
             msg = (
                 "af.all_to_all: expected values of one structure, with equal dtypes and numbers"

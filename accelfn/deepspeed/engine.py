@@ -222,14 +222,14 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
         divide: bool,
         **more: Any,
     ) -> None:
-        several = any(len(each) > 1 for each in bucket_ranks)
+        several = any(len(rank) > 1 for rank in bucket_ranks)
         summed_apart = any(each is not None for each in output_bucket)
         converted = any(each.dtype != dtype for each in bucket)
         if several or summed_apart or converted or divide:
             named = {"bucket_ranks": bucket_ranks, "output_bucket": output_bucket}
             everywhere(bucket, dtype, divide=divide, **named, **more)
             return
-        holders = [min(each) for each in bucket_ranks]
+        holders = [min(rank) for rank in bucket_ranks]
         collectives.reduce_to_holders_(bucket, holders, ranks.group)
 
     zero.allreduce_and_copy_with_multiple_ranks = reduce

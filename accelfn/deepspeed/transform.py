@@ -239,15 +239,15 @@ class wrap_deepspeed:
 
     def _check_grads(self, state: TrainState) -> None:
         """Reject transforms that read gradients, which DeepSpeed holds."""
-        for each in state.setup.owners["grads"]:
-            if not {"clips", "skips_alone"} & chain(each).facts.keys():
+        for owner in state.setup.owners["grads"]:
+            if not {"clips", "skips_alone"} & chain(owner).facts.keys():
                 hint = (
                     " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
-                    if type(each).__name__ == "clip_grad_norm"
+                    if type(owner).__name__ == "clip_grad_norm"
                     else " Take af.wrap_fsdp() beside it, which shows them."
                 )
                 msg = (
-                    f"{self!r}: has DeepSpeed hold the gradients until the update, and {each!r}"
+                    f"{self!r}: has DeepSpeed hold the gradients until the update, and {owner!r}"
                     f" looks at them.{hint}"
                 )
                 raise CompositionError(msg)

@@ -179,10 +179,10 @@ class Definition:
         """Return the plan of samples per rank, from the setup's transforms, left to right."""
         batch = self.world.batch
         plan = Plan(world_rank=batch.rank, world_size=batch.size)
-        for each in self.setup.owners["data"]:
-            plan = each.data(plan)
+        for owner in self.setup.owners["data"]:
+            plan = owner.data(plan)
             is_plan = isinstance(plan, Plan)
-            check_returned(each, "data", ok=is_plan, returned=plan, expected="a Plan")
+            check_returned(owner, "data", ok=is_plan, returned=plan, expected="a Plan")
         return plan
 
 

@@ -98,7 +98,7 @@ class Layout:
         if not cuts:
             return None
         shapes = {name: meta.shape for name, meta in metas.items()}
-        on_host = any("offloads" in facts_of(each) for each in owners)
+        on_host = any("offloads" in facts_of(owner) for owner in owners)
         device = torch.device("cpu") if on_host else world.device
         return cls(world.mesh, device, cuts, shapes)
 
@@ -284,7 +284,9 @@ class WholeDraws(TorchDispatchMode):
 def _is_split(tensor: Any) -> bool:
     """Return whether a value is a DTensor without partial sums."""
     placements = tensor.placements if tree.is_shard(tensor) else ()
-    return bool(placements) and not any(each.is_partial() for each in placements)
+    return bool(placements) and not any(
+        placement.is_partial() for placement in placements
+    )
 
 
 def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:

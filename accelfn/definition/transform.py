@@ -261,7 +261,7 @@ def check_told(transform: Any) -> None:
             )
             raise ArgumentError(msg)
     entries = told_by(transform, "tells").get("by_rank") or ()
-    if isinstance(entries, str) or not all(isinstance(each, str) for each in entries):
+    if isinstance(entries, str) or not all(isinstance(entry, str) for entry in entries):
         msg = f"{shown}.tells['by_rank'] is {entries!r}; expected a tuple of names."
         raise ArgumentError(msg)
 
@@ -373,14 +373,14 @@ def _telling(transforms: "chain", fact: str) -> list[str]:
 
 def _nest_calls(owners: Owners, field: str, inner: str) -> str:
     """Format nested calls of a field, the leftmost transform outermost."""
-    calls = [f"{each.name}.{field}(" for each in owners[field]]
+    calls = [f"{owner.name}.{field}(" for owner in owners[field]]
     return "".join(calls) + inner + ")" * len(calls)
 
 
 def _chain_calls(owners: Owners, field: str, value: str) -> str:
     """Format chained calls of a field, the leftmost transform innermost."""
-    for each in owners[field]:
-        value = f"{each.name}.{field}({value})"
+    for owner in owners[field]:
+        value = f"{owner.name}.{field}({value})"
     return value
 
 
@@ -458,11 +458,13 @@ def check_copied(
         ("state.params", {name: state.params[name] for name in names}),
         ("state.buffers", state.buffers),
         ("state.opt_state", state.opt_state),
-        *(("grads.tensors", each) for each in grads),
+        *(("grads.tensors", grad) for grad in grads),
     ]
     for what, tensors in held:
         if _follows(slot, tensors):
-            name = next(name for name, each in tensors.items() if _follows(slot, each))
+            name = next(
+                name for name, tensor in tensors.items() if _follows(slot, tensor)
+            )
             msg = (
                 f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
                 " next updates write into this tensor. Return copies:"
@@ -739,7 +741,7 @@ class chain:
             owners=owners,
             facts=_by_fact(told[id(each)] for each in flat),
             drawing=drawing,
-            reduces=any("stays" not in told[id(each)] for each in owners["reduce"]),
+            reduces=any("stays" not in told[id(owner)] for owner in owners["reduce"]),
         )
 
     @property

@@ -153,7 +153,7 @@ class Compiled:
         warnings.warn(msg, RecompilationWarning, stacklevel=2)
 
     def _reason(self) -> str:
-        told = [each.recompile_reason for each in self._metrics()[-1:]]
+        told = [metric.recompile_reason for metric in self._metrics()[-1:]]
         line = (told[0] if told else None) or "something that it uses changed"
         # torch appends the line of code and the stack
         return line.strip().splitlines()[0].partition("  #")[0].strip()

@@ -222,14 +222,14 @@ class _Exchange(torch.autograd.Function):
         given, taken = dims
         num = ranks.size
         rows = [torch.stack(tensor.chunk(num, given)) for tensor in tensors]
-        sent = torch.cat([each.reshape(num, -1) for each in rows], dim=1)
+        sent = torch.cat([row.reshape(num, -1) for row in rows], dim=1)
         got = torch.empty_like(sent)
         with naming(_HEADS, ranks):
             dist.all_to_all_single(got, sent, group=ranks.group)
-        parts = got.split([each[0].numel() for each in rows], dim=1)
+        parts = got.split([row[0].numel() for row in rows], dim=1)
         return tuple(
-            torch.cat([*part.reshape(each.shape)], dim=taken)
-            for part, each in zip(parts, rows, strict=True)
+            torch.cat([*part.reshape(row.shape)], dim=taken)
+            for part, row in zip(parts, rows, strict=True)
         )
 
     @staticmethod

@@ -115,7 +115,7 @@ class Doctor:
             for name in trained
             if name in gradients and "tp" not in cut_axes(gradients[name])
         }
-        totals = [each.clone() for each in own_grads.values()]
+        totals = [grad.clone() for grad in own_grads.values()]
         lengths = torch.zeros(len(totals), dtype=torch.float64, device=ranks.device)
         for i, total in enumerate(totals):
             lengths[i] = total.norm()
@@ -655,7 +655,7 @@ def reject_device_mismatch(
     """
     tensors = tree.tensor_leaves((samples.value, samples.extras))
     other_devices = {
-        str(each.device) for each in tensors if each.device.type != device.type
+        str(tensor.device) for tensor in tensors if tensor.device.type != device.type
     }
     if not other_devices:
         return

@@ -72,8 +72,8 @@ def units_of(module: nn.Module, regions: Regions | None, owner: str) -> list[nn.
         return select_modules(module, regions, owner)
     members = [
         member
-        for each in _outermost_lists(module)
-        for member in _callable_members(each)
+        for outermost_list in _outermost_lists(module)
+        for member in _callable_members(outermost_list)
         if next(member.parameters(), None) is not None
     ]
     return list({id(member): member for member in members}.values())
@@ -262,10 +262,12 @@ class UnitOrder(CallOrder):
     @torch.no_grad()
     def _reduce_zeros(self, unit: FSDPParamGroup) -> None:
         """Add zeros to a unit's gradients, and take this rank's shard of the sum."""
-        params = [each for each in unit.fsdp_params if each.sharded_param.requires_grad]
+        params = [
+            param for param in unit.fsdp_params if param.sharded_param.requires_grad
+        ]
         zeros = [
-            torch.zeros(each._orig_size, dtype=each.orig_dtype, device=unit.device)
-            for each in params
+            torch.zeros(param._orig_size, dtype=param.orig_dtype, device=unit.device)
+            for param in params
         ]
         replicas = unit._all_reduce_process_group if unit._is_hsdp else None
         context, device = unit.comm_ctx, cast("Any", unit.device_handle)
@@ -322,7 +324,9 @@ class Unit(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         """Reduce gradients; unused parameters contribute zeros."""
-        came = [each for each in self.fsdp_params if _whole_gradient(each) is not None]
+        came = [
+            param for param in self.fsdp_params if _whole_gradient(param) is not None
+        ]
         self.came.update(came)
         self.reduce_scatter_unused_params = bool(came)
         super().post_backward(*unused)
@@ -457,8 +461,8 @@ class ShardBinding:
             (id(module), key): name
             for name, param in inside.items()
             for module in self.module.modules()
-            for key, each in module._parameters.items()
-            if each is param
+            for key, parameter in module._parameters.items()
+            if parameter is param
         }
         self._is_inner = splitter.mesh != self._layout.mesh
         self.whole = {name: inside[name] for name in whole}

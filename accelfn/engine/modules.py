@@ -87,7 +87,7 @@ def _check_forward(region: nn.Module, module: nn.Module, owner: str) -> None:
     if has_forward(region):
         return
     name = next(name for name, each in module.named_modules() if each is region)
-    kinds = sorted({type(each).__qualname__ for each in region.children()})
+    kinds = sorted({type(child).__qualname__ for child in region.children()})
     way = f"its members, by their class: {', '.join(kinds)}"
     msg = (
         f"{owner}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
@@ -454,7 +454,7 @@ def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
     ]
     if not norms:
         return forward
-    order = CallOrder(norms[0].ranks, {each.label: each.take_part for each in norms})
+    order = CallOrder(norms[0].ranks, {norm.label: norm.take_part for norm in norms})
 
     def checked_forward(*args: Any, **kwargs: Any) -> Any:
         with order.begins():

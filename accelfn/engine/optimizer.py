@@ -138,7 +138,7 @@ class Versions:
         states = list(cast("Any", optimizer.state).values()) if is_known else []
         groups = optimizer.param_groups if is_known else []
         params = [param for group in groups for param in group["params"]]
-        values = [value for each in (*states, *groups) for value in each.values()]
+        values = [value for state in (*states, *groups) for value in state.values()]
         self._tensors = params + [v for v in values if isinstance(v, torch.Tensor)]
         self._is_sure = is_known and all(map(_counts, self._tensors))
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]]

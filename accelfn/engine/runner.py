@@ -458,8 +458,8 @@ def _check_scalar(
 
 
 def _has_no_rows(value: Any) -> bool:
-    leaves = [each for each in tree.tensor_leaves(value) if each.ndim]
-    return bool(leaves) and all(len(each) == 0 for each in leaves)
+    leaves = [leaf for leaf in tree.tensor_leaves(value) if leaf.ndim]
+    return bool(leaves) and all(len(leaf) == 0 for leaf in leaves)
 
 
 def _detach(value: Number) -> Number:

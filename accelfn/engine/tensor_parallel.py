@@ -52,8 +52,8 @@ class PerRankRng:
         before = self._states()
         told = b"".join(each.cpu().numpy().tobytes() for each in before)
         key = draws.key(told.hex(), place, self._ranks.rank)
-        for each in self._generators():
-            each.manual_seed(key)
+        for generator in self._generators():
+            generator.manual_seed(key)
         self._alike[first.initial_seed()] = before, self._states()
 
     def draw_alike(self) -> None:
@@ -64,18 +64,18 @@ class PerRankRng:
             return
         before, begun = kept
         has_drawn = not all(map(torch.equal, begun, self._states()))
-        for each, state in zip(generators, before, strict=True):
-            each.set_state(state)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
             if (
                 has_drawn
             ):  # otherwise layers that are called twice would draw the same numbers
-                torch.rand((), generator=each, device=each.device)
+                torch.rand((), generator=generator, device=generator.device)
 
     def _generators(self) -> list[torch.Generator]:
         return draws.generators(self._ranks.device)
 
     def _states(self) -> States:
-        return [each.get_state() for each in self._generators()]
+        return [generator.get_state() for generator in self._generators()]
 
 
 # Compare the inputs of split layers with the inputs of whole layers.
@@ -598,7 +598,7 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
     place, _, own = param.rpartition(".")
     kinds = LAYERS.get(word_of(plan, place) or "", {})
     dim = next(
-        (each.cuts.get(own) for each in kinds.values() if own in each.cuts), None
+        (kind.cuts.get(own) for kind in kinds.values() if own in kind.cuts), None
     )
     return dim if dim is not None and dim < meta.ndim else None
 
@@ -715,7 +715,7 @@ def _layer_problems(
     if type(module) not in kinds:
         yield (
             f"{name!r} is to be {word!r}, for which it must be an"
-            f" {' or '.join(f'nn.{each.__name__}' for each in kinds)}, with its own forward;"
+            f" {' or '.join(f'nn.{kind.__name__}' for kind in kinds)}, with its own forward;"
             f" it is a {type(module).__module__}.{type(module).__name__}."
         )
     wrong = [option for option in _REFUSED if getattr(module, option, None)]

@@ -282,14 +282,14 @@ def _elementwise(func: Any, scores: Scores, args: Any, options: Any) -> Any:
     """Apply an elementwise function; gradients of scalar arguments are summed over ranks."""
     part, ranks = _part(scores), scores._ranks
     inputs = []
-    for each in args:
-        if isinstance(each, torch.Tensor):
-            if each.ndim or isinstance(each, Scores):
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            if arg.ndim or isinstance(arg, Scores):
                 return NotImplemented
-            inputs.append(copy_to_ranks(each, ranks) if each.requires_grad else each)
+            inputs.append(copy_to_ranks(arg, ranks) if arg.requires_grad else arg)
         else:
-            inputs.append(each)
-    if any(isinstance(each, torch.Tensor) for each in options.values()):
+            inputs.append(arg)
+    if any(isinstance(option, torch.Tensor) for option in options.values()):
         return NotImplemented
     return Scores.of(func(part, *inputs, **options), ranks, scores._dim)
 

@@ -61,7 +61,7 @@ def entries_of(
         told = [each.get("param_names") for each in held["param_groups"]]
         entries = cast("Mapping[Any, Mapping[str, Any]]", held["state"])
         state = {place: {**entry} for place, entry in entries.items()}
-        sizes, own = [len(each) for each in saved], [len(each) for each in groups]
+        sizes, own = [len(each) for each in saved], [len(group) for group in groups]
         named = [len(each or ()) for each in told]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         msg = f"{file} is not the state_dict() of an optimizer: {error!r}."
@@ -170,7 +170,7 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> foreig
         CheckpointError: the folder has no supported files.
     """
     parts = [folder, *(folder / name for name in _FSDP)]
-    split = [each for each in parts if arguments.exists(each / torch_files.METADATA)]
+    split = [part for part in parts if arguments.exists(part / torch_files.METADATA)]
     if split:
         return _in_parts(state, folder, split, under)
     tag = deepspeed.parts_at(folder)

@@ -111,7 +111,9 @@ def _part(file: Path) -> Part:
     entries = tuple(_entries_of_groups(inner))
     count = held["partition_count"]
     counts = frozenset(map(int, count if isinstance(count, list) else [count]))
-    flat = all(isinstance(each, torch.Tensor) and each.ndim == 1 for each in masters)
+    flat = all(
+        isinstance(master, torch.Tensor) and master.ndim == 1 for master in masters
+    )
     if not flat or len(entries) != len(masters) or not counts:
         msg = (
             f"{file} has {len(masters)} parts of weights, and {len(entries)} of what its"
@@ -125,7 +127,7 @@ def _part(file: Path) -> Part:
         counts=counts,
         masters=masters,
         entries=entries,
-        paddings=tuple(tuple(map(int, each)) for each in paddings),
+        paddings=tuple(tuple(map(int, padding)) for padding in paddings),
         is_scaled=bool(held.get("dynamic_loss_scale")),
     )
 
@@ -183,7 +185,7 @@ def put_together(
     for index, group in enumerate(said):
         shapes = shapes_of(group)
         masters = [part.masters[index] for part in parts]
-        sizes = [len(each) for each in masters]
+        sizes = [len(master) for master in masters]
         if parts[0].cuts_each:
             places = _cut_each(shapes, len(parts))
             wanted = [sum(-(-math.prod(s) // len(parts)) for s in shapes.values())]
@@ -377,7 +379,7 @@ def found_in(
         beside = {each.name for each in folder.iterdir()} - {LATEST, tag.name}
         left += sorted(beside - _SCRIPTS)
     return foreign.Found(
-        weights={name: each for name, each in weights.items() if name in names},
+        weights={name: weight for name, weight in weights.items() if name in names},
         entries={name: each for name, each in kept.items() if name in params},
         step=None if any("step" in each for each in kept.values()) else steps,
         strange=tuple(name for name in weights if name not in names),
@@ -394,9 +396,9 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
     matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
     several = {match["mp"] for match in matches if match and int(match["mp"])}
     said = ""
-    if any(each.startswith("expp_rank_") or "_expert_" in each for each in files):
+    if any(file.startswith("expp_rank_") or "_expert_" in file for file in files):
         said = "has a mixture of experts, which are cut over ranks of their own"
-    elif any(each.startswith("layer_") for each in files):
+    elif any(file.startswith("layer_") for file in files):
         said = "was saved by a pipeline, by the layers of its stages"
     elif several:
         said = (
@@ -404,7 +406,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
         )
     elif "offloaded_tensors" in files:
         said = "has an optimizer whose tensors were on NVMe, in files of their own"
-    elif "zero" in files and not any(PART_FILE.fullmatch(each) for each in files):
+    elif "zero" in files and not any(PART_FILE.fullmatch(file) for file in files):
         said = "is a universal checkpoint; the folder it was made from is read"
     if said:
         msg = (

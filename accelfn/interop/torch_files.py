@@ -324,7 +324,7 @@ def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
             (index.fqn, tuple(index.offset or ())): info
             for index, info in records.storage_data.items()
         }
-        kinds = {n: type(each).__name__ for n, each in tensors.items()}
+        kinds = {n: type(tensor).__name__ for n, tensor in tensors.items()}
         pieces = {
             name: _piece(folder, name, tensors[name], places)
             for name, kind in kinds.items()

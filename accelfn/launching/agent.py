@@ -156,13 +156,19 @@ class Crew:
         """Announce the next world when all of its processes have arrived."""
         number = self._number + 1
         names = {place: self._name(place) for place in self._members | self._newcomers}
-        if not all(self._words.has_come(number, names[each]) for each in self._members):
+        if not all(
+            self._words.has_come(number, names[member]) for member in self._members
+        ):
             return
-        waiting = {each for each in self._newcomers if self._words.waits(names[each])}
+        waiting = {
+            newcomer
+            for newcomer in self._newcomers
+            if self._words.waits(names[newcomer])
+        }
         self._members |= waiting
         self._newcomers -= waiting
         self._number = number
-        self._words.call(number, [names[each] for each in sorted(self._members)])
+        self._words.call(number, [names[member] for member in sorted(self._members)])
         for each in waiting:
             self._words.take_in(names[each], number)
 
@@ -204,8 +210,8 @@ class _Follower(SubprocessHandler):
     ) -> None:
         """Start the process; an empty file name means the launcher's own stream."""
         self._stdout, self._stderr = (
-            open(each, "a") if each else None  # noqa: PTH123, SIM115 - torch closes them
-            for each in outputs
+            open(output, "a") if output else None  # noqa: PTH123, SIM115 - torch closes them
+            for output in outputs
         )
         self.local_rank_id = place
         self.proc = self._popen(tuple(command), env)
@@ -243,7 +249,9 @@ class Ended:
     def report(self) -> str:
         """The report of the failures."""
         text = report(self.failures, ranks=self.ranks, started=self.started)
-        if self.has_other_machines and all(each.lost_peer for each in self.failures):
+        if self.has_other_machines and all(
+            failure.lost_peer for failure in self.failures
+        ):
             text += (
                 "\nEvery rank of this machine lost another: the cause is on another"
                 " machine, whose launcher reports it, or between them."
@@ -306,7 +314,7 @@ class Agent(LocalElasticAgent):
         result: RunResult = looked(worker_group)
         if result.failures or result.state is WorkerState.SUCCEEDED:
             self._end_lines()
-        ranks = tuple(worker_group.workers[each].global_rank for each in watch.pids)
+        ranks = tuple(worker_group.workers[pid].global_rank for pid in watch.pids)
         if result.failures:
             failures = tuple(by_cause(result.failures, watch))
             many = (worker_group.group_world_size or 1) > 1
@@ -333,8 +341,8 @@ class Agent(LocalElasticAgent):
                     stream.close()
 
     def _end_lines(self) -> None:
-        for each in self._lines:
-            each.end()
+        for line in self._lines:
+            line.end()
 
     def _next_attempt(self) -> str:
         most = self._worker_group.spec.max_restarts

@@ -234,7 +234,7 @@ def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
         unit = f"slots.{slot.removeprefix('slots.')}"
         found = _tensors_of(source, unit)
         if not found or found.keys() - params.keys():
-            slots = [each for each in manifest.trees if each.startswith("slots.")]
+            slots = [tree for tree in manifest.trees if tree.startswith("slots.")]
             msg = (
                 f"{folder}: {unit} does not hold parameters by name; there are"
                 f" {arguments.list_names(slots) or 'no slots'}."

@@ -509,7 +509,7 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
 def all_left_on_signal(failures: Sequence[Failure]) -> bool:
     """Return whether all failed ranks exited because of a signal."""
     return failures[0].left_on_signal and all(
-        each.left_on_signal or each.was_told_to_end for each in failures
+        failure.left_on_signal or failure.was_told_to_end for failure in failures
     )
 
 

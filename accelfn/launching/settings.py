@@ -497,8 +497,8 @@ def configure(
     if default:
         begun = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
         found = {**begun, **found}
-    for each in assignments:
-        _assign(found, each)
+    for assignment in assignments:
+        _assign(found, assignment)
     if not assignments and not default:
         for name in _questions(found):
             _answer(found, name, ask or _terminal())

@@ -333,8 +333,8 @@ class Skeleton:
             memo[id(meta)] = buffers[name].detach()
         # a module has a dozen tables of hooks, nearly all empty, and a deep copy of an empty
         # table takes as long as that of a full table
-        for each in self.module.modules():
-            for table in vars(each).values():
+        for module in self.module.modules():
+            for table in vars(module).values():
                 if type(table) in _TABLES and not table:
                     memo[id(table)] = type(table)()
         return copy.deepcopy(self.module, memo)
@@ -584,8 +584,8 @@ def give_away(module: nn.Module, name: str) -> None:
         _GIVEN[param] = True
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     parts = [each for each in module.modules() if [*each.parameters(), *each.buffers()]]
-    for each in parts:
-        _seal(each, _GivenModel, name)
+    for part in parts:
+        _seal(part, _GivenModel, name)
 
 
 def _check(module: nn.Module) -> None:

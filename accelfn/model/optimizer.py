@@ -81,7 +81,7 @@ class Partitioned(Optimizer):
     def _step_supports_amp_scaling(self) -> bool:
         """Whether each part divides gradients in its own kernel, as torch's fused ones do."""
         return all(
-            getattr(each, "_step_supports_amp_scaling", False) for each in self.parts
+            getattr(part, "_step_supports_amp_scaling", False) for part in self.parts
         )
 
     def load_state_dict(self, state_dict: Any) -> None:
@@ -556,7 +556,7 @@ def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
     """
     if isinstance(optimizer, Partitioned):
         parts = [
-            f"{kind_of(each, names)}{_share(each, names)}" for each in optimizer.parts
+            f"{kind_of(part, names)}{_share(part, names)}" for part in optimizer.parts
         ]
         return f"partition({', '.join(parts)})"
     kind = type(optimizer)

@@ -45,7 +45,7 @@ def calls_of(part: Part) -> list[Call]:
     A loop can call the members of a container, and a method other than the forward can call
     the members of a module.
     """
-    inside = [each for each in part.module.modules() if each is not part.module]
+    inside = [module for module in part.module.modules() if module is not part.module]
     calls = [Call(each, tuple(_direct_tensors("", each).values())) for each in inside]
     itself = Call(part.module, tuple(part.tensors.values()))
     whole = {id(tensor) for tensor in itself.tensors}
@@ -213,7 +213,7 @@ class DeviceMap:
     @property
     def computes(self) -> str:
         """The device where offloaded units compute: the first accelerator, or the CPU."""
-        devices = [each for each in self.budgets if each not in {"cpu", DISK}]
+        devices = [budget for budget in self.budgets if budget not in {"cpu", DISK}]
         return devices[0] if devices else "cpu"
 
     def needed(self, device: str) -> int:
@@ -372,8 +372,8 @@ def _unit(parts: Iterable[Part]) -> Unit:
     buffers = [t for t in tensors.values() if not isinstance(t, nn.Parameter)]
     return Unit(
         tuple(part.name for part in parts),
-        num_bytes=sum(each.nbytes for each in tensors.values()),
-        buffer_bytes=sum(each.nbytes for each in buffers),
+        num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        buffer_bytes=sum(buffer.nbytes for buffer in buffers),
         device="",
     )
 

@@ -715,8 +715,8 @@ class Grads:
         """
         had = self.tensors  # which DeepSpeed lets nobody see
         split = {
-            n: split_as(each, had.get(n)) if is_shard(each) else each
-            for n, each in tensors.items()
+            n: split_as(tensor, had.get(n)) if is_shard(tensor) else tensor
+            for n, tensor in tensors.items()
         }
         return attrs.evolve(self, tensors=split)
 

@@ -695,7 +695,7 @@ def check_state(call: str, value: object) -> None:
 
 _fill: Callable[..., None] = inspect.unwrap(TrainState.__init__)
 """Set a new state's fields."""
-_FIELDS = tuple((each.name, each.alias) for each in attrs.fields(TrainState))
+_FIELDS = tuple((field.name, field.alias) for field in attrs.fields(TrainState))
 
 
 def next_state(

@@ -153,7 +153,7 @@ def _refuse_call(module: nn.Module, _given: object) -> NoReturn:
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    return [local(each)._version for each in tensors.values()]
+    return [local(tensor)._version for tensor in tensors.values()]
 
 
 def _check_trained(module: nn.Module, state: TrainState) -> None:
@@ -246,7 +246,7 @@ def snapshot_model(
             all_of_it = gather_full(params, state.world, label="af.snapshot_model")
             values = {name: copy_on_write(each) for name, each in all_of_it.items()}
             buffers = {
-                name: copy_on_write(each) for name, each in state.buffers.items()
+                name: copy_on_write(buffer) for name, buffer in state.buffers.items()
             }
         module = state.definition.skeleton.build(values, buffers)
     return module.eval().requires_grad_(requires_grad=False)

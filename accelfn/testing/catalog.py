@@ -66,7 +66,7 @@ class Row:
         away = self.not_beside | (_ONE_OF & self.fields)
         if transform is None:
             return away
-        defaults = {each.name: each.default for each in attrs.fields(self.cls)}
+        defaults = {field.name: field.default for field in attrs.fields(self.cls)}
         for name, fields in self.default_beside.items():
             if getattr(transform, name) != defaults[name]:
                 away |= fields

@@ -175,7 +175,7 @@ class Comparison:
 
 def format_differences(differences: Sequence[Difference]) -> str:
     """Return one line a difference, at most 20, and how many more there are."""
-    lines = [f"\n  {each}" for each in differences[:_MOST_LINES]]
+    lines = [f"\n  {difference}" for difference in differences[:_MOST_LINES]]
     more = len(differences) - len(lines)
     if more > 0:
         lines.append(f"\n  and {more} more")
@@ -380,7 +380,9 @@ def assert_states_equal(
             raise ArgumentError(msg)
     comparison = Comparison(rtol=rtol, atol=atol, bitwise=True)
     by_name = comparison.by_name(_fields(a), _fields(b))
-    found = [each for differences in by_name.values() for each in differences]
+    found = [
+        difference for differences in by_name.values() for difference in differences
+    ]
     found += _ties(a, b, comparison)
     if found:
         entries = "entry" if len(found) == 1 else "entries"

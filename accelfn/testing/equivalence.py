@@ -187,7 +187,7 @@ def _format_error(
     pair: Sequence[chain], where: str, found: Mapping[str, list[Difference]]
 ) -> str:
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
-    lines = [each for differences in found.values() for each in differences]
+    lines = [difference for differences in found.values() for difference in differences]
     return (
         f"The setups do not train alike: {where}, they differ in {', '.join(found)} (the"
         f" first, the second):{format_differences(lines)}\nThe first is {codes[0]}, the second"

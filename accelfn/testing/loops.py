@@ -119,7 +119,7 @@ def compare_loops(
     arguments.check_integer("compare_loops", "steps", steps, 1, "a number of updates")
     near, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
     with _running(old, steps) as reports:
-        trusted = [tree.clone(dict(each)) for each in reports]
+        trusted = [tree.clone(dict(report)) for report in reports]
     exact, count = True, 0
     with _running(new, steps) as reports:
         for one, two in zip(trusted, reports, strict=False):

@@ -153,7 +153,9 @@ def _of_state(
     parts: dict[str, Any] = {}
     if all_but_slots:
         parts |= {f"params[{name!r}]": param for name, param in state.params.items()}
-        parts |= {f"buffers[{name!r}]": each for name, each in state.buffers.items()}
+        parts |= {
+            f"buffers[{name!r}]": buffer for name, buffer in state.buffers.items()
+        }
         entries = state.opt_state.items()
         parts |= {f"opt_state[{name!r}]": dict(entry) for name, entry in entries}
     return _of_slots(state.slots, own) | _tensors(parts)
@@ -221,7 +223,7 @@ def watch_mean(transform: Any, seen: Seen) -> Any:
 
 def sends_all(members: Sequence[Any]) -> Law:
     """Return the law that gradients left out are sent later, though ranks join or leave."""
-    merging = [each for each in members if contract.has_field(each, "merge")]
+    merging = [member for member in members if contract.has_field(member, "merge")]
 
     def law(subject: Subject) -> str | None:
         def begin(world: World) -> _Reduced:
@@ -294,7 +296,7 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
 
     def have(*fields: str) -> bool:
         return any(
-            contract.has_field(each, field) for each in members for field in fields
+            contract.has_field(member, field) for member in members for field in fields
         )
 
     def reported_by(watch: Callable[[Any, Seen], Any]) -> Law:
@@ -494,7 +496,7 @@ _LOST: Mapping[str, Callable[..., str | None]] = {
 
 def _skips_whole(members: Sequence[Any], around: Around) -> Law:
     """Return the law that a skipped update leaves parameters, optimizer and slots alone."""
-    is_moved = any("sees_skips" in contract.facts_of(each) for each in members)
+    is_moved = any("sees_skips" in contract.facts_of(member) for member in members)
     parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
 
     def law(subject: Subject) -> str | None:
@@ -549,7 +551,7 @@ class skips_often:
 
 def _passes_on(members: Sequence[Any], around: Around) -> Law:
     """Return the law that wrappers of a loss or a gradient pass on their arguments."""
-    splits = any(contract.has_field(each, "data") for each in members)
+    splits = any(contract.has_field(member, "data") for member in members)
     outside = None if splits else accumulate(num_micro_batches=2)
 
     def law(subject: Subject) -> str | None:
@@ -661,7 +663,7 @@ def _owes_once(subject: Subject) -> str | None:
 
 def _merges_all(members: Sequence[Any]) -> Law:
     """Return the law that every rank's own entries have a part in the result of `merge`."""
-    merging = [each for each in members if contract.has_field(each, "merge")]
+    merging = [member for member in members if contract.has_field(member, "merge")]
 
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
@@ -703,7 +705,7 @@ def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | 
     result = merge(alike)
     again = merge([result[1]] * world.size)
     differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
-    kept = next((str(each[0]) for each in differences.values()), None)
+    kept = next((str(difference[0]) for difference in differences.values()), None)
     other = _plus_one(slot, contract.facts_of(transform).get("by_rank", ()))
     for place in range(
         world.size if first_difference(named(slot), named(other)) else 0

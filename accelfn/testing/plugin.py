@@ -229,7 +229,7 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     bundles = {each["rank"]: each for each in map(_read_rank, found)}
     size = next(iter(bundles.values()))["size"]
     # a run on another number of ranks may have left some before
-    there = {rank for rank, each in bundles.items() if each["size"] == size}
+    there = {rank for rank, bundle in bundles.items() if bundle["size"] == size}
     missing = [rank for rank in range(size) if rank not in there]
     if missing:
         msg = (
@@ -267,7 +267,7 @@ def _plain(given: Any) -> Any:
     for name, cursor in (("start", given.start), ("cursor", given.cursor)):
         parts[name] = None if cursor is None else cursor.to_plain()
     for name in ("parts_indices", "parts_filler"):
-        parts[name] = tuple(torch.as_tensor(np.asarray(each)) for each in parts[name])
+        parts[name] = tuple(torch.as_tensor(np.asarray(part)) for part in parts[name])
     parts["shares"] = None if given.shares is None else [*map(list, given.shares())]
     return {"batch": parts}
 
@@ -279,7 +279,7 @@ def _again(plain: Mapping[str, Any]) -> Any:
     for name in ("start", "cursor"):
         parts[name] = None if parts[name] is None else Cursor(*parts[name])
     for name in ("parts_indices", "parts_filler"):
-        parts[name] = tuple(each.numpy() for each in parts[name])
+        parts[name] = tuple(part.numpy() for part in parts[name])
     if parts["shares"] is not None:
         parts["shares"] = partial(list, parts["shares"])
     return Batch(**parts)

@@ -198,7 +198,9 @@ class Pool:
             with suppress(OSError):  # a rank that is gone says so in its answer
                 rank.pipe.send_bytes(message)
         size, answers = len(self._ranks), self._answers(timeout)
-        failed = {r: each for r, each in answers.items() if each.failure is not None}
+        failed = {
+            r: answer for r, answer in answers.items() if answer.failure is not None
+        }
         if failed:
             raise RankError(_report(failed, size))
         late = [rank for rank in range(size) if rank not in answers]

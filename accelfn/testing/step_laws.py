@@ -189,7 +189,7 @@ def _kinds(made: Any) -> str:
     if not isinstance(made, (tuple, list)):
         return type(made).__name__
     parts = cast("Sequence[Any]", made)
-    return f"({', '.join(type(each).__name__ for each in parts)})"
+    return f"({', '.join(type(part).__name__ for part in parts)})"
 
 
 def _subject(
@@ -297,9 +297,9 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
     """
     made = chain(*members)
     rough = "reduces_to_mean" in made.gives_up()
-    lossy = rough or any("apart" in contract.facts_of(each) for each in members)
+    lossy = rough or any("apart" in contract.facts_of(member) for member in members)
     draws = any(made.owners.get(each) or each in made.facts for each in _DRAWING)
-    whole = [each for each in members if lossy or not _only_splits(each)]
+    whole = [member for member in members if lossy or not _only_splits(member)]
 
     def law(subject: Subject) -> str | None:
         if not subject.splits:
@@ -434,8 +434,8 @@ def _differ(wanted: History, found: Sequence[History], near: Comparison) -> str 
                 {n: one[n] for n in names if n in one},
                 {n: other[n] for n in names if n in one or "metrics" not in n},
             )
-            for each in differences.values():
-                return f"{where} on rank {rank}: {each[0]}"
+            for difference in differences.values():
+                return f"{where} on rank {rank}: {difference[0]}"
     return None
 
 

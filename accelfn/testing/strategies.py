@@ -80,7 +80,7 @@ def chains(
         msg = f"chains(field={field!r}): expected one of {', '.join(contract.FIELDS)}."
         raise ArgumentError(msg)
     musts = [_must(each) for each in include]
-    present = {type(each.value) if each.value else each.row.cls for each in musts}
+    present = {type(must.value) if must.value else must.row.cls for must in musts}
     away = {row_of(cls) for cls in exclude}
     free = [row for row in CATALOG if row not in away and row.cls not in present]
     reducers = [row for row in free if _reduces(row)] if reduced else []
@@ -714,7 +714,9 @@ def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program
         >>> for_mine = programs(setup=chains(include=[af.ema(0.5)], reduced=True))
     """
     values = {
-        name for name, each in fields.items() if not isinstance(each, st.SearchStrategy)
+        name
+        for name, field in fields.items()
+        if not isinstance(field, st.SearchStrategy)
     }
     return _programs(exact, field_strategies(fields, _EXACT if exact else _ANY), values)
 
@@ -747,7 +749,7 @@ def _programs(
     fields: Mapping[str, st.SearchStrategy[Any]],
     values: Collection[str],
 ) -> Program:
-    made = {name: draw(each) for name, each in fields.items()}
+    made = {name: draw(field) for name, field in fields.items()}
     if "dataset" not in made:
         net = made["model"]
         known = isinstance(net, Net)

@@ -126,7 +126,7 @@ def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
     """
     (x, y), (other_x, other_y), *_ = ((n, Fraction(y)) for n, y in values.items())
     slope = (other_y - y) / (other_x - x)
-    if slope < 0 or any(y + slope * (n - x) != each for n, each in values.items()):
+    if slope < 0 or any(y + slope * (n - x) != value for n, value in values.items()):
         return None
     found = y + slope * (at - x)
     return found if found.denominator == 1 else None

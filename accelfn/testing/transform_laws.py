@@ -125,10 +125,10 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
     change their arguments.
     """
     methods = [
-        method_name(each, field, skipped=field in _seeing_skips(each))
-        for each in transforms
+        method_name(transform, field, skipped=field in _seeing_skips(transform))
+        for transform in transforms
         for field in (*_ACTS, *_WRAPS)
-        if contract.has_field(each, field) and callable(getattr(each, field))
+        if contract.has_field(transform, field) and callable(getattr(transform, field))
         if size > 1 or field not in _OVER_RANKS
     ]
     return [name for name in methods if name not in acts]
@@ -136,7 +136,11 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
 
 def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
     """Return the options without effect: no method names them, and nothing read them."""
-    options = [(each, option) for each in transforms for option in _options(each)]
+    options = [
+        (transform, option)
+        for transform in transforms
+        for option in _options(transform)
+    ]
     names = [f"{each!r}.{option}" for each, option in options]
     return [name for name in names if name not in acts]
 
@@ -144,10 +148,10 @@ def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
 def _options(transform: Any) -> list[str]:
     """Return the options that no method names; functions outside may read them."""
     kind = type(transform)
-    bodies = [each for cls in kind.__mro__ for each in vars(cls).values()]
+    bodies = [var for cls in kind.__mro__ for var in vars(cls).values()]
     named = set[str]().union(*map(_names, bodies))
-    options = [each.name for each in attrs.fields(kind) if each.eq and each.init]
-    return [each for each in options if each != "name" and each not in named]
+    options = [field.name for field in attrs.fields(kind) if field.eq and field.init]
+    return [option for option in options if option != "name" and option not in named]
 
 
 def _names(value: Any) -> set[str]:
@@ -254,7 +258,7 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
 
 def fact_law(members: Sequence[Any], around: Around) -> Law:
     """Return the law that declared facts are true, and true facts declared."""
-    declared = {fact for each in members for fact in contract.facts_of(each)}
+    declared = {fact for member in members for fact in contract.facts_of(member)}
     laws: Mapping[str, Law] = {
         "by_rank": lambda subject: _no_entry(subject, members),
         "judges_finite": _not_judged,
@@ -275,9 +279,9 @@ def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
         return dict(subject.start(world).slots)
 
     slots = simulate(1, rank)[0]
-    for each in members:
-        for name in contract.facts_of(each).get("by_rank", ()):
-            slot = slots.get(each.name)
+    for member in members:
+        for name in contract.facts_of(member).get("by_rank", ()):
+            slot = slots.get(member.name)
             if slot is not None and not (isinstance(slot, Mapping) and name in slot):
                 return (
                     f"it declares that {name!r} differs by rank, but its slot lacks it."
@@ -479,7 +483,9 @@ rank, up to rounding |
     acting, number = _acting(members, problems, max(sizes), updates)
     laws |= acting
     subjects = [
-        _subject(members, each, size, number) for each in problems for size in sizes
+        _subject(members, problem, size, number)
+        for problem in problems
+        for size in sizes
     ]
     here = _subject(members, other, max(sizes), number)
     laws["new_process"] = partial(_new_process, anew)
@@ -527,11 +533,13 @@ def _setup(
     engine: Any = _ENGINE,
 ) -> chain:
     """Return a chain of transforms and the sharding and engine that they do not replace."""
-    if any(isinstance(each, shard_data) for each in members):
+    if any(isinstance(member, shard_data) for member in members):
         shares = None
-    if any(contract.has_field(each, field) for each in members for field in _REDUCING):
+    if any(
+        contract.has_field(member, field) for member in members for field in _REDUCING
+    ):
         engine = None
-    skips = any("sees_skips" in contract.facts_of(each) for each in members)
+    skips = any("sees_skips" in contract.facts_of(member) for member in members)
     return chain(outside, shares, engine, *members, skips_once() if skips else None)
 
 
@@ -554,7 +562,7 @@ def _acting(
                 world: World, observed: Any, problem: Problem = problem
             ) -> TrainState:
                 return problem.state(
-                    world, _setup([observed(each) for each in members])
+                    world, _setup([observed(member) for member in members])
                 )
 
             try:

@@ -114,7 +114,7 @@ class _Wandb:
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         wrap = self._wandb.Image
-        shown = {n: wrap(picture(each, extra="wandb")) for n, each in images.items()}
+        shown = {n: wrap(picture(image, extra="wandb")) for n, image in images.items()}
         self.backend.log({**shown, "step": step})
 
     def close(self, *, failed: bool) -> None:

@@ -378,7 +378,7 @@ class Tracker:
             ArgumentError: a value is not a number, or the metrics are not averaged over ranks.
         """
         check_step(step)
-        check_metrics(metrics, tuple(each.world for each in self.outlets))
+        check_metrics(metrics, tuple(outlet.world for outlet in self.outlets))
         if self._goes_on():
             read = floats(metrics)
             what = f"the metrics of step {step}"
@@ -423,10 +423,10 @@ class Tracker:
         The second of a kind has the name `"jsonl 2"`, in the order of `together`.
         """
         found: dict[str, Any] = {}
-        for each in self.outlets:
-            if each.sink is not None:
-                names = chain([each.name], (f"{each.name} {i}" for i in count(2)))
-                found[next(n for n in names if n not in found)] = each.sink.backend
+        for outlet in self.outlets:
+            if outlet.sink is not None:
+                names = chain([outlet.name], (f"{outlet.name} {i}" for i in count(2)))
+                found[next(n for n in names if n not in found)] = outlet.sink.backend
         return found
 
     def close(self, *, failed: bool = False) -> None:
@@ -435,7 +435,7 @@ class Tracker:
         Args:
             failed: whether the run ended with an exception; some backends show this.
         """
-        _warn([said for each in self.outlets for said in each.close(failed=failed)])
+        _warn([said for outlet in self.outlets for said in outlet.close(failed=failed)])
 
     def __enter__(self) -> Self:
         """Return the tracker."""
@@ -452,17 +452,19 @@ class Tracker:
 
     def _goes_on(self, kind: str | None = None) -> bool:
         """Return whether this rank has a backend; raise if no backend takes this kind."""
-        closed = [each.name for each in self.outlets if each.is_closed]
+        closed = [outlet.name for outlet in self.outlets if outlet.is_closed]
         if closed:
             msg = f"{closed[0]} is closed; track inside the tracker's `with` block."
             raise TrackingError(msg)
-        takers = [each for each in self.outlets if kind is None or kind in each.accepts]
+        takers = [
+            outlet for outlet in self.outlets if kind is None or kind in outlet.accepts
+        ]
         if self.outlets and not takers:
-            names = ", ".join(each.name for each in self.outlets)
+            names = ", ".join(outlet.name for outlet in self.outlets)
             have = "tensorboard, wandb, comet" + (", mlflow" if kind == IMAGES else "")
             msg = f"{names} cannot hold {kind}; add one that can ({have})."
             raise ArgumentError(msg)
-        return any(each.sink is not None for each in takers)
+        return any(taker.sink is not None for taker in takers)
 
     def _tell(
         self,
@@ -477,9 +479,9 @@ class Tracker:
         Each backend gets its own copy, which shares no memory with the caller's tensors.
         """
         told = [*(said or ())]
-        for each in self.outlets:
-            if kind is None or kind in each.accepts:
-                told += each.attempt(what, lambda sink: act(sink, deepcopy(read)))
+        for outlet in self.outlets:
+            if kind is None or kind in outlet.accepts:
+                told += outlet.attempt(what, lambda sink: act(sink, deepcopy(read)))
         _warn(told)
 
 
@@ -493,9 +495,9 @@ def _read_tensors(
     Runs on rank 0 only, in the middle of a training, so it must not raise.
     """
     read, said = dict[str, T](), list[str]()
-    for name, each in tensors.items():
+    for name, tensor in tensors.items():
         try:
-            read[name] = convert(name, each)
+            read[name] = convert(name, tensor)
         except ArgumentError as error:
             said.append(f"It is not tracked at step {step}: {error}")
     return read, said
@@ -525,17 +527,17 @@ def together(*trackers: Tracker | None) -> Tracker:
         ...     tracker.backends["in_memory"].metrics
         {'loss': {1: 0.5}}
     """
-    for each in trackers:
-        if each is not None and not isinstance(each, Tracker):
+    for tracker in trackers:
+        if tracker is not None and not isinstance(tracker, Tracker):
             msg = (
-                f"af.track.together: expected trackers, got {each!r}; af.track.custom makes"
+                f"af.track.together: expected trackers, got {tracker!r}; af.track.custom makes"
                 " one of your own."
             )
             raise ArgumentError(msg)
-    outlets = tuple(o for each in trackers if each for o in each.outlets)
-    for i, each in enumerate(outlets):
-        if each in outlets[:i]:
-            msg = f"af.track.together: {each.name} is given twice; give each tracker once."
+    outlets = tuple(o for tracker in trackers if tracker for o in tracker.outlets)
+    for i, outlet in enumerate(outlets):
+        if outlet in outlets[:i]:
+            msg = f"af.track.together: {outlet.name} is given twice; give each tracker once."
             raise ArgumentError(msg)
     return Tracker(outlets)
 

@@ -140,11 +140,11 @@ class accumulate:
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
         """Reject a list that is one (inputs, targets) batch of a torch DataLoader."""
         kinds = {
-            (each.dtype, each.ndim) if isinstance(each, torch.Tensor) else None
-            for each in parts
+            (part.dtype, part.ndim) if isinstance(part, torch.Tensor) else None
+            for part in parts
         }
         if None not in kinds and len(kinds) > 1:
-            shown = " and ".join(f"{each.dtype} {tuple(each.shape)}" for each in parts)
+            shown = " and ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
             msg = (
                 f"Under {self!r} a list holds micro-batches, and this one holds tensors of other"
                 f" kinds, {shown}, as inputs and targets are. Give a list of such pairs:"

@@ -171,7 +171,7 @@ class schedule_free:
                 " as schedulefree.AdamWScheduleFree, or leave the transform out."
             )
             raise OptimizerError(msg)
-        away = [each for each in parts if state.step == 0 and _is_away(each, state)]
+        away = [part for part in parts if state.step == 0 and _is_away(part, state)]
         if away:
             msg = (
                 f"{self!r}: the {type(away[0]).__name__} has taken steps and is in its"

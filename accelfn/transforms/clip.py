@@ -167,7 +167,7 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     if {*map(type, tensors)} - {torch.Tensor}:  # or a subclass, such as DTensor
         shards = [each for each in tensors if is_shard(each)]
         whole = [each for each in tensors if not is_shard(each)]
-        norms = [_norm_of_shards(each, norm_type) for each in _by_ranks(shards)]
+        norms = [_norm_of_shards(rank, norm_type) for rank in _by_ranks(shards)]
         tensors = [*whole, *norms]
     first = tensors[0]
     wide, narrow = list[torch.Tensor](), list[torch.Tensor]()
@@ -201,9 +201,9 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
     """Group shards by the ranks that share them."""
     alike: dict[Any, list[Any]] = {}
-    for each in shards:
-        cut = tuple(not placement.is_replicate() for placement in each.placements)
-        alike.setdefault((each.device_mesh, cut), []).append(each)
+    for shard in shards:
+        cut = tuple(not placement.is_replicate() for placement in shard.placements)
+        alike.setdefault((shard.device_mesh, cut), []).append(shard)
     return alike.values()
 
 
@@ -213,7 +213,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     One float64 number is all-reduced: in float32 the power of a large norm overflows, and ranks
     may lack shards of some dtype.
     """
-    norm = _total_norm([local(each) for each in shards], norm_type).double()
+    norm = _total_norm([local(shard) for shard in shards], norm_type).double()
     norm = norm.to(computes_on(shards[0]))  # off the host, if the shards are there
     finite = not math.isinf(norm_type)
     # gloo's maximum of a number and NaN may be either
@@ -225,7 +225,7 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
         if not placement.is_replicate():
             dist.all_reduce(crossing, operation, group=mesh.get_group(axis))
     whole = crossing[0]
-    dtypes = (each.dtype.to_real() for each in shards)
+    dtypes = (shard.dtype.to_real() for shard in shards)
     widest = reduce(torch.promote_types, dtypes, torch.float32)
     return (whole ** (1 / norm_type) if finite else whole).to(widest)
 

@@ -694,7 +694,7 @@ class diloco:
         Parameters that were frozen meanwhile move to the mean, without momentum.
         """
         anchor, trained = slot["anchor"], state.trainable
-        stepped = {name: each for name, each in means.items() if name in trained}
+        stepped = {name: mean for name, mean in means.items() if name in trained}
         after = Outer(self.outer or NESTEROV, anchor).step(slot["outer"], stepped)
         for name in means.keys() - stepped.keys():
             local(anchor[name]).sub_(means[name])

@@ -64,9 +64,11 @@ class checkpoint_activations:
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Checkpoint the calls of some modules of the engine's module."""
         del state
-        for each in select_modules(module, self.regions, f"{self!r}"):
+        for select_module in select_modules(module, self.regions, f"{self!r}"):
             # an instance attribute: the model's structure and names do not change
-            each.forward = partial(_checkpoint_call, each, each.forward)
+            select_module.forward = partial(
+                _checkpoint_call, select_module, select_module.forward
+            )
         return module
 
 

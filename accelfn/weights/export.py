@@ -80,7 +80,7 @@ def index_of(
 ) -> bytes:
     """Return the JSON index of several files."""
     index = {
-        "metadata": {"total_size": sum(each.nbytes for each in tensors.values())},
+        "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
         "weight_map": {name: file for file, names in plan.items() for name in names},
     }
     return json.dumps(index, indent=2).encode()
@@ -283,7 +283,7 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
         tensors[name] = {**kind, "begin": first + begin, "end": first + end}
     blank = {"blake3": "", "header_blake3": ""}
     file = files.File.from_plain({"size": size, **blank, "tensors": tensors})
-    if min((each.begin for each in file.tensors.values()), default=first) != first:
+    if min((tensor.begin for tensor in file.tensors.values()), default=first) != first:
         msg = "its tensors do not begin behind its header"
         raise ValueError(msg)
     return file

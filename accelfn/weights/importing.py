@@ -69,7 +69,7 @@ class Valueless(TorchFunctionMode):
         try:
             return func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            if any(each.is_meta for each in tensor_leaves([args, kwargs])):
+            if any(leaf.is_meta for leaf in tensor_leaves([args, kwargs])):
                 raise ModelError(_needs_values(name, error)) from error
             raise
 
@@ -402,7 +402,7 @@ def fill_model(
         for name, value in made.items():
             old = empty[name]
             _set(old, value.to(place.device(name, old)), places.get(id(old), []))
-        given = {id(each) for target in pairs.values() for each in target.tensors}
+        given = {id(tensor) for target in pairs.values() for tensor in target.tensors}
         for name, left in _named_tensors(model).items():
             if id(left) not in given and not left.is_meta and place.device_map:
                 left.data = left.data.to(place.device(name, left))
@@ -423,8 +423,8 @@ def _give(
     if value is old:
         torch.autograd.graph.increment_version(old)  # as a copy does
         return
-    for each in target.tensors:
-        _set(each, value, places.get(id(each), []))
+    for tensor in target.tensors:
+        _set(tensor, value, places.get(id(tensor), []))
 
 
 def _targets(model: nn.Module) -> list[Target]:

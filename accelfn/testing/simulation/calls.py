@@ -89,7 +89,7 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """The number of bytes that this rank sends."""
-        return sum(_num_bytes(each) for each in self.sends)
+        return sum(_num_bytes(send) for send in self.sends)
 
     @property
     def num_bytes_for_others(self) -> int:
@@ -132,7 +132,7 @@ class Call:
         details = (self.op, root, peer, tag, self.shapes, tree, among)
         return (
             f"#{self.index} {self.kind}",
-            " ".join(each for each in details if each),
+            " ".join(detail for detail in details if detail),
             "" if self.label is None else repr(self.label),
             "" if self.step is None else f"update {self.step}",
             self.site,
@@ -189,7 +189,7 @@ def _num_bytes(tensor: torch.Tensor) -> int:
 
 
 def _format_tensors(tensors: Iterable[torch.Tensor]) -> str:
-    return ", ".join(collectives.format_tensor(each) for each in tensors)
+    return ", ".join(collectives.format_tensor(tensor) for tensor in tensors)
 
 
 @attrs.frozen(kw_only=True)
@@ -299,7 +299,7 @@ def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
 def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
     """Reduce each piece of the buffer beginning at another rank, as a ring does."""
     size = len(parts)
-    pieces = [each.reshape(-1).tensor_split(size) for each in parts]
+    pieces = [part.reshape(-1).tensor_split(size) for part in parts]
     passed = [
         _by_rank(operate, [pieces[(i + k) % size][i] for k in range(1, size + 1)])
         for i in range(size)
@@ -535,7 +535,7 @@ def _fits(fault: Fault, call: "Call") -> bool:
 
 
 def _is_corruptible(call: "Call") -> bool:
-    filled = [each for each in call.fills if each.numel()]
+    filled = [fill for fill in call.fills if fill.numel()]
     if any(not each.dtype.is_floating_point for each in filled) and _is_in_ddp():
         return False
     return bool(filled)
@@ -561,13 +561,15 @@ def _terminate() -> None:
 
 def _corrupt(tensors: Sequence[torch.Tensor], number: int) -> None:
     """Change one element, by its number among all tensors, modulo their size."""
-    number %= sum(each.numel() for each in tensors)
-    for each in tensors:
-        if number < each.numel():
-            place = each.detach()[tuple(map(int, np.unravel_index(number, each.shape)))]
+    number %= sum(tensor.numel() for tensor in tensors)
+    for tensor in tensors:
+        if number < tensor.numel():
+            place = tensor.detach()[
+                tuple(map(int, np.unravel_index(number, tensor.shape)))
+            ]
             wrong = ~place if place.dtype is torch.bool else place + 1
             if torch.equal(wrong, place) or place.isnan():  # adding 1 changed nothing
                 wrong = torch.zeros_like(place)
             place.copy_(wrong)
             return
-        number -= each.numel()
+        number -= tensor.numel()

@@ -307,10 +307,10 @@ class SimulatedGroup(dist.ProcessGroup):
         self, tensors: Sequence[torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return a list of one tensor per rank, each of the same shape and dtype as `like`."""
-        for rank, each in enumerate(tensors):
-            if each.shape != like.shape or each.dtype is not like.dtype:
+        for rank, tensor in enumerate(tensors):
+            if tensor.shape != like.shape or tensor.dtype is not like.dtype:
                 msg = (
-                    f"The tensor for rank {rank} is {collectives.format_tensor(each)}; expected"
+                    f"The tensor for rank {rank} is {collectives.format_tensor(tensor)}; expected"
                     f" {collectives.format_tensor(like)}."
                 )
                 raise ArgumentError(msg)

@@ -72,7 +72,9 @@ class _Kept:
     @classmethod
     def of_process(cls, device: torch.device) -> "_Kept":
         return cls(
-            generators=[each.get_state() for each in draws.generators(device)],
+            generators=[
+                generator.get_state() for generator in draws.generators(device)
+            ],
             python=random.getstate(),
             bits=mtrand.get_bit_generator(),
             normal=draws.normal_of_numpy(),
@@ -81,8 +83,10 @@ class _Kept:
         )
 
     def put_back(self, device: torch.device) -> None:
-        for each, state in zip(draws.generators(device), self.generators, strict=True):
-            each.set_state(state)
+        for generator, state in zip(
+            draws.generators(device), self.generators, strict=True
+        ):
+            generator.set_state(state)
         random.setstate(self.python)
         mtrand.set_bit_generator(self.bits)
         draws.put_back_normal_of_numpy(self.normal)
@@ -133,8 +137,8 @@ class Ambient:
 def seed_rank(seed: int, rank: int, device: torch.device) -> None:
     """Seed the process's generators for the start of a rank."""
     number = draws.key(seed, "rank", rank)
-    for each in draws.generators(device):
-        each.manual_seed(number)
+    for generator in draws.generators(device):
+        generator.manual_seed(number)
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - the one that users' code draws from
 
