@@ -16,7 +16,7 @@ ROW = re.compile(r"^\| (.*?) \| .* \|$", re.MULTILINE)
 HAVE = {"af": af, "world": af.World, "state": af.TrainState}
 
 
-ARGUMENTS, MEMBERS = CLASS.split("## Where a process is")
+ARGUMENTS, MEMBERS = CLASS.split("## Processes and devices")
 
 
 def first_column(text):
