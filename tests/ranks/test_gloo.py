@@ -46,7 +46,7 @@ class Gives:
         return (outcome.how, repr(outcome.what)) == ("returned", repr(self.value))
 
     def __str__(self) -> str:
-        return f"gives `{self.value}`"
+        return f"returns `{self.value}`"
 
 
 @attrs.frozen
@@ -54,7 +54,7 @@ class Wrong(Gives):
     """The rank returns what nobody means, without a word."""
 
     def __str__(self) -> str:
-        return f"**wrongly gives `{self.value}`**"
+        return f"**wrongly returns `{self.value}`**"
 
 
 @attrs.frozen
@@ -134,7 +134,7 @@ class Anything:
         return outcome.how != "hung"
 
     def __str__(self) -> str:
-        return "raises, or gives anything"
+        return "raises, or returns any value"
 
 
 @attrs.frozen
@@ -189,7 +189,7 @@ ROWS = [
         (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
     ),
     Row(
-        "The same, in calls that accelfn labels",
+        "The same, in labeled calls of accelfn",
         mistakes.swaps_labelled,
         (Wrong([[21.0], [12.0]]), Wrong([[12.0], [21.0]])),
         mismatch("label"),
@@ -273,7 +273,7 @@ ROWS = [
         mismatch("shape or dtype"),
     ),
     Row(
-        "`reduce_scatter` of twice 2 elements meets one of twice 3",
+        "`reduce_scatter` of 2 by 2 elements meets one of 2 by 3",
         Differ("reduce_scatter", (2, 3)),
         (Wrong([3.0, 3.0]), Waits()),
         mismatch("shape or dtype"),
@@ -385,7 +385,7 @@ ROWS = [
         faults=(Crash(1),),
     ),
     Row(
-        "Rank 0 reads an `all_reduce` that it has not waited for",
+        "Rank 0 reads the result of an `all_reduce` before it waits",
         mistakes.reads_before_waiting,
         (Wrong([1.0]), Gives([3.0])),
         (Gives([NAN]), Gives([3.0])),
@@ -397,19 +397,19 @@ ROWS = [
         (Gives([NAN]), Gives([NAN])),
     ),
     Row(
-        "`all_to_all_single` of 4 rows, split as `[1, 2]` on rank 0",
+        "`all_to_all_single` of 4 rows: rank 0 splits them as `[1, 2]`",
         Split(((1, 2), (2, 2))),
         (Raises("Split sizes doesn't match total dim 0 size"), Waits()),
         Refuses(RuntimeError, "to sum exactly to 4"),
     ),
     Row(
-        "`all_to_all_single` in which rank 0 gives 3 rows to a rank that takes 2",
+        "`all_to_all_single`: rank 0 sends 3 rows, and rank 1 expects 2",
         Split(((1, 3), (2, 2))),
         (Raises("inLengthPerRank[myRank] == outLengthPerRank[myRank]"), Waits()),
         mismatch("splits"),
     ),
     Row(
-        "`all_to_all` in which rank 0 gives 2 elements to a rank that takes 1",
+        "`all_to_all`: rank 0 sends 2 elements, and rank 1 expects 1",
         mistakes.uneven_all_to_all,
         (Raises("invalid tensor size at index 1 (expected (1), got (2))"), Waits()),
         mismatch("splits"),
@@ -427,7 +427,7 @@ ROWS = [
         Refuses(DeadlockError, "no rank can continue"),
     ),
     Row(
-        "Rank 0 sends what rank 1 does not receive",
+        "Rank 0 sends, and rank 1 does not receive",
         mistakes.sends_to_nobody,
         (Waits(), Gives([2.0])),
         Refuses(DeadlockError, "no rank can continue"),
@@ -457,7 +457,7 @@ ROWS = [
         (Gives([NAN]), Gives([NAN])),
     ),
     Row(
-        "The same by `af.all_reduce`",
+        "The same with `af.all_reduce`",
         mistakes.least,
         (Gives([NAN]), Gives([NAN])),
         (Gives([NAN]), Gives([NAN])),
@@ -487,21 +487,21 @@ ROWS = [
         Refuses(DefaultGroupError, "Pass group=world.group"),
     ),
     Row(
-        "Of ranks 0, 1 and 2, 3 along `dp_shard`, rank 3 skips its row's `all_reduce`",
+        "Rows (0, 1) and (2, 3) along `dp_shard`: rank 3 skips its row's `all_reduce`",
         mistakes.skips_in_its_row,
         (Gives([3.0]), Gives([3.0]), Waits(), Gives([4.0])),
         Refuses(DeadlockError, "no rank can continue"),
         axes=SQUARE,
     ),
     Row(
-        "There, rank 3 calls its `all_reduce` along `dp_replicate`",
+        "The same rows: rank 3 calls its `all_reduce` along `dp_replicate`",
         mistakes.takes_the_other_axis,
         (Gives([3.0]), Gives([3.0]), Waits(), Waits()),
         Refuses(DeadlockError, "no rank can continue"),
         axes=SQUARE,
     ),
     Row(
-        "All ranks sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
+        "All sum along `dp_shard`, then `dp_replicate`; rank 3 in the other order",
         mistakes.takes_axes_in_another_order,
         (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
         (Wrong([13.0]), Wrong([7.0]), Wrong([13.0]), Gives([10.0])),
@@ -510,14 +510,23 @@ ROWS = [
 ]
 
 
+ABOUT = """\
+# Wrong programs, on Gloo and simulated
+
+Read this page if a distributed program hangs or computes wrong values.
+The table shows what wrong programs do over Gloo (torch {}) and on simulated ranks.
+Gloo often waits until its timeout, by default 30 minutes, or silently returns wrong values.
+A [simulated world](how-to/test-distributed-code.md) usually raises an error at once.
+
+It misses two calls of equal shape in the other order, unless their labels differ.
+accelfn labels its own collectives; pass `label=` to `af.all_reduce` and the others.
+On real ranks, `af.World.from_env(checked=True)` compares accelfn's collectives before each call."""
+
+
 def page() -> str:
     """Return the table as a page of the documentation."""
-    about = (
-        f"What ranks get from Gloo (torch {TORCH}), whose timeout is 30 minutes by default,"
-        " and what a simulated world says of the same program at once."
-    )
     columns = ["| program | on Gloo | in a simulated world |", "| --- | --- | --- |"]
-    lines = ["# Wrong programs, on Gloo and simulated", "", about, "", *columns]
+    lines = [*ABOUT.format(TORCH).splitlines(), "", *columns]
     for row in ROWS:
         said = row.simulated
         simulated = str(said) if isinstance(said, Refuses) else by_rank(said)
