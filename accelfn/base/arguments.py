@@ -522,7 +522,7 @@ def _suggest_keywords(
     """Return the keyword form of surplus positional arguments."""
     may = f"only {' and '.join(by_position)}" if by_position else "no argument"
     surplus = args[len(by_position) :]
-    unfilled = [each for each in names if each not in by_position and each != "name"]
+    unfilled = [name for name in names if name not in by_position and name != "name"]
     arguments = [*by_position]
     arguments += [
         f"{n}={_format_argument(v)}" for n, v in zip(unfilled, surplus, strict=False)
@@ -530,7 +530,7 @@ def _suggest_keywords(
     if len(surplus) <= len(unfilled) and all(map(_is_plain, surplus)):
         usage = f"Write {name}({', '.join(arguments)})"
     else:
-        keywords = ", ".join(f"{each}=" for each in names if each not in by_position)
+        keywords = ", ".join(f"{name}=" for name in names if name not in by_position)
         usage = f"By name: {keywords or 'none'}"
     return f"{may} may be given by position. {usage}."
 

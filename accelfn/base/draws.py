@@ -147,7 +147,7 @@ class seeded(AbstractContextManager["seeded"]):
         try:
             self._saved = _default.get_state()
             if self._others:
-                self._saved_others = [each.get_state() for each in self._others]
+                self._saved_others = [other.get_state() for other in self._others]
             self._python, self._gauss = _save_python(), _python.gauss_next
             self._normal = normal_of_numpy()
             self._spare = _spares.pop() if _spares else MT19937(0)
@@ -171,8 +171,8 @@ class seeded(AbstractContextManager["seeded"]):
         algorithm as numpy, so `torch.randint` and `np.random.randint` would be equal.
         """
         _default.manual_seed(seed)
-        for each in self._others:
-            each.manual_seed(seed)
+        for other in self._others:
+            other.manual_seed(seed)
         _Python.seed(_python, seed)
         _python.gauss_next = None
         mtrand.seed(seed >> 32 & 0xFFFFFFFF)
@@ -182,8 +182,8 @@ class seeded(AbstractContextManager["seeded"]):
         try:
             _default.set_state(self._saved)
             if self._others:
-                for each, saved in zip(self._others, self._saved_others, strict=True):
-                    each.set_state(saved)
+                for other, saved in zip(self._others, self._saved_others, strict=True):
+                    other.set_state(saved)
             _restore_python(self._python)
             _python.gauss_next = self._gauss
             mtrand.set_bit_generator(self._numpy)

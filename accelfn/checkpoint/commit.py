@@ -361,10 +361,10 @@ def divide_writes(
     contents: Contents, ranks: Sequence[Mapping[str, Any]], rank: int
 ) -> Division:
     """Divide the writing among ranks by the descriptions that all ranks have sent."""
-    copies = tuple(each["copy"] for each in ranks if each["copy"] is not None)
+    copies = tuple(rank["copy"] for rank in ranks if rank["copy"] is not None)
     sharded = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
     per_rank, trees_by_rank = _differing(ranks, sharded)
-    held = [each["tensors"] for each in ranks]
+    held = [rank["tensors"] for rank in ranks]
     first = copies.index(copies[rank]) if copies else rank
     own = [
         name
@@ -387,8 +387,8 @@ def _slices_by_tensor(
 ) -> dict[str, Any]:
     """Return the file of each slice of sharded tensors, per copy where copies differ."""
     held: dict[str, dict[int, Any]] = {}
-    for rank, each in enumerate(ranks):
-        for name, place in each["slices"].items():
+    for rank, member in enumerate(ranks):
+        for name, place in member["slices"].items():
             held.setdefault(name, {})[rank] = place
     own = {name for name, by_rank in held.items() if _differ(by_rank, copies)}
     alike = (0,) * len(ranks)

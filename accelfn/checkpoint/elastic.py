@@ -208,7 +208,7 @@ class Source:
                     dtypes[name] = tensor.dtype
                     wide = tensor.float() if tensor.dtype.itemsize < 4 else tensor
                     sums[name] = wide * share + sums.get(name, 0)
-        return {name: each.to(dtypes[name]) for name, each in sums.items()}
+        return {name: total.to(dtypes[name]) for name, total in sums.items()}
 
 
 @attrs.frozen
@@ -371,7 +371,7 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     manifest = source.manifest
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
-    with_mean |= {f"slots.{each.name}" for each in state.setup}
+    with_mean |= {f"slots.{transform.name}" for transform in state.setup}
     apart = manifest.own_units - {f"slots.{each.name}" for each in merging}
     without = sorted((set(manifest.differs) - with_mean) | apart)
     if without or len(merging) != 1:

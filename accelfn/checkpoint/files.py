@@ -701,7 +701,7 @@ def checkpoints_near(path: Path, name: str) -> str:
     folder = path if inside else path.parent
     try:
         found = sorted(
-            each.name for each in folder.iterdir() if arguments.is_file(each / name)
+            path.name for path in folder.iterdir() if arguments.is_file(path / name)
         )
     except OSError:  # missing, or not readable
         found = []

@@ -128,7 +128,7 @@ def load_found(
         return _read_fields(state, folder, find(folder), strict=strict)
 
     fields, report = read_all_or_none(state, read)
-    own = {each.name for each in state.setup}
+    own = {transform.name for transform in state.setup}
     slots = {name: slot for name, slot in state.slots.items() if name not in own}
     after = with_fields(state, {**fields, "slots": slots})
     return attrs.evolve(report, state=after.with_setup(state.setup))
@@ -142,7 +142,7 @@ def _read_fields(
     weights = {
         aliases.get(name, name): weight for name, weight in found.weights.items()
     }
-    kept = {aliases.get(name, name): each for name, each in found.entries.items()}
+    kept = {aliases.get(name, name): entry for name, entry in found.entries.items()}
     persistent = state.definition.skeleton.persistent
     asked = {
         **state.params,

@@ -142,7 +142,7 @@ def differences(
 
 
 def _suggest_name(name: str, others: Iterable[str]) -> str:
-    known = [each for each in list(others)[:1000] if len(each) <= _LONG]
+    known = [other for other in list(others)[:1000] if len(other) <= _LONG]
     near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
     return f" (near {near[0]})" if near else ""
 
@@ -160,7 +160,7 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
 
 def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
     """Reject slots without a transform, and transforms without a slot."""
-    mine = {each.name for each in state.setup}
+    mine = {transform.name for transform in state.setup}
     saved = manifest.slots
     gone = [n for n in manifest.transforms if n in saved and n not in mine]
     begun = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
@@ -247,15 +247,17 @@ def check_values(
 
 
 def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
-    for each in state.setup:
-        if each.name in saved and each.name in state.slots:
-            there, slot = saved[each.name], state.slots[each.name]
+    for transform in state.setup:
+        if transform.name in saved and transform.name in state.slots:
+            there, slot = saved[transform.name], state.slots[transform.name]
             if isinstance(slot, Mapping) and isinstance(there, Mapping) and there:
                 missing = [
                     key for key in cast("Mapping[Any, Any]", slot) if key not in there
                 ]
-                yield from (f"{each.name}.{key}: missing"[:_LONG] for key in missing)
-            yield from _misfits(there, slot, each.name, may_change=True)
+                yield from (
+                    f"{transform.name}.{key}: missing"[:_LONG] for key in missing
+                )
+            yield from _misfits(there, slot, transform.name, may_change=True)
 
 
 def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
@@ -660,8 +662,8 @@ def load(
     words = _several(allow)
     with explain_removal(folder):
         made = {
-            name: restore_from(each, folder / name, partial(open_source, name), words)
-            for name, each in states.items()
+            name: restore_from(state, folder / name, partial(open_source, name), words)
+            for name, state in states.items()
         }
     return cast("States", made.get("", made))
 

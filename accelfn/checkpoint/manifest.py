@@ -630,7 +630,7 @@ def read_manifest(
     except CheckpointError as error:
         msg = f"{path}: {error}"
         raise type(error)(msg) from error
-    present = {each.name for each in folder.glob("*.safetensors")}
+    present = {path.name for path in folder.glob("*.safetensors")}
     missing, extra = manifest.files.keys() - present, present - manifest.files.keys()
     if missing or extra:
         msg = (

@@ -223,8 +223,8 @@ def _run_on_all(
     if isinstance(outcome, Exception):
         raise outcome
     results: list[str] = []
-    for rank, each in enumerate(texts):
-        verdict, _, said = each.partition(" ")
+    for rank, row in enumerate(texts):
+        verdict, _, said = row.partition(" ")
         if verdict != Verdict.DONE:
             msg = f"{_CALL}: rank {rank} of {world.size} could not {what}: {said}"
             raise StateError(msg)
@@ -307,7 +307,7 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
         zeros = torch.zeros(param.shape, dtype=param.dtype)
         laid = zeros if layout is None else layout.cut(name, zeros)
         params[name] = laid if is_shard(laid) else laid.to(world.device)
-    transforms = {each.name for each in state.setup}
+    transforms = {transform.name for transform in state.setup}
     own = {
         name: slot
         for name, slot in state.slots.items()

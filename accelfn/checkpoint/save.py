@@ -296,7 +296,7 @@ def contents_of(
         copy=copies[state.world.rank] if copies else None,
         facts={
             "optimizer": optimizer_name(state),
-            "transforms": tuple(each.name for each in state.setup),
+            "transforms": tuple(transform.name for transform in state.setup),
             "data": None if state.data is None else state.data.facts,
             "kept": kept,
             "persistent": tuple(sorted(state.definition.skeleton.persistent)),
@@ -319,10 +319,10 @@ def definition_of(state: TrainState) -> dict[str, str]:
     frozen = state.params.keys() - {*state.trainable}
     acting = ("grads", "hyper", "after_update", "merge")
     options = {
-        f"setup.{each.name}": _ADDRESS.sub("", repr(each))[:_SHOWN]
-        for each in state.setup
-        if any(has_field(each, field) for field in acting)
-        and not has_field(each, "layout")
+        f"setup.{transform.name}": _ADDRESS.sub("", repr(transform))[:_SHOWN]
+        for transform in state.setup
+        if any(has_field(transform, field) for field in acting)
+        and not has_field(transform, "layout")
     }
     return {**{f"params.{name}": "frozen" for name in sorted(frozen)}, **options}
 

@@ -107,17 +107,17 @@ def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
     Cost: 2**n corners per box if n dims are cut; returns False for more than 8 cut dims.
     """
     boxes = list(boxes)
-    if not all(each.fits(shape) for each in boxes):
+    if not all(box.fits(shape) for box in boxes):
         return False
     cut = [
         dim
         for dim, length in enumerate(shape)
-        if length == 0 or any(each.size[dim] != length for each in boxes)
+        if length == 0 or any(box.size[dim] != length for box in boxes)
     ]
     if len(cut) > _MOST_CUT:
         return False
     corners = Counter[tuple[int, ...]]()
-    for box, sign in [*((each, 1) for each in boxes), (Slice.whole(shape), -1)]:
+    for box, sign in [*((box, 1) for box in boxes), (Slice.whole(shape), -1)]:
         for ends in itertools.product((0, 1), repeat=len(cut)):
             corner = tuple(
                 box.offset[dim] + end * box.size[dim]

@@ -502,7 +502,7 @@ class CheckpointStore:
                     continue  # the run of the store has saved a newer one
             if not isinstance(outcome, CheckpointError):
                 return outcome
-            older = [each for each in steps if each < chosen]
+            older = [step for step in steps if step < chosen]
             if older and isinstance(outcome, CheckpointCorruptError):
                 outcome.add_note(self._how_to_continue(older))
             raise outcome

@@ -364,7 +364,7 @@ def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
     longest = max(int(each) for each in _gather_tensor(size, world, label))
     padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
     texts = _gather_tensor(padded.to(readable(world.device)), world, label)
-    told = [json.loads(each.cpu().numpy().tobytes()) for each in texts]
+    told = [json.loads(text.cpu().numpy().tobytes()) for text in texts]
     differing = [
         name for name in said if any(each[0][name] != told[0][0][name] for each in told)
     ]

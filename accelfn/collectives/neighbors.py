@@ -91,8 +91,8 @@ def _split_flat(
     flat: torch.Tensor, like: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Split a vector into views with the shapes of `like`."""
-    parts = flat.split([each.numel() for each in like])
-    return tuple(p.view(each.shape) for p, each in zip(parts, like, strict=True))
+    parts = flat.split([tensor.numel() for tensor in like])
+    return tuple(p.view(tensor.shape) for p, tensor in zip(parts, like, strict=True))
 
 
 # Asynchronous exchange of rows that uses links in both directions at once.
@@ -143,8 +143,8 @@ class _Messages:
     def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
         others = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]
         among: dict[str, Any] = {"group": ranks.group, "tag": _TAG_OF_PAIRS}
-        receives = [dist.irecv(got[each], group_src=each, **among) for each in others]
-        sends = [dist.isend(outgoing[each], group_dst=each, **among) for each in others]
+        receives = [dist.irecv(got[r], group_src=r, **among) for r in others]
+        sends = [dist.isend(outgoing[r], group_dst=r, **among) for r in others]
         got[ranks.rank] = outgoing[ranks.rank]
         self._works = cast("list[Work]", [*receives, *sends])
         self._given = outgoing  # keeps the memory alive until it is sent

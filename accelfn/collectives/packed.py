@@ -336,7 +336,7 @@ def _differ(sums: Sequence[float], world: World) -> bool:
     By the Cauchy-Schwarz inequality. The sums are integers below 2**53, thus exact, and all
     ranks get the same answer.
     """
-    numbers = [int(each) for each in sums]
+    numbers = [int(total) for total in sums]
     pairs = zip(numbers[:3], numbers[3:], strict=True)
     return any(world.size * squares != total**2 for total, squares in pairs)
 
@@ -497,7 +497,7 @@ def start_reduce_same(
         wanted = torch.get_default_dtype()
     elif op == "sum" and dtype is torch.bool:
         wanted = flat.dtype
-    metas = [torch.empty_like(each, device="meta") for each in same]
+    metas = [torch.empty_like(tensor, device="meta") for tensor in same]
 
     def finished() -> Sequence[torch.Tensor]:
         if wait is not None:
@@ -587,8 +587,8 @@ def average_(
     moving = [t for t in parts if t.is_floating_point() or t.is_complex()]
     if world.size == 1:
         return
-    for kind in dict.fromkeys((each.dtype, each.device) for each in moving):
-        same = [each for each in moving if (each.dtype, each.device) == kind]
+    for kind in dict.fromkeys((tensor.dtype, tensor.device) for tensor in moving):
+        same = [tensor for tensor in moving if (tensor.dtype, tensor.device) == kind]
         for bucket in _buckets(same, bucket_cap_mb):
             _average_bucket_(bucket, weight, world, label)
 

@@ -113,7 +113,7 @@ def _tables_apart(
     if is_same_text(text, world, label=label):
         return {}
     texts = gather_text(text, world, label=label)
-    return {rank: each.split("\n") for rank, each in enumerate(texts)}
+    return {rank: text.split("\n") for rank, text in enumerate(texts)}
 
 
 def refuse_difference(
@@ -181,7 +181,7 @@ def sums_of(
     """
     listed = list(tensors)
     here = (checksum(tree.local(tensor)) for tensor in listed)
-    sums = torch.stack([each.to(readable(world.device)) for each in here])
+    sums = torch.stack([tensor.to(readable(world.device)) for tensor in here])
     alike: dict[tuple[str, ...], list[int]] = {}
     for i, tensor in enumerate(listed):
         alike.setdefault(tree.cut_axes(tensor), []).append(i)
@@ -189,7 +189,7 @@ def sums_of(
         if axes:
             copy = fold_axes(world).along(*axes)
             parts = torch.stack(all_gather_list(sums[split], copy, label=label))
-            sums[split] = torch.stack([checksum(each) for each in parts.unbind(1)])
+            sums[split] = torch.stack([checksum(part) for part in parts.unbind(1)])
     return sums
 
 
@@ -373,7 +373,7 @@ def _along(
     """
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
     sent = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
-    flat = torch.cat([each.reshape(-1) for each in sent]).to(ranks.device)
+    flat = torch.cat([tensor.reshape(-1) for tensor in sent]).to(ranks.device)
     rows = all_gather_list(flat, ranks, label=label)
     of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
     joined: dict[str, torch.Tensor] = {}

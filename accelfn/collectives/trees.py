@@ -635,7 +635,7 @@ def _exchange_bytes(
     sent = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in given]
     counts = [sum(map(_num_bytes, given[0], row)) for row in shapes]
     received = sent[0].new_empty(sum(counts))
-    sizes = [len(each) for each in sent]
+    sizes = [len(tensor) for tensor in sent]
     with naming(label, world):
         flat = torch.cat(sent)
         dist.all_to_all_single(received, flat, counts, sizes, group=world.group)

@@ -437,7 +437,7 @@ class ZeroRunner:
             text, self._ranks, label="parameters without a gradient"
         )
         if len({*texts}) > 1:
-            rows = [", ".join(each.split("\n")[:5]) or "none" for each in texts]
+            rows = [", ".join(text.split("\n")[:5]) or "none" for text in texts]
             told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
             raise UnusedParametersError(_UNUSED.format(told=told))
 

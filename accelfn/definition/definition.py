@@ -251,7 +251,7 @@ def check_device(setup: chain, world: World) -> None:
     """
     if world.device.type != "meta":
         return
-    told = [(each, facts_of(each)) for each in setup]
+    told = [(transform, facts_of(transform)) for transform in setup]
     for each, facts in told:
         for fact in facts.keys() & _NEED_VALUES.keys():
             msg = f"{each!r} {_NEED_VALUES[fact]}"

@@ -212,9 +212,9 @@ def facts_of(transform: Any) -> dict[str, Any]:
 def by_rank(transforms: Iterable[Any]) -> frozenset[tuple[str, str]]:
     """Return the slot entries that differ by rank, as pairs of slot and entry name."""
     return frozenset(
-        (each.name, entry)
-        for each in transforms
-        for entry in facts_of(each).get("by_rank", ())
+        (owner.name, entry)
+        for owner in transforms
+        for entry in facts_of(owner).get("by_rank", ())
     )
 
 
@@ -285,16 +285,16 @@ def check_together(
     Raises:
         CompositionError: with the sentence of the transform that rejects.
     """
-    for each in transforms:
-        others = [other for other in transforms if other is not each]
-        refuses = told_by(each, "refuses")
+    for owner in transforms:
+        others = [other for other in transforms if other is not owner]
+        refuses = told_by(owner, "refuses")
         for other in others if refuses else ():
             for name, sentence in refuses.items():
                 value = says[id(other)].get(name)
                 if value:
                     text = sentence.replace("{other!r}", "{other}")
                     text = text.replace("{told}", str(value))
-                    msg = f"chain: {each!r} {text.replace('{other}', repr(other))}"
+                    msg = f"chain: {owner!r} {text.replace('{other}', repr(other))}"
                     raise CompositionError(msg)
 
 
@@ -304,10 +304,10 @@ def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
     Raises:
         CompositionError: with the sentence of the transform that needs it.
     """
-    for each in transforms:
-        for name, sentence in told_by(each, "needs").items():
+    for owner in transforms:
+        for name, sentence in told_by(owner, "needs").items():
             if name not in there:
-                msg = f"{each!r} {sentence}"
+                msg = f"{owner!r} {sentence}"
                 raise CompositionError(msg)
 
 
@@ -368,7 +368,7 @@ def explanation(setup: "chain") -> str:
 
 def _telling(transforms: "chain", fact: str) -> list[str]:
     """Return the names of the transforms that tell a fact."""
-    return [each.name for each in transforms if fact in facts_of(each)]
+    return [owner.name for owner in transforms if fact in facts_of(owner)]
 
 
 def _nest_calls(owners: Owners, field: str, inner: str) -> str:
@@ -483,8 +483,8 @@ def _tensors(slot: Any, depth: int = 4) -> Iterator[torch.Tensor]:
         yield slot
     elif depth and isinstance(slot, (Mapping, list, tuple)):
         inside = cast("Any", slot.values() if isinstance(slot, Mapping) else slot)
-        for each in inside:
-            yield from _tensors(each, depth - 1)
+        for item in inside:
+            yield from _tensors(item, depth - 1)
 
 
 def own_objects(slot: Any) -> Any:
@@ -725,7 +725,7 @@ class chain:
         for each in flat:
             check_told(each)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
-        told = {id(each): facts_of(each) for each in flat}
+        told = {id(owner): facts_of(owner) for owner in flat}
         # if ranks differ, their evaluated parameters are merged last; recomputation wraps the
         # module that other transforms have made
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
@@ -734,12 +734,12 @@ class chain:
         drawing = frozenset(
             field
             for field, having in owners.items()
-            if not all(told[id(each)].get("draws_nothing") for each in having)
+            if not all(told[id(owner)].get("draws_nothing") for owner in having)
         )
         self.__attrs_init__(  # type: ignore[attr-defined]
             transforms=flat,
             owners=owners,
-            facts=_by_fact(told[id(each)] for each in flat),
+            facts=_by_fact(told[id(owner)] for owner in flat),
             drawing=drawing,
             reduces=any("stays" not in told[id(owner)] for owner in owners["reduce"]),
         )
@@ -764,8 +764,8 @@ class chain:
     def gives_up(self) -> dict[str, str]:
         """Return the laws that the transforms break on purpose, with their reasons."""
         given: dict[str, str] = {}
-        for each in self.transforms:
-            given.update(told_by(each, "gives_up"))
+        for owner in self.transforms:
+            given.update(told_by(owner, "gives_up"))
         return given
 
     def explain(self) -> None:
@@ -778,23 +778,23 @@ class chain:
         """Return the code that makes the chain, one transform a line."""
         if not self.transforms:
             return "af.chain()"
-        inside = "".join(f"    {each!r},\n" for each in self.transforms)
+        inside = "".join(f"    {owner!r},\n" for owner in self.transforms)
         return f"af.chain(\n{inside})"
 
 
 def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
-    for position, each in enumerate(transforms):
-        if each is None:
+    for position, owner in enumerate(transforms):
+        if owner is None:
             continue
-        if isinstance(each, chain):
-            yield from each.transforms
-        elif is_transform(each) and not isinstance(each, type):
-            yield cast("Transform", each)
+        if isinstance(owner, chain):
+            yield from owner.transforms
+        elif is_transform(owner) and not isinstance(owner, type):
+            yield cast("Transform", owner)
         else:
-            hint = " Call it: transforms are values." if isinstance(each, type) else ""
-            if isinstance(each, (list, tuple)):
+            hint = " Call it: transforms are values." if isinstance(owner, type) else ""
+            if isinstance(owner, (list, tuple)):
                 hint = " Write af.chain(*transforms)."
-            msg = f"chain: argument {position} is {each!r}, not a transform.{hint}"
+            msg = f"chain: argument {position} is {owner!r}, not a transform.{hint}"
             raise CompositionError(msg)
 
 
@@ -820,14 +820,14 @@ def _check_chain(
     told: Mapping[int, Mapping[str, Any]],
 ) -> None:
     seen: dict[str, Transform] = {}
-    for each in transforms:
-        if each.name in seen:
+    for owner in transforms:
+        if owner.name in seen:
             msg = (
-                f"chain: {seen[each.name]!r} and {each!r} are both named {each.name!r}."
+                f"chain: {seen[owner.name]!r} and {owner!r} are both named {owner.name!r}."
                 " Drop one, or give one another name=."
             )
             raise CompositionError(msg)
-        seen[each.name] = each
+        seen[owner.name] = owner
     compressing = tuple(t for t in transforms if "compression" in told[id(t)])
     for several, what in (
         (owners["engine"], "engines"),
@@ -838,9 +838,9 @@ def _check_chain(
             first, second, *_ = several
             msg = f"chain: two {what}, {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
-    says: dict[int, dict[str, Any]] = {id(each): {} for each in transforms}
+    says: dict[int, dict[str, Any]] = {id(owner): {} for owner in transforms}
     for field, having in owners.items():
-        for each in having:
-            if getattr(each, field) is not None:  # of `reduce`: nothing is reduced
-                says[id(each)][field] = field
+        for owner in having:
+            if getattr(owner, field) is not None:  # of `reduce`: nothing is reduced
+                says[id(owner)][field] = field
     check_together(transforms, {key: {**say, **told[key]} for key, say in says.items()})

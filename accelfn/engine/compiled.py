@@ -456,7 +456,7 @@ def _find_shared(
     grads: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]
 ) -> set[int]:
     """Return the indices of gradients that share memory with another tensor."""
-    seen = {each.untyped_storage().data_ptr() for each in others}
+    seen = {other.untyped_storage().data_ptr() for other in others}
     found: set[int] = set()
     for i, grad in enumerate(grads):
         if grad is not None and grad.numel():

@@ -489,7 +489,7 @@ class DDPRunner:
             }
             reduced = self._compression.reduce(bucket.buffer(), named)
         if self._live is not None:
-            own = [each for each in params if each is not self._carrier]
+            own = [param for param in params if param is not self._carrier]
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
             self._reduced.append((reduced, own))

@@ -353,9 +353,10 @@ def _rows(state: TrainState) -> dict[str, str]:
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
     rows = reader_rows(definition.data)  # first: ranks that read together report it
     rows |= {"seed": str(state.seed)}
-    for i, each in enumerate(definition.setup):
-        is_own = type(each).__module__.partition(".")[0] == "accelfn"  # shown in full
-        text = repr(each) if is_own else f"{each.name}{_plain_options(each)}"
+    for i, transform in enumerate(definition.setup):
+        text = f"{transform.name}{_plain_options(transform)}"
+        if type(transform).__module__.startswith("accelfn."):
+            text = repr(transform)
         rows[f"transform {i}"] = _ADDRESS.sub("", text)
     rows["optimizer"] = kind_of(definition.optimizer, names)
     for i, group in enumerate(definition.optimizer.param_groups):

@@ -66,7 +66,7 @@ def select_modules(
 
     chosen = _outermost(module, "", is_meant)
     if not chosen:
-        names = sorted({type(each).__qualname__ for each in module.modules()})
+        names = sorted({type(submodule).__qualname__ for submodule in module.modules()})
         msg = (
             f"{owner}: no module of {type(module).__qualname__} is meant. There are modules"
             f" of the classes {', '.join(names)}."

@@ -435,9 +435,9 @@ def share_gradients(
     def put_back(module: nn.Module, *_: object) -> None:
         module._parameters.update(vars(module).pop("_accelfn_own", {}))
 
-    for each in module.modules():
-        each.register_forward_pre_hook(lend)
-        each.register_forward_hook(put_back, always_call=True)
+    for submodule in module.modules():
+        submodule.register_forward_pre_hook(lend)
+        submodule.register_forward_hook(put_back, always_call=True)
 
 
 def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
@@ -666,11 +666,11 @@ def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator
         yield from _layer_problems(name, each, word, size)
         if word in (REPLICATED, SEQUENCE):
             yield from _inner_problems(name, each, word, plan)
-    for name, each in modules.items():
-        splits_itself = isinstance(each, SelfSplittingLayer)
-        own = () if splits_itself else each.parameters(recurse=False)
+    for name, submodule in modules.items():
+        splits_itself = isinstance(submodule, SelfSplittingLayer)
+        own = () if splits_itself else submodule.parameters(recurse=False)
         if any(own_cut(param) is not None for param in own):
-            kind = type(each)
+            kind = type(submodule)
             yield (
                 f"{name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
                 " each rank has a part of them. Make it by af.megatron.layers(world), which"

@@ -273,7 +273,7 @@ def _entry(
             for value, size in zip(values, sizes, strict=True):
                 # an optimizer also keeps the padding after a group
                 if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
-                    shapes = [tuple(getattr(each, "shape", ())) for each in values]
+                    shapes = [tuple(getattr(value, "shape", ())) for value in values]
                     msg = (
                         f"{tag}: of {key!r} ranks have {shapes}, and of the weights {sizes}:"
                         " an optimizer that keeps such is not read."
@@ -314,7 +314,7 @@ def parts_at(folder: Path) -> Path | None:
         return folder
     if not arguments.is_directory(folder):
         return None
-    tags = sorted(each.name for each in folder.iterdir() if _has_parts(each))
+    tags = sorted(path.name for path in folder.iterdir() if _has_parts(path))
     latest = folder / LATEST
     if arguments.is_file(latest):
         said = latest.read_bytes()[:1000].decode(errors="replace").strip()
@@ -337,8 +337,8 @@ def parts_at(folder: Path) -> Path | None:
 
 def _has_parts(folder: Path) -> bool:
     return arguments.is_directory(folder) and any(
-        each.name.endswith(("_optim_states.pt", "model_states.pt"))
-        for each in folder.iterdir()
+        path.name.endswith(("_optim_states.pt", "model_states.pt"))
+        for path in folder.iterdir()
     )
 
 
@@ -357,7 +357,7 @@ def found_in(
         CheckpointError: the format is not supported.
         CheckpointCorruptError: a rank's file is missing, truncated, or from another save.
     """
-    files = sorted(each.name for each in tag.iterdir())
+    files = sorted(path.name for path in tag.iterdir())
     _check_kind(tag, files)
     try:
         parts = parts_of(tag, files)
@@ -376,7 +376,7 @@ def found_in(
     left += ["loss_scaler"] if any(part.is_scaled for part in parts) else []
     left += [n for n in files if not (PART_FILE.fullmatch(n) or _MODEL.fullmatch(n))]
     if tag != folder:
-        beside = {each.name for each in folder.iterdir()} - {LATEST, tag.name}
+        beside = {path.name for path in folder.iterdir()} - {LATEST, tag.name}
         left += sorted(beside - _SCRIPTS)
     return foreign.Found(
         weights={name: weight for name, weight in weights.items() if name in names},

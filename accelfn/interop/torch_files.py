@@ -365,7 +365,7 @@ def _piece(
     dtype = said.properties.dtype
 
     def read(box: slices.Slice) -> torch.Tensor:
-        shared = ((each, each.box.within(box)) for each in chunks)
+        shared = ((chunk, chunk.box.within(box)) for chunk in chunks)
         parts = (
             (part.inside(each.box), each.read(part)) for each, part in shared if part
         )
@@ -486,7 +486,7 @@ def write_distributed(
     for path in folder.rglob("*"):
         files.flush(path)
     entries = (each for entry in kept.values() for each in entry.values())
-    tensors = (each for each in entries if isinstance(each, torch.Tensor))
+    tensors = (entry for entry in entries if isinstance(entry, torch.Tensor))
     return sum(each.nbytes for each in (*model.values(), *tensors))
 
 

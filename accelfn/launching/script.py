@@ -484,7 +484,7 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
     Ranks that were stopped or did not arrive raised nothing: they come after ranks that raised,
     and before ranks that waited for them.
     """
-    noticed = [Failure.from_torch(r, each, watch) for r, each in failures.items()]
+    noticed = [Failure.from_torch(r, failure, watch) for r, failure in failures.items()]
     first = min((each.at for each in noticed if not each.ended_by_us), default=0.0)
     noticed = [
         evolve(

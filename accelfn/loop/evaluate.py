@@ -393,7 +393,7 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
 
 def slots_with_reports(state: TrainState) -> dict[str, Mapping[str, Any]]:
     """Return the slots of transforms that take reports, by name."""
-    slots = {each.name: state.slots.get(each.name) for each in state.definition.setup}
+    slots = {t.name: state.slots.get(t.name) for t in state.definition.setup}
     return {
         name: cast("Mapping[str, Any]", slot)
         for name, slot in slots.items()

@@ -430,10 +430,10 @@ def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
 def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     names = {id(param): name for name, param in module.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
-    for each in module.modules():
-        for own, param in each._parameters.items():
+    for submodule in module.modules():
+        for own, param in submodule._parameters.items():
             if param is not None:
-                places[names[id(param)]].append((each, own))
+                places[names[id(param)]].append((submodule, own))
     return dict(places)
 
 

@@ -583,7 +583,7 @@ def give_away(module: nn.Module, name: str) -> None:
     for param in module.parameters():
         _GIVEN[param] = True
         param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-    parts = [each for each in module.modules() if [*each.parameters(), *each.buffers()]]
+    parts = [m for m in module.modules() if [*m.parameters(), *m.buffers()]]
     for part in parts:
         _seal(part, _GivenModel, name)
 

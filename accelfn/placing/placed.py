@@ -335,7 +335,7 @@ def _fill_buffers(
         if name in saved and not buffer.is_meta:
             names_of.setdefault(id(buffer), []).append(name)
     for names in names_of.values():  # files have one that is shared under one name
-        name = next((each for each in names if each in found), names[0])
+        name = next((name for name in names if name in found), names[0])
         buffer = saved[name]
         if name not in found or found[name].tensor.shape != buffer.shape:
             has = found[name].tensor.shape if name in found else None

@@ -46,7 +46,7 @@ def calls_of(part: Part) -> list[Call]:
     the members of a module.
     """
     inside = [module for module in part.module.modules() if module is not part.module]
-    calls = [Call(each, tuple(_direct_tensors("", each).values())) for each in inside]
+    calls = [Call(item, tuple(_direct_tensors("", item).values())) for item in inside]
     itself = Call(part.module, tuple(part.tensors.values()))
     whole = {id(tensor) for tensor in itself.tensors}
     return [
@@ -93,8 +93,8 @@ def _parts(model: nn.Module) -> Iterator[Part]:
         if id(module) in seen:
             return
         seen.add(id(module))
-        inside = [each for each in module.modules() if each is not module]
-        whole = name and not any(id(each) in blocks for each in inside)
+        inside = [m for m in module.modules() if m is not module]
+        whole = name and not any(id(item) in blocks for item in inside)
         if not inside and not _has_forward(module):
             return  # its tensors are those of the module around it
         if id(module) in blocks or whole or not inside:
@@ -134,7 +134,7 @@ def _named_tensors(
 
 def _blocks(model: nn.Module) -> set[int]:
     """Return the identities of the outermost blocks."""
-    kinds: Any = [getattr(each, "_no_split_modules", None) for each in model.modules()]
+    kinds: Any = [getattr(m, "_no_split_modules", None) for m in model.modules()]
     names = {name for some in kinds for name in some or ()}
     found = set[int]()
 
@@ -248,7 +248,7 @@ class DeviceMap:
             msg = f"moved({name!r}, {device!r}): there is a budget for {[*self.budgets]} only."
             raise ArgumentError(msg)
         if not any(name in unit.names for unit in self.units):
-            names = [each for unit in self.units for each in unit.names]
+            names = [name for unit in self.units for name in unit.names]
             msg = f"moved({name!r}, ...): no unit of this name; there are {names[:20]}."
             raise ArgumentError(msg)
         units = [
@@ -343,7 +343,7 @@ def _coming(guests: list[Unit]) -> int:
 def _at_once(away: list[Unit]) -> list[Unit]:
     """Return the offloaded units that are on the device together at the peak."""
     met = [
-        [unit for unit in away if any(_is_within(name, each) for each in unit.names)]
+        [unit for unit in away if any(_is_within(name, key) for key in unit.names)]
         for name in dict.fromkeys(name for unit in away for name in unit.names)
     ]
     return max(met, key=_coming, default=[])

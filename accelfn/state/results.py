@@ -327,7 +327,7 @@ class Metrics(Mapping[str, torch.Tensor]):
         """
         where = "metrics.all_reduce_mean(world)"
         check_world(where, world)
-        pairs = {name: (each.total, each.weight) for name, each in self.sums.items()}
+        pairs = {name: (total.total, total.weight) for name, total in self.sums.items()}
         for name, (total, _) in pairs.items():
             if isinstance(total, torch.Tensor) and total.is_complex():
                 msg = (

@@ -164,7 +164,7 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
     if "apart" in before.setup.facts and (
         regrouped or "apart" not in after.setup.facts
     ):
-        names = {each.name for each in after.setup}
+        names = {transform.name for transform in after.setup}
         kept_slots = {
             name: slot for name, slot in values.slots.items() if name in names
         }
@@ -189,7 +189,7 @@ def check_replicas_agree(
     Raises:
         ReplicaMismatchError: the values differ.
     """
-    (transform, *_) = (each for each in definition.setup if "apart" in facts_of(each))
+    (transform, *_) = (t for t in definition.setup if "apart" in facts_of(t))
     check_same_values(
         {
             "params": values.params,
@@ -528,7 +528,7 @@ class TrainState:
             StateError: the name belongs to a transform.
         """
         self.lease.check()
-        entries.check_own_name(name, [each.name for each in self.setup])
+        entries.check_own_name(name, [transform.name for transform in self.setup])
         own_tensors = [self._params, self._buffers, self._opt_state]
         entries.say_what_follows(name, value, own_tensors)
         return attrs.evolve(self, slots={**self._slots, name: value})
@@ -762,7 +762,7 @@ def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
     """
     owners = update.state.definition.setup.owners[field]
     if update.skipped:
-        owners = [each for each in owners if "sees_skips" in facts_of(each)]
+        owners = [owner for owner in owners if "sees_skips" in facts_of(owner)]
     if not owners:
         return state
     is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]

@@ -134,8 +134,8 @@ def _end(module: nn.Module) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         setattr(tensor, _ENDED, True)
-    for each in module.modules():
-        each.register_forward_pre_hook(_refuse_call)
+    for submodule in module.modules():
+        submodule.register_forward_pre_hook(_refuse_call)
 
 
 def was_lent(tensor: torch.Tensor) -> bool:

@@ -129,15 +129,15 @@ def _call(count: Count, value: Any) -> dict[str, float]:
     returned = count(value)
     values = returned if isinstance(returned, Mapping) else {_ALONE: returned}
     counts: dict[str, float] = {}
-    for name, each in values.items():
-        scalar = isinstance(each, torch.Tensor) and each.numel() == 1
-        if not (scalar or is_number(each)) or not 0 <= float(each) < math.inf:
+    for name, item in values.items():
+        scalar = isinstance(item, torch.Tensor) and item.numel() == 1
+        if not (scalar or is_number(item)) or not 0 <= float(item) < math.inf:
             msg = (
                 f"{qualname(count)} returned {returned!r}; expected a count of 0 or more, or"
                 " a dict of counts by name."
             )
             raise LossError(msg)
-        counts[name] = each.item() if isinstance(each, torch.Tensor) else each
+        counts[name] = item.item() if isinstance(item, torch.Tensor) else item
     return counts
 
 

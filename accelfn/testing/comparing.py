@@ -552,8 +552,8 @@ def _text(run: Run[Any]) -> str:
 
 def _block(entries: Sequence[Entry]) -> str:
     """Return how often and how much was sent, and a line for each run of equal calls."""
-    sends = sorted(map(_line, (each for each in entries if each.kind == "send")))
-    lines = [*(_line(each) for each in entries if each.kind != "send"), *sends]
+    sends = sorted(map(_line, (entry for entry in entries if entry.kind == "send")))
+    lines = [*(_line(entry) for entry in entries if entry.kind != "send"), *sends]
     size = sum(entry.num_bytes for entry in entries)
     calls = f"{len(lines)} call{'s' * (len(lines) != 1)}"
     text = f"{calls}, {_bytes(size)}\n"

@@ -142,7 +142,7 @@ def _over_ranks(setup: chain, size: int) -> chain:
     """Return the setup, with data sharding and an engine if it has no engine or reduce."""
     if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
-    sharded = any(isinstance(each, shard_data) for each in setup)
+    sharded = any(isinstance(transform, shard_data) for transform in setup)
     return chain(None if sharded else shard_data(), wrap_ddp(), setup)
 
 
@@ -165,7 +165,7 @@ def _state_contents(state: TrainState, metrics: Any) -> Held:
 
 def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
     """Leave out metrics and slots that only one setup can have."""
-    names = [{each.name for each in setup} for setup in pair]
+    names = [{transform.name for transform in setup} for setup in pair]
     lone = names[0] ^ names[1]
     evaluates = any(setup.owners["eval_params"] for setup in pair)
     reported = [each["metrics"] for each in held]

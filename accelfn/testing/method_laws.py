@@ -288,7 +288,7 @@ def _mean(grads: Grads, world: World) -> Tensors:
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
     sums, whole = all_reduce((totals, weight), world, label=_LABEL)
-    return {name: each / whole for name, each in sums.items()}
+    return {name: total / whole for name, total in sums.items()}
 
 
 def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
@@ -339,8 +339,8 @@ def _own_slot(members: Sequence[Any], around: Around) -> Law:
 
     def law(subject: Subject) -> str | None:
         setup = around(members).transforms
-        names = {each.name for each in setup}
-        expected = {each.name for each in setup if contract.has_field(each, "init")}
+        names = {transform.name for transform in setup}
+        expected = {t.name for t in setup if contract.has_field(t, "init")}
 
         def rank(world: World) -> str | None:
             state = subject.start(world)

@@ -773,15 +773,15 @@ def _with_unused_found(made: dict[str, Any], values: Collection[str]) -> dict[st
     """Let DistributedDataParallel look for unused parameters, or draw a model without."""
     net, setup = made["model"], chain(made["setup"])
     blind = [
-        each
-        for each in setup
-        if isinstance(each, wrap_ddp) and not each.find_unused_parameters
+        transform
+        for transform in setup
+        if isinstance(transform, wrap_ddp) and not transform.find_unused_parameters
     ]
     if not (blind and isinstance(net, Net) and net.unused):
         return made
     if "setup" not in values:
         finds = attrs.evolve(blind[0], find_unused_parameters=True, static_graph=False)
-        found = [finds if each is blind[0] else each for each in setup]
+        found = [finds if transform is blind[0] else transform for transform in setup]
         return {**made, "setup": chain(*found)}
     if "model" not in values:
         return {**made, "model": attrs.evolve(net, unused=False)}

@@ -265,7 +265,9 @@ def format_table(
         updates: the number of updates.
         seconds: the seconds per update, by the number of ranks.
     """
-    labels = list(dict.fromkeys(label for each in columns.values() for label in each))
+    labels = list(
+        dict.fromkeys(label for column in columns.values() for label in column)
+    )
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
     rows = [("bytes an update", *head)]
     for label in labels:
@@ -482,7 +484,7 @@ def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
     for update in by_step.values():
         buckets = [c.cost for c in update if c.label == _BESIDE_BACKWARD]
         others = [c.cost for c in update if c.label != _BESIDE_BACKWARD]
-        waited += sum(link.seconds(each) for each in others)
+        waited += sum(link.seconds(other) for other in others)
         waited += _after_backward(buckets, link, backward)
     return waited
 

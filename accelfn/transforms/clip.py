@@ -165,8 +165,8 @@ def _label(index: int, group: Mapping[str, Any]) -> str:
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, including other ranks' shards."""
     if {*map(type, tensors)} - {torch.Tensor}:  # or a subclass, such as DTensor
-        shards = [each for each in tensors if is_shard(each)]
-        whole = [each for each in tensors if not is_shard(each)]
+        shards = [tensor for tensor in tensors if is_shard(tensor)]
+        whole = [tensor for tensor in tensors if not is_shard(tensor)]
         norms = [_norm_of_shards(rank, norm_type) for rank in _by_ranks(shards)]
         tensors = [*whole, *norms]
     first = tensors[0]

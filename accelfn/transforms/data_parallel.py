@@ -370,7 +370,7 @@ class sync_batchnorm:
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
         """Synchronize the BatchNorm layers of the engine's module over ranks."""
         ranks = state.world.loss
-        has_layers = any(isinstance(each, BatchNorm) for each in module.modules())
+        has_layers = any(isinstance(m, BatchNorm) for m in module.modules())
         if not has_layers and state.world.is_main:
             advise(
                 f"{self!r} has nothing to do: the model has none of torch's BatchNorm layers,"
@@ -658,18 +658,18 @@ class wrap_fsdp:
             CompositionError: a transform lets ranks differ although their gradients are summed.
             WorldError: copies train independently, and no axis gives their number.
         """
-        for each in state.setup:
-            told = facts_of(each)
+        for owner in state.setup:
+            told = facts_of(owner)
             if "stays" in told and not state.world.axes and state.world.loss.size > 1:
                 msg = (
                     f"{self!r}: without axes all ranks have one copy of the model together, and"
-                    f" {each!r} trains copies apart. Say how many there are, as"
+                    f" {owner!r} trains copies apart. Say how many there are, as"
                     " World.from_env(axes={'dp_replicate': 2, 'dp_shard': -1})."
                 )
                 raise WorldError(msg)
             if "apart" in told and "stays" not in told:
                 msg = (
-                    f"{self!r}: has one model that is split over the ranks, and under {each!r}"
+                    f"{self!r}: has one model that is split over the ranks, and under {owner!r}"
                     " each rank has a model of its own. Leave out one of the two."
                 )
                 raise CompositionError(msg)

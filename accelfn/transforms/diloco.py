@@ -137,8 +137,8 @@ class Exchange:
         rest = left[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
         flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
         new = {
-            name: _like(error[name], each.clone())
-            for name, each in zip(names, _split_flat(flat, parts), strict=True)
+            name: _like(error[name], part.clone())
+            for name, part in zip(names, _split_flat(flat, parts), strict=True)
         }
         flight = {**flight, "half": 2, "values": pending, "weight": total}
         return flight, {**error, **new}

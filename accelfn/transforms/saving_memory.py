@@ -122,7 +122,7 @@ class _Buffers:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._tables = [each._buffers for each in module.modules()]  # pyright: ignore[reportPrivateUsage]
+        self._tables = [submodule._buffers for submodule in module.modules()]  # pyright: ignore[reportPrivateUsage]
         self._before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
 
     @contextmanager

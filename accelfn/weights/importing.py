@@ -447,7 +447,7 @@ def _targets(model: nn.Module) -> list[Target]:
         if id(tensor) in own:
             names, tensors = found.setdefault(_key(tensor), ([], []))
             names.append(name)
-            if all(each is not tensor for each in tensors):
+            if all(part is not tensor for part in tensors):
                 tensors.append(tensor)
     return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
 

@@ -99,7 +99,9 @@ class Meeting:
         store = cast("Any", self.store).clone()
         rank, size = self.place.rank, self.place.size
         late = [each for each, count in enumerate(_counts(store, size)) if not count]
-        late = [each for each in late or list_unjoined(store, size) if each != rank]
+        late = [
+            member for member in late or list_unjoined(store, size) if member != rank
+        ]
         return f"rank {', '.join(map(str, late))}"
 
 

@@ -159,11 +159,13 @@ def differing(calls: Sequence[Call]) -> list[str]:
     """Return the names of facts that must be equal in matched calls, and are not."""
     first, *others = [call.common_facts() for call in calls]
     if calls[0].is_message:
-        return [] if all(each[3] == first[3] for each in others) else ["shape or dtype"]
+        return (
+            [] if all(other[3] == first[3] for other in others) else ["shape or dtype"]
+        )
     unequal = [
         name
         for i, name in enumerate(AGREED)
-        if any(each[i] != first[i] for each in others)
+        if any(other[i] != first[i] for other in others)
     ]
     return unequal or _unequal_splits(calls)
 
