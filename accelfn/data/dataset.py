@@ -413,8 +413,8 @@ class Data:
             LengthError: the dataset does not know it.
         """
         if self.is_stream:
-            promised = promised_length(self.dataset)
-            if promised is None or self.sharded:
+            length = promised_length(self.dataset)
+            if length is None or self.sharded:
                 where = " on all ranks together" if self.sharded else ""
                 msg = (
                     f"af.Data: the stream {type(self.dataset).__name__} does not say how many"
@@ -422,7 +422,7 @@ class Data:
                     " num_updates=, and count as you read."
                 )
                 raise LengthError(msg)
-            return promised
+            return length
         if self.batch_sampler is not None:
             return len(self.source)
         return self.ordering.num_samples(len(self.source))
@@ -531,11 +531,11 @@ class Data:
         if start.samples == 0:
             return
         if not self.is_stream:
-            cut = self._cut_of(start.epoch, seed)
-            if not cut.num_batches(start.samples):
+            epoch_cut = self._cut_of(start.epoch, seed)
+            if not epoch_cut.num_batches(start.samples):
                 msg = (
                     f"The cursor stands at {place}, but an epoch of this data has"
-                    f" {cut.end(0)} in its batches, and no batch is left. Was the dataset or"
+                    f" {epoch_cut.end(0)} in its batches, and no batch is left. Was the dataset or"
                     " its batch size changed?"
                 )
                 raise BatchError(msg)

@@ -300,8 +300,10 @@ def _prefetch(
             return None
         portion, values = pair
         with side:
-            pinned = [tree.tree_map(pin_leaf, value) for value in values]
-            return portion, [tree.to_device(v, device, opaque=False) for v in pinned]
+            pinned_values = [tree.tree_map(pin_leaf, value) for value in values]
+            return portion, [
+                tree.to_device(v, device, opaque=False) for v in pinned_values
+            ]
 
     pair = copy_next()
     while pair is not None:

@@ -281,10 +281,10 @@ def describe_values(values: npt.NDArray[Any]) -> str:
     return f"[{first}{', ...' if len(values) > 3 else ''}]"
 
 
-def check_one_each(call: str, what: str, values: Sized, n: int) -> None:
+def check_one_each(call: str, argument: str, values: Sized, n: int) -> None:
     """Raise unless there is a value for each sample."""
     if len(values) != n:
-        msg = f"{call}: {len(values)} {what} for a dataset of {n} samples."
+        msg = f"{call}: {len(values)} {argument} for a dataset of {n} samples."
         raise DataError(msg)
 
 
@@ -476,7 +476,7 @@ def _plain(index: Any) -> Any:
     if isinstance(index, (torch.Tensor, np.ndarray)):
         return cast("Any", index).tolist()
     if isinstance(index, (list, tuple)):
-        return [_plain(each) for each in cast("list[Any]", index)]
+        return [_plain(item) for item in cast("list[Any]", index)]
     return operator.index(index) if hasattr(index, "__index__") else index
 
 

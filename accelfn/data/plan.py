@@ -591,13 +591,13 @@ def epoch_of(data: "Data", *, seed: int, number: int) -> Epoch:
     order = data.ordering.of_epoch(n, seed=seed, epoch=number, batch_size=size)
     num_samples = len(data)
     if size is not None:
-        cut = EvenCut(num_samples, size, data.remainder)
+        epoch_cut = EvenCut(num_samples, size, data.remainder)
         sorts = getattr(data.ordering, "sorts", False)
-        return Epoch(number, num_samples, order, cut, key, sorts=sorts)
-    cut = cast("token_budget", data.global_batch_size).cut(
+        return Epoch(number, num_samples, order, epoch_cut, key, sorts=sorts)
+    epoch_cut = cast("token_budget", data.global_batch_size).cut(
         order(np.arange(num_samples))
     )
-    epoch = Epoch(number, num_samples, order, cut, key)
+    epoch = Epoch(number, num_samples, order, epoch_cut, key)
     if getattr(data.ordering, "shuffles_batches", False):
         return epoch.shuffled_batches(draws.key(seed, "batches", number))
     return epoch

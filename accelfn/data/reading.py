@@ -156,8 +156,8 @@ def _read_in_workers(
 def _stream_pairs(data: "Data", reading: Reading) -> Iterator[Pair]:
     plan, start, epochs = reading.plan, reading.start, reading.epochs
     if data.sharded:
-        sharded = Sharded(data, reading.seed, reading.world.batch, _place(reading))
-        return sharded.portions(plan, start, epochs)
+        source = Sharded(data, reading.seed, reading.world.batch, _place(reading))
+        return source.portions(plan, start, epochs)
     stream = Stream(data, reading.seed)
     if start.samples and start.memory is None and reading.world.is_main:
         log_replay(data.dataset, start.samples)
@@ -233,13 +233,15 @@ def _place(reading: Reading) -> Place:
 def _assemble_batches(pairs: Iterable[Pair], plan: Plan) -> Iterator[Batch]:
     """Yield batches, and mark stand-ins and repeats as filler."""
     for portion, values in pairs:
-        start, after, num_samples, spans, indices, own, _, shares = portion
+        start, after, num_samples, spans, indices, num_own, _, shares = portion
         weights: tuple[int, ...] = ()
         filler: tuple[Filler, ...] = ()
         for low, high in spans:
             weights += (high - low,)
             # positions beyond the epoch's own samples are repeats
-            filler += (low == high or (high > own and np.arange(low, high) >= own),)
+            filler += (
+                low == high or (high > num_own and np.arange(low, high) >= num_own),
+            )
         yield Batch(
             micro_batches=tuple(values),
             weights=weights,

@@ -68,15 +68,13 @@ class Rows:
 
     def subset(self, indices: Sequence[int]) -> "Rows":
         """Return the rows at these indices as a dataset; nothing is copied."""
-        picked, count = torch.as_tensor(indices, dtype=torch.int64), len(self)
-        outside = picked[(picked < -count) | (picked >= count)]
+        rows, count = torch.as_tensor(indices, dtype=torch.int64), len(self)
+        outside = rows[(rows < -count) | (rows >= count)]
         if len(outside):
             msg = f"A Subset picks sample {int(outside[0])} of a dataset that has {count}."
             raise DataError(msg)
-        picked = torch.where(picked < 0, picked + count, picked)
-        return Rows(
-            self.tensors, picked if self.picked is None else self.picked[picked]
-        )
+        rows = torch.where(rows < 0, rows + count, rows)
+        return Rows(self.tensors, rows if self.picked is None else self.picked[rows])
 
     def samples(self, indices: Indices, begin: Begin) -> list[Any]:
         """Return rows one by one; the user's collate may draw random numbers after them."""

@@ -59,13 +59,13 @@ def check_promise(dataset: Any, count: int, epoch: int, *, ended: bool) -> None:
     Raises:
         DataError: with both numbers.
     """
-    promised = promised_length(dataset)
-    if promised is None or count == promised or (count < promised and not ended):
+    length = promised_length(dataset)
+    if length is None or count == length or (count < length and not ended):
         return
-    bound = "only " if count < promised else "at least "
+    wrong_by = "only " if count < length else "at least "
     msg = (
-        f"{type(dataset).__name__} says that it has {promised} samples, and gave"
-        f" {bound}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
+        f"{type(dataset).__name__} says that it has {length} samples, and gave"
+        f" {wrong_by}{count} in epoch {epoch}. Let its __len__ say what it yields, or leave"
         " __len__ out."
     )
     raise DataError(msg)
@@ -236,8 +236,10 @@ class Stream:
         while epochs is None or start.epoch < epochs:
             for low, samples, end, after in self._epoch(start):
                 span = (low, low + len(samples))
-                cut = [_portion(plan, start, after, span, end) for plan in plans]
-                yield cut, samples
+                own_portions = [
+                    _portion(plan, start, after, span, end) for plan in plans
+                ]
+                yield own_portions, samples
                 start = after
 
     def values(self, portion: Portion, samples: Sequence[Any]) -> list[Any]:
@@ -254,21 +256,21 @@ class Stream:
         size, drop = self.data.global_batch_size, self.data.remainder == "drop"
         # read so far ahead that the last batch is known before it is yielded
         need = 2 * size if drop else size + 1
-        opened = self._open(start)
+        source = self._open(start)
         low, samples, memories = start.samples, list[Any](), dict[int, Any]()
         head: list[Any] | None = [] if low == 0 else None
         while True:
-            while len(samples) < need and (more := opened.read()):
+            while len(samples) < need and (more := source.read()):
                 samples += more
                 if head is not None and len(head) < size:
                     head += more
-                if (opened.position - start.samples) % size == 0:
-                    memories[opened.position] = opened.memory()
+                if (source.position - start.samples) % size == 0:
+                    memories[source.position] = source.memory()
             is_last = len(samples) < need
             batch, samples = samples[:size], samples[size:]
             if not batch or (drop and len(batch) < size):
                 self._raise_empty(start, len(batch))
-            count = opened.position
+            count = source.position
             check_promise(self.data.dataset, count, start.epoch, ended=is_last)
             end = low + len(batch)
             if is_last:
@@ -282,9 +284,9 @@ class Stream:
     def _repeats(self, head: list[Any] | None, count: int, epoch: int) -> list[Any]:
         """Return the first samples of the epoch, cyclically; read again after a resume."""
         if count and head is None:
-            opened = self._open(Cursor(epoch))
+            source = self._open(Cursor(epoch))
             head = []
-            while len(head) < self.data.global_batch_size and (more := opened.read()):
+            while len(head) < self.data.global_batch_size and (more := source.read()):
                 head += more
         return [head[i % len(head)] for i in range(count)] if head else []
 
@@ -314,15 +316,18 @@ class Stream:
         raise DataError(msg)
 
 
-def _portion(plan: Plan, start: Cursor, after: Cursor, span: Span, own: int) -> Portion:
+def _portion(
+    plan: Plan, start: Cursor, after: Cursor, span: Span, num_own: int
+) -> Portion:
     """Return a rank's part of an update with samples at these positions."""
     spans = tuple(plan.parts(span))
     firsts = [min(begin, span[1] - 1) for begin, _ in spans]
     indices = tuple(
-        np.arange(first, max(stop, first + 1)) % own  # repeats are the first samples
+        np.arange(first, max(stop, first + 1))
+        % num_own  # repeats are the first samples
         for first, (_, stop) in zip(firsts, spans, strict=True)
     )
-    return Portion(start, after, span[1] - span[0], spans, indices, own, key=0)
+    return Portion(start, after, span[1] - span[0], spans, indices, num_own, key=0)
 
 
 def read_stream(
@@ -393,12 +398,12 @@ class Counted(IterableDataset[Any]):
                 raise resume_error(dataset, start)
             if info is None or info.id == 0:
                 log_replay(dataset, count)
-        opened = self._opened = Opened(dataset, key, start, self._data.first)
+        source = self._opened = Opened(dataset, key, start, self._data.first)
         while not self._ended:
-            samples = opened.read()
+            samples = source.read()
             self._ended = not samples
             if info is None:  # each of several workers may have a part
-                count = opened.position
+                count = source.position
                 check_promise(dataset, count, self._epoch, ended=self._ended)
             yield from samples
 
@@ -490,10 +495,13 @@ class Sharded:
             if count:
                 last_indices = indices
             indices = last_indices or indices  # a stand-in is the last batch
-            cut = Plan(num_micro_batches=num_parts)
-            shares = [cut.counts(n)[0] for n in counts]
-            own = low + count
-            yield Portion(cursor, after, total, spans, indices, own, 0, shares), values
+            micro_plan = Plan(num_micro_batches=num_parts)
+            shares = [micro_plan.counts(n)[0] for n in counts]
+            num_own = low + count
+            yield (
+                Portion(cursor, after, total, spans, indices, num_own, 0, shares),
+                values,
+            )
             if not has_more:
                 return
             cursor = after
@@ -557,8 +565,11 @@ class Sharded:
 
     def _gather_counts(self, count: int, *, has_more: bool) -> tuple[list[int], bool]:
         """Return the number of samples of each rank, and whether any rank has more."""
-        mine = torch.tensor([count, has_more], device=self.ranks.device)
-        rows = [t.tolist() for t in all_gather_list(mine, self.ranks, label="lockstep")]
+        own_counts = torch.tensor([count, has_more], device=self.ranks.device)
+        rows = [
+            t.tolist()
+            for t in all_gather_list(own_counts, self.ranks, label="lockstep")
+        ]
         return [row[0] for row in rows], any(row[1] for row in rows)
 
     def _check_first(self, counts: list[int], cursor: Cursor) -> None:
@@ -600,10 +611,10 @@ def read_dispatched(
         failure, payloads = None, None
         if updates is not None:
             try:
-                cut, samples = next(updates)
+                cuts, samples = next(updates)
                 payloads = [
                     codec.to_bytes(_encode_portion(part, stream.values(part, samples)))
-                    for part in cut
+                    for part in cuts
                 ]
             except Exception as error:  # noqa: BLE001 - the other ranks must know
                 failure = error
@@ -612,14 +623,14 @@ def read_dispatched(
         copies = None
         if sharers.is_main:
             copies = [scatter_bytes(payloads, ranks, label=_LABEL)] * sharers.size
-        received = codec.from_bytes(scatter_bytes(copies, sharers, label=_LABEL))
+        batch = codec.from_bytes(scatter_bytes(copies, sharers, label=_LABEL))
         if failure is not None:
             raise failure
-        if "failed" in received:
-            msg = f"Rank 0, which reads for all, could not: {received['failed']}"
+        if "failed" in batch:
+            msg = f"Rank 0, which reads for all, could not: {batch['failed']}"
             raise DataError(msg)
-        values = received.pop("values")
-        portion = _decode_portion(received)
+        values = batch.pop("values")
+        portion = _decode_portion(batch)
         yield portion, values
         start = portion.after
 
@@ -687,8 +698,8 @@ def join_uneven(
         ArgumentError: `ends` is another word, or you cannot iterate over the first argument.
     """
     if ends not in _ENDS:
-        expected = ", ".join(map(repr, _ENDS))
-        msg = f"af.join_uneven(ends={ends!r}): expected one of {expected}."
+        choices = ", ".join(map(repr, _ENDS))
+        msg = f"af.join_uneven(ends={ends!r}): expected one of {choices}."
         raise ArgumentError(msg)
     check_world("af.join_uneven", world)
     if not isinstance(iterable, Iterable):
@@ -709,8 +720,10 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
     while True:
         item = next(items, end)
         last = last if item is end else item
-        mine = torch.tensor([int(item is not end)], device=ranks.device)
-        flags = [bool(flag) for flag in all_gather_list(mine, ranks, label="lockstep")]
+        own_flag = torch.tensor([int(item is not end)], device=ranks.device)
+        flags = [
+            bool(flag) for flag in all_gather_list(own_flag, ranks, label="lockstep")
+        ]
         if not any(flags) or (ends == "first" and not all(flags)):
             return
         without = [rank for rank, has_batch in enumerate(flags) if not has_batch]

@@ -69,9 +69,9 @@ def _on(
     call: str, world: World, rank: int, *, local: bool
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
     check_world(call, world)
-    mine, size = world.rank, world.size
+    index, size = world.rank, world.size
     if local:
-        mine, size = world.local_rank, world.local_size
+        index, size = world.local_rank, world.local_size
     if not is_integer(rank) or not -size <= rank < size:
         kind = "a local rank" if local else "a rank"
         msg = (
@@ -79,7 +79,7 @@ def _on(
             f" from the last, from -1 to {-size}."
         )
         raise ArgumentError(msg)
-    runs = mine == rank % size
+    runs = index == rank % size
 
     def decorate(function: Callable[P, R]) -> Callable[P, R | None]:
         if not callable(function):
@@ -143,8 +143,8 @@ def print_in_order(world: World, *values: object) -> None:
     Cost: a gather of the texts.
     """
     check_world("af.print_in_order", world)
-    mine = " ".join(map(str, values))
-    texts = gather_text(mine, world, label="print_in_order")
+    line = " ".join(map(str, values))
+    texts = gather_text(line, world, label="print_in_order")
     if world.is_main:
         for rank, text in enumerate(texts):
             print(f"rank {rank}: {text}", flush=True)  # noqa: T201 - printing is its purpose
@@ -178,7 +178,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
         raise ArgumentError(msg)
     state.lease.check()
-    compared = {
+    tensors = {
         "step": state.step,
         "num_skipped": state.num_skipped,
         "seed": state.seed,
@@ -189,7 +189,7 @@ def assert_replicas_agree(state: TrainState) -> None:
         "buffers": state.buffers,
     }
     is_split = state.definition.layout is not None
-    check_same_values(compared, state.world, is_split=is_split, advice=_DRIFTED)
+    check_same_values(tensors, state.world, is_split=is_split, advice=_DRIFTED)
 
 
 _DRIFTED = (

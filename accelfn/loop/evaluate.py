@@ -90,11 +90,11 @@ def evaluate(
     total, evaluation = Metrics({}), _Evaluation(state, fn, extras)
     left_out = None if getattr(data, "collate", None) is None else LeftOut()
     for batch in _held_out(state, data):
-        returned = evaluation.run(batch)
-        if left_out is not None and not isinstance(returned, Loss):
+        result = evaluation.run(batch)
+        if left_out is not None and not isinstance(result, Loss):
             left_out.look(batch.value, batch.weights[0], "What is measured")
         weight = batch.weights[0] or 0
-        sums = _sums(returned, weight, fn)
+        sums = _sums(result, weight, fn)
         if not weight:  # a stand-in, and even its infinity must not count
             sums = Metrics(dict.fromkeys(sums, (0.0, 0.0)))
         total = total + sums
@@ -138,12 +138,12 @@ def predict(
     ranks, evaluation = state.world.batch, _Evaluation(state, fn, extras)
     plan = Plan(num_shares=ranks.size)
     for batch in _held_out(state, data):
-        returned = evaluation.run(batch)
+        result = evaluation.run(batch)
         counts = [count for (count,) in plan.counts(batch.num_samples)]
-        _check_rows(returned, max(batch.weights[0] or 0, 1), fn)
-        gathered = join_rows(returned, counts, ranks, label="predict")
+        _check_rows(result, max(batch.weights[0] or 0, 1), fn)
+        rows = join_rows(result, counts, ranks, label="predict")
         for i in range(batch.num_samples):
-            yield tree.tree_map(lambda leaf, i=i: leaf[i], gathered)
+            yield tree.tree_map(lambda leaf, i=i: leaf[i], rows)
 
 
 class _Evaluation:
@@ -240,26 +240,28 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
     world, ranks = state.world, state.world.batch
     plan = Plan(world_rank=ranks.rank, world_size=ranks.size).sharded()
     reading = Reading(plan=plan, epochs=1, seed=state.seed, world=world)
-    ordered = data.in_order()
-    check_same_data(ordered, data.looks, world)
-    yield from ordered.read(reading)
+    in_order = data.in_order()
+    check_same_data(in_order, data.looks, world)
+    yield from in_order.read(reading)
 
 
-def _sums(returned: Any, weight: int, fn: EvaluateFunction) -> Metrics:
+def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
     """Return the function's result as weighted sums."""
-    if isinstance(returned, Loss):
-        if not is_scalar(returned.total):
-            msg = f"{_shape_hint(fn, returned.total)} as a total; expected one real number."
+    if isinstance(result, Loss):
+        if not is_scalar(result.total):
+            msg = (
+                f"{_shape_hint(fn, result.total)} as a total; expected one real number."
+            )
             raise LossError(msg)
         sums: dict[str, tuple[Number, Number]] = {}
-        sums["loss"] = (returned.total, returned.weight)
-        for entry in (sums["loss"], *returned.aux.values()):
+        sums["loss"] = (result.total, result.weight)
+        for entry in (sums["loss"], *result.aux.values()):
             check_whole(entry, _metric_name(fn))
-        for name, entry in returned.aux.items():
-            sums[name] = entry if isinstance(entry, tuple) else (entry, returned.weight)
+        for name, entry in result.aux.items():
+            sums[name] = entry if isinstance(entry, tuple) else (entry, result.weight)
         return Metrics(sums)
-    is_mapping = isinstance(returned, Mapping)
-    means: Any = returned if is_mapping else {_measure_of(fn): returned}
+    is_mapping = isinstance(result, Mapping)
+    means: Any = result if is_mapping else {_measure_of(fn): result}
     for name, value in means.items():
         check_whole(value, _metric_name(fn))
         if isinstance(value, torch.Tensor):
@@ -302,8 +304,8 @@ def _measure_of(fn: EvaluateFunction) -> str:
     return "value" if name == "<lambda>" else name
 
 
-def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
-    for leaf in tree.tree_leaves(returned):
+def _check_rows(result: Any, rows: int, fn: EvaluateFunction) -> None:
+    for leaf in tree.tree_leaves(result):
         check_whole(leaf, _metric_name(fn))
         is_array = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
         if not is_array or leaf.shape[0] != rows:
@@ -314,11 +316,11 @@ def _check_rows(returned: Any, rows: int, fn: EvaluateFunction) -> None:
             raise BatchError(msg)
 
 
-def _shape_hint(fn: EvaluateFunction, returned: Any) -> str:
+def _shape_hint(fn: EvaluateFunction, result: Any) -> str:
     """Describe the shape of a function's result for an error message."""
-    is_tensor = isinstance(returned, torch.Tensor)
-    shape = tuple(returned.shape) if is_tensor else type(returned).__name__
-    if is_tensor and returned.is_complex():
+    is_tensor = isinstance(result, torch.Tensor)
+    shape = tuple(result.shape) if is_tensor else type(result).__name__
+    if is_tensor and result.is_complex():
         shape = f"complex numbers of shape {shape}"
     return f"{_metric_name(fn)} returned {shape}"
 
@@ -452,8 +454,8 @@ def all_gather_valid(
     _check_same_rows(values, len(batch.filler))
     places = (~batch.filler).nonzero().reshape(-1)
     weight = sum(weight or 0 for weight in batch.weights)
-    mine = torch.tensor([len(places), weight], device=ranks.device)
-    rows = [t.tolist() for t in all_gather_list(mine, ranks, label=label)]
+    own_counts = torch.tensor([len(places), weight], device=ranks.device)
+    rows = [t.tolist() for t in all_gather_list(own_counts, ranks, label=label)]
     counts = [int(row[0]) for row in rows]
     # if nothing shards the data, every rank has the full batch
     is_full = ranks.size == 1 or sum(row[1] for row in rows) > batch.num_samples

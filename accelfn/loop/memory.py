@@ -193,7 +193,7 @@ def memory_estimate(
     axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
     setup, skeleton = chain(setup), _skeleton_from(model)
     by_dtype: dict[torch.dtype, StateBytes] = {}
-    refused: dict[torch.dtype, str] = {}
+    reasons: dict[torch.dtype, str] = {}
     for dtype in _DTYPES:
         try:
             state, slots = _fake_state(skeleton, setup, optimizer, dtype)
@@ -201,11 +201,11 @@ def memory_estimate(
         except ModelError as error:
             if dtype is torch.float32:
                 raise
-            refused[dtype] = str(error)
+            reasons[dtype] = str(error)
     return MemoryEstimate(
         num_parameters=sum(param.numel() for param in skeleton.module.parameters()),
         by_dtype=by_dtype,
-        refused=refused,
+        refused=reasons,
         on_host=_on_host(setup, axes),
     )
 
@@ -342,8 +342,10 @@ def _count_bytes(
         name: (params[name].shape, largest_part(params[name].shape, cut, axes))
         for name, cut in cuts.items()
     }
-    trained = {name: params[name] for name in state.definition.skeleton.trainable}
-    grads = _tree_bytes(trained, {} if _has_full_gradients(setup) else shards)
+    trained_params = {
+        name: params[name] for name in state.definition.skeleton.trainable
+    }
+    grads = _tree_bytes(trained_params, {} if _has_full_gradients(setup) else shards)
     has_buckets = any(
         not getattr(owner, "gradient_as_bucket_view", True)
         for owner in setup.owners["engine"]
@@ -601,8 +603,8 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
     check_world("af.find_batch_size(fn, start, world)", world)
     if world.size > 1:
         _check_group(world)
-        mine = torch.tensor([start], device=world.device)
-        starts = [int(other) for other in all_gather_list(mine, world, label=_LABEL)]
+        limit = torch.tensor([start], device=world.device)
+        starts = [int(other) for other in all_gather_list(limit, world, label=_LABEL)]
         if len(set(starts)) > 1:
             msg = f"af.find_batch_size: start differs between ranks: {starts}."
             raise ArgumentError(msg)
@@ -629,8 +631,8 @@ def _try_batch_size(
         leave()  # ends the waiting of the other ranks
     is_lost = isinstance(error, PeerFailedError)
     has_no_memory = error is not None and not is_lost
-    mine = torch.tensor([has_no_memory, is_lost], device=world.device).int()
-    flags = torch.stack(all_gather_list(mine, world, label=_LABEL)).any(0).tolist()
+    own_flags = torch.tensor([has_no_memory, is_lost], device=world.device).int()
+    flags = torch.stack(all_gather_list(own_flags, world, label=_LABEL)).any(0).tolist()
     if not any(flags):
         return result
     if error is None:
@@ -683,9 +685,11 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _check_group(world: World) -> None:
     """Reject a world for which torch cannot make a second group of the same ranks."""
-    simulated = world.connection.simulated
+    is_simulated = world.connection.simulated
     is_whole = (
-        world.group is dist.group.WORLD if simulated is None else simulated.is_whole
+        world.group is dist.group.WORLD
+        if is_simulated is None
+        else is_simulated.is_whole
     )
     backend = world.connection.backend(world.device)
     why = ""
@@ -714,8 +718,8 @@ def _branch(world: World) -> tuple[World, Callable[[], None]]:
     """Return the same ranks with their own process group, and a function that closes it."""
     if world.size == 1:
         return world, lambda: None
-    simulated = world.connection.simulated
-    make = _torch_branch if simulated is None else simulated.branch
+    is_simulated = world.connection.simulated
+    make = _torch_branch if is_simulated is None else is_simulated.branch
     branch, leave = make(world)
     world.connection.hold(branch.connection.close)
     return branch, leave

@@ -50,8 +50,8 @@ class Stop:
         Cost: an all-reduce of one integer.
         """
         if not self._agreed:
-            mine = torch.tensor(self.received, device=self._world.device)
-            self._agreed = int(all_reduce(mine, self._world, "max", label="stopping"))
+            flag = torch.tensor(self.received, device=self._world.device)
+            self._agreed = int(all_reduce(flag, self._world, "max", label="stopping"))
         return bool(self._agreed)
 
     @property
@@ -394,19 +394,19 @@ def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
     return by_period
 
 
-def _numbers(action: Action, returned: object, world: World) -> Numbers:
+def _numbers(action: Action, result: object, world: World) -> Numbers:
     """Return an action's result, if it has numbers of all ranks."""
-    if returned is None:
+    if result is None:
         return {}
-    if isinstance(returned, Metrics) and world.loss.size > 1:
+    if isinstance(result, Metrics) and world.loss.size > 1:
         msg = (
             f"af.run: {qualname(action)} returned Metrics, which are only of this rank: return"
             " metrics.all_reduce_mean(state.world)."
         )
         raise ArgumentError(msg)
-    if isinstance(returned, Mapping):
-        return cast("Numbers", returned)
-    msg = f"af.run: {qualname(action)} returned {returned!r}; expected numbers by name, or None."
+    if isinstance(result, Mapping):
+        return cast("Numbers", result)
+    msg = f"af.run: {qualname(action)} returned {result!r}; expected numbers by name, or None."
     raise ArgumentError(msg)
 
 

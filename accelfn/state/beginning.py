@@ -213,7 +213,7 @@ def _create_in_parts(
         return tree.with_local(params[name], part)
 
     opt_state = {
-        n: tree.tree_map(partial(as_part, n), each) for n, each in opt_state.items()
+        n: tree.tree_map(partial(as_part, n), entry) for n, entry in opt_state.items()
     }
     return Beginning(
         module=module,
@@ -228,7 +228,7 @@ def _create_in_parts(
 
 def _copies(module: nn.Module) -> Tensors:
     """Copy a module's buffers: a buffer may be a constant of its class."""
-    return {name: each.detach().clone() for name, each in module.named_buffers()}
+    return {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
 
 
 # Slots of a state that gets other parameters: an average or an anchor may begin with them.

@@ -104,14 +104,14 @@ def own_number(value: Number) -> Number:
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_whole(returned: object, name: str) -> None:
+def check_whole(result: object, name: str) -> None:
     """Raise if a loss function returned values computed from shards of parameters.
 
     Raises:
         LossError: a value is a DTensor.
     """
-    for each in returned if isinstance(returned, tuple) else (returned,):
-        if type(each) is not torch.Tensor and is_shard(each):
+    for part in result if isinstance(result, tuple) else (result,):
+        if type(part) is not torch.Tensor and is_shard(part):
             msg = (
                 f"{name} returned a DTensor: it is computed of parameters that are split over"
                 " the ranks, and were read outside of the model's forward pass, as in"
@@ -145,9 +145,9 @@ def _check_number(name: str, value: object) -> None:
     if is_scalar(value):
         return
     tensor = isinstance(value, torch.Tensor)
-    shown = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
+    text = f"<{value.dtype}, shape {tuple(value.shape)}>" if tensor else repr(value)
     msg = (
-        f"af.Loss({name}={shown}): expected one real number, an int or float of Python's or"
+        f"af.Loss({name}={text}): expected one real number, an int or float of Python's or"
         " a tensor."
     )
     raise LossError(msg)
@@ -639,9 +639,9 @@ class Grads:
         if info.lease.is_mean:
             return None
         kernel = kernel_divides if info.loss_scale is None else None
-        left = divide_(self.as_taken.values(), info.scale, kernel)
-        info.lease.is_mean = left is None
-        return left
+        divisor = divide_(self.as_taken.values(), info.scale, kernel)
+        info.lease.is_mean = divisor is None
+        return divisor
 
     def multiply_back(self) -> None:
         """Multiply divided gradients in place, back to those of totals."""
@@ -792,9 +792,9 @@ def _detached(tensors: Any) -> dict[str, torch.Tensor]:
         GradsError: they are not tensors by name.
     """
     if isinstance(tensors, Mapping):
-        given = cast("Mapping[Any, Any]", tensors)
-        if all(isinstance(each, torch.Tensor) for each in given.values()):
-            return {name: each.detach() for name, each in given.items()}
+        grads = cast("Mapping[Any, Any]", tensors)
+        if all(isinstance(grad, torch.Tensor) for grad in grads.values()):
+            return {name: grad.detach() for name, grad in grads.items()}
     msg = (
         "af.Grads(tensors): expected a tensor for each parameter name, such as"
         " dict(zip(state.params, torch.autograd.grad(loss, state.params.values())))."
@@ -827,9 +827,9 @@ def _whole_weight(weight: Any, call: str) -> Number:
             return weight.detach().reshape(())
         if not weight.is_floating_point() and not weight.is_complex():
             return weight.detach().reshape(()).double()
-    shown = format_tensor(weight) if isinstance(weight, torch.Tensor) else repr(weight)
+    text = format_tensor(weight) if isinstance(weight, torch.Tensor) else repr(weight)
     msg = (
-        f"{call}(weight={shown}): expected a number, or a scalar of at least 32 bits, because"
+        f"{call}(weight={text}): expected a number, or a scalar of at least 32 bits, because"
         " 16 bits cannot hold a count:"
         " torch.as_tensor(grads.weight, dtype=torch.float64), summed over the ranks."
     )

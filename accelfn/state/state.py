@@ -85,11 +85,11 @@ def check_same_values(
 
 
 def shared_slots(
-    slots: Mapping[str, Any], own: Collection[tuple[str, str]]
+    slots: Mapping[str, Any], entries_by_rank: Collection[tuple[str, str]]
 ) -> dict[str, Any]:
-    """Return slots without per-rank entries, which `own` lists as (slot, entry)."""
+    """Return slots without per-rank entries, which `entries_by_rank` lists as (slot, entry)."""
     shared = dict(slots)
-    for name, entry in own:
+    for name, entry in entries_by_rank:
         if isinstance(shared.get(name), Mapping):
             shared[name] = {k: v for k, v in shared[name].items() if k != entry}
     return shared
@@ -160,9 +160,9 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
     Raises:
         ReplicaMismatchError: ranks that trained independently hold different values.
     """
-    regrouped = after.copy_of_each not in ((), before.copy_of_each)
+    has_new_copies = after.copy_of_each not in ((), before.copy_of_each)
     if "apart" in before.setup.facts and (
-        regrouped or "apart" not in after.setup.facts
+        has_new_copies or "apart" not in after.setup.facts
     ):
         names = {transform.name for transform in after.setup}
         kept_slots = {
@@ -177,14 +177,14 @@ def carry_over(values: Values, before: Definition, after: Definition) -> Values:
 
 
 def check_replicas_agree(
-    values: Values, definition: Definition, own: Collection[tuple[str, str]]
+    values: Values, definition: Definition, entries_by_rank: Collection[tuple[str, str]]
 ) -> None:
     """Raise unless independently trained ranks hold equal values, except buffers.
 
     Args:
         values: the values, with the slots that the new setup keeps.
         definition: the definition of the independent training.
-        own: per-rank entries of the new setup, by slot and entry.
+        entries_by_rank: per-rank entries of the new setup, by slot and entry.
 
     Raises:
         ReplicaMismatchError: the values differ.
@@ -194,7 +194,7 @@ def check_replicas_agree(
         {
             "params": values.params,
             "opt_state": values.opt_state,
-            "slots": shared_slots(values.slots, own),
+            "slots": shared_slots(values.slots, entries_by_rank),
         },
         definition.world,
         is_split=definition.layout is not None,
@@ -234,8 +234,8 @@ def move_layout(values: Values, before: Definition, definition: Definition) -> V
     shapes = {name: meta.shape for name, meta in named}
     with own_modes(world.device):
         moved_fields = [
-            layout.reshard_tree(each, layout_after, shapes, world)
-            for each in (values.params, values.opt_state, values.slots)
+            layout.reshard_tree(part, layout_after, shapes, world)
+            for part in (values.params, values.opt_state, values.slots)
         ]
     params, opt_state, slots = moved_fields
     return attrs.evolve(values, params=params, opt_state=opt_state, slots=slots)
@@ -514,8 +514,8 @@ class TrainState:
         with own_modes(self.world.device):
             copies = {n: tree.clone(params[n]) for n in self._params}
             copies = cut_params(copies, self.definition.layout)
-        made = attrs.evolve(self, params=copies)
-        return attrs.evolve(made, slots=restart_slots(self, made))
+        new_state = attrs.evolve(self, params=copies)
+        return attrs.evolve(new_state, slots=restart_slots(self, new_state))
 
     def with_slot(self, name: str, value: Any) -> Self:
         """Return the state with a user entry, which checkpoints include.
@@ -552,7 +552,9 @@ class TrainState:
         self.lease.check()
         new_setup = chain(setup)
         check_setup(new_setup, self.world)
-        old, new = ([each.name for each in named] for named in (self.setup, new_setup))
+        old, new = (
+            [transform.name for transform in named] for named in (self.setup, new_setup)
+        )
         slots = entries.carried_over(self._slots, old, new)
         definition = attrs.evolve(self.definition, setup=new_setup)
         values = Values(self._params, self._buffers, self._opt_state, slots)
@@ -662,9 +664,9 @@ class TrainState:
         # from the definition, because an engine may have to gather values first
         metas = self.definition.skeleton.module.parameters()
         count = sum(meta.numel() for meta in metas)
-        donated = " donated" if self.lease.is_over else ""
+        note = " donated" if self.lease.is_over else ""
         return (
-            f"<TrainState {self.name!r}{donated}: step {self.step}, epoch"
+            f"<TrainState {self.name!r}{note}: step {self.step}, epoch"
             f" {self.cursor.epoch} sample {self.cursor.samples}, {count:,} parameters,"
             f" rank {self.world.rank} of {self.world.size}>"
         )
@@ -679,7 +681,7 @@ def check_state(call: str, value: object) -> None:
     if isinstance(value, TrainState):
         return
     hint = ""
-    if isinstance(value, tuple) and any(isinstance(each, TrainState) for each in value):
+    if isinstance(value, tuple) and any(isinstance(item, TrainState) for item in value):
         hint = " A step returns two things: state, metrics = step(state, batch)."
     elif isinstance(value, (nn.Module, Mapping)):
         hint = (
@@ -770,8 +772,8 @@ def apply_to_state(field: str, state: TrainState, update: Update) -> TrainState:
         for owner in owners:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:
-                returned = getattr(owner, field)(state, slot, update)
-            after, new_slot = split_result(owner, field, returned, TrainState)
+                result = getattr(owner, field)(state, slot, update)
+            after, new_slot = split_result(owner, field, result, TrainState)
             if update.skipped and after is not state:
                 msg = (
                     f"{owner!r}.{field} returned another state after a skipped update, which"

@@ -48,19 +48,19 @@ def draws_for(state: "TrainState", purpose: str) -> AbstractContextManager[objec
     """Return a context that makes random numbers a function of the state and a purpose."""
     definition = state.definition
     keys, name = definition.cache.keys, definition.name
-    cached = keys.get(purpose)
-    if cached is None or cached[0] != state.seed:
-        cached = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
-    key = draws.fold(cached[1], state.num_tried)
-    seeded = draws.seeded(key, definition.world.device)
-    return seeded if definition.layout is None else _of_wholes(seeded)
+    entry = keys.get(purpose)
+    if entry is None or entry[0] != state.seed:
+        entry = keys[purpose] = (state.seed, draws.key(state.seed, name, purpose))
+    key = draws.fold(entry[1], state.num_tried)
+    context = draws.seeded(key, definition.world.device)
+    return context if definition.layout is None else _of_wholes(context)
 
 
 @contextmanager
-def _of_wholes(seeded: draws.seeded) -> Generator[None]:
+def _of_wholes(context: draws.seeded) -> Generator[None]:
     from accelfn.definition.layout import WholeDraws  # noqa: PLC0415 - a slow import
 
-    with seeded, WholeDraws():
+    with context, WholeDraws():
         yield
 
 
@@ -106,8 +106,10 @@ class Update:
     @property
     def replicated(self) -> bool:
         """Whether every rank has the same gradients: reduced, and not split."""
-        grads, apart = self.grads, self.state.definition.trains_apart
-        return grads.reduced and not (apart or have_shards(grads.as_taken.values()))
+        grads, trains_apart = self.grads, self.state.definition.trains_apart
+        return grads.reduced and not (
+            trains_apart or have_shards(grads.as_taken.values())
+        )
 
     def with_grads(self, grads: Grads) -> "Update":
         """Return the update with other gradients."""
@@ -152,21 +154,21 @@ def set_slot(slots: Mapping[str, Any], name: str, slot: Any) -> Mapping[str, Any
 
 
 def split_result(
-    owner: object, field: str, returned: Any, kind: type | tuple[type, ...]
+    owner: object, field: str, result: Any, kind: type | tuple[type, ...]
 ) -> tuple[Any, Any]:
     """Split a method's result into value and slot.
 
     Raises:
         ArgumentError: the result is not such a pair; the error names the transform.
     """
-    shown = type(returned).__name__
-    if isinstance(returned, tuple) and len(cast("tuple[Any, ...]", returned)) == 2:
-        value, slot = cast("tuple[Any, Any]", returned)
+    kinds = type(result).__name__
+    if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
+        value, slot = cast("tuple[Any, Any]", result)
         if isinstance(value, kind):
             return value, slot
-        shown = f"({type(value).__name__}, {type(slot).__name__})"
+        kinds = f"({type(value).__name__}, {type(slot).__name__})"
     first = ARGUMENTS[field][0]
-    msg = f"{owner!r}.{field} returned {shown}; expected ({first}, slot)."
+    msg = f"{owner!r}.{field} returned {kinds}; expected ({first}, slot)."
     raise ArgumentError(msg)
 
 
@@ -189,8 +191,8 @@ def apply_transforms(
         for owner in owners:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:
-                returned = getattr(owner, field)(value, slot, update)
-            value, new_slot = split_result(owner, field, returned, kind)
+                result = getattr(owner, field)(value, slot, update)
+            value, new_slot = split_result(owner, field, result, kind)
             if new_slot is not slot:
                 update = update.with_slot(owner.name, new_slot)
     return value, update
@@ -219,15 +221,15 @@ class Skips:
     _known: int | None = None
 
     @classmethod
-    def start_copy(cls, tried: int, count: torch.Tensor) -> "Skips":
+    def start_copy(cls, num_tried: int, count: torch.Tensor) -> "Skips":
         """Start the copy of a count to the host."""
         if count.is_cpu:
-            return cls(tried, count, count, None)
+            return cls(num_tried, count, count, None)
         host = host_memory(count.shape, count.dtype, count.device)
         host.copy_(count, non_blocking=True)
-        arrived = torch.Event(count.device)
-        arrived.record()
-        return cls(tried, count, host, arrived)
+        event = torch.Event(count.device)
+        event.record()
+        return cls(num_tried, count, host, event)
 
     def read(self) -> int:
         """Return the count, without waiting for later work on the device."""
@@ -250,11 +252,11 @@ def plan_hyper(update: Update) -> tuple[Assignments, Update]:
     definition = update.state.definition
     if definition.rates is None and not definition.setup.owners["hyper"]:
         return {}, update
-    planned, is_over, update = _plan(update)
+    assignments, is_over, update = _plan(update)
     if is_over and definition.rates is not None and definition.world.is_main:
         cache, step = definition.cache, update.state.step
         cache.looks_at = advise_of_end(definition.rates, step, cache.looks_at)
-    return planned, update
+    return assignments, update
 
 
 def _plan(update: Update) -> tuple[Assignments, bool, Update]:
@@ -264,30 +266,30 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     """
     state = update.state
     definition = state.definition
-    planned = {} if definition.rates is None else definition.rates(state.step)
-    is_over, named = _is_over(planned), set[str]()
+    assignments = {} if definition.rates is None else definition.rates(state.step)
+    is_over, named = _is_over(assignments), set[str]()
     owners = definition.setup.owners["hyper"]
     if not owners:
-        return planned, is_over, update
+        return assignments, is_over, update
     groups = definition.optimizer.param_groups
     try:
         with shared_draws(state, "hyper"), torch.no_grad():
             for owner in owners:
-                definition.cache.planned = planned
+                definition.cache.planned = assignments
                 slot = update.slots.get(owner.name)
-                returned = owner.hyper(MappingProxyType(planned), slot, update)
-                hyper, new_slot = split_result(owner, "hyper", returned, Mapping)
-                planned = override_hyper(groups, planned, hyper)
+                result = owner.hyper(MappingProxyType(assignments), slot, update)
+                hyper, new_slot = split_result(owner, "hyper", result, Mapping)
+                assignments = override_hyper(groups, assignments, hyper)
                 named.update(w if isinstance(w, str) else w[-1] for w in hyper)
                 if new_slot is not slot:
                     update = update.with_slot(owner.name, new_slot)
     finally:
         definition.cache.planned = None
-    return planned, is_over and "lr" not in named, update
+    return assignments, is_over and "lr" not in named, update
 
 
-def _is_over(planned: Assignments) -> bool:
-    rate = planned.get((0, "lr"))
+def _is_over(assignments: Assignments) -> bool:
+    rate = assignments.get((0, "lr"))
     # a tensor may be on a device, and reading it would wait
     return type(rate) is float and rate == 0.0
 
@@ -297,8 +299,12 @@ def next_hyper(state: "TrainState", slots: Mapping[str, Any]) -> Assignments:
 
     Inside a transform's `hyper`, return the hyperparameters that are set so far.
     """
-    planned = state.definition.cache.planned
-    return _plan(Update(state=state, slots=slots))[0] if planned is None else planned
+    assignments = state.definition.cache.planned
+    return (
+        _plan(Update(state=state, slots=slots))[0]
+        if assignments is None
+        else assignments
+    )
 
 
 def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ...]:
@@ -308,29 +314,29 @@ def next_rates(state: "TrainState", slots: Mapping[str, Any]) -> tuple[float, ..
 
 
 def override_hyper(
-    groups: Sequence[Mapping[str, Any]], planned: Assignments, hyper: Hyper
+    groups: Sequence[Mapping[str, Any]], assignments: Assignments, hyper: Hyper
 ) -> Assignments:
     """Return hyperparameters by parameter group, overridden by those of `hyper`.
 
     Args:
         groups: the optimizer's parameter groups, with their own values.
-        planned: the hyperparameters so far, by (group, name).
+        assignments: the hyperparameters so far, by (group, name).
         hyper: new values, by name for all groups, or by (group, name).
 
     Raises:
         OptimizerError: a parameter group or a hyperparameter does not exist.
     """
-    planned = dict(planned)
+    assignments = dict(assignments)
     for where, value in hyper.items():
         for i in _chosen(groups, where):
             key = where if isinstance(where, str) else where[1]
             if key not in groups[i] or key in STRUCTURE:
-                known = sorted(groups[i].keys() - STRUCTURE)
-                msg = f"hyper {key!r}: parameter group {i} has {known}."
+                names = sorted(groups[i].keys() - STRUCTURE)
+                msg = f"hyper {key!r}: parameter group {i} has {names}."
                 raise OptimizerError(msg)
             _check_number(key, value, groups[i][key])
-            planned[i, key] = value
-    return planned
+            assignments[i, key] = value
+    return assignments
 
 
 def _chosen(
@@ -345,10 +351,10 @@ def _chosen(
         i for i, group in enumerate(groups) if group.get("name") == name_or_index
     ]
     if name_or_index is None or not matching:
-        known = [group.get("name", i) for i, group in enumerate(groups)]
+        names = [group.get("name", i) for i, group in enumerate(groups)]
         msg = (
             f"hyper {where!r}: expected a hyperparameter's name, or (group, name) with"
-            f" one of the parameter groups {known}."
+            f" one of the parameter groups {names}."
         )
         raise OptimizerError(msg)
     return matching

@@ -113,14 +113,14 @@ def borrow_model(
         with torch.no_grad():
             params = gather_full(params, state.world, label="af.borrow_model")
     module = state.definition.skeleton.build(params, state.buffers)
-    lent = {name: (id(each), _place(each)) for name, each in _tensors(module)}
+    places = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(module)}
     begins = [] if at == "eval" or gather or state.num_tried else untouched_slots(state)
     before = _versions(params) if begins else []
     try:
         yield module
         _check_trained(module, state)
         if not gather:
-            _check_replaced(module, lent)
+            _check_replaced(module, places)
         if before != _versions(params if begins else {}):
             with own_modes(state.world.device):
                 slots = {owner.name: begin_slot(owner, state) for owner in begins}
@@ -162,13 +162,13 @@ def _check_trained(module: nn.Module, state: TrainState) -> None:
     Freezing the whole module is allowed, for example to use it as a teacher.
     """
     params = dict(module.named_parameters())
-    trained = {n for n, p in params.items() if p.requires_grad and n in state.params}
+    now = {n for n, p in params.items() if p.requires_grad and n in state.params}
     before = set(state.trainable) & params.keys()
-    if trained and trained != before:
-        changed = sorted(trained ^ before)
+    if now and now != before:
+        differing = sorted(now ^ before)
         msg = (
             "The block of af.borrow_model(state) changed requires_grad of"
-            f" {', '.join(changed[:5])}, of a module that is lent and not trained. Choose"
+            f" {', '.join(differing[:5])}, of a module that is lent and not trained. Choose"
             " the trained parameters in the state:"
             " state = state.with_trainable(lambda name, param: ...)."
         )
@@ -184,15 +184,17 @@ def _place(tensor: torch.Tensor) -> _Place:
     return tensor.data_ptr(), tensor.shape, tensor.dtype
 
 
-def _check_replaced(module: nn.Module, lent: Mapping[str, tuple[int, _Place]]) -> None:
+def _check_replaced(
+    module: nn.Module, places: Mapping[str, tuple[int, _Place]]
+) -> None:
     """Raise if the block replaced tensors of the state by others of the same shape and dtype.
 
     Tensors of another shape or dtype, and removed parts, are a deliberate change of the model.
     """
-    now = {name: (id(each), _place(each)) for name, each in _tensors(module)}
+    now = {name: (id(tensor), _place(tensor)) for name, tensor in _tensors(module)}
     replaced_names = [
         name
-        for name, was in lent.items()
+        for name, was in places.items()
         if name in now and now[name] != was and now[name][1][1:] == was[1][1:]
     ]
     if replaced_names:
@@ -244,7 +246,7 @@ def snapshot_model(
         params = params_at(state, "af.snapshot_model(state)", at)
         with torch.no_grad():
             all_of_it = gather_full(params, state.world, label="af.snapshot_model")
-            values = {name: copy_on_write(each) for name, each in all_of_it.items()}
+            values = {name: copy_on_write(tensor) for name, tensor in all_of_it.items()}
             buffers = {
                 name: copy_on_write(buffer) for name, buffer in state.buffers.items()
             }

@@ -112,24 +112,24 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
             self._is_over = True
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        way = self._way_out(frame)
-        if self._noted or not way:
+        lines = self._way_out(frame)
+        if self._noted or not lines:
             self._previous(number, frame)
-        self._noted, self._on_the_way = True, way
+        self._noted, self._on_the_way = True, lines
 
     def _way_out(self, frame: FrameType | None) -> dict[FrameType, int | None]:
         """Return the block's frame and its callers' frames, with the call that each is at.
 
         The result is empty if the block is not running: a debugger may have stopped its end.
         """
-        way: dict[FrameType, int | None] = {}
+        lines: dict[FrameType, int | None] = {}
         while frame is not None:
             if any(value is self for value in frame.f_locals.values()):
-                way = {frame: None}  # a block can end at several calls
-            elif way:
-                way[frame] = frame.f_lasti
+                lines = {frame: None}  # a block can end at several calls
+            elif lines:
+                lines[frame] = frame.f_lasti
             frame = frame.f_back
-        return way
+        return lines
 
     def _send_later(self) -> None:
         _set(signal.SIGINT, self._pass_on)
@@ -268,13 +268,13 @@ def take_update(
                     state, update, assignments, engine, flag=flag, hold=hold
                 )
                 if update.grads.taken.owned_by_engine:  # it may skip by itself
-                    skipped = opt_state is None
+                    is_skipped = opt_state is None
                     metrics = {
                         **engine.binding.holder.reports(),
-                        "skipped": float(skipped),
+                        "skipped": float(is_skipped),
                     }
                     new_grads = update.grads.with_metrics(**metrics)
-                    update = attrs.evolve(update, grads=new_grads, skipped=skipped)
+                    update = attrs.evolve(update, grads=new_grads, skipped=is_skipped)
             if opt_state is None:
                 hold()
                 after = _skip_update(state, update, reduced_grads, engine)
@@ -345,9 +345,9 @@ def reduce_grads(update: Update) -> Update:
         return update
     owners = definition.setup.owners["reduce"]
     if not owners:
-        unfinished = grads.taken.owned_by_engine
+        owned_by_engine = grads.taken.owned_by_engine
         raise GradsError(
-            _UNFINISHED if unfinished else _explain_unreduced(definition.copy)
+            _UNFINISHED if owned_by_engine else _explain_unreduced(definition.copy)
         )
     owner = owners[0]
     if owner.reduce is None:
@@ -706,8 +706,8 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
             else _zeros(state, name)
             for name in names
         }
-        used = [float(name in grads.as_taken) for name in names]
-        counts = torch.tensor([0.0, *used], dtype=torch.float64, device=ranks.device)
+        flags = [float(name in grads.as_taken) for name in names]
+        counts = torch.tensor([0.0, *flags], dtype=torch.float64, device=ranks.device)
         counts[0] = info.divisor
         with span("accelfn reduce"):
             all_reduce_([*totals.values(), counts], ranks, label="sync_grads")

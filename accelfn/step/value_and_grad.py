@@ -78,16 +78,16 @@ def count_update(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
         if totals is not None and totals.keys() != counts.keys():
             msg = f"{qualname(count)} counted {sorted(totals)}, and then {sorted(counts)}."
             raise LossError(msg)
-        totals = {n: (totals or {}).get(n, 0) + each for n, each in counts.items()}
+        totals = {n: (totals or {}).get(n, 0) + total for n, total in counts.items()}
     if totals is None:  # an empty share: its stand-in gives the names
         totals = dict.fromkeys(_call(count, parts[0].value), 0)
     if ranks.size > 1:
-        named = {name: (each,) for name, each in totals.items()}
+        named = {name: (total,) for name, total in totals.items()}
         label = "count the update"
         sums = sum_named(named, ranks, kind="count", label=label, what="counts")
-        totals = {name: each for name, (each,) in sums.items()}
+        totals = {name: total for name, (total,) in sums.items()}
     # a part with a count of 0 is 0: dividing by 1 keeps it
-    divisors: dict[str, Number] = {name: each or 1 for name, each in totals.items()}
+    divisors: dict[str, Number] = {name: total or 1 for name, total in totals.items()}
     return Counts(divisors.get(_ALONE, divisors), sum(totals.values()))
 
 
@@ -102,8 +102,8 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
         model: torch.nn.Module, batch: Any, *extras: Any, **weight: Any
     ) -> Loss:
         *loss_extras, counts = extras
-        returned = loss_fn(model, batch, *loss_extras, counts.divisors, **weight)
-        share = returned if isinstance(returned, Loss) else Loss(returned, 1)
+        result = loss_fn(model, batch, *loss_extras, counts.divisors, **weight)
+        share = result if isinstance(result, Loss) else Loss(result, 1)
         if not isinstance(share.weight, (int, float)) or share.weight != 1:
             msg = (
                 f"{qualname(loss_fn)} returned af.Loss(weight={share.weight!r}), but with count="
@@ -126,14 +126,14 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
 
 def _call(count: Count, value: Any) -> dict[str, float]:
     """Return the counts of a micro-batch, by name."""
-    returned = count(value)
-    values = returned if isinstance(returned, Mapping) else {_ALONE: returned}
+    result = count(value)
+    values = result if isinstance(result, Mapping) else {_ALONE: result}
     counts: dict[str, float] = {}
     for name, item in values.items():
         scalar = isinstance(item, torch.Tensor) and item.numel() == 1
         if not (scalar or is_number(item)) or not 0 <= float(item) < math.inf:
             msg = (
-                f"{qualname(count)} returned {returned!r}; expected a count of 0 or more, or"
+                f"{qualname(count)} returned {result!r}; expected a count of 0 or more, or"
                 " a dict of counts by name."
             )
             raise LossError(msg)
@@ -241,7 +241,7 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         raise ArgumentError(msg)
     origin = loss_fn if count is None else with_count(loss_fn, count)
     innermost = partial(_innermost, origin, takes_weight(origin))
-    unwrapped = weight_as_extra(origin)
+    plain_loss = weight_as_extra(origin)
 
     def compute(
         state: TrainState,
@@ -260,10 +260,10 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
         if count is not None:
             extras = (*extras, _count(count, state, batch, into))
         if not (setup.owners["loss"] or setup.owners["value_and_grad"]):
-            return innermost(unwrapped, state, batch, *extras, into=into, sync=sync)
+            return innermost(plain_loss, state, batch, *extras, into=into, sync=sync)
         slots = state._slots  # pyright: ignore[reportPrivateUsage]
         update = Update(state=state, slots=slots)
-        inner = partial(innermost, apply_readonly("loss", unwrapped, update, FUNCTION))
+        inner = partial(innermost, apply_readonly("loss", plain_loss, update, FUNCTION))
         outer = apply_readonly("value_and_grad", inner, update, FUNCTION)
         return outer(state, batch, *extras, into=into, sync=sync)
 
@@ -287,7 +287,7 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
     parts: list[Any] = [batch]
     cuts = state.definition.setup.facts.get("micro_batches", ())
     for parts_of in cuts:  # the first is outermost
-        parts = [each for part in parts for each in parts_of(part)]
+        parts = [piece for part in parts for piece in parts_of(part)]
     if not cuts and isinstance(batch, Batch):
         parts = [*batch.parts()]
     return count_update(count, parts, state.definition.world.batch)
@@ -344,8 +344,8 @@ def _innermost(
     if into is not None:
         check_update(state, into)
         if is_scaled and into.taken.trained is None:  # a user made them
-            scaled = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
-            into = attrs.evolve(into, taken=scaled)
+            info = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
+            into = attrs.evolve(into, taken=info)
         if into.reduced and world.loss.size > 1 and definition.copy.size > 1:
             raise GradsError(_REDUCED)
     value, weight, source, begins = batch, None, None, into is None
@@ -384,8 +384,8 @@ def _reject_stand_in(value: Any, stand_ins: Iterable[Any]) -> None:
     Raises:
         BatchError: it does.
     """
-    known = {id(leaf) for each in stand_ins for leaf in tree.tensor_leaves(each)}
-    if any(id(leaf) in known for leaf in tree.tensor_leaves(value)):
+    ids = {id(leaf) for stand_in in stand_ins for leaf in tree.tensor_leaves(stand_in)}
+    if any(id(leaf) in ids for leaf in tree.tensor_leaves(value)):
         msg = (
             "step(state, batch.value): this rank has no sample of the batch, and the value is a"
             " stand-in that would count as one. Pass the batch, whose weight is 0: step(state,"
