@@ -45,25 +45,25 @@ class _Parser(argparse.ArgumentParser):
         self, args: Any = None, namespace: Any = None
     ) -> Any:
         """Parse; report an unknown option in one line, with the nearest known option."""
-        found, unknown = super().parse_known_args(args, namespace)
+        result, unknown = super().parse_known_args(args, namespace)
         for word in unknown:
             if not word.startswith("-"):
                 self.error(f"unexpected word {word!r}")
             name = word.partition("=")[0].replace("_", "-")
-            known = [string for act in self._actions for string in act.option_strings]
-            close = difflib.get_close_matches(name, known, n=1)
+            names = [string for act in self._actions for string in act.option_strings]
+            close = difflib.get_close_matches(name, names, n=1)
             advice = f"did you mean {close[0]}" if close else f"see {self.prog} --help"
             end = "?" if close else "."
             option = word.partition("=")[0]
             self.exit(2, f"{self.prog}: unknown option {option}; {advice}{end}\n")
-        return found, unknown
+        return result, unknown
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    made = _Parser(prog="accelfn", description="Train PyTorch models.")
-    made.add_argument("--version", action="version", version=f"accelfn {__version__}")
-    commands = made.add_subparsers(dest="command", required=True, metavar="command")
+    root = _Parser(prog="accelfn", description="Train PyTorch models.")
+    root.add_argument("--version", action="version", version=f"accelfn {__version__}")
+    commands = root.add_subparsers(dest="command", required=True, metavar="command")
     _add_launching(commands)
     replay = commands.add_parser(
         "replay",
@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
     )
     _add_acts(checkpoint)
     _add_traffic(commands)
-    return made
+    return root
 
 
 def _add_traffic(commands: Any) -> None:
@@ -190,10 +190,10 @@ def _add_acts(checkpoint: argparse.ArgumentParser) -> None:
     acts = checkpoint.add_subparsers(dest="act", required=True, metavar="act")
 
     def add(act: str, says: str, **paths: str) -> argparse.ArgumentParser:
-        made = acts.add_parser(act, help=says, description=f"{says.capitalize()}.")
+        command = acts.add_parser(act, help=says, description=f"{says.capitalize()}.")
         for name, path in paths.items():
-            made.add_argument(name, metavar=path, help=_PATHS[path])
-        return made
+            command.add_argument(name, metavar=path, help=_PATHS[path])
+        return command
 
     add("ls", "list the checkpoints of a store", directory="STORE")
     add(
@@ -287,11 +287,11 @@ def _checkpoint(words: argparse.Namespace) -> int:
     from accelfn.launching import commands  # noqa: PLC0415  as above
     from accelfn.track.tracker import bar_of_bytes  # noqa: PLC0415  as above
 
-    given = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
+    options = {k: v for k, v in vars(words).items() if k not in ("command", "act")}
     if words.act in ("verify", "export"):  # which read all of it
-        given["bar"] = bar_of_bytes
+        options["bar"] = bar_of_bytes
     try:
-        rows, code = getattr(commands, words.act)(**given)
+        rows, code = getattr(commands, words.act)(**options)
     except OSError as error:
         raise CheckpointError(str(error)) from error
     sys.stdout.writelines(f"{row}\n" for row in rows)
@@ -301,15 +301,15 @@ def _checkpoint(words: argparse.Namespace) -> int:
 def _traffic(words: argparse.Namespace) -> int:
     from accelfn.testing.traffic import foresee  # noqa: PLC0415  as above
 
-    given = {k: v for k, v in vars(words).items() if k != "command"}
-    sys.stdout.writelines(f"{row}\n" for row in foresee(**given))
+    options = {k: v for k, v in vars(words).items() if k != "command"}
+    sys.stdout.writelines(f"{row}\n" for row in foresee(**options))
     return 0
 
 
 def _launch(words: argparse.Namespace) -> int:
     file = find(words.config)
-    written = {} if file is None else read(file)
-    chosen = Settings.of(vars(words), written, str(file))
+    table = {} if file is None else read(file)
+    chosen = Settings.of(vars(words), table, str(file))
     machines = chosen.machines()
     least, most = chosen.elastic
     nproc = _num_processes(chosen["nproc"] if most is None else most)
@@ -338,23 +338,21 @@ def _launch(words: argparse.Namespace) -> int:
 def _say_whose(args: Sequence[str], script: str) -> None:
     """Warn that options of accelfn after the script's name go to the script."""
     flags = [flag(name) for name in OPTIONS]
-    own = [word for word in args if word.partition("=")[0] in flags]
-    if own:
+    options = [word for word in args if word.partition("=")[0] in flags]
+    if options:
         say(
-            f"{script} gets {' and '.join(own)}, which stands behind it; options of"
+            f"{script} gets {' and '.join(options)}, which stands behind it; options of"
             " accelfn stand before the script."
         )
 
 
 def _say_from_file(chosen: Settings) -> None:
     """Print the settings of a file, because its author decides how and where this run starts."""
-    others = {COMMAND_LINE, DEFAULT}
-    rows = [
-        (n, each) for n, each in chosen.by_name.items() if each.source not in others
-    ]
+    sources = {COMMAND_LINE, DEFAULT}
+    rows = [(n, s) for n, s in chosen.by_name.items() if s.source not in sources]
     if rows:
-        said = ", ".join(f"{name}={each.value}" for name, each in rows)
-        say(f"{said} ({Path(rows[0][1].source).absolute()}).")
+        listing = ", ".join(f"{name}={s.value}" for name, s in rows)
+        say(f"{listing} ({Path(rows[0][1].source).absolute()}).")
 
 
 def _num_processes(nproc: int | str) -> int:

@@ -152,8 +152,8 @@ def names_for_later(module: str) -> Mapping[str, str]:
     loader: Any = sys.modules[module].__loader__
     statements = ast.parse(loader.get_source(module)).body
     block = next(statement for statement in statements if isinstance(statement, ast.If))
-    imports = [each for each in block.body if isinstance(each, ast.ImportFrom)]
-    return {each.names[0].name: cast("str", each.module) for each in imports}
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    return {node.names[0].name: cast("str", node.module) for node in imports}
 
 
 def import_later(module: str, name: str) -> object:
@@ -466,7 +466,7 @@ def name_of(target: Callable[..., Any]) -> str:
     """Return the name of a function or class in the user's code."""
     module = f"{target.__module__}."
     prefix = next(
-        (_PREFIXES[each] for each in _PREFIXES if module.startswith(f"{each}.")), ""
+        (_PREFIXES[key] for key in _PREFIXES if module.startswith(f"{key}.")), ""
     )
     return prefix + target.__qualname__.rpartition("<locals>.")[2]
 
@@ -522,12 +522,12 @@ def _suggest_keywords(
     """Return the keyword form of surplus positional arguments."""
     may = f"only {' and '.join(by_position)}" if by_position else "no argument"
     surplus = args[len(by_position) :]
-    unfilled = [name for name in names if name not in by_position and name != "name"]
+    free = [name for name in names if name not in by_position and name != "name"]
     arguments = [*by_position]
     arguments += [
-        f"{n}={_format_argument(v)}" for n, v in zip(unfilled, surplus, strict=False)
+        f"{n}={_format_argument(v)}" for n, v in zip(free, surplus, strict=False)
     ]
-    if len(surplus) <= len(unfilled) and all(map(_is_plain, surplus)):
+    if len(surplus) <= len(free) and all(map(_is_plain, surplus)):
         usage = f"Write {name}({', '.join(arguments)})"
     else:
         keywords = ", ".join(f"{name}=" for name in names if name not in by_position)
@@ -537,15 +537,15 @@ def _suggest_keywords(
 
 def _suggest_name(name: str, word: str, params: list[inspect.Parameter]) -> str:
     """Return the text for an unknown keyword, with the nearest known name."""
-    known = [param.name for param in params if param.kind not in _BY_PLACE]
+    keywords = [param.name for param in params if param.kind not in _BY_PLACE]
     advice = find_hint(name, word)
     if advice is None:
-        matches = difflib.get_close_matches(word, known, n=1)
+        matches = difflib.get_close_matches(word, keywords, n=1)
         advice = f"{matches[0]}=" if matches else None
     if advice is None:
         usage = ", ".join(map(_format_param, params)) or "none"
         return f"there is no {word}=; its arguments are {usage}."
-    if advice in [f"{each}=" for each in known]:
+    if advice in [f"{keyword}=" for keyword in keywords]:
         return f"there is no {word}=; did you mean {advice}?"
     return f"there is no {word}=; {advice}."
 
@@ -561,15 +561,15 @@ def _usage(name: str, params: list[inspect.Parameter]) -> str:
     """Return the shortest valid call, or the call that users should make instead."""
     if made_by := find_hint("constructors", name):
         return made_by
-    required: list[str] = []
+    arguments: list[str] = []
     for param in params:
         if param.kind is param.VAR_POSITIONAL:
-            required.append(f"*{param.name}")
+            arguments.append(f"*{param.name}")
         elif param.default is param.empty:
-            required.append(
+            arguments.append(
                 f"{param.name}=..." if param.kind is _BY_NAME else param.name
             )
-    return f"{name}({', '.join(required)})"
+    return f"{name}({', '.join(arguments)})"
 
 
 def _is_plain(value: object) -> bool:
@@ -630,19 +630,19 @@ def parse_bytes(shown: str, size: object) -> int:
     Raises:
         ArgumentError: the size is neither, or less than 1.
     """
-    found = size if is_integer(size) else 0
+    count = size if is_integer(size) else 0
     match = _SIZE.fullmatch(size) if isinstance(size, str) else None
     if match:
         unit = match[2] or ""
         base = 1024 if unit.endswith("i") else 1000
-        found = int(float(match[1]) * base ** _POWERS.get(unit[:1], 0))
-    if found < 1:
+        count = int(float(match[1]) * base ** _POWERS.get(unit[:1], 0))
+    if count < 1:
         msg = (
             f"{shown}: expected a number of bytes, or one with its unit,"
             ' such as "5GB" or "100MiB".'
         )
         raise ArgumentError(msg)
-    return found
+    return count
 
 
 def list_names(names: Sequence[str]) -> str:

@@ -74,8 +74,8 @@ def to_bytes(tree: Any, *, path: str = "value") -> bytes:
 
 def from_bytes(data: bytes, device: str = "cpu") -> Any:
     """Return the tree that `to_bytes` encoded."""
-    coded, tensors = unpack(data, device)
-    return decode(coded, tensors)
+    json_tree, tensors = unpack(data, device)
+    return decode(json_tree, tensors)
 
 
 def pack(coded: Any, tensors: Mapping[str, torch.Tensor]) -> bytes:
@@ -127,21 +127,21 @@ def encode(
         return _encode_items(cast("Mapping[Any, Any]", tree), tensors, path, room - 1)
     if type(tree) in (list, tuple):
         sequence = cast("list[Any]", tree)
-        coded = [
+        values = [
             encode(v, tensors, path=f"{path}[{i}]", room=room - 1)
             for i, v in enumerate(sequence)
         ]
-        return {type(tree).__name__: coded}
+        return {type(tree).__name__: values}
     is_pending = isinstance(tree, Pending)
     if is_pending or (tensors.objects and has_state(tree)):
         inside = tree.wait() if is_pending else tree.state_dict()
         kind = "pending" if is_pending else "object"
         return {kind: encode(inside, tensors, path=path, room=room - 1)}
     has_state_dict = callable(getattr(tree, "state_dict", None))
-    way = "its state_dict()" if has_state_dict else "the data that you need from it"
+    advice = "its state_dict()" if has_state_dict else "the data that you need from it"
     msg = (
         f"{path} is a {type(tree).__name__}; only tensors, dicts, lists, tuples,"
-        f" strings, numbers, booleans and None are saved or sent. Give {way} instead."
+        f" strings, numbers, booleans and None are saved or sent. Give {advice} instead."
     )
     raise PlainDataError(msg)
 
@@ -157,12 +157,12 @@ def _encode_items(
             )
             raise PlainDataError(msg)
         _check_number(key, path)
-    coded = {
+    entries = {
         k: encode(v, tensors, path=f"{path}.{k}", room=room) for k, v in items.items()
     }
-    if all(isinstance(key, str) for key in coded):
-        return {"dict": coded}
-    return {"pairs": [[key, value] for key, value in coded.items()]}
+    if all(isinstance(key, str) for key in entries):
+        return {"dict": entries}
+    return {"pairs": [[key, value] for key, value in entries.items()]}
 
 
 def has_state(value: Any) -> bool:

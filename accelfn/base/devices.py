@@ -105,16 +105,16 @@ def generators(device: torch.device) -> Sequence[torch.Generator]:
         return (module._get_default_mps_generator(),)
     if hasattr(module, "init"):
         module.init()  # creates the generators
-    known: Sequence[torch.Generator] = getattr(module, "default_generators", ())
+    defaults: Sequence[torch.Generator] = getattr(module, "default_generators", ())
     index = module.current_device() if device.index is None else device.index
-    if index >= len(known):
+    if index >= len(defaults):
         msg = (
             f"Device {device}: torch.{device.type}.default_generators has no entry for it, so"
             " its random numbers could not be reproduced, and a resumed run would differ"
             ' from an uninterrupted run. Pass device="cpu".'
         )
         raise WorldError(msg)
-    return (known[index],)
+    return (defaults[index],)
 
 
 def peak_memory(device: torch.device) -> int:

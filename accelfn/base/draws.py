@@ -110,7 +110,7 @@ def put_back_normal_of_numpy(normal: tuple[int, float]) -> None:
 
 def generator_states(device: torch.device) -> list[Any]:
     """Return the states of the default generators for comparison."""
-    numpy = [str(each) for each in mtrand.get_state(legacy=False).items()]
+    numpy = [str(item) for item in mtrand.get_state(legacy=False).items()]
     return [
         *(g.get_state().tolist() for g in generators(device)),
         random.getstate(),
@@ -182,8 +182,8 @@ class seeded(AbstractContextManager["seeded"]):
         try:
             _default.set_state(self._saved)
             if self._others:
-                for other, saved in zip(self._others, self._saved_others, strict=True):
-                    other.set_state(saved)
+                for other, state in zip(self._others, self._saved_others, strict=True):
+                    other.set_state(state)
             _restore_python(self._python)
             _python.gauss_next = self._gauss
             mtrand.set_bit_generator(self._numpy)
@@ -216,11 +216,11 @@ class Turn:
         turn = HeldTurn(self._had)
         if len(self._had) == 1:  # the usual case
             return turn
-        for each in tuple(self._had):
-            first = each()
+        for ref in tuple(self._had):
+            first = ref()
             if first is None:
                 with suppress(ValueError):  # another thread removed it
-                    self._had.remove(each)
+                    self._had.remove(ref)
             elif first.thread == turn.thread:
                 break
             else:

@@ -287,20 +287,20 @@ def _map(
     tree: Any,
     *,
     by_key: bool,
-    whole: Callable[[Any], bool] | None = None,
+    is_leaf: Callable[[Any], bool] | None = None,
 ) -> Any:
-    """Map a tree; a container for which `whole` is true is a leaf."""
-    if isinstance(tree, torch.Tensor) or (whole is not None and whole(tree)):
+    """Map a tree; a container for which `is_leaf` is true is a leaf."""
+    if isinstance(tree, torch.Tensor) or (is_leaf is not None and is_leaf(tree)):
         return fn(tree)
 
     def inner(value: Any) -> Any:
-        return _map(fn, value, by_key=by_key, whole=whole)
+        return _map(fn, value, by_key=by_key, is_leaf=is_leaf)
 
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree)
         order = _by_key(items) if by_key else items
-        mapped = {key: inner(items[key]) for key in order}
-        return _like(items, {key: mapped[key] for key in items} if by_key else mapped)
+        values = {key: inner(items[key]) for key in order}
+        return _like(items, {key: values[key] for key in items} if by_key else values)
     if isinstance(tree, (tuple, list)):
         parts = [inner(value) for value in cast("list[Any]", tree)]
         if hasattr(tree, "_fields"):  # the only mark of a namedtuple
@@ -311,15 +311,15 @@ def _map(
     return _map_record(inner, tree) if _fields(type(tree)) else fn(tree)
 
 
-def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
+def _like(items: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """Return a mapping of the same class as another."""
     if type(items) is dict or isinstance(items, ReadOnly):  # a view of a dict
-        return mapped
+        return values
     kind = cast("Any", type(items))
     try:
         if isinstance(items, defaultdict):
-            return kind(cast("Any", items).default_factory, mapped)
-        return kind(mapped)
+            return kind(cast("Any", items).default_factory, values)
+        return kind(values)
     except TypeError as error:
         msg = (
             f"A {kind.__name__} is in a batch, a slot or a message between ranks, and"
@@ -330,7 +330,7 @@ def _like(items: Mapping[Any, Any], mapped: dict[Any, Any]) -> Any:
 
 def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
     try:
-        mapped = copy.copy(record)
+        result = copy.copy(record)
     except (AttributeError, TypeError) as error:
         msg = (
             f"A {type(record).__name__} is in a batch, a slot or a message between ranks, and"
@@ -339,8 +339,8 @@ def _map_record(inner: Callable[[Any], Any], record: Any) -> Any:
         )
         raise ArgumentError(msg) from error
     for name, value in _set_fields(record):
-        object.__setattr__(mapped, name, inner(value))  # frozen ones too
-    return mapped
+        object.__setattr__(result, name, inner(value))  # frozen ones too
+    return result
 
 
 def _set_fields(record: Any) -> Iterator[tuple[str, Any]]:
@@ -365,9 +365,9 @@ def _fields(kind: type) -> tuple[str, ...]:
     return ()
 
 
-def tree_map_all(fn: Callable[..., Any], first: Any, *others: Any) -> Any:
+def tree_map_all(fn: Callable[..., Any], first: Any, *trees: Any) -> Any:
     """Map a function over the leaves of several trees; return the first tree's containers."""
-    leaves = zip(*(tree_leaves(each) for each in (first, *others)), strict=True)
+    leaves = zip(*(tree_leaves(tree) for tree in (first, *trees)), strict=True)
     return tree_map(lambda _: fn(*next(leaves)), first)
 
 
@@ -486,7 +486,7 @@ def to_device(tree: Any, device: torch.device, *, opaque: bool = True) -> Any:
             return leaf.to(device)
         return leaf
 
-    return _map(move, tree, by_key=False, whole=_moves_itself)
+    return _map(move, tree, by_key=False, is_leaf=_moves_itself)
 
 
 def _moves_itself(tree: Any) -> bool:
@@ -690,8 +690,8 @@ def copy_shared_memory(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 
 def is_within(others: Iterable[torch.Tensor]) -> Callable[[torch.Tensor], bool]:
     """Return a function that checks whether a tensor shares memory with `others`."""
-    places = {_memory(local(each)) for each in others if _has_memory(each)}
-    return lambda each: _has_memory(each) and _memory(local(each)) in places
+    places = {_memory(local(tensor)) for tensor in others if _has_memory(tensor)}
+    return lambda tensor: _has_memory(tensor) and _memory(local(tensor)) in places
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

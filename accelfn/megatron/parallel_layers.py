@@ -106,12 +106,12 @@ class Megatron(SelfSplittingLayer):
         dim = self.cuts["weight"]
         count = self.weight.shape[dim]
         if count % size:
-            what = (
+            nouns = (
                 "words" if self.word == "vocabulary" else "output features",
                 "input features",
             )
             msg = (
-                f"{caller}: {place!r} has {count} {what[dim]}, which {size} ranks along"
+                f"{caller}: {place!r} has {count} {nouns[dim]}, which {size} ranks along"
                 ' "tp" cannot share alike. Make them a multiple.'
             )
             raise ModelError(msg)
@@ -138,17 +138,17 @@ class Linear(Megatron):
         self.gives_bias = skip_bias_add
         super().__init__(input_size, output_size, **options, skip_bias_add=True)
 
-    def in_one_piece(self, given: torch.Tensor) -> OutputAndBias:
+    def in_one_piece(self, input_: torch.Tensor) -> OutputAndBias:
         """Compute with gathered, whole weights."""
         weight = self.full_param("weight")
         assert weight is not None  # noqa: S101 - none is made without
-        return self.with_bias(F.linear(given, weight), self.full_param("bias"))
+        return self.with_bias(F.linear(input_, weight), self.full_param("bias"))
 
-    def with_bias(self, made: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
+    def with_bias(self, out: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
         """Return an output and a bias; add the bias unless it is skipped."""
         if self.gives_bias or bias is None:
-            return made, bias
-        return made + bias, None
+            return out, bias
+        return out + bias, None
 
 
 class Column(Linear, ColumnParallelLinear):
@@ -178,11 +178,11 @@ class Column(Linear, ColumnParallelLinear):
         layers = self.layers
         if layers is None or layers.is_whole:
             return self.in_one_piece(input_)
-        made, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
+        output, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
         if self.gathers:  # Megatron's gather only works on GPUs
-            return layers.gather_features(made), bias
+            return layers.gather_features(output), bias
         layers.begin_region(self.place, training=self.training)
-        return made, bias
+        return output, bias
 
 
 class Row(Linear, RowParallelLinear):

@@ -117,8 +117,8 @@ class Ahead:
         if not self._runs:
             return
         some = tuple(g for g in self._next.get(self._last, ()) if _can_be_sent(g))
-        here = sum(guest.home.nbytes for guest in self._all if guest.uses)
-        if not some or here + sum(g.home.nbytes for g in some) > self.room:
+        num_bytes = sum(guest.home.nbytes for guest in self._all if guest.uses)
+        if not some or num_bytes + sum(g.home.nbytes for g in some) > self.room:
             return
         module: Any = torch.get_device_module(self.device)
         self._sent = some
@@ -154,18 +154,18 @@ def _can_be_sent(guest: Guest) -> bool:
 
 
 def let_in(
-    stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], ahead: Ahead | None
+    stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], loader: Ahead | None
 ) -> None:
     """Copy guests before a module's forward, and release them after it, also on errors."""
 
     def before(_module: nn.Module, _args: Any) -> None:
-        told = None if all(guest.uses for guest in guests) else ahead
-        if told is not None:
-            told.receive(guests)
+        current = None if all(guest.uses for guest in guests) else loader
+        if current is not None:
+            current.receive(guests)
         for guest in guests:
             guest.come()
-        if told is not None:
-            told.send()
+        if current is not None:
+            current.send()
         if torch.is_grad_enabled():
             msg = (
                 "af.on_devices: gradients are on in its block, and parameters are gone before"
@@ -232,10 +232,10 @@ def on_devices(
             n: t for unit in units for part in unit for n, t in part.tensors.items()
         }
         values = _values(model, named, weights)
-        there = stack.enter_context(_fill_parameters(model, values))
+        sources = stack.enter_context(_fill_parameters(model, values))
         stack.enter_context(mark_placed(model))
         units = units_of(model)  # with the parameters that have values now
-        _settle(stack, model, plan, units, there)
+        _settle(stack, model, plan, units, sources)
         if {*plan.budgets} - {"cpu", DISK}:
             _follow(stack, model, plan, units)
         yield model
@@ -248,26 +248,26 @@ def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
             " gives."
         )
         raise ArgumentError(msg)
-    asked = {part.name for unit in units for part in unit}
-    there = [name for unit in plan.units for name in unit.names]
-    left = [name or "the model's own tensors" for name in asked - {*there}]
-    if left:
+    part_names = {part.name for unit in units for part in unit}
+    plan_names = [name for unit in plan.units for name in unit.names]
+    gaps = [name or "the model's own tensors" for name in part_names - {*plan_names}]
+    if gaps:
         msg = (
-            f"af.on_devices(model, plan): the plan leaves out {', '.join(sorted(left)[:10])}. Make"
+            f"af.on_devices(model, plan): the plan leaves out {', '.join(sorted(gaps)[:10])}. Make"
             " it for this model: af.plan_devices(model, budgets)."
         )
         raise ArgumentError(msg)
-    strange = sorted({*there} - asked)
-    if strange or len(there) != len({*there}):
-        twice = sorted({name for name in there if there.count(name) > 1})
+    unknown = sorted({*plan_names} - part_names)
+    if unknown or len(plan_names) != len({*plan_names}):
+        twice = sorted({name for name in plan_names if plan_names.count(name) > 1})
         msg = (
-            f"af.on_devices(model, plan): the plan has {', '.join([*strange, *twice][:10])}, which"
+            f"af.on_devices(model, plan): the plan has {', '.join([*unknown, *twice][:10])}, which"
             " the model does not have, or once only."
         )
         raise ArgumentError(msg)
-    whole = [{part.name for part in unit} for unit in units]
+    name_sets = [{part.name for part in unit} for unit in units]
     for unit in plan.units:
-        if {*unit.names} not in whole or unit.device not in plan.budgets:
+        if {*unit.names} not in name_sets or unit.device not in plan.budgets:
             msg = (
                 f"af.on_devices(model, plan): {unit.shown} on {unit.device!r} is no unit of this"
                 " model, or on no device of the plan's budgets."
@@ -297,31 +297,31 @@ def _values(
             " where they are: af.on_devices(model, plan, weights=folder)."
         )
         raise ModelError(msg)
-    found = importing.map_weights(
+    sources = importing.map_weights(
         arguments.as_path("af.on_devices(weights=...)", weights, "a folder")
     )
-    values = {id(named[name]): found[name] for name in empty if name in found}
+    values = {id(named[name]): sources[name] for name in empty if name in sources}
     for name in empty:
         old = named[name]
         value = values.get(id(old))
         if value is None or not isinstance(old, nn.Parameter):
             msg = f"{weights}: no values for {name}, which has none in the model."
             raise CheckpointError(msg)
-        there = value.tensor
-        if (there.shape, there.dtype) != (old.shape, old.dtype):
+        new = value.tensor
+        if (new.shape, new.dtype) != (old.shape, old.dtype):
             msg = (
-                f"{weights}: {name} is {there.dtype} of {tuple(there.shape)}, and"
+                f"{weights}: {name} is {new.dtype} of {tuple(new.shape)}, and"
                 f" {old.dtype} of {tuple(old.shape)} in the model. Build it in that dtype, for"
                 " what is mapped is not converted."
             )
             raise CheckpointError(msg)
-    _fill_buffers(model, found, weights)
+    _fill_buffers(model, sources, weights)
     return values
 
 
 def _fill_buffers(
     model: nn.Module,
-    found: Mapping[str, importing.Mapped],
+    sources: Mapping[str, importing.Mapped],
     weights: str | os.PathLike[str],
 ) -> None:
     """Read persistent buffers of the weights, such as running statistics.
@@ -329,22 +329,22 @@ def _fill_buffers(
     Raises:
         CheckpointError: a buffer is missing, or has another shape.
     """
-    saved = model.state_dict(keep_vars=True)
+    state = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        if name in saved and not buffer.is_meta:
+        if name in state and not buffer.is_meta:
             names_of.setdefault(id(buffer), []).append(name)
     for names in names_of.values():  # files have one that is shared under one name
-        name = next((name for name in names if name in found), names[0])
-        buffer = saved[name]
-        if name not in found or found[name].tensor.shape != buffer.shape:
-            has = found[name].tensor.shape if name in found else None
+        name = next((name for name in names if name in sources), names[0])
+        buffer = state[name]
+        if name not in sources or sources[name].tensor.shape != buffer.shape:
+            has = sources[name].tensor.shape if name in sources else None
             msg = (
                 f"{weights}: no values for the buffer {name} of {tuple(buffer.shape)}, which"
                 f" belongs to the weights; it has {'none' if has is None else tuple(has)}."
             )
             raise CheckpointError(msg)
-        buffer.copy_(found[name].tensor)
+        buffer.copy_(sources[name].tensor)
 
 
 @contextmanager
@@ -352,7 +352,7 @@ def _fill_parameters(
     model: nn.Module, values: Mapping[int, importing.Mapped]
 ) -> Generator[dict[int, importing.Mapped]]:
     """Replace parameters on meta by parameters with values; yield their mapped files."""
-    made: dict[int, nn.Parameter] = {}
+    new_params: dict[int, nn.Parameter] = {}
     places = [
         (module, name, param)
         for module in model.modules()
@@ -362,16 +362,16 @@ def _fill_parameters(
         if id(param) in values
     ]
     for _, _, param in places:
-        if id(param) not in made:
+        if id(param) not in new_params:
             new = nn.Parameter(
                 values[id(param)].tensor, requires_grad=param.requires_grad
             )
             vars(new).update(vars(param))
-            made[id(param)] = new
+            new_params[id(param)] = new
     try:
         for module, name, param in places:
-            setattr(module, name, made[id(param)])
-        yield {id(made[key]): value for key, value in values.items()}
+            setattr(module, name, new_params[id(param)])
+        yield {id(new_params[key]): value for key, value in values.items()}
     finally:
         for module, name, param in places:
             setattr(module, name, param)
@@ -382,12 +382,12 @@ def _settle(
     model: nn.Module,
     plan: DeviceMap,
     units: list[list[Part]],
-    there: Mapping[int, importing.Mapped],
+    sources: Mapping[int, importing.Mapped],
 ) -> None:
     """Move each unit to its place, and add hooks for offloaded units."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
     away = {DISK} if plan.computes == "cpu" else {"cpu", DISK}
-    ahead = Ahead.on(torch.device(plan.computes), plan.room)
+    loader = Ahead.on(torch.device(plan.computes), plan.room)
     for unit in units:
         place = where[unit[0].name]
         runs = torch.device(plan.computes if place in away else place)
@@ -398,17 +398,17 @@ def _settle(
                 _move(stack, tensor, runs, keep=True)
         if place not in away:
             for param in params.values():
-                if param.device != runs or id(param) in there:
-                    _move(stack, param, runs, copy=id(param) in there)
+                if param.device != runs or id(param) in sources:
+                    _move(stack, param, runs, copy=id(param) in sources)
             continue
-        homes = _homes(stack, params, place, plan, there)
+        homes = _homes(stack, params, place, plan, sources)
         guests = {
             id(param): Guest(param, home, runs, file)
             for param, (home, file) in zip(params.values(), homes, strict=True)
         }
-        _invite(stack, unit, guests, ahead)
-    if ahead is not None:
-        ahead.within(stack, model)
+        _invite(stack, unit, guests, loader)
+    if loader is not None:
+        loader.within(stack, model)
 
 
 def _invite(
@@ -417,7 +417,7 @@ def _invite(
     """Add hooks to all callable modules of a unit; release all parameters at the end."""
     for guest in guests.values():  # Ctrl-C may have left one away from home
         stack.callback(setattr, guest.param, "data", guest.home)
-    for call in [each for part in unit for each in calls_of(part)]:
+    for call in [c for part in unit for c in calls_of(part)]:
         some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}
         let_in(stack, call.module, tuple(some.values()), ahead)
 
@@ -450,8 +450,8 @@ def _homes(
     files_of: Mapping[int, importing.Mapped],
 ) -> list[tuple[torch.Tensor, importing.Mapped | None]]:
     """Move parameters to their offloaded places, and return these places."""
-    there = {n: files_of.get(id(p)) for n, p in params.items()}
-    write = {n: p for n, p in params.items() if place == DISK and there[n] is None}
+    sources = {n: files_of.get(id(p)) for n, p in params.items()}
+    write = {n: p for n, p in params.items() if place == DISK and sources[n] is None}
     if write:
         _check_unshared(write)
         folder = stack.enter_context(
@@ -463,29 +463,29 @@ def _homes(
         files.write_tensors(
             path, {n: p.data for n, p in write.items()}, {"format": "pt"}
         )
-        there |= importing.map_weights(path)
+        sources |= importing.map_weights(path)
     for name, param in params.items():
-        file = there[name]
+        file = sources[name]
         if name in write and file is not None:
             before = param.device
             param.data = file.tensor
             stack.callback(_read_back, param, file.tensor, before)
         elif place == "cpu" and param.device.type != "cpu":
             _move(stack, param, torch.device("cpu"))
-    return [(param.data, there[name]) for name, param in params.items()]
+    return [(param.data, sources[name]) for name, param in params.items()]
 
 
-def _read_back(param: torch.Tensor, held: torch.Tensor, device: torch.device) -> None:
-    param.data = held.clone().to(device)
+def _read_back(param: torch.Tensor, source: torch.Tensor, device: torch.device) -> None:
+    param.data = source.clone().to(device)
 
 
 def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
     """Reject different parameters that share memory: placing would separate them."""
     owners: dict[int, str] = {}
     for name, param in params.items():
-        whole = param.untyped_storage()
-        other = owners.setdefault(whole.data_ptr(), name) if param.numel() else name
-        if other != name or whole.nbytes() != param.numel() * param.itemsize:
+        storage = param.untyped_storage()
+        other = owners.setdefault(storage.data_ptr(), name) if param.numel() else name
+        if other != name or storage.nbytes() != param.numel() * param.itemsize:
             msg = (
                 f"af.on_devices: {name} shares its memory with {other if other != name else 'more'}"
                 " and cannot go to the disk alone. Make them one nn.Parameter, or clone it."
@@ -507,8 +507,8 @@ def _follow(
         return move
 
     def begin(_module: nn.Module, args: Any, kwargs: Any) -> None:
-        given = tree.tensor_leaves([args, kwargs])
-        came.append(given[0].device if given else None)
+        tensors = tree.tensor_leaves([args, kwargs])
+        came.append(tensors[0].device if tensors else None)
 
     def end(_module: nn.Module, _args: Any, output: Any) -> Any:
         device = came.pop()

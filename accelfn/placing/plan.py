@@ -48,10 +48,10 @@ def calls_of(part: Part) -> list[Call]:
     inside = [module for module in part.module.modules() if module is not part.module]
     calls = [Call(item, tuple(_direct_tensors("", item).values())) for item in inside]
     itself = Call(part.module, tuple(part.tensors.values()))
-    whole = {id(tensor) for tensor in itself.tensors}
+    ids = {id(tensor) for tensor in itself.tensors}
     return [
         itself,
-        *(c for c in calls if c.tensors and {*map(id, c.tensors)} <= whole),
+        *(c for c in calls if c.tensors and {*map(id, c.tensors)} <= ids),
     ]
 
 
@@ -64,17 +64,17 @@ def units_of(model: nn.Module) -> list[list[Part]]:
             continue
         keys = [_key(tensor) for tensor in part.tensors.values()]
         unit = [part]
-        met = {id(owners[key]): owners[key] for key in keys if key in owners}
-        if met:
-            unit, *others = sorted(met.values(), key=units.index)
-            for other in others:
+        peers = {id(owners[key]): owners[key] for key in keys if key in owners}
+        if peers:
+            unit, *rest = sorted(peers.values(), key=units.index)
+            for other in rest:
                 unit += other
                 units.remove(other)
             unit.append(part)
         else:
             units.append(unit)
-        for each in unit:
-            owners |= {_key(tensor): unit for tensor in each.tensors.values()}
+        for member in unit:
+            owners |= {_key(tensor): unit for tensor in member.tensors.values()}
     return units
 
 
@@ -87,23 +87,23 @@ def _key(tensor: torch.Tensor) -> Any:
 
 def _parts(model: nn.Module) -> Iterator[Part]:
     blocks = _blocks(model)
-    seen = set[int]()
+    ids = set[int]()
 
     def walk(name: str, module: nn.Module) -> Iterator[Part]:
-        if id(module) in seen:
+        if id(module) in ids:
             return
-        seen.add(id(module))
+        ids.add(id(module))
         inside = [m for m in module.modules() if m is not module]
-        whole = name and not any(id(item) in blocks for item in inside)
+        lacks_blocks = name and not any(id(item) in blocks for item in inside)
         if not inside and not _has_forward(module):
             return  # its tensors are those of the module around it
-        if id(module) in blocks or whole or not inside:
+        if id(module) in blocks or lacks_blocks or not inside:
             yield Part(name, module, _named_tensors(name, module, recurse=True))
             return
         if _has_forward(module) or not name:
             yield Part(name, module, _direct_tensors(name, module))
-        for child, each in module.named_children():
-            yield from walk(f"{name}.{child}" if name else child, each)
+        for child, submodule in module.named_children():
+            yield from walk(f"{name}.{child}" if name else child, submodule)
 
     yield from walk("", model)
 
@@ -114,11 +114,11 @@ def _has_forward(module: nn.Module) -> bool:
 
 def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
     """Return a module's direct tensors, and those of its lists without a forward."""
-    found = _named_tensors(name, module, recurse=False)
-    for child, each in module.named_children():
-        if not _has_forward(each):
-            found |= _direct_tensors(f"{name}.{child}" if name else child, each)
-    return found
+    tensors = _named_tensors(name, module, recurse=False)
+    for child, submodule in module.named_children():
+        if not _has_forward(submodule):
+            tensors |= _direct_tensors(f"{name}.{child}" if name else child, submodule)
+    return tensors
 
 
 def _named_tensors(
@@ -127,26 +127,24 @@ def _named_tensors(
     prefix = f"{name}." if name else ""
     params = module.named_parameters(recurse=recurse, remove_duplicate=False)
     buffers = module.named_buffers(recurse=recurse, remove_duplicate=False)
-    return {
-        prefix + each: tensor for some in (params, buffers) for each, tensor in some
-    }
+    return {prefix + key: tensor for some in (params, buffers) for key, tensor in some}
 
 
 def _blocks(model: nn.Module) -> set[int]:
     """Return the identities of the outermost blocks."""
     kinds: Any = [getattr(m, "_no_split_modules", None) for m in model.modules()]
     names = {name for some in kinds for name in some or ()}
-    found = set[int]()
+    ids = set[int]()
 
     def walk(module: nn.Module) -> None:
         for child in module.children():
             if isinstance(module, nn.ModuleList) or type(child).__name__ in names:
-                found.add(id(child))
+                ids.add(id(child))
             else:
                 walk(child)
 
     walk(model)
-    return found
+    return ids
 
 
 DISK = "disk"
@@ -191,8 +189,8 @@ class DeviceMap:
     def __attrs_post_init__(self) -> None:
         """Reject a map that exceeds a device's budget."""
         for device, budget in self.budgets.items():
-            needed = self.needed(device)
-            if isinstance(budget, int) and needed > budget:
+            need = self.needed(device)
+            if isinstance(budget, int) and need > budget:
                 guests = (
                     [] if device != self.computes else _at_once(self._offloaded_units())
                 )
@@ -205,7 +203,7 @@ class DeviceMap:
                 msg = (
                     f"af.plan_devices(budgets={{{device!r}: ...}}):"
                     f" {arguments.format_bytes(budget)}"
-                    f" is too small: it would hold {arguments.format_bytes(needed)}{coming}. Units"
+                    f" is too small: it would hold {arguments.format_bytes(need)}{coming}. Units"
                     " are never split."
                 )
                 raise ArgumentError(msg)
@@ -222,8 +220,8 @@ class DeviceMap:
         Counts enclosing modules: their tensors are on the device when an inner module is
         called.
         """
-        here = sum(unit.num_bytes for unit in self.units if unit.device == device)
-        return here + (
+        num_bytes = sum(unit.num_bytes for unit in self.units if unit.device == device)
+        return num_bytes + (
             _visiting(self._offloaded_units()) if device == self.computes else 0
         )
 
@@ -231,8 +229,8 @@ class DeviceMap:
     def room(self) -> int:
         """The bytes that are free for offloaded parameters on the computing device."""
         budget = self.budgets.get(self.computes)
-        left = budget - self.needed(self.computes) if isinstance(budget, int) else 0
-        return left + _coming(_at_once(self._offloaded_units()))
+        free = budget - self.needed(self.computes) if isinstance(budget, int) else 0
+        return free + _coming(_at_once(self._offloaded_units()))
 
     def moved(self, name: str, device: str) -> "DeviceMap":
         """Return a map with one unit moved to another device.
@@ -307,28 +305,28 @@ def plan_devices(
     units = [_unit(parts) for parts in units_of(model)]
     empty = DeviceMap((), budgets=limits)
     order = sorted(limits, key=lambda device: device == DISK)
-    reserved = order[-1] != empty.computes
-    found, at = list[Unit](), 0
+    offloads = order[-1] != empty.computes
+    plan, at = list[Unit](), 0
     for number, unit in enumerate(units):
         while True:
             if at == len(order):
                 raise ArgumentError(_too_small(unit, limits))
             device, limit = order[at], limits[order[at]]
-            here = attrs.evolve(unit, device=device)
-            rest = units[number + 1 :] if reserved and device == empty.computes else []
-            if not isinstance(limit, int) or _fits([*found, here], rest, device, limit):
-                found.append(here)
+            trial = attrs.evolve(unit, device=device)
+            rest = units[number + 1 :] if offloads and device == empty.computes else []
+            if not isinstance(limit, int) or _fits([*plan, trial], rest, device, limit):
+                plan.append(trial)
                 break
             at += 1
-    return DeviceMap(tuple(found), budgets=limits)
+    return DeviceMap(tuple(plan), budgets=limits)
 
 
-def _fits(found: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
+def _fits(plan: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
     """Return whether a device has room for its units and for the rest or offloaded units."""
-    here = sum(unit.num_bytes for unit in found if unit.device == device)
-    if here + sum(unit.num_bytes for unit in rest) <= limit:
+    num_bytes = sum(unit.num_bytes for unit in plan if unit.device == device)
+    if num_bytes + sum(unit.num_bytes for unit in rest) <= limit:
         return True
-    return here + _visiting(rest) <= limit
+    return num_bytes + _visiting(rest) <= limit
 
 
 def _visiting(away: list[Unit]) -> int:
@@ -342,11 +340,11 @@ def _coming(guests: list[Unit]) -> int:
 
 def _at_once(away: list[Unit]) -> list[Unit]:
     """Return the offloaded units that are on the device together at the peak."""
-    met = [
+    groups = [
         [unit for unit in away if any(_is_within(name, key) for key in unit.names)]
         for name in dict.fromkeys(name for unit in away for name in unit.names)
     ]
-    return max(met, key=_coming, default=[])
+    return max(groups, key=_coming, default=[])
 
 
 def _is_within(name: str, module: str) -> bool:
@@ -355,13 +353,13 @@ def _is_within(name: str, module: str) -> bool:
 
 
 def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
-    said = ", ".join(
+    sizes = ", ".join(
         f"{n!r}: {arguments.format_bytes(b)}"
         for n, b in limits.items()
         if isinstance(b, int)
     )
     return (
-        f"af.plan_devices(budgets={{{said}}}): too small for the unit {unit.shown!r} of"
+        f"af.plan_devices(budgets={{{sizes}}}): too small for the unit {unit.shown!r} of"
         f" {arguments.format_bytes(unit.num_bytes)}, after those before it. Units are never"
         ' split; give more, or "disk": a folder.'
     )

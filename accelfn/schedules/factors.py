@@ -235,17 +235,17 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     kind = type(scheduler).__name__
     step = getattr(scheduler, "step", None)
     params = signature(step).parameters.values() if callable(step) else ()
-    required = [
+    names = [
         param.name
         for param in params
         if param.default is param.empty
         and param.kind in (param.POSITIONAL_ONLY, param.POSITIONAL_OR_KEYWORD)
     ]
     why = ""
-    if required:
-        follows_metric = required[0] != "epoch" or "plateau" in kind.lower()
+    if names:
+        follows_metric = names[0] != "epoch" or "plateau" in kind.lower()
         advice = _PLATEAU if follows_metric else _BY_COUNT
-        why = f"whose step needs {', '.join(required)}. {advice}"
+        why = f"whose step needs {', '.join(names)}. {advice}"
     elif not isinstance(scheduler, LRScheduler):
         why = "expected an LRScheduler of torch's."
     elif scheduler.optimizer is not optimizer:
@@ -552,8 +552,8 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
     samples = sorted({start * i // 20 for i in range(21)})
     live = [number for number in samples if number >= 0 and not _is_zero(rates, number)]
     later = (update + 1 + round(update * i / 5) for i in range(20))
-    ended = (_is_zero(rates, number) for number in (*range(start, update), *later))
-    if not live or live[-1] >= start or not all(ended):
+    zeros = (_is_zero(rates, number) for number in (*range(start, update), *later))
+    if not live or live[-1] >= start or not all(zeros):
         return update + since
     first = live[-1] + 1
     while not _is_zero(rates, first):

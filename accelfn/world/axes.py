@@ -54,7 +54,7 @@ def parse_axes(word: str, text: str, size: int | None) -> dict[str, int]:
     """
     sizes: dict[str, int | str] = {}
     for part in text.split(","):
-        name, equals, extent = (each.strip() for each in part.partition("="))
+        name, equals, extent = (piece.strip() for piece in part.partition("="))
         if not name or not equals or name in sizes:
             msg = (
                 f"{word}: expected sizes by name, each name once, such as"
@@ -72,42 +72,42 @@ def choose_axes(call: str, axes: object, text: str | None, size: int) -> dict[st
     Raises:
         ArgumentError: as of `resolve_axes`; or the two name different ones.
     """
-    asked = {} if axes is None else resolve_axes(call, axes, size)
+    script_axes = {} if axes is None else resolve_axes(call, axes, size)
     if not text:
-        return asked
-    launched = parse_axes(f"{VARIABLE}={text}", text, size)
+        return script_axes
+    launch_axes = parse_axes(f"{VARIABLE}={text}", text, size)
     if axes is None:
-        return launched
-    if _large_axes(asked) != _large_axes(launched):
+        return launch_axes
+    if _large_axes(script_axes) != _large_axes(launch_axes):
         msg = (
             f"{call}(axes={axes!r}) and {VARIABLE}={text}, which `accelfn launch --axes`"
             " sets, name different axes. Leave out one of the two."
         )
         raise ArgumentError(msg)
-    return asked
+    return script_axes
 
 
 def _large_axes(axes: Mapping[str, int]) -> dict[str, int]:
     return {name: axes[name] for name in long(axes, tuple(axes))}
 
 
-def _fill_in(given: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
+def _fill_in(call: str, axes: Mapping[Any, Any], size: int | None) -> dict[str, int]:
     """Return sizes as `resolve_axes` does; where the world's is not known, -1 stays."""
     sizes: dict[str, int] = dict(axes)
     for name, extent in sizes.items():
-        _check(given, name, extent)
+        _check(call, name, extent)
     free = [name for name, extent in sizes.items() if extent == -1]
-    known = math.prod(extent for extent in sizes.values() if extent != -1)
+    factor = math.prod(extent for extent in sizes.values() if extent != -1)
     if len(free) > 1:
-        msg = f"{given}: -1 is what is left, so one axis can have it."
+        msg = f"{call}: -1 is what is left, so one axis can have it."
         raise ArgumentError(msg)
     if size is not None:
-        if free and size % known == 0:
-            sizes[free[0]] = size // known
+        if free and size % factor == 0:
+            sizes[free[0]] = size // factor
         if math.prod(sizes.values()) != size:
             product = " x ".join(str(extent) for extent in sizes.values()) or "none"
             msg = (
-                f"{given}: the sizes, {product}, do not multiply to the world's"
+                f"{call}: the sizes, {product}, do not multiply to the world's"
                 f" {size} ranks. Leave one of them to -1, or start another number of ranks."
             )
             raise ArgumentError(msg)
@@ -130,13 +130,13 @@ def extents(call: str, axes: object) -> dict[str, int]:
     return resolve_axes(call, axes, math.prod(n for n in values if is_integer(n, 1)))
 
 
-def _check(given: str, name: object, extent: object) -> None:
+def _check(call: str, name: object, extent: object) -> None:
     if name == "pp" and extent == 1:
         return
-    check_name(given, name)
+    check_name(call, name)
     if not is_integer(extent, 1) and extent != -1:
         msg = (
-            f"{given}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
+            f"{call}: {name!r} is {extent!r}; expected a number of ranks, 1 or more, or"
             " -1 for what is left."
         )
         raise ArgumentError(msg)
@@ -152,12 +152,12 @@ def fold_cp(axes: Mapping[str, int]) -> dict[str, int]:
 
 def rows(axes: Mapping[str, int], names: Sequence[str]) -> list[tuple[int, ...]]:
     """Return all groups of ranks that differ only in these axes, in ascending order."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(math.prod(axes.values())):
         cell = place(axes, rank)
-        others = tuple(at for name, at in cell.items() if name not in names)
-        found.setdefault(others, []).append(rank)
-    return [tuple(ranks) for ranks in found.values()]
+        key = tuple(at for name, at in cell.items() if name not in names)
+        groups.setdefault(key, []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]
 
 
 def check_name(call: str, name: object) -> None:
@@ -173,8 +173,8 @@ def check_name(call: str, name: object) -> None:
         )
         raise ArgumentError(msg)
     if name not in AXES:
-        near = difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.4)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.4)
+        meant = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = f"{call}: {name!r} is no axis; they are {', '.join(AXES)}.{meant}"
         raise ArgumentError(msg)
 
@@ -188,10 +188,10 @@ def row(axes: Mapping[str, int], names: Sequence[str], rank: int) -> tuple[int, 
 
 def place(axes: Mapping[str, int], rank: int) -> dict[str, int]:
     """Return a rank's coordinate along each axis."""
-    found: dict[str, int] = {}
+    coordinates: dict[str, int] = {}
     for name, extent in reversed(tuple(axes.items())):
-        rank, found[name] = divmod(rank, extent)
-    return {name: found[name] for name in axes}
+        rank, coordinates[name] = divmod(rank, extent)
+    return {name: coordinates[name] for name in axes}
 
 
 def long(axes: Mapping[str, int], names: Sequence[str]) -> tuple[str, ...]:

@@ -76,8 +76,8 @@ class Activity:
     def close(self) -> None:
         """Call the functions of `on_close`, once."""
         waiting, self.on_close = self.on_close, {}
-        for each in waiting.values():
-            each()
+        for callback in waiting.values():
+            callback()
 
 
 # The roll call: ranks exchange their status after a failure.
@@ -138,8 +138,8 @@ def name_error(kind: str, text: str) -> str:
 
 def list_unjoined(store: dist.Store, size: int) -> list[int]:
     """Return the ranks that are not joined according to the store."""
-    said = dist.PrefixStore(_NAME, store)
-    return [rank for rank in range(size) if not said.check([f"{_JOINED} {rank}"])]
+    substore = dist.PrefixStore(_NAME, store)
+    return [rank for rank in range(size) if not substore.check([f"{_JOINED} {rank}"])]
 
 
 class RollCall:
@@ -229,8 +229,8 @@ class RollCall:
 
     def linger(self) -> None:
         """Keep the store of a failed rank 0 until the other ranks have reported."""
-        failed = self._told is not None and self._told.how != _LEFT
-        if failed and self._rank == 0 and self.rank_0_keeps_it:
+        has_failed = self._told is not None and self._told.how != _LEFT
+        if has_failed and self._rank == 0 and self.rank_0_keeps_it:
             self._heard(lambda _: False, within=_LINGERS)
 
     def _heard(
@@ -261,11 +261,9 @@ class RollCall:
 
     def _spoken(self, heard: dict[int, Standing]) -> dict[int, Standing]:
         """Return the status of ranks that reported since the last look."""
-        others = [r for r in range(self._size) if r != self._rank and r not in heard]
-        told = [rank for rank in others if self._store.check([str(rank)])]
-        return {
-            rank: Standing(**json.loads(self._store.get(str(rank)))) for rank in told
-        }
+        silent = [r for r in range(self._size) if r != self._rank and r not in heard]
+        speakers = [rank for rank in silent if self._store.check([str(rank)])]
+        return {r: Standing(**json.loads(self._store.get(str(r)))) for r in speakers}
 
 
 _SETTLES = 0.05
@@ -373,8 +371,8 @@ class Connection:
 
     def set_timeout(self, seconds: float) -> None:
         """Have collectives of the group and of its parts fail after so many seconds."""
-        for each in (self, *self.parts.values()):
-            group = cast("Any", each.group)
+        for connection in (self, *self.parts.values()):
+            group = cast("Any", connection.group)
             for device in group._device_types:
                 backend = group._get_backend(device)
                 backend._set_default_timeout(timedelta(seconds=seconds))
@@ -456,12 +454,12 @@ def _refuse_alone(update: int) -> None:
 
 def clear_frames(error: BaseException | None) -> None:
     """Clear the variables of all functions that an error and its causes went through."""
-    cleared: set[int] = set()
+    ids: set[int] = set()
     pending = [error]
     while pending:
         link = pending.pop()
-        if link is not None and id(link) not in cleared:
-            cleared.add(id(link))
+        if link is not None and id(link) not in ids:
+            ids.add(id(link))
             traceback.clear_frames(link.__traceback__)
             pending += [link.__cause__, link.__context__]
 
@@ -561,9 +559,9 @@ def open_store(
     """
     # addresses that are the loopback on every machine
     is_loopback = host == "localhost" or host.startswith(("127.", "::1", "[::1]"))
-    bound = _bound_to_loopback(host, port) if is_local or is_loopback else None
-    if bound is not None:
-        port = bound.getsockname()[1]
+    listener = _bound_to_loopback(host, port) if is_local or is_loopback else None
+    if listener is not None:
+        port = listener.getsockname()[1]
     return dist.TCPStore(
         host,
         port,
@@ -573,26 +571,26 @@ def open_store(
         wait_for_workers=size is not None,
         multi_tenant=is_shared,
         # detached, because the store closes it
-        master_listen_fd=None if bound is None else bound.detach(),
+        master_listen_fd=None if listener is None else listener.detach(),
     )
 
 
 def _bound_to_loopback(host: str, port: int) -> socket.socket | None:
     """Return a socket for the store; None off the loopback, or if the port is in use."""
     with suppress(socket.gaierror):  # torch raises a clear error
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, where = found[0]
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, where = addresses[0]
         if ip_address(where[0]).is_loopback:
-            bound = socket.socket(family, kind, protocol)
-            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                bound.bind(where)
+                listener.bind(where)
             except OSError as error:
-                bound.close()
+                listener.close()
                 if error.errno != errno.EADDRINUSE:
                     raise
                 return None
-            return bound
+            return listener
     return None
 
 
@@ -604,12 +602,12 @@ def open_rows(
 ) -> Any:
     """Open the group of each row of several ranks, in one order; return that of a rank."""
     timeout = None if seconds is None else timedelta(seconds=seconds)
-    mine = None
+    own_group = None
     for row in run:
         if len(row) > 1:
             group = dist.new_group(row, timeout, group_desc=name)
-            mine = group if rank in row else mine
-    return mine
+            own_group = group if rank in row else own_group
+    return own_group
 
 
 Groups: TypeAlias = dict[tuple[str, ...], dist.ProcessGroup]

@@ -98,7 +98,7 @@ class Meeting:
         # the waiting thread has the other connection
         store = cast("Any", self.store).clone()
         rank, size = self.place.rank, self.place.size
-        late = [each for each, count in enumerate(_counts(store, size)) if not count]
+        late = [r for r, count in enumerate(_counts(store, size)) if not count]
         late = [
             member for member in late or list_unjoined(store, size) if member != rank
         ]
@@ -205,15 +205,15 @@ def _backend(device: torch.device) -> str:
     """Return what torch joins such devices by, beside what joins processors."""
     if device.type == "cpu":
         return "gloo"
-    known = dist.Backend.default_device_backend_map
-    if device.type not in known:
+    backends = dist.Backend.default_device_backend_map
+    if device.type not in backends:
         msg = (
             f"torch.distributed has no backend for devices of type {device.type!r}; it has"
-            f" {', '.join(known)}. Import the package that registers one, or name it:"
+            f" {', '.join(backends)}. Import the package that registers one, or name it:"
             f' World.from_env(backend="cpu:gloo,{device.type}:...").'
         )
         raise WorldError(msg)
-    return f"cpu:gloo,{device.type}:{known[device.type]}"
+    return f"cpu:gloo,{device.type}:{backends[device.type]}"
 
 
 def _connection(
@@ -458,9 +458,9 @@ class Launched:
         world.connection.close()
         activity = Activity() if self.is_newcomer else world.connection.activity
         names = self._next()
-        while (joined := self._joined(names, activity)) is None:
+        while (connection := self._joined(names, activity)) is None:
             names = self._next()
-        return world.followed(names.index(self.name), len(names), joined)
+        return world.followed(names.index(self.name), len(names), connection)
 
     def _next(self) -> list[str]:
         """Return the members of the next world from the launcher."""
@@ -501,12 +501,12 @@ class Launched:
         """Wait until all who make a world know of it; return False where one is gone before."""
         self._words.arrive(self.number, self.name)
         until = time.monotonic() + self.timeout
-        left = list(names)
-        while left and time.monotonic() < until:
-            left = [each for each in left if not self._words.is_here(self.number, each)]
-            if any(map(self._words.is_gone, left)):
+        absent = list(names)
+        while absent and time.monotonic() < until:
+            absent = [n for n in absent if not self._words.is_here(self.number, n)]
+            if any(map(self._words.is_gone, absent)):
                 return False
-            time.sleep(_ASKS_EVERY if left else 0)
+            time.sleep(_ASKS_EVERY if absent else 0)
         return True
 
     def _joined(self, names: list[str], activity: Activity) -> Connection | None:

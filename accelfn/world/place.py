@@ -58,11 +58,11 @@ def check_place(place: Place, names: tuple[str, ...]) -> None:
     Raises:
         WorldError: they contradict each other.
     """
-    ordered = 0 <= place.rank < place.size
-    if not ordered or not 0 <= place.local_rank < place.local_size <= place.size:
+    is_below = 0 <= place.rank < place.size
+    if not is_below or not 0 <= place.local_rank < place.local_size <= place.size:
         values = place.rank, place.size, place.local_rank, place.local_size
-        shown = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
-        msg = f"{', '.join(shown)} contradict each other: each rank must be below its size."
+        pairs = [f"{name}={value}" for name, value in zip(names, values, strict=True)]
+        msg = f"{', '.join(pairs)} contradict each other: each rank must be below its size."
         raise WorldError(msg)
 
 
@@ -89,8 +89,8 @@ def machine_of(env: Environment, place: Place) -> int:
     for name in ("GROUP_RANK", "NODE_RANK"):
         if name in env:
             return integer(env, name)
-    machine, left = divmod(place.rank - place.local_rank, place.local_size)
-    if left or machine < 0 or place.size % place.local_size:
+    machine, rest = divmod(place.rank - place.local_rank, place.local_size)
+    if rest or machine < 0 or place.size % place.local_size:
         msg = (
             f"Rank {place.rank} of {place.size} has local rank {place.local_rank} of"
             f" {place.local_size}: the ranks do not fill equal machines one after the other."
@@ -238,8 +238,8 @@ def place_by_slurm(env: Environment) -> Place:
             start this process, although the job has several tasks.
     """
     refuse_unstarted_by_slurm(env)
-    started = _started_by_srun(env)
-    if started == 0 or (started == 1 and "SLURM_NTASKS" not in env):
+    num_tasks = _started_by_srun(env)
+    if num_tasks == 0 or (num_tasks == 1 and "SLURM_NTASKS" not in env):
         return Place("SLURM")  # the script of sbatch, or the shell of salloc
     names = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"]
     _check_complete(env, names, "srun or `accelfn launch`")
@@ -251,10 +251,10 @@ def place_by_slurm(env: Environment) -> Place:
         )
         raise WorldError(msg)
     per_node = _tasks_per_node(env)
-    agree = size == started == sum(per_node)
+    agree = size == num_tasks == sum(per_node)
     if not agree or not 0 <= node_rank < len(per_node):
         msg = (
-            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={started}, SLURM_NODEID={node_rank}"
+            f"SLURM_NTASKS={size}, SLURM_STEP_NUM_TASKS={num_tasks}, SLURM_NODEID={node_rank}"
             f" and the tasks of each machine, {per_node}, contradict each other."
         )
         raise WorldError(msg)
@@ -270,10 +270,10 @@ def refuse_unstarted_by_slurm(env: Environment) -> None:
     """Raise if a job has several tasks, and srun did not start this process."""
     # srun starts one task per machine by default
     name = "SLURM_NTASKS" if "SLURM_NTASKS" in env else "SLURM_JOB_NUM_NODES"
-    asked = integer(env, name) if name in env else 1
-    if asked > 1 and _started_by_srun(env) <= 1:
+    num_tasks = integer(env, name) if name in env else 1
+    if num_tasks > 1 and _started_by_srun(env) <= 1:
         msg = (
-            f"{name}={asked}, but srun did not start this process: it is the script of sbatch"
+            f"{name}={num_tasks}, but srun did not start this process: it is the script of sbatch"
             " or the shell of salloc. Start the ranks in it with `srun` or `accelfn launch`, or"
             " train in one process with af.World.single()."
         )
@@ -301,11 +301,11 @@ def _tasks_per_node(env: Environment) -> list[int]:
     text = _of_step(env, "SLURM_STEP_TASKS_PER_NODE", name)
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        if match is None:
             msg = f"{name} is {text!r}; expected a text such as '2(x3),1'."
             raise WorldError(msg)
-        counts += [int(found[1])] * int(found[2] or 1)
+        counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
 
@@ -369,15 +369,15 @@ def refuse_unstarted_by_torchrun(env: Environment) -> None:
 
     Kubeflow sets them in each pod of a TrainJob, also if the pod runs Python itself.
     """
-    asked = {
+    variables = {
         name: env[name]
         for name in ("PET_NNODES", "PET_NPROC_PER_NODE")
         if env.get(name, "1").isdecimal() and int(env.get(name, "1")) > 1
     }
-    if asked:
-        shown = ", ".join(f"{name}={value}" for name, value in asked.items())
+    if variables:
+        listing = ", ".join(f"{name}={value}" for name, value in variables.items())
         msg = (
-            f"{shown} asks torchrun for several ranks, but it did not start this process."
+            f"{listing} asks torchrun for several ranks, but it did not start this process."
             " Write `torchrun train.py`, which reads the variables, or train in one process"
             " with af.World.single()."
         )

@@ -184,7 +184,7 @@ class World:
 
     def followed(self, rank: int, size: int, connection: Connection) -> "World":
         """Return the world of ranks that regrouped; it closes with this world."""
-        met = attrs.evolve(
+        successor = attrs.evolve(
             self,
             rank=rank,
             size=size,
@@ -192,10 +192,10 @@ class World:
             local_size=size,
             group=connection,
         )
-        self.connection.successor = met
+        self.connection.successor = successor
         if size > 1 and connection.simulated is None:
             connection.own()
-        return met
+        return successor
 
     @property
     def is_main(self) -> bool:
@@ -270,26 +270,26 @@ class World:
         return self._parted("World.across", size, by)
 
     def _parted(self, call: str, size: int | None, by: str | None) -> "World":
-        written = check_given(call, size, by, self.size)
+        usage = check_given(call, size, by, self.size)
         if self._whole is not None:
-            msg = f"{written}: this is a part of a world. Split the whole: world.whole."
+            msg = f"{usage}: this is a part of a world. Split the whole: world.whole."
             raise WorldError(msg)
         assert self.group is not None or self.size == 1  # noqa: S101 - it raises if closed
         rows = self._rows_by_node() if size is None else of_size(size, self.size)
         if call == "World.across":
-            rows = across(written, rows)
-        (mine,) = (row for row in rows if self.rank in row)
-        name = written.removeprefix("World.")
-        joins = open_part(name, rows, mine, self.connection, self.device)
-        return self._part(mine, joins, axes={})
+            rows = across(usage, rows)
+        (ranks,) = (row for row in rows if self.rank in row)
+        name = usage.removeprefix("World.")
+        joins = open_part(name, rows, ranks, self.connection, self.device)
+        return self._part(ranks, joins, axes={})
 
     def _rows_by_node(self) -> "Rows":
         """Return the ranks of each machine, by a collective of 8 bytes per rank."""
-        mine = torch.tensor([self.node_rank], device=self.device)
-        nodes = [mine] * self.size
+        own_node = torch.tensor([self.node_rank], device=self.device)
+        nodes = [own_node] * self.size
         if self.size > 1:
-            nodes = [torch.empty_like(mine) for _ in nodes]
-            dist.all_gather(nodes, mine, group=self.group)
+            nodes = [torch.empty_like(own_node) for _ in nodes]
+            dist.all_gather(nodes, own_node, group=self.group)
         by_node: dict[int, list[int]] = {}
         for rank, node in enumerate(nodes):
             by_node.setdefault(int(node), []).append(rank)
@@ -345,10 +345,10 @@ class World:
             WorldError: the world is closed.
         """
         if self.connection.is_closed:
-            way = "use it inside its `with` block"
+            advice = "use it inside its `with` block"
             if self.connection.successor is not None:
-                way = "af.regroup made another: use the world of the new state, state.world"
-            msg = f"The world of {self.size} ranks is closed; {way}."
+                advice = "af.regroup made another: use the world of the new state, state.world"
+            msg = f"The world of {self.size} ranks is closed; {advice}."
             raise WorldError(msg)
         self.connection.check_not_lent()
         return self.connection.group
@@ -400,15 +400,15 @@ def check_given(call: str, size: int | None, by: str | None, num_ranks: int) -> 
     if (size is None) is (by is None):
         msg = f'{call}: expected either size=, a number of ranks, or by="node".'
         raise ArgumentError(msg)
-    written = f"{call}(by={by!r})" if size is None else f"{call}(size={size!r})"
+    usage = f"{call}(by={by!r})" if size is None else f"{call}(size={size!r})"
     if size is None and by != "node":
-        msg = f'{written}: expected by="node", the ranks of one machine.'
+        msg = f'{usage}: expected by="node", the ranks of one machine.'
         raise ArgumentError(msg)
     if size is not None and (not is_integer(size, 1) or num_ranks % size):
         divisors = [str(n) for n in range(1, num_ranks + 1) if num_ranks % n == 0]
-        msg = f"{written}: expected a number that divides {num_ranks}: {', '.join(divisors)}."
+        msg = f"{usage}: expected a number that divides {num_ranks}: {', '.join(divisors)}."
         raise ArgumentError(msg)
-    return written
+    return usage
 
 
 def of_size(size: int, num_ranks: int) -> Rows:
@@ -416,7 +416,7 @@ def of_size(size: int, num_ranks: int) -> Rows:
     return [tuple(range(at, at + size)) for at in range(0, num_ranks, size)]
 
 
-def across(written: str, rows: Rows) -> Rows:
+def across(usage: str, rows: Rows) -> Rows:
     """Return the ranks at each place of the parts.
 
     Raises:
@@ -424,16 +424,16 @@ def across(written: str, rows: Rows) -> Rows:
     """
     sizes = [len(row) for row in rows]
     if len(set(sizes)) > 1:
-        shown = ", ".join(map(str, sizes))
-        msg = f"{written}: machines have {shown} ranks. Start the same number on each."
+        counts = ", ".join(map(str, sizes))
+        msg = f"{usage}: machines have {counts} ranks. Start the same number on each."
         raise WorldError(msg)
-    return [tuple(sorted(each)) for each in zip(*rows, strict=True)]
+    return [tuple(sorted(ranks)) for ranks in zip(*rows, strict=True)]
 
 
 def open_part(
     name: str,
     rows: Rows,
-    mine: tuple[int, ...],
+    ranks: tuple[int, ...],
     connection: Connection,
     device: torch.device,
 ) -> Connection:
@@ -441,15 +441,15 @@ def open_part(
     if len(rows) == 1:
         return connection
     if (name,) not in connection.parts:
-        group = simulated = None
+        group = simulation = None
         if connection.simulated is None:
             everyone = dist.get_process_group_ranks(connection.group)
             of_run = [tuple(everyone[rank] for rank in row) for row in rows]
             seconds = connection.timeout(device)
-            group = open_rows(of_run, of_run[rows.index(mine)][0], seconds, name)
-        elif len(mine) > 1:
-            group, simulated = connection.simulated.part(name, mine)
-        connection.add_part((name,), group, simulated)
+            group = open_rows(of_run, of_run[rows.index(ranks)][0], seconds, name)
+        elif len(ranks) > 1:
+            group, simulation = connection.simulated.part(name, ranks)
+        connection.add_part((name,), group, simulation)
         connection.parts[name,].parts = {}
     return connection.parts[name,]
 
@@ -474,13 +474,13 @@ def fold_axes(world: World) -> World:
     if _FOLDED not in connection.parts:
         group: Any = connection.group
         connection.add_part(_FOLDED, group, connection.simulated)
-        whole = connection.parts[_FOLDED]
-        whole.parts = {}
+        parent = connection.parts[_FOLDED]
+        parent.parts = {}
         for names in arithmetic.neighbor_runs(axes):
             inner = (*names, "cp") if "dp_shard" in names else names
             part = connection.parts[arithmetic.long(world.axes, inner)]
             group = part.group
-            whole.add_part(names, group, part.simulated)
+            parent.add_part(names, group, part.simulated)
     return attrs.evolve(world, axes=axes, group=connection.parts[_FOLDED])
 
 
