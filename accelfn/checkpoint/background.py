@@ -47,16 +47,16 @@ class Buffers:
         copies: dict[str, torch.Tensor] = {}
         devices: set[torch.device] = set()
         for name, tensor in tensors.items():
-            held = self._held.get(name)
-            if held is None or (held.shape, held.dtype) != (tensor.shape, tensor.dtype):
-                held = host_memory(tensor.shape, tensor.dtype, tensor.device)
-            copies[name] = held.copy_(tensor.detach(), non_blocking=True)
+            copy = self._held.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (tensor.shape, tensor.dtype):
+                copy = host_memory(tensor.shape, tensor.dtype, tensor.device)
+            copies[name] = copy.copy_(tensor.detach(), non_blocking=True)
             if not tensor.is_cpu:
                 devices.add(tensor.device)
         for device in devices:
-            arrived = torch.Event(device)
-            arrived.record()
-            arrived.synchronize()
+            event = torch.Event(device)
+            event.record()
+            event.synchronize()
         self._held = copies
         return copies
 
@@ -77,7 +77,7 @@ class Talk:
     turn: int = 0
     hurried_at: float | None = None
 
-    def __call__(self, what: str, text: str) -> list[str]:
+    def __call__(self, label: str, text: str) -> list[str]:
         """Publish this rank's text, wait for all ranks, and return their texts.
 
         Raises:
@@ -86,14 +86,14 @@ class Talk:
         """
         self.turn += 1
         files.tell(self._file(self.turn, self.save.rank), text)
-        pause, begun = 0.001, time.monotonic()
+        pause, start = 0.001, time.monotonic()
         while absent := self._absent():
-            gone = [r for r in absent if files.is_let_go(self._file(_HELD, r))]
+            dead_ranks = [r for r in absent if files.is_let_go(self._file(_HELD, r))]
             absent = self._absent()  # a rank may have published before it ended
             self._check_ended(absent)
-            gone = [rank for rank in gone if rank in absent]
-            if absent and (gone or self._is_over(begun)):
-                raise PeerFailedError(self._given_up(gone, absent, what, begun))
+            dead_ranks = [rank for rank in dead_ranks if rank in absent]
+            if absent and (dead_ranks or self._is_over(start)):
+                raise PeerFailedError(self._given_up(dead_ranks, absent, label, start))
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         paths = (self._file(self.turn, rank) for rank in self._ranks())
@@ -101,8 +101,8 @@ class Talk:
 
     def begin(self) -> BinaryIO | None:
         """Return an open lock file that shows other ranks that this process lives."""
-        mine = self._file(_HELD, self.save.rank)
-        return files.hold(mine) if self.save.size > 1 else None
+        path = self._file(_HELD, self.save.rank)
+        return files.hold(path) if self.save.size > 1 else None
 
     def end(self, text: str) -> None:
         """Tell other ranks that this rank has stopped, and why."""
@@ -121,28 +121,28 @@ class Talk:
 
     def _check_ended(self, absent: list[int]) -> None:
         for rank in absent:
-            ended = self._file(_ENDED, rank)
-            if arguments.exists(ended):
+            path = self._file(_ENDED, rank)
+            if arguments.exists(path):
                 nothing = f"{self.save.not_saved}: rank {rank} failed, and had no room to say why"
-                raise CheckpointWriteError(ended.read_text(encoding="utf-8") or nothing)
+                raise CheckpointWriteError(path.read_text(encoding="utf-8") or nothing)
 
-    def _is_over(self, begun: float) -> bool:
-        now, hurried = time.monotonic(), self.hurried_at
-        return now > begun + self.patience or (
-            hurried is not None and now > max(begun, hurried) + _GRACE
+    def _is_over(self, start: float) -> bool:
+        now, hurried_at = time.monotonic(), self.hurried_at
+        return now > start + self.patience or (
+            hurried_at is not None and now > max(start, hurried_at) + _GRACE
         )
 
     def _given_up(
-        self, gone: list[int], absent: list[int], what: str, begun: float
+        self, dead_ranks: list[int], absent: list[int], label: str, start: float
     ) -> str:
-        if gone:
-            how = f"the process of {named(gone)} has ended"
+        if dead_ranks:
+            how = f"the process of {named(dead_ranks)} has ended"
         else:
-            seconds = f"{time.monotonic() - begun:.3g} s"
+            seconds = f"{time.monotonic() - start:.3g} s"
             how = f"{named(absent)} failed, left or did not arrive within {seconds}"
         return (
             f"The save of step {self.save.step} was not seen to its end: rank"
-            f" {self.save.rank} of {self.save.size} waited in 'save: {what}', but {how}."
+            f" {self.save.rank} of {self.save.size} waited in 'save: {label}', but {how}."
             " Look at its output for the cause."
         )
 
@@ -161,14 +161,14 @@ def close_talk(save: Save) -> None:
         files.remove(talk_directory(save.final))
 
 
-class _Mine(threading.local):
+class _ThreadSaves(threading.local):
     """The saves that the current thread has started."""
 
     def __init__(self) -> None:
         self.writings: weakref.WeakSet[Writing] = weakref.WeakSet()
 
 
-_mine = _Mine()
+_thread_saves = _ThreadSaves()
 
 
 def give_up() -> bool:
@@ -176,10 +176,10 @@ def give_up() -> bool:
 
     Returns: whether there were any saves.
     """
-    begun = list(_mine.writings)
-    for writing in begun:
+    writings = list(_thread_saves.writings)
+    for writing in writings:
         writing.give_up()
-    return bool(begun)
+    return bool(writings)
 
 
 class Writing:
@@ -197,7 +197,7 @@ class Writing:
         self._talk = Talk(save=save, patience=patience or _PATIENCE)
         self._begun, self._done = threading.Lock(), threading.Event()
         self._error: BaseException | None = None
-        _mine.writings.add(self)
+        _thread_saves.writings.add(self)
 
     def start(self) -> None:
         """Start the writing thread; if that fails, `join` returns the error."""
@@ -238,9 +238,9 @@ class Writing:
     def _run(self) -> None:
         if not self._begun.acquire(blocking=False):
             return  # an interrupted `start` had started a thread already
-        held: BinaryIO | None = None
+        lock: BinaryIO | None = None
         try:
-            held = self._talk.begin()
+            lock = self._talk.begin()
             self._write(self._talk)
         except CheckpointWriteError as error:
             self._error = error  # all ranks have it
@@ -251,8 +251,8 @@ class Writing:
             with suppress(BaseException):  # this disk may be what has failed
                 self._talk.end(str(self._error))
         finally:
-            if held is not None:
-                held.close()
+            if lock is not None:
+                lock.close()
             self._done.set()
 
     def _alone(self, error: BaseException) -> CheckpointWriteError:
@@ -260,11 +260,11 @@ class Writing:
         rank = self.save.rank
         is_there = files.is_there(self.save.final)
         begins = self.save.not_finished if is_there else self.save.not_saved
-        known = CheckpointWriteError(
+        failure = CheckpointWriteError(
             f"{begins}: rank {rank} failed: {commit.format_error(error)}"
         )
-        known.__cause__ = error
-        return known
+        failure.__cause__ = error
+        return failure
 
 
 # The pending save of a store, and the exchange of its outcome.
@@ -311,16 +311,17 @@ class PendingSave:
             world.connection.tell("waited in a save", is_waiting=True)
             raise error
         text = "" if error is None else str(error)
-        told = _first(gather_text(text, world, label=f"store: outcome of step {step}"))
+        texts = gather_text(text, world, label=f"store: outcome of step {step}")
+        failure = _first(texts)
         self.writing = None  # not before: an interrupt may have ended the waiting
         if world.is_main:
             close_talk(writing.save)
-            if told is not None:  # no rank writes to the directory any more
+            if failure is not None:  # no rank writes to the directory any more
                 with suppress(OSError):  # the next save removes it
                     files.remove(writing.save.partial)
-        if told is not None:
-            told.__cause__ = None if error is None else error.__cause__
-        return told
+        if failure is not None:
+            failure.__cause__ = None if error is None else error.__cause__
+        return failure
 
     def abandon(self) -> CheckpointWriteError | None:
         """Finish a save after a rank has failed; return an error other than that failure.
@@ -343,12 +344,12 @@ class PendingSave:
     ) -> CheckpointWriteError | None:
         """Continue in a new world, and return the first error that any of its ranks has."""
         text = "" if error is None else str(error)
-        told = _first(gather_text(text, world, label="store: ranks have met anew"))
+        failure = _first(gather_text(text, world, label="store: ranks have met anew"))
         self.world = world
-        return told
+        return failure
 
 
 def _first(texts: list[str]) -> CheckpointWriteError | None:
     """Return the first nonempty text as an error, if any."""
-    failed = [CheckpointWriteError(text) for text in texts if text]
-    return failed[0] if failed else None
+    errors = [CheckpointWriteError(text) for text in texts if text]
+    return errors[0] if errors else None

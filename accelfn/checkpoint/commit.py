@@ -122,19 +122,19 @@ class Division:
     copies: tuple[int, ...]
 
     def manifest(
-        self, contents: Contents, written: Sequence[files.File], *, step: int
+        self, contents: Contents, rank_files: Sequence[files.File], *, step: int
     ) -> Manifest:
         """Return the manifest of the files that all ranks have written."""
         return Manifest(
             **contents.facts,
             step=step,
-            world_size=len(written),
+            world_size=len(rank_files),
             trees=contents.units,
             trees_by_rank=self.trees_by_rank,
             per_rank=self.per_rank,
             sharded=self.sharded,
             copies=self.copies,
-            files={rank_file(rank): file for rank, file in enumerate(written)},
+            files={rank_file(rank): file for rank, file in enumerate(rank_files)},
         )
 
 
@@ -204,18 +204,18 @@ class Save:
             outcomes = {0: f"{Verdict.DONE} " if is_done else outcomes[0]}
         results: list[str] = []
         for rank, text in outcomes.items():
-            verdict, _, said = (text or _NO_ROOM).partition(" ")
+            verdict, _, message = (text or _NO_ROOM).partition(" ")
             if verdict == Verdict.DONE:
-                results.append(said)
+                results.append(message)
                 continue
             # if rank 0 failed to begin, the directory belongs to another save
             if self.rank == 0 and (phase is not Phase.BEGIN or failure is None):
                 with suppress(OSError):
                     files.remove(self.partial)
             if verdict == Verdict.UNFINISHED:
-                msg = f"{self.not_finished}: rank {rank} failed: {said}"
+                msg = f"{self.not_finished}: rank {rank} failed: {message}"
             else:
-                msg = f"{self.not_saved}: rank {rank} could not {task}: {said}"
+                msg = f"{self.not_saved}: rank {rank} could not {task}: {message}"
             is_free = verdict != Verdict.IN_USE
             kind = CheckpointWriteError if is_free else DirectoryInUseError
             raise kind(msg) from failure
@@ -270,31 +270,31 @@ def write(save: Save, contents: Mapping[str, Contents], exchange: Exchange) -> N
     Raises:
         CheckpointWriteError: on every rank, if any rank failed.
     """
-    said = save.run_on_all(
+    descriptions = save.run_on_all(
         exchange, Phase.DESCRIBE, lambda: _describe_states(save, contents)
     )
-    ranks, own = list(map(json.loads, said)), rank_file(save.rank)
+    ranks, filename = list(map(json.loads, descriptions)), rank_file(save.rank)
     divisions = {
         name: divide_writes(content, [rank[name] for rank in ranks], save.rank)
         for name, content in contents.items()
     }
 
     def write_files() -> str:
-        written: dict[str, Any] = {}
+        records: dict[str, Any] = {}
         for name, division in divisions.items():
-            path, step = save.partial / name / own, contents[name].units["step"]
-            metadata = {"format": "pt", "step": str(step), "rank": own[5:10]}
-            written[name] = attrs.asdict(write_file(path, division.mine, metadata))
-        return json.dumps(written)
+            path, step = save.partial / name / filename, contents[name].units["step"]
+            metadata = {"format": "pt", "step": str(step), "rank": filename[5:10]}
+            records[name] = attrs.asdict(write_file(path, division.mine, metadata))
+        return json.dumps(records)
 
     texts = save.run_on_all(exchange, Phase.WRITE, write_files)
 
     def name_it() -> None:
         if save.rank:
             return
-        written, digests = list(map(json.loads, texts)), dict[str, str]()
+        records, digests = list(map(json.loads, texts)), dict[str, str]()
         for name, content in contents.items():
-            of_ranks = [files.File.from_plain(rank[name]) for rank in written]
+            of_ranks = [files.File.from_plain(rank[name]) for rank in records]
             step = content.units["step"]
             data = divisions[name].manifest(content, of_ranks, step=step).to_bytes()
             digests[name] = blake3(data).hexdigest()
@@ -339,12 +339,12 @@ def check_seen(save: Save) -> None:
 
 def describe_contents(contents: Contents, *, is_alone: bool = False) -> dict[str, Any]:
     """Return digests of this rank's values, and the slices it holds."""
-    whole = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
+    full = {n: t for n, t in contents.tensors.items() if n not in contents.slices}
     parts = {n: t for n, t in contents.tensors.items() if n in contents.slices}
     of_parts = files.digests(parts) if contents.copy is not None else {}
     return {
         "units": contents.units,
-        "tensors": dict.fromkeys(whole) if is_alone else files.digests(whole),
+        "tensors": dict.fromkeys(full) if is_alone else files.digests(full),
         "copy": contents.copy,
         "slices": {
             name: {
@@ -362,22 +362,22 @@ def divide_writes(
 ) -> Division:
     """Divide the writing among ranks by the descriptions that all ranks have sent."""
     copies = tuple(rank["copy"] for rank in ranks if rank["copy"] is not None)
-    sharded = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
-    per_rank, trees_by_rank = _differing(ranks, sharded)
-    held = [rank["tensors"] for rank in ranks]
+    shardings = _slices_by_tensor(ranks, copies or (0,) * len(ranks))
+    per_rank, trees_by_rank = _differing(ranks, shardings)
+    digests = [rank["tensors"] for rank in ranks]
     first = copies.index(copies[rank]) if copies else rank
-    own = [
+    own_names = [
         name
         for name in per_rank
-        if first == rank or held[first].get(name) != held[rank].get(name)
+        if first == rank or digests[first].get(name) != digests[rank].get(name)
     ]
     return Division(
         mine=_tensors_to_write(
-            contents.tensors, per_rank, own, sharded, place=(rank, len(ranks))
+            contents.tensors, per_rank, own_names, shardings, place=(rank, len(ranks))
         ),
         per_rank=per_rank,
         trees_by_rank=trees_by_rank,
-        sharded=sharded,
+        sharded=shardings,
         copies=copies,
     )
 
@@ -386,15 +386,15 @@ def _slices_by_tensor(
     ranks: Sequence[Mapping[str, Any]], copies: Sequence[int]
 ) -> dict[str, Any]:
     """Return the file of each slice of sharded tensors, per copy where copies differ."""
-    held: dict[str, dict[int, Any]] = {}
+    places: dict[str, dict[int, Any]] = {}
     for rank, member in enumerate(ranks):
         for name, place in member["slices"].items():
-            held.setdefault(name, {})[rank] = place
-    own = {name for name, by_rank in held.items() if _differ(by_rank, copies)}
-    alike = (0,) * len(ranks)
+            places.setdefault(name, {})[rank] = place
+    per_copy = {name for name, by_rank in places.items() if _differ(by_rank, copies)}
+    one_copy = (0,) * len(ranks)
     return {
-        name: _slices_by_file(by_rank, copies if name in own else alike)
-        for name, by_rank in held.items()
+        name: _slices_by_file(by_rank, copies if name in per_copy else one_copy)
+        for name, by_rank in places.items()
     }
 
 
@@ -408,8 +408,8 @@ def _slices_by_file(
         if 0 not in place["size"]:
             slices.setdefault((copies[rank], str(box)), (rank_file(rank), box))
     first = next(iter(by_rank.values()))
-    whole = {"dtype": first["dtype"], "shape": first["shape"]}
-    return {**whole, "slices": dict(slices.values())}
+    entry = {"dtype": first["dtype"], "shape": first["shape"]}
+    return {**entry, "slices": dict(slices.values())}
 
 
 def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
@@ -422,45 +422,45 @@ def _differ(by_rank: Mapping[int, Any], copies: Sequence[int]) -> bool:
 
 
 def _differing(
-    ranks: Sequence[Mapping[str, Any]], sharded: Mapping[str, Any]
+    ranks: Sequence[Mapping[str, Any]], shardings: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], tuple[dict[str, Any], ...]]:
     """Return the tensors and the units' trees that differ between ranks."""
     names = dict.fromkeys(name for rank in ranks for name in rank["tensors"])
-    own = [n for n in names if len({rank["tensors"].get(n) for rank in ranks}) > 1]
+    own_names = [n for n in names if len({r["tensors"].get(n) for r in ranks}) > 1]
     units = dict.fromkeys(name for rank in ranks for name in rank["units"])
-    apart = [
+    own_units = [
         unit
         for unit in units
         if any(rank["units"].get(unit) != ranks[0]["units"].get(unit) for rank in ranks)
     ]
     trees = [
-        {unit: rank["units"][unit] for unit in apart if unit in rank["units"]}
+        {unit: rank["units"][unit] for unit in own_units if unit in rank["units"]}
         for rank in ranks
     ]
-    kept = tuple(name for name in own if name not in sharded)
-    return kept, tuple(trees) if apart else ()
+    per_rank = tuple(name for name in own_names if name not in shardings)
+    return per_rank, tuple(trees) if own_units else ()
 
 
 def _tensors_to_write(
     tensors: Mapping[str, torch.Tensor],
     per_rank: Sequence[str],
-    own: Sequence[str],
-    sharded: Mapping[str, Any],
+    own_names: Sequence[str],
+    shardings: Mapping[str, Any],
     *,
     place: tuple[int, int],
 ) -> dict[str, torch.Tensor]:
     """Return the tensors that this rank writes: its own, and its share of common ones."""
     rank, size = place
-    common = sorted(tensors.keys() - set(per_rank) - sharded.keys())
+    common = sorted(tensors.keys() - set(per_rank) - shardings.keys())
     sizes = [tensors[n].nbytes for n in common]
-    total, before, mine = max(sum(sizes), 1), 0, set(own)
-    mine |= {n for n, at in sharded.items() if rank_file(rank) in at["slices"]}
+    total, before, names = max(sum(sizes), 1), 0, set(own_names)
+    names |= {n for n, at in shardings.items() if rank_file(rank) in at["slices"]}
     for name, num_bytes in zip(common, sizes, strict=True):
         writer = (2 * before + num_bytes) * size // (2 * total)
         if min(writer, size - 1) == rank:
-            mine.add(name)
+            names.add(name)
         before += num_bytes
-    return {name: tensor for name, tensor in tensors.items() if name in mine}
+    return {name: tensor for name, tensor in tensors.items() if name in names}
 
 
 def write_file(
@@ -472,8 +472,8 @@ def write_file(
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
-        needed = sum(t.nbytes for t in tensors.values())
-        room = f"needs {needed:,} bytes"
+        num_bytes = sum(t.nbytes for t in tensors.values())
+        room = f"needs {num_bytes:,} bytes"
         with suppress(OSError):
             room += f", {shutil.disk_usage(path.parent).free:,} are free"
         reason = f"{os.strerror(error.errno)} ({room})"
@@ -506,14 +506,14 @@ class Lock:
     def of(cls, directory: Path) -> Self:
         """Return the lock of a directory, not yet taken."""
         pid = os.getpid()
-        mine = {
+        holder = {
             "host": socket.gethostname(),
             "pid": pid,
             "begun": _process_start(pid),
             "since": datetime.now(UTC).isoformat(timespec="seconds"),
             "token": uuid.uuid4().hex,  # of two locks of one process
         }
-        return cls(directory / LOCK, pid, json.dumps(mine))
+        return cls(directory / LOCK, pid, json.dumps(holder))
 
     def take(self) -> None:
         """Take the lock, also from a dead process of this host.
@@ -521,12 +521,12 @@ class Lock:
         Raises:
             DirectoryInUseError: a living process, or a process of another host, holds the lock.
         """
-        while (found := _text_of(self.path)) != self.text:
-            if found is None:
+        while (text := _text_of(self.path)) != self.text:
+            if text is None:
                 files.claim(self.path, self.text)
                 continue
-            holder = _refuse_living(self.path, found)
-            if files.withdraw(self.path, found):
+            holder = _refuse_living(self.path, text)
+            if files.withdraw(self.path, text):
                 sys.stderr.write(
                     f"accelfn: taking over {self.path} of {holder}, which is gone\n"
                 )

@@ -76,8 +76,8 @@ class Source:
     @classmethod
     def all_at(cls, folder: Path) -> dict[str, Self]:
         """Open all states of a checkpoint, by name; "" for a lone state."""
-        found = read_manifests(folder)
-        return {n: cls(folder=folder / n, manifest=each) for n, each in found.items()}
+        manifests = read_manifests(folder)
+        return {n: cls(folder=folder / n, manifest=m) for n, m in manifests.items()}
 
     def fields(self) -> dict[str, Any]:
         """Return all fields."""
@@ -94,14 +94,14 @@ class Source:
         return decode_fields(trees, {n: self._outline(n) for n in _names_in(trees)})
 
     def _outline(self, name: str) -> torch.Tensor:
-        saved = self.manifest.tensor(name, self.rank)
-        cut = self.sharded.get(name)
-        if cut is not None and (tuple(cut.shape), cut.dtype) == (
-            saved.shape,
-            saved.dtype,
+        spec = self.manifest.tensor(name, self.rank)
+        dtensor = self.sharded.get(name)
+        if dtensor is not None and (tuple(dtensor.shape), dtensor.dtype) == (
+            spec.shape,
+            spec.dtype,
         ):
-            return cut
-        return torch.empty(saved.shape, dtype=saved.dtype, device="meta")
+            return dtensor
+        return torch.empty(spec.shape, dtype=spec.dtype, device="meta")
 
     @property
     def names(self) -> set[str]:
@@ -110,9 +110,9 @@ class Source:
 
     @property
     def _trees(self) -> dict[str, Any]:
-        merged = {f"slots.{name}" for name in self.slots}
+        merged_units = {f"slots.{name}" for name in self.slots}
         trees = self.manifest.trees_of(self.rank)
-        return {unit: tree for unit, tree in trees.items() if unit not in merged}
+        return {unit: tree for unit, tree in trees.items() if unit not in merged_units}
 
     def tensors(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors by name, as DTensors where the state has DTensors."""
@@ -121,9 +121,9 @@ class Source:
         if self.weights is not None:
             moving = names & self.manifest.with_mean
             means = self._means(moving)
-        found = {**self.of_rank(self.rank, names - moving), **means}
-        wanted = {n: each for n, each in self.sharded.items() if n in found}
-        return found | {n: dtensor_like(found[n], each) for n, each in wanted.items()}
+        tensors = {**self.of_rank(self.rank, names - moving), **means}
+        dtensors = {n: t for n, t in self.sharded.items() if n in tensors}
+        return tensors | {n: dtensor_like(tensors[n], t) for n, t in dtensors.items()}
 
     def of_rank(self, rank: int, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         """Return tensors as a rank had them; a slice where the state has a DTensor.
@@ -131,30 +131,30 @@ class Source:
         Reads each file once.
         """
         plans = {name: self._plan(rank, name) for name in names}
-        found: dict[str, torch.Tensor] = {}
+        tensors: dict[str, torch.Tensor] = {}
         parts: dict[str, list[tuple[Slice, torch.Tensor]]] = {n: [] for n in names}
         for file in sorted({file for plan in plans.values() for file in plan.parts}):
-            here = {name for name, plan in plans.items() if file in plan.parts}
-            for name, tensor in self._read_file(file, here).items():
+            in_file = {name for name, plan in plans.items() if file in plan.parts}
+            for name, tensor in self._read_file(file, in_file).items():
                 box = plans[name].parts[file]
                 if box == plans[name].target:
                     is_shared = self.held is not None
-                    found[name] = tensor.to(self._device_of(name), copy=is_shared)
+                    tensors[name] = tensor.to(self._device_of(name), copy=is_shared)
                 else:
                     parts[name].append((box, tensor))
-        for name in names - found.keys():
+        for name in names - tensors.keys():
             plan = plans[name]
-            whole = assemble(plan.target, plan.dtype, parts[name])
-            found[name] = whole.to(self._device_of(name))
-        return found
+            values = assemble(plan.target, plan.dtype, parts[name])
+            tensors[name] = values.to(self._device_of(name))
+        return tensors
 
     def places(self, rank: int, names: AbstractSet[str]) -> set[tuple[str, str]]:
         """Return the (file, tensor name) pairs that `of_rank` reads."""
         return {(f, name) for name in names for f in self._plan(rank, name).parts}
 
     def _device_of(self, name: str) -> str | torch.device:
-        wanted = self.sharded.get(name)
-        return self.device if wanted is None else local(wanted).device
+        dtensor = self.sharded.get(name)
+        return self.device if dtensor is None else local(dtensor).device
 
     def _read_file(
         self, file: str, names: AbstractSet[str]
@@ -171,18 +171,18 @@ class Source:
         )
 
     def _plan(self, rank: int, name: str) -> "_Plan":
-        saved, wanted = self.manifest.tensor(name, rank), self.sharded.get(name)
-        whole = Slice.whole(saved.shape)
-        target = whole if wanted is None else slice_of(wanted) or whole
-        if wanted is not None and target.shape != saved.shape:
+        spec, dtensor = self.manifest.tensor(name, rank), self.sharded.get(name)
+        full_slice = Slice.whole(spec.shape)
+        target = full_slice if dtensor is None else slice_of(dtensor) or full_slice
+        if dtensor is not None and target.shape != spec.shape:
             msg = (
-                f"{self.folder}: {name} was saved as {saved.shape} {saved.dtype}, and the"
-                f" state's is {target.shape} {wanted.dtype}. Load into a state of the model"
+                f"{self.folder}: {name} was saved as {spec.shape} {spec.dtype}, and the"
+                f" state's is {target.shape} {dtensor.dtype}. Load into a state of the model"
                 " that was saved."
             )
             raise CheckpointError(msg)
-        overlapping = {f: box for f, box in saved.parts.items() if target.within(box)}
-        return _Plan(target, saved.dtype, overlapping)
+        overlapping = {f: box for f, box in spec.parts.items() if target.within(box)}
+        return _Plan(target, spec.dtype, overlapping)
 
     def _means(self, names: AbstractSet[str]) -> dict[str, torch.Tensor]:
         if self.means is None:
@@ -245,19 +245,19 @@ def unmerged_source(
         verify=verify,
         sharded=_sharded_tensors(state, manifest),
     )
-    own = is_compatible(state, source) and manifest.differs
-    return attrs.evolve(source, rank=world.rank if own else 0)
+    is_per_rank = is_compatible(state, source) and manifest.differs
+    return attrs.evolve(source, rank=world.rank if is_per_rank else 0)
 
 
 def is_compatible(state: TrainState, source: Source) -> bool:
     """Return whether each rank can resume from exactly one saved rank."""
     manifest, world = source.manifest, state.world
     # ranks that share a copy cannot resume from ranks with a copy each, or the reverse
-    alike = manifest.copies == state.definition.copy_of_each
+    fits = manifest.copies == state.definition.copy_of_each
     if not manifest.copies:
-        alike = alike and not source.sharded.keys() & set(manifest.per_rank)
-    alike = alike or manifest.differs in ((), ("buffers",))
-    return manifest.world_size == world.size and alike
+        fits = fits and not source.sharded.keys() & set(manifest.per_rank)
+    fits = fits or manifest.differs in ((), ("buffers",))
+    return manifest.world_size == world.size and fits
 
 
 def with_merged_slots(state: TrainState, source: Source) -> Source:
@@ -272,17 +272,17 @@ def with_merged_slots(state: TrainState, source: Source) -> Source:
     if manifest.differs not in ((), ("buffers",)):
         return _merge_by_average(state, source)
     slots: dict[str, Any] = {}
-    for each in merging:
-        slot = _slot(source, each.name, 0)
+    for transform in merging:
+        slot = _slot(source, transform.name, 0)
         equal = [slot] * len(manifest.firsts)
-        _, slots[each.name] = _call_merge(state, each, equal, source)
+        _, slots[transform.name] = _call_merge(state, transform, equal, source)
     return attrs.evolve(source, slots=slots)
 
 
 def to_merge(state: TrainState, manifest: Manifest, rank: int) -> set[str]:
     """Return the names of a rank's tensors in slots that are merged."""
     trees = manifest.trees_of(rank)
-    slots = {f"slots.{each.name}" for each in _merging(state, manifest)}
+    slots = {f"slots.{transform.name}" for transform in _merging(state, manifest)}
     return _names_in({unit: trees[unit] for unit in slots & trees.keys()})
 
 
@@ -300,11 +300,11 @@ def _sharded_tensors(
     fields = fields_of(state)
     if not any(map(is_shard, tree.tree_leaves(fields))):
         return _params_by_saved_name(state, manifest)
-    there = encode_fields(fields)[1]
+    tensors = encode_fields(fields)[1]
     # a numbered name (<1>) may mean another tensor in the checkpoint
-    known = {name for name in there if not name.startswith("<")}
+    names = {name for name in tensors if not name.startswith("<")}
     to_come = _params_by_saved_name(state, manifest)
-    return {n: t for n, t in to_come.items() if n not in known} | there.sharded
+    return {n: t for n, t in to_come.items() if n not in names} | tensors.sharded
 
 
 def _params_by_saved_name(
@@ -317,23 +317,23 @@ def _params_by_saved_name(
     layout = state.definition.layout
     if layout is None:
         return {}
-    found: dict[str, torch.Tensor] = {}
+    params: dict[str, torch.Tensor] = {}
     units = {u: t for u, t in manifest.trees.items() if u not in ("params", "buffers")}
     for tensor, param in _params_of(units, layout.cuts):
         if manifest.tensor(tensor, 0).shape == tuple(layout.shapes[param]):
-            found[tensor] = state.params[param]
-    return found
+            params[tensor] = state.params[param]
+    return params
 
 
 def _params_of(
-    coded: Any, params: Collection[str], within: str | None = None
+    node: Any, params: Collection[str], within: str | None = None
 ) -> Iterator[tuple[str, str]]:
     """Yield (tensor, parameter) names for tensors under a parameter in an encoded tree."""
-    if isinstance(coded, list):
-        for each in cast("list[Any]", coded):
-            yield from _params_of(each, params, within)
-    elif isinstance(coded, dict):
-        for key, inside in cast("dict[str, Any]", coded).items():
+    if isinstance(node, list):
+        for item in cast("list[Any]", node):
+            yield from _params_of(item, params, within)
+    elif isinstance(node, dict):
+        for key, inside in cast("dict[str, Any]", node).items():
             if key == "tensor" and isinstance(inside, str) and within is not None:
                 yield inside, within
             else:
@@ -342,8 +342,8 @@ def _params_of(
 
 def _merging(state: TrainState, manifest: Manifest) -> list[Any]:
     """Return the transforms that merge the saved slots of ranks."""
-    saved = manifest.slots & set(manifest.transforms)
-    return [e for e in state.setup.owners["merge"] if e.name in saved]
+    names = manifest.slots & set(manifest.transforms)
+    return [e for e in state.setup.owners["merge"] if e.name in names]
 
 
 def _call_merge(
@@ -372,8 +372,8 @@ def _merge_by_average(state: TrainState, source: Source) -> Source:
     merging = _merging(state, manifest)
     with_mean = {"params", "buffers", "opt_state"}
     with_mean |= {f"slots.{transform.name}" for transform in state.setup}
-    apart = manifest.own_units - {f"slots.{each.name}" for each in merging}
-    without = sorted((set(manifest.differs) - with_mean) | apart)
+    own_units = manifest.own_units - {f"slots.{e.name}" for e in merging}
+    without = sorted((set(manifest.differs) - with_mean) | own_units)
     if without or len(merging) != 1:
         msg = (
             f"{source.folder} was saved on {manifest.world_size} ranks whose"
@@ -436,11 +436,11 @@ class Arrivals:
     def __init__(
         self,
         sendings: Iterator[Sending | None],
-        mine: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor],
         world: World,
     ) -> None:
         """Take the sendings, with None after each stage, and this rank's tensors."""
-        self._sendings, self._mine, self._world = sendings, mine, world
+        self._sendings, self._mine, self._world = sendings, tensors, world
         self.is_broken = False
 
     def stage(self) -> Iterator[Arrival]:
@@ -479,8 +479,8 @@ class Arrivals:
     def _tensors_to_send(self, sending: Sending) -> list[torch.Tensor]:
         if self._world.rank != sending.root:
             return self._empty(sending)
-        there = [self._mine[name].detach() for name in sending.entries]
-        return [each.to(self._world.device) for each in there]
+        tensors = [self._mine[name].detach() for name in sending.entries]
+        return [t.to(self._world.device) for t in tensors]
 
     def _empty(self, sending: Sending) -> list[torch.Tensor]:
         entries = sending.entries.values()
@@ -497,7 +497,7 @@ def sendings(
         merging: the tensors in slots that are merged.
         givers: the ranks that would have written files, in the order of the files.
     """
-    own = manifest.with_mean - merging
+    to_average = manifest.with_mean - merging
     copies = manifest.copies or range(manifest.world_size)
     for copy in (None, *sorted({*copies})):
         for place, root in enumerate(givers):
@@ -505,7 +505,7 @@ def sendings(
             due = {
                 name: entry
                 for name, entry in entries.items()
-                if (copies[place] if name in own else None) == copy
+                if (copies[place] if name in to_average else None) == copy
             }
             for some in _batches(due):
                 yield Sending(file=rank_file(place), entries=some, root=root)
@@ -526,56 +526,56 @@ def receive(
     Raises:
         CheckpointError: as `source_of`.
     """
-    held: Held = {}
-    source = attrs.evolve(unmerged_source(state, manifest, where), held=held)
-    wanted = source.places(source.rank, source.names)
+    by_file: Held = {}
+    source = attrs.evolve(unmerged_source(state, manifest, where), held=by_file)
+    places = source.places(source.rank, source.names)
     if not is_compatible(state, source):
         for rank in manifest.firsts:
-            wanted |= source.places(rank, to_merge(state, manifest, rank))
-    _keep(held, arrivals.stage(), wanted)
+            places |= source.places(rank, to_merge(state, manifest, rank))
+    _keep(by_file, arrivals.stage(), places)
     source = with_merged_slots(state, source)
     if source.weights is None:
         for _ in manifest.firsts:
-            _keep(held, arrivals.stage(), wanted)
+            _keep(by_file, arrivals.stage(), places)
         return source
     means = source.mean(
-        lambda rank: _completed_tensors(source, rank, held, arrivals.stage())
+        lambda rank: _completed_tensors(source, rank, by_file, arrivals.stage())
     )
     return attrs.evolve(source, means=means)
 
 
 def _keep(
-    held: Held, arrived: Iterable[Arrival], wanted: AbstractSet[tuple[str, str]]
+    by_file: Held, arrivals: Iterable[Arrival], places: AbstractSet[tuple[str, str]]
 ) -> None:
-    for file, tensors in arrived:
-        kept = {name: t.cpu() for name, t in tensors.items() if (file, name) in wanted}
-        held.setdefault(file, {}).update(kept)
+    for file, tensors in arrivals:
+        share = {name: t.cpu() for name, t in tensors.items() if (file, name) in places}
+        by_file.setdefault(file, {}).update(share)
 
 
 def _completed_tensors(
-    source: Source, rank: int, held: Held, arrived: Iterator[Arrival]
+    source: Source, rank: int, by_file: Held, arrivals: Iterator[Arrival]
 ) -> Iterator[Mapping[str, torch.Tensor]]:
     """Yield a rank's tensors as soon as all slices of a tensor are there, and drop them.
 
     Args:
         source: the source that this rank continues from.
         rank: the rank that sends its tensors.
-        held: slices that wait for the other slices of their tensor.
-        arrived: the arrivals of one stage.
+        by_file: slices that wait for the other slices of their tensor.
+        arrivals: the arrivals of one stage.
     """
     names = source.names & source.manifest.with_mean
     files = {n: {f for f, _ in source.places(rank, {n})} for n in names}
-    for file, tensors in arrived:
-        _keep(held, [(file, tensors)], source.places(rank, names & tensors.keys()))
-        there = {
+    for file, tensors in arrivals:
+        _keep(by_file, [(file, tensors)], source.places(rank, names & tensors.keys()))
+        complete = {
             n
             for n in tensors
-            if n in files and all(n in held.get(f, {}) for f in files[n])
+            if n in files and all(n in by_file.get(f, {}) for f in files[n])
         }
-        yield source.of_rank(rank, there)
-        for name in there:
-            for each in files.pop(name):
-                del held[each][name]
+        yield source.of_rank(rank, complete)
+        for name in complete:
+            for part_file in files.pop(name):
+                del by_file[part_file][name]
     yield source.of_rank(rank, set(files))
 
 

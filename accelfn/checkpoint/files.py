@@ -79,12 +79,12 @@ def write(path: Path, chunks: Iterable[Chunk]) -> None:
     """
     try:
         with path.open("xb") as file:
-            begun = written = 0
+            begin = end = 0
             for chunk in chunks:
-                written += file.write(chunk)
-                if written - begun >= _PIECE:
-                    _begin_flush(file.fileno(), begun, written)
-                    begun = written
+                end += file.write(chunk)
+                if end - begin >= _PIECE:
+                    _begin_flush(file.fileno(), begin, end)
+                    begin = end
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -175,10 +175,10 @@ def withdraw(path: Path, text: str) -> bool:
 
 def tell(path: Path, text: str) -> None:
     """Publish a text to other ranks atomically; an empty file if the disk is full."""
-    unfinished = path.with_name(f".{path.name}")
+    partial_path = path.with_name(f".{path.name}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
-        unfinished.rename(path)
+        partial_path.write_text(text, encoding="utf-8")
+        partial_path.rename(path)
     except OSError:
         path.touch()
 
@@ -188,13 +188,13 @@ def hold(path: Path) -> BinaryIO | None:
 
     Returns: the file; None if the file system has no such locks.
     """
-    unfinished = path.with_name(f".{path.name}")
+    partial_path = path.with_name(f".{path.name}")
     with suppress(OSError):
-        file = unfinished.open("xb", buffering=0)
+        file = partial_path.open("xb", buffering=0)
         try:
             fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
             file.write(_mount(file.fileno()))
-            unfinished.rename(path)
+            partial_path.rename(path)
         except BaseException:
             file.close()
             raise
@@ -270,9 +270,9 @@ class Hashing:
         self._num_bytes = 0
         self._pending: deque[Future[str | None]] = deque()
 
-    def add(self, values: memoryview, what: str, expected: str | None) -> None:
+    def add(self, values: memoryview, label: str, digest: str | None) -> None:
         """Add the next bytes, and the expected digest up to their end if it is known."""
-        self._read.append((values, what, expected))
+        self._read.append((values, label, digest))
         self._num_bytes += len(values)
         if self._num_bytes >= _TOGETHER:
             self._hand_over()
@@ -294,17 +294,17 @@ class Hashing:
         self._read, self._num_bytes = [], 0
 
     def _differing(self, read: list[tuple[memoryview, str, str | None]]) -> str | None:
-        for values, what, expected in read:
+        for values, label, digest in read:
             self._digest.update(values)
-            if expected is not None and self._digest.hexdigest() != expected:
-                return what
+            if digest is not None and self._digest.hexdigest() != digest:
+                return label
         return None
 
     def _compare(self) -> None:
-        what = self._pending.popleft().result()
-        if what is not None:
+        label = self._pending.popleft().result()
+        if label is not None:
             msg = (
-                f"{self._path} is not what was saved: {what} differs in its BLAKE3."
+                f"{self._path} is not what was saved: {label} differs in its BLAKE3."
                 " Load another checkpoint."
             )
             raise CheckpointCorruptError(msg)
@@ -392,7 +392,7 @@ class File:
         Raises:
             ValueError: an entry is not a valid tensor, or the tensors do not fill the file.
         """
-        tensors = {n: Entry.from_plain(each) for n, each in plain["tensors"].items()}
+        tensors = {n: Entry.from_plain(row) for n, row in plain["tensors"].items()}
         file = cls(plain["size"], plain["blake3"], plain["header_blake3"], tensors)
         at = min((tensor.begin for tensor in tensors.values()), default=file.size)
         if at > _LARGEST_HEADER:
@@ -439,10 +439,10 @@ def write_tensors(
     """
     header, entries = _header(tensors, metadata)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
-        hashed = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in entries))
+        future = pool.submit(_ends, header, (bytes_of(tensors[n]) for n in entries))
         values = (bytes_of(tensors[name]) for name in entries)
         write(path, chain([header], chain.from_iterable(map(_blocks, values))))
-        return _describe(entries, len(header), hashed.result())
+        return _describe(entries, len(header), future.result())
 
 
 def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
@@ -453,12 +453,12 @@ def describe_file(tensors: Mapping[str, torch.Tensor]) -> File:
 
 def _describe(entries: Mapping[str, Entry], begin: int, digests: Sequence[str]) -> File:
     """Return a file's description from the digests up to its header and each tensor."""
-    hashed = {
+    tensors = {
         name: attrs.evolve(entry, blake3=digest)
         for (name, entry), digest in zip(entries.items(), digests[1:], strict=True)
     }
     size = max((entry.end for entry in entries.values()), default=begin)
-    return File(size, digests[-1], digests[0], hashed)
+    return File(size, digests[-1], digests[0], tensors)
 
 
 def ignore_progress(_count: int) -> None:
@@ -495,51 +495,51 @@ def read_tensors(
                 msg = f"{path}: {size} bytes, the manifest says {file.size}."
                 raise CheckpointCorruptError(msg)
             reader = _read_verified if verify else _read_some
-            found = reader(stream, path, file, wanted, on_read)
+            tensors = reader(stream, path, file, wanted, on_read)
     except OSError as error:
         msg = f"{path} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
-    return {name: tensor.to(device) for name, tensor in found.items()}
+    return {name: tensor.to(device) for name, tensor in tensors.items()}
 
 
 def _read_some(
-    stream: BinaryIO, _path: Path, file: File, wanted: AbstractSet[str], on_read: OnRead
+    stream: BinaryIO, _path: Path, file: File, names: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for name in wanted:
+    tensors: dict[str, torch.Tensor] = {}
+    for name in names:
         entry = file.tensors[name]
         stream.seek(entry.begin)
-        found[name] = entry.empty()
-        for block in _blocks(bytes_of(found[name]), _BLOCK * torch.get_num_threads()):
+        tensors[name] = entry.empty()
+        for block in _blocks(bytes_of(tensors[name]), _BLOCK * torch.get_num_threads()):
             read_into(stream, block)
             on_read(len(block))
-    return found
+    return tensors
 
 
 def _read_verified(
-    stream: BinaryIO, path: Path, file: File, wanted: AbstractSet[str], on_read: OnRead
+    stream: BinaryIO, path: Path, file: File, names: AbstractSet[str], on_read: OnRead
 ) -> dict[str, torch.Tensor]:
     """Read a whole file, and hash it in another thread.
 
     Tensors that are not wanted can have any size, so they are read in pieces.
     """
     most = _BLOCK * torch.get_num_threads()
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     stream.seek(0)
     begin = min((tensor.begin for tensor in file.tensors.values()), default=file.size)
     with ThreadPoolExecutor(1, "accelfn-digest") as pool:
         hashing = Hashing(pool, path)
 
-        def fill(values: memoryview, what: str, expected: str | None) -> None:
+        def fill(values: memoryview, label: str, digest: str | None) -> None:
             read_into(stream, values)
             on_read(len(values))
-            hashing.add(values, what, expected)
+            hashing.add(values, label, digest)
 
         fill(memoryview(bytearray(begin)), "its header", file.header_blake3)
         for name, entry in file.tensors.items():
-            if name in wanted:
-                found[name] = entry.empty()
-                fill(bytes_of(found[name]), name, entry.blake3)
+            if name in names:
+                tensors[name] = entry.empty()
+                fill(bytes_of(tensors[name]), name, entry.blake3)
                 continue
             size = entry.end - entry.begin
             for at in range(0, max(size, 1), most):
@@ -548,17 +548,17 @@ def _read_verified(
                 fill(bytes_of(piece), name, entry.blake3 if is_last else None)
         fill(memoryview(b""), "the whole", file.blake3)
         hashing.finish()
-    return found
+    return tensors
 
 
 def _ends(header: bytes, values: Iterable[memoryview]) -> list[str]:
     """Return the digest of a file up to the end of its header, and of each tensor."""
     digest = blake3(header)
-    found = [digest.hexdigest()]
+    hexdigests = [digest.hexdigest()]
     for value in values:
         digest.update(value)
-        found.append(digest.hexdigest())
-    return found
+        hexdigests.append(digest.hexdigest())
+    return hexdigests
 
 
 def _blocks(raw: memoryview, size: int = _BLOCK) -> Iterator[memoryview]:
@@ -572,12 +572,12 @@ def reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: a name appears twice.
     """
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    table = dict(pairs)
+    if len(table) != len(pairs):
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         msg = f"the name {twice[:80]!r} comes twice"
         raise ValueError(msg)
-    return found
+    return table
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -598,12 +598,12 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
     """Return the digest of each tensor's dtype, shape and values."""
-    found: dict[str, str] = {}
+    hashes: dict[str, str] = {}
     for name, tensor in tensors.items():
         digest = blake3(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         digest.update(bytes_of(tensor))
-        found[name] = digest.hexdigest()
-    return found
+        hashes[name] = digest.hexdigest()
+    return hashes
 
 
 def _header(
@@ -616,19 +616,19 @@ def _header(
     """
 
     def place(name: str) -> tuple[bool, int, str]:
-        each = tensors[name]
-        return each.nbytes % ALIGNED > 0, -each.dtype.itemsize, name
+        t = tensors[name]
+        return t.nbytes % ALIGNED > 0, -t.dtype.itemsize, name
 
     at = 0
     places: dict[str, Entry] = {}
-    listed: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name in sorted(tensors, key=place):
-        each = tensors[name]
-        dtype, shape, end = name_of(each.dtype), tuple(each.shape), at + each.nbytes
-        listed[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
+        t = tensors[name]
+        dtype, shape, end = name_of(t.dtype), tuple(t.shape), at + t.nbytes
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
         places[name] = Entry(dtype, shape, at, end, _NONE)
         at = end
-    text = json.dumps(listed, separators=(",", ":")).encode()
+    text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNED)
     first = 8 + len(text)
     entries = {
@@ -658,8 +658,8 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> None:
                 pool.submit(_read_at, handle, begin + at, buffer[at : at + size])
                 for at in range(0, len(buffer), size)
             ]
-            for each in reading:
-                each.result()
+            for task in reading:
+                task.result()
     else:
         _read_at(handle, begin, buffer)
     stream.seek(begin + len(buffer))
@@ -686,8 +686,8 @@ def reader_of(path: Path) -> str:
     elif arguments.is_file(path):
         table = read_hints()["files by their ending"]
         hints = [hint for ending, hint in table.items() if path.name.endswith(ending)]
-    shown = repr(str(path))
-    return "".join(f" {hint.format(path=shown)}" for hint in dict.fromkeys(hints))
+    text = repr(str(path))
+    return "".join(f" {hint.format(path=text)}" for hint in dict.fromkeys(hints))
 
 
 def checkpoints_near(path: Path, name: str) -> str:
@@ -700,15 +700,15 @@ def checkpoints_near(path: Path, name: str) -> str:
     inside = arguments.is_directory(path)
     folder = path if inside else path.parent
     try:
-        found = sorted(
+        names = sorted(
             path.name for path in folder.iterdir() if arguments.is_file(path / name)
         )
     except OSError:  # missing, or not readable
-        found = []
-    if not found:
+        names = []
+    if not names:
         return " af.save(state, directory) writes one."
-    shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-    return f" {'In' if inside else 'Beside'} it there are {len(found)}: {shown}."
+    text = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+    return f" {'In' if inside else 'Beside'} it there are {len(names)}: {text}."
 
 
 # Host memory in huge pages, if the system has them.

@@ -71,12 +71,12 @@ class Piece:
             begin = sum(map(math.prod, zip(box.offset, strides, strict=True)))
             last = (n - 1 for n in box.size)
             end = begin + sum(map(math.prod, zip(last, strides, strict=True))) + 1
-            near = [
+            parts = [
                 run[max(begin - at, 0) : end - at]
                 for at, run in zip(ends, runs, strict=False)
                 if at < end and at + len(run) > begin
             ]
-            return torch.cat(near).as_strided(box.size, strides).contiguous()
+            return torch.cat(parts).as_strided(box.size, strides).contiguous()
 
         return cls(dtype, shape, read)
 
@@ -128,32 +128,30 @@ def load_found(
         return _read_fields(state, folder, find(folder), strict=strict)
 
     fields, report = read_all_or_none(state, read)
-    own = {transform.name for transform in state.setup}
-    slots = {name: slot for name, slot in state.slots.items() if name not in own}
+    own_names = {transform.name for transform in state.setup}
+    slots = {name: slot for name, slot in state.slots.items() if name not in own_names}
     after = with_fields(state, {**fields, "slots": slots})
     return attrs.evolve(report, state=after.with_setup(state.setup))
 
 
 def _read_fields(
-    state: TrainState, folder: Path, found: Found, *, strict: bool
+    state: TrainState, folder: Path, source: Found, *, strict: bool
 ) -> tuple[dict[str, Any], Loaded]:
     """Read the fields of the new state, and return them with the report."""
     aliases = state.definition.skeleton.aliases
-    weights = {
-        aliases.get(name, name): weight for name, weight in found.weights.items()
-    }
-    kept = {aliases.get(name, name): entry for name, entry in found.entries.items()}
+    weights = {aliases.get(n, n): weight for n, weight in source.weights.items()}
+    entries = {aliases.get(n, n): entry for n, entry in source.entries.items()}
     persistent = state.definition.skeleton.persistent
-    asked = {
+    targets = {
         **state.params,
         **{n: b for n, b in state.buffers.items() if n in persistent},
     }
-    _check_names(folder, asked, weights, found.strange, strict=strict)
-    _check_kept(state, kept, folder)
+    _check_names(folder, targets, weights, source.strange, strict=strict)
+    _check_kept(state, entries, folder)
     cast: dict[str, str] = {}
 
-    def values(name: str, field: str, piece: Piece, own: torch.Tensor) -> torch.Tensor:
-        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, own, cast)
+    def values(name: str, field: str, piece: Piece, old: torch.Tensor) -> torch.Tensor:
+        return _place_piece(f"{folder}: {name}", f"{field}.{name}", piece, old, cast)
 
     current = fields_of(state.copy())
     params, buffers = dict(current["params"]), dict(current["buffers"])
@@ -162,27 +160,27 @@ def _read_fields(
             table[name] = values(name, field, weights[name], table[name])
     opt_state = {
         name: {
-            key: _entry(f"{folder}: {key} of {name}", key, each, params[name])
-            for key, each in entry.items()
+            key: _entry(f"{folder}: {key} of {name}", key, value, params[name])
+            for key, value in entry.items()
         }
-        for name, entry in kept.items()
+        for name, entry in entries.items()
         if name in params
     }
     fields = {**current, "params": params, "buffers": buffers}
     if opt_state:
         fields["opt_state"] = opt_state
-    counts = [int(each["step"]) for each in opt_state.values() if "step" in each]
-    step = max(counts, default=None) if found.step is None else found.step
+    counts = [int(entry["step"]) for entry in opt_state.values() if "step" in entry]
+    step = max(counts, default=None) if source.step is None else source.step
     if step is not None:
         fields["step"], fields["num_skipped"] = step, 0
-    if found.step is None and len({*counts}) > 1:
+    if source.step is None and len({*counts}) > 1:
         advise(
             f"af.import_state: {folder} counts {min(counts)} to {max(counts)} updates of the"
             f" parameters, as if some were thawed later. state.step is the largest, {step},"
             " which is what a schedule needs if a parameter was trained from the beginning."
         )
     missing = [
-        *(n for n in asked if n not in weights),
+        *(n for n in targets if n not in weights),
         *([] if opt_state else ["opt_state"]),
         *([] if step is not None else ["step"]),
     ]
@@ -194,7 +192,7 @@ def _read_fields(
             *(f"opt_state.{n}" for n in opt_state),
         ),
         missing=tuple(missing),
-        unexpected=(*found.strange, *found.left),
+        unexpected=(*source.strange, *source.left),
         cast=cast,
     )
     return fields, report
@@ -202,9 +200,9 @@ def _read_fields(
 
 def _check_names(
     folder: Path,
-    asked: Mapping[str, torch.Tensor],
+    targets: Mapping[str, torch.Tensor],
     weights: Mapping[str, Piece],
-    strange: Iterable[str],
+    extra_names: Iterable[str],
     *,
     strict: bool,
 ) -> None:
@@ -213,64 +211,64 @@ def _check_names(
     Raises:
         CheckpointError: shapes or kinds of numbers differ, or names if `strict` is true.
     """
-    there = {
+    placeholders = {
         n: torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         for n, weight in weights.items()
     }
-    there |= {n: torch.empty(0, device="meta") for n in strange}
-    found = differences(there, asked)
-    other = {n: how for n, how in found.dtypes.items() if n in found.uncastable}
-    found = attrs.evolve(found, dtypes=other)
-    said = found.describe(str(folder))
-    if found.shapes or found.dtypes or (found and strict):
-        raise CheckpointError(said)
-    if found:
-        advise(said)
+    placeholders |= {n: torch.empty(0, device="meta") for n in extra_names}
+    diff = differences(placeholders, targets)
+    other = {n: how for n, how in diff.dtypes.items() if n in diff.uncastable}
+    diff = attrs.evolve(diff, dtypes=other)
+    message = diff.describe(str(folder))
+    if diff.shapes or diff.dtypes or (diff and strict):
+        raise CheckpointError(message)
+    if diff:
+        advise(message)
 
 
 def _place_piece(
-    where: str, name: str, piece: Piece, own: torch.Tensor, cast: dict[str, str]
+    where: str, name: str, piece: Piece, old: torch.Tensor, cast: dict[str, str]
 ) -> torch.Tensor:
     """Read this rank's part of a piece in the state's dtype, on its device."""
-    place = slice_of(own) or Slice.whole(own.shape)
+    place = slice_of(old) or Slice.whole(old.shape)
     values = piece.read(place)
-    if values.dtype != own.dtype:
-        cast[name] = f"{values.dtype} to {own.dtype}"
-        values = convert_dtype(values, own.dtype, where)
-    return dtensor_like(values, own) if is_shard(own) else values.to(own.device)
+    if values.dtype != old.dtype:
+        cast[name] = f"{values.dtype} to {old.dtype}"
+        values = convert_dtype(values, old.dtype, where)
+    return dtensor_like(values, old) if is_shard(old) else values.to(old.device)
 
 
-def _entry(where: str, key: str, each: Any, param: torch.Tensor) -> Any:
+def _entry(where: str, key: str, value: Any, param: torch.Tensor) -> Any:
     """Return an optimizer's entry of a parameter in the form that torch's optimizers load."""
-    if not isinstance(each, Piece):
-        return each
-    if each.shape == tuple(param.shape) and key != "step":
-        return _place_piece(where, key, each, param, {})
-    values = each.read(Slice.whole(each.shape))
+    if not isinstance(value, Piece):
+        return value
+    if value.shape == tuple(param.shape) and key != "step":
+        return _place_piece(where, key, value, param, {})
+    values = value.read(Slice.whole(value.shape))
     if key == "step":
         return values
     return values.to(param.device, param.dtype if param.is_floating_point() else None)
 
 
 def _check_kept(
-    state: TrainState, kept: Mapping[str, Mapping[str, Any]], folder: Path
+    state: TrainState, entries: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> None:
     """Reject entries of another optimizer, if the state's is one of torch's.
 
     Raises:
         CheckpointError: the entries differ, or belong to parameters that the model lacks.
     """
-    unknown = sorted(kept.keys() - state.params.keys())
+    unknown = sorted(entries.keys() - state.params.keys())
     if unknown:
         msg = f"{folder}: an optimizer's {unknown[:5]} are no parameters of the model."
         raise CheckpointError(msg)
-    made = entries_of(state.definition.optimizer, state.definition.skeleton)
-    for name, entry in kept.items():
-        own = made.get(name)
-        if own is not None and own.keys() != entry.keys():
+    fresh_entries = entries_of(state.definition.optimizer, state.definition.skeleton)
+    for name, entry in entries.items():
+        fresh = fresh_entries.get(name)
+        if fresh is not None and fresh.keys() != entry.keys():
             msg = (
                 f"{folder} has {sorted(entry)} of {name!r}, and {optimizer_name(state)}, the"
-                f" state's optimizer, keeps {sorted(own)}: it is another optimizer's, or its"
+                f" state's optimizer, keeps {sorted(fresh)}: it is another optimizer's, or its"
                 " options differ. Load the weights alone, with af.import_model."
             )
             raise CheckpointError(msg)

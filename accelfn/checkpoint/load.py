@@ -81,10 +81,10 @@ class Differences:
     dtypes: Mapping[str, str] = attrs.field(factory=dict)
     uncastable: tuple[str, ...] = ()
 
-    def describe(self, where: str, whose: str = "the state's") -> str:
+    def describe(self, where: str, owner: str = "the state's") -> str:
         """Return the differences as text, with the nearest expected name for each."""
-        rows = [f"{where} differ from {whose}:"]
-        both = {**self.shapes, **self.dtypes}
+        rows = [f"{where} differ from {owner}:"]
+        kinds = {**self.shapes, **self.dtypes}
         for some in (
             [
                 f"missing {n[:_LONG]}{_suggest_name(n, self.unexpected)}"
@@ -94,7 +94,7 @@ class Differences:
                 f"unexpected {n[:_LONG]}{_suggest_name(n, self.missing)}"
                 for n in self.unexpected
             ],
-            [f"{n[:_LONG]} {how}" for n, how in both.items()],
+            [f"{n[:_LONG]} {how}" for n, how in kinds.items()],
         ):
             rows += [f"  {row}" for row in some[:_SHOWN]]
             if len(some) > _SHOWN:
@@ -107,7 +107,7 @@ class Differences:
 
 
 def differences(
-    saved: Mapping[str, torch.Tensor],
+    old: Mapping[str, torch.Tensor],
     current: Mapping[str, torch.Tensor],
     *,
     is_laid: bool = False,
@@ -115,36 +115,36 @@ def differences(
     """Compare saved tensors with a state's tensors.
 
     Args:
-        saved: the saved tensors, by name.
+        old: the saved tensors, by name.
         current: the state's tensors, by name.
         is_laid: whether the saved tensors must be DTensors if the state's are.
     """
-    both = [name for name in current if name in saved]
+    common = [name for name in current if name in old]
     return Differences(
-        missing=tuple(name for name in current if name not in saved),
-        unexpected=tuple(name for name in saved if name not in current),
+        missing=tuple(name for name in current if name not in old),
+        unexpected=tuple(name for name in old if name not in current),
         shapes={
-            n: f"saved as {tuple(saved[n].shape)} {saved[n].dtype}, expected"
+            n: f"saved as {tuple(old[n].shape)} {old[n].dtype}, expected"
             f" {tuple(current[n].shape)} {current[n].dtype}"
-            for n in both
-            if saved[n].shape != current[n].shape
-            or (is_laid and is_shard(saved[n]) != is_shard(current[n]))
+            for n in common
+            if old[n].shape != current[n].shape
+            or (is_laid and is_shard(old[n]) != is_shard(current[n]))
         },
         dtypes={
-            n: f"saved as {saved[n].dtype}, expected {current[n].dtype}"
-            for n in both
-            if saved[n].shape == current[n].shape and saved[n].dtype != current[n].dtype
+            n: f"saved as {old[n].dtype}, expected {current[n].dtype}"
+            for n in common
+            if old[n].shape == current[n].shape and old[n].dtype != current[n].dtype
         },
         uncastable=tuple(
-            n for n in both if not torch.can_cast(saved[n].dtype, current[n].dtype)
+            n for n in common if not torch.can_cast(old[n].dtype, current[n].dtype)
         ),
     )
 
 
-def _suggest_name(name: str, others: Iterable[str]) -> str:
-    known = [other for other in list(others)[:1000] if len(other) <= _LONG]
-    near = difflib.get_close_matches(name[:_LONG], known, n=1, cutoff=0.7)
-    return f" (near {near[0]})" if near else ""
+def _suggest_name(name: str, names: Iterable[str]) -> str:
+    short_names = [other for other in list(names)[:1000] if len(other) <= _LONG]
+    matches = difflib.get_close_matches(name[:_LONG], short_names, n=1, cutoff=0.7)
+    return f" (near {matches[0]})" if matches else ""
 
 
 def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
@@ -160,15 +160,15 @@ def check_optimizer(state: TrainState, manifest: Manifest, folder: Path | str) -
 
 def check_transforms(state: TrainState, manifest: Manifest, folder: Path | str) -> None:
     """Reject slots without a transform, and transforms without a slot."""
-    mine = {transform.name for transform in state.setup}
-    saved = manifest.slots
-    gone = [n for n in manifest.transforms if n in saved and n not in mine]
-    begun = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
-    new = [name for name in begun if name not in saved]
-    if gone or new:
+    own_names = {transform.name for transform in state.setup}
+    slots = manifest.slots
+    absent = [n for n in manifest.transforms if n in slots and n not in own_names]
+    names = (e.name for e in state.setup.owners["init"] if e.name in state.slots)
+    new = [name for name in names if name not in slots]
+    if absent or new:
         msg = (
             f"{folder}: the setup differs from the saved one: slots of transforms that"
-            f" are gone {quote(gone)}, transforms without a saved slot {new}. Load into a"
+            f" are gone {quote(absent)}, transforms without a saved slot {new}. Load into a"
             " state of the saved setup, then use state.with_setup."
         )
         raise CheckpointError(msg)
@@ -179,30 +179,30 @@ def check_data(
 ) -> None:
     """Reject unknown words in `allow`, and a checkpoint that was saved with other data."""
     facts = {} if state.data is None else state.data.facts
-    known = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
-    if not {*allow} <= {*known}:
-        msg = f"af.load(allow={tuple(allow)!r}): expected some of {quote(known)}."
+    words = (*dict.fromkeys((*(manifest.data or ()), *facts)), *_MEANT)
+    if not {*allow} <= {*words}:
+        msg = f"af.load(allow={tuple(allow)!r}): expected some of {quote(words)}."
         raise ArgumentError(msg)
-    saved = manifest.data
-    if saved is None or state.data is None:
+    old_facts = manifest.data
+    if old_facts is None or state.data is None:
         return
-    names = dict.fromkeys((*saved, *facts))
-    changed = [n for n in names if n not in allow and saved.get(n) != facts.get(n)]
-    if changed:
-        listed = "\n".join(
-            f"  {name[:80]}: {quote(saved.get(name))}, now {quote(facts.get(name))}"
-            for name in changed[:_SHOWN]
+    names = dict.fromkeys((*old_facts, *facts))
+    diffs = [n for n in names if n not in allow and old_facts.get(n) != facts.get(n)]
+    if diffs:
+        lines = "\n".join(
+            f"  {name[:80]}: {quote(old_facts.get(name))}, now {quote(facts.get(name))}"
+            for name in diffs[:_SHOWN]
         )
         msg = (
-            f"{folder} was saved with other data:\n{listed}\nIf that is meant, say so:"
-            f" af.load(..., allow={quote(tuple(changed))})."
+            f"{folder} was saved with other data:\n{lines}\nIf that is meant, say so:"
+            f" af.load(..., allow={quote(tuple(diffs))})."
         )
         raise CheckpointError(msg)
 
 
 def check_values(
     state: TrainState,
-    saved: Mapping[str, Any],
+    fields: Mapping[str, Any],
     manifest: Manifest,
     where: Path | str,
     allow: Sequence[str],
@@ -211,7 +211,7 @@ def check_values(
 
     Args:
         state: the state to load into.
-        saved: the saved fields; their tensors need no values.
+        fields: the saved fields; their tensors need no values.
         manifest: the manifest of the checkpoint.
         where: the name of the checkpoint in errors.
         allow: as in `load`.
@@ -223,64 +223,64 @@ def check_values(
         return  # `kept_of` raises and names these parameters
     params = {n: p for n, p in state.params.items() if n not in manifest.kept}
     for field, current in (("params", params), ("buffers", state.buffers)):
-        found = differences(saved[field], current, is_laid=True)
-        if found:
+        diff = differences(fields[field], current, is_laid=True)
+        if diff:
             msg = (
-                f"{found.describe(f'{where}: {field}')}\nLoad into a state of the model that was"
+                f"{diff.describe(f'{where}: {field}')}\nLoad into a state of the model that was"
                 ' saved; what fits into this one af.load_part(state, directory, ["params"],'
                 ' missing="init", extra="ignore") takes.'
             )
             raise CheckpointError(msg)
     for field, rows in (
-        ("opt_state", _misfits_of_entries(state, saved["opt_state"])),
-        ("slots", _misfits_of_slots(state, saved["slots"])),
+        ("opt_state", _misfits_of_entries(state, fields["opt_state"])),
+        ("slots", _misfits_of_slots(state, fields["slots"])),
     ):
         some = [] if field in allow else list(itertools.islice(rows, _SHOWN))
         if some:
-            listed = "\n".join(f"  {row}" for row in some)
+            lines = "\n".join(f"  {row}" for row in some)
             msg = (
-                f"{where}: {field} do not fit the state:\n{listed}\nCreate the state with the"
+                f"{where}: {field} do not fit the state:\n{lines}\nCreate the state with the"
                 " options that were saved. If the difference is meant, write"
                 f" af.load(..., allow=({field!r},))."
             )
             raise CheckpointError(msg)
 
 
-def _misfits_of_slots(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
+def _misfits_of_slots(state: TrainState, slots: Mapping[str, Any]) -> Iterator[str]:
     for transform in state.setup:
-        if transform.name in saved and transform.name in state.slots:
-            there, slot = saved[transform.name], state.slots[transform.name]
-            if isinstance(slot, Mapping) and isinstance(there, Mapping) and there:
+        if transform.name in slots and transform.name in state.slots:
+            old, slot = slots[transform.name], state.slots[transform.name]
+            if isinstance(slot, Mapping) and isinstance(old, Mapping) and old:
                 missing = [
-                    key for key in cast("Mapping[Any, Any]", slot) if key not in there
+                    key for key in cast("Mapping[Any, Any]", slot) if key not in old
                 ]
                 yield from (
                     f"{transform.name}.{key}: missing"[:_LONG] for key in missing
                 )
-            yield from _misfits(there, slot, transform.name, may_change=True)
+            yield from _misfits(old, slot, transform.name, may_change=True)
 
 
-def _misfits_of_entries(state: TrainState, saved: Mapping[str, Any]) -> Iterator[str]:
+def _misfits_of_entries(state: TrainState, entries: Mapping[str, Any]) -> Iterator[str]:
     """Yield how optimizer entries differ from the state's, or from new ones of torch."""
     definition = state.definition
-    made = entries_of(definition.optimizer, definition.skeleton) if saved else {}
+    fresh = entries_of(definition.optimizer, definition.skeleton) if entries else {}
     groups = definition.optimizer.param_groups
-    known = {group_key(i): group for i, group in enumerate(groups)}
-    for name, entry in saved.items():
-        if name in known:
-            expected = {key: known[name].get(key) for key in entry}
+    by_key = {group_key(i): group for i, group in enumerate(groups)}
+    for name, entry in entries.items():
+        if name in by_key:
+            target = {key: by_key[name].get(key) for key in entry}
         elif name in state.params:
-            kept = {**made.get(name, {}), **state.opt_state.get(name, {})}
-            expected = {
-                key: _expected_like_param(state, name, each)
-                for key, each in kept.items()
+            values = {**fresh.get(name, {}), **state.opt_state.get(name, {})}
+            target = {
+                key: _expected_like_param(state, name, value)
+                for key, value in values.items()
             }
         elif name == OTHERS:
             continue
         else:
-            expected = None
+            target = None
             yield f"{name[:_LONG]}: the optimizer has no such parameter or group"
-        yield from _misfits(entry, expected, name[:_LONG])
+        yield from _misfits(entry, target, name[:_LONG])
 
 
 def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
@@ -295,26 +295,26 @@ def _expected_like_param(state: TrainState, name: str, value: Any) -> Any:
 
 
 def _misfits(
-    saved: Any, current: Any, path: str, *, may_change: bool = False
+    old: Any, current: Any, path: str, *, may_change: bool = False
 ) -> Iterator[str]:
     """Yield a line for each difference in kind or shape; a current None accepts any value.
 
     With `may_change` (slots), tables may have other keys, such as parts that are under way, and
     numbers and tensors may replace one another.
     """
-    if isinstance(current, Mapping) and isinstance(saved, Mapping):
+    if isinstance(current, Mapping) and isinstance(old, Mapping):
         for key, value in cast("Mapping[Any, Any]", current).items():
             inside = f"{path}.{key}"[:_LONG]
-            if key in saved:
-                yield from _misfits(saved[key], value, inside, may_change=may_change)
+            if key in old:
+                yield from _misfits(old[key], value, inside, may_change=may_change)
             elif not may_change:
                 yield f"{inside}: missing"
-    elif isinstance(current, (list, tuple)) and isinstance(saved, (list, tuple)):
-        for i, pair in enumerate(zip(saved, current, strict=False)):
+    elif isinstance(current, (list, tuple)) and isinstance(old, (list, tuple)):
+        for i, pair in enumerate(zip(old, current, strict=False)):
             inside = f"{path}[{i}]"[:_LONG]
             yield from _misfits(*pair, inside, may_change=may_change)
     elif current is not None:
-        one, other = _kind(saved), _kind(current)
+        one, other = _kind(old), _kind(current)
         became_tensor = other == "a number" and one.startswith("a lone")
         are_numbers = {one, other} <= {"a number", "a lone float", "a lone integer"}
         if one != other and not became_tensor and not (may_change and are_numbers):
@@ -338,22 +338,22 @@ def warn_of_changes(
     state: TrainState, manifest: Manifest, where: Path | str, allow: Sequence[str]
 ) -> None:
     """Warn if trainable parameters or options of transforms differ from the saved ones."""
-    saved, now = manifest.definition, definition_of(state)
-    if saved is None:
+    old_facts, now = manifest.definition, definition_of(state)
+    if old_facts is None:
         return
-    rows, ways = list[str](), dict[str, str]()
-    for begin, (word, default, way) in _CHANGES.items():
-        for name in dict.fromkeys((*saved, *now)):
-            old, new = (each.get(name, default)[:_LONG] for each in (saved, now))
+    rows, hints = list[str](), dict[str, str]()
+    for begin, (word, default, hint) in _CHANGES.items():
+        for name in dict.fromkeys((*old_facts, *now)):
+            old, new = (facts.get(name, default)[:_LONG] for facts in (old_facts, now))
             if name.startswith(begin) and old != new and word not in allow:
                 rows.append(f"  {name[:_LONG]}: {old}, now {new}")
-                ways[word] = way
+                hints[word] = hint
     if rows:
-        listed = "\n".join(rows[:_SHOWN])
+        lines = "\n".join(rows[:_SHOWN])
         advise(
-            f"{where} was saved by a run that trained otherwise:\n{listed}\nTo continue that"
-            f" run, {' and '.join(ways.values())}. If the difference is meant, write"
-            f" af.load(..., allow={(*ways,)!r})."
+            f"{where} was saved by a run that trained otherwise:\n{lines}\nTo continue that"
+            f" run, {' and '.join(hints.values())}. If the difference is meant, write"
+            f" af.load(..., allow={(*hints,)!r})."
         )
 
 
@@ -381,10 +381,10 @@ class Loaded:
     def __str__(self) -> str:
         """Return the report as text."""
         rows = [f"loaded {len(self.loaded)} of {len(self.loaded) + len(self.missing)}"]
-        for what in ("missing", "unexpected"):
-            names = getattr(self, what)
+        for kind in ("missing", "unexpected"):
+            names = getattr(self, kind)
             if names:
-                rows.append(f"{what} {len(names)}: {list_names(names)}")
+                rows.append(f"{kind} {len(names)}: {list_names(names)}")
         rows += [f"cast {name}: {how}" for name, how in self.cast.items()]
         return "\n".join(rows)
 
@@ -408,12 +408,12 @@ class Wanted:
                     ' name as "slots.ema".'
                 )
                 raise ArgumentError(msg)
-        for option, word, known in (
+        for option, word, other in (
             ("missing", self.missing, "init"),
             ("extra", self.extra, "ignore"),
         ):
-            if word not in ("error", known):
-                msg = f'af.load_part({option}={word!r}): expected "error" or "{known}".'
+            if word not in ("error", other):
+                msg = f'af.load_part({option}={word!r}): expected "error" or "{other}".'
                 raise ArgumentError(msg)
 
     def of(self, field: str, names: Mapping[str, Any]) -> dict[str, Any]:
@@ -422,73 +422,71 @@ class Wanted:
             return dict(names)
         return {n: value for n, value in names.items() if f"{field}.{n}" in self.only}
 
-    def refuses(self, found: Differences) -> bool:
+    def refuses(self, diff: Differences) -> bool:
         """Return whether there is a difference that is not allowed."""
         return bool(
-            found.shapes
-            or (found.dtypes and not self.cast)
-            or found.uncastable
-            or (found.missing and self.missing == "error")
-            or (found.unexpected and self.extra == "error")
+            diff.shapes
+            or (diff.dtypes and not self.cast)
+            or diff.uncastable
+            or (diff.missing and self.missing == "error")
+            or (diff.unexpected and self.extra == "error")
         )
 
 
 def load_fields(
-    state: TrainState, source: Source, wanted: Wanted, saved: dict[str, Any]
+    state: TrainState, source: Source, request: Wanted, saved_fields: dict[str, Any]
 ) -> Loaded:
     """Return the state with the requested saved fields, and the report."""
     folder, fields = source.folder, fields_of(state.copy())
-    if "params" in wanted.only:
-        saved["params"] = {**saved["params"], **kept_of(source, state)}
-    refused: list[str] = []
-    loaded, missing, unexpected = list[str](), list[str](), list[str]()
+    if "params" in request.only:
+        saved_fields["params"] = {**saved_fields["params"], **kept_of(source, state)}
+    errors: list[str] = []
+    loaded_names, missing, extra = list[str](), list[str](), list[str]()
     cast: dict[str, str] = {}
     for field, current in fields.items():
         if not isinstance(current, dict):
-            if field in wanted.only:
-                fields[field] = saved[field]
-                loaded.append(field)
+            if field in request.only:
+                fields[field] = saved_fields[field]
+                loaded_names.append(field)
             continue
-        entries = wanted.of(field, saved[field])
-        found = _compare_field(field, entries, _places(field, fields, entries, wanted))
-        if wanted.refuses(found):
-            refused.append(found.describe(f"{folder}: {field}"))
+        entries = request.of(field, saved_fields[field])
+        diff = _compare_field(field, entries, _places(field, fields, entries, request))
+        if request.refuses(diff):
+            errors.append(diff.describe(f"{folder}: {field}"))
             continue
-        entries = {
-            n: value for n, value in entries.items() if n not in found.unexpected
-        }
-        for name in found.dtypes:
-            cast[f"{field}.{name}"] = found.dtypes[name]
+        entries = {n: value for n, value in entries.items() if n not in diff.unexpected}
+        for name in diff.dtypes:
+            cast[f"{field}.{name}"] = diff.dtypes[name]
             place = f"{folder}: {field}.{name}"
             entries[name] = convert_dtype(entries[name], current[name].dtype, place)
         fields[field] = {**current, **entries}
-        loaded += [f"{field}.{name}" for name in entries]
-        missing += [f"{field}.{name}" for name in found.missing]
-        unexpected += [f"{field}.{name}" for name in found.unexpected]
-    if refused:
-        raise CheckpointError("\n".join(refused))
-    made = with_fields(state, fields)
-    if any(each.startswith("params.") for each in loaded):
-        made = _restart_slots(state, made, loaded)
+        loaded_names += [f"{field}.{name}" for name in entries]
+        missing += [f"{field}.{name}" for name in diff.missing]
+        extra += [f"{field}.{name}" for name in diff.unexpected]
+    if errors:
+        raise CheckpointError("\n".join(errors))
+    after = with_fields(state, fields)
+    if any(path.startswith("params.") for path in loaded_names):
+        after = _restart_slots(state, after, loaded_names)
     return Loaded(
-        state=made,
-        loaded=tuple(loaded),
+        state=after,
+        loaded=tuple(loaded_names),
         missing=tuple(missing),
-        unexpected=tuple(unexpected),
+        unexpected=tuple(extra),
         cast=cast,
     )
 
 
 def _restart_slots(
-    before: TrainState, after: TrainState, loaded: list[str]
+    before: TrainState, after: TrainState, names: list[str]
 ) -> TrainState:
     """Return the state after a load of parameters, with dependent slots started again.
 
     Slots that were not loaded restart from the new parameters if no step has changed them. The
     next update compares the parameters across ranks.
     """
-    kept = {each.split(".")[1] for each in loaded if each.startswith("slots.")}
-    slots, going_on = reset_slots(before, after, kept=kept)
+    slot_names = {name.split(".")[1] for name in names if name.startswith("slots.")}
+    slots, going_on = reset_slots(before, after, kept=slot_names)
     if going_on:
         advise(
             f"af.load_part: the parameters were loaded, and the slots of {going_on} go on as"
@@ -511,7 +509,7 @@ def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch
         t.to(torch.complex128 if t.is_complex() else torch.float64)
         for t in (tensor, new)
     )
-    before, after = (each.isfinite() for each in wide)
+    before, after = (x.isfinite() for x in wide)
     if (before & ~after).any():
         msg = (
             f"{place} has values that {dtype} has not; it was saved as {tensor.dtype}."
@@ -521,29 +519,29 @@ def convert_dtype(tensor: torch.Tensor, dtype: torch.dtype, place: str) -> torch
 
 
 def _places(
-    field: str, fields: Mapping[str, Any], saved: Mapping[str, Any], wanted: Wanted
+    field: str, fields: Mapping[str, Any], entries: Mapping[str, Any], request: Wanted
 ) -> dict[str, Any]:
     """Return the requested entries that a state has a place for, by name."""
-    places = wanted.of(field, fields[field])
+    places = request.of(field, fields[field])
     if field == "slots":  # a requested slot in neither counts as missing
-        asked = (
-            n.removeprefix("slots.") for n in wanted.only if n.startswith("slots.")
+        names = (
+            n.removeprefix("slots.") for n in request.only if n.startswith("slots.")
         )
-        places |= dict.fromkeys(name for name in asked if name not in saved)
+        places |= dict.fromkeys(name for name in names if name not in entries)
     if field == "opt_state":  # before its first step, an optimizer has no entries yet
-        named = {*fields["params"], *(n for n in saved if n.startswith("<group "))}
-        places |= dict.fromkeys(named & saved.keys())
+        named = {*fields["params"], *(n for n in entries if n.startswith("<group "))}
+        places |= dict.fromkeys(named & entries.keys())
     return places
 
 
 def _compare_field(
-    field: str, saved: Mapping[str, Any], places: Mapping[str, Any]
+    field: str, entries: Mapping[str, Any], places: Mapping[str, Any]
 ) -> Differences:
     if field in ("params", "buffers"):
-        return differences(saved, places, is_laid=True)
+        return differences(entries, places, is_laid=True)
     return Differences(
-        missing=tuple(name for name in places if name not in saved),
-        unexpected=tuple(name for name in saved if name not in places),
+        missing=tuple(name for name in places if name not in entries),
+        unexpected=tuple(name for name in entries if name not in places),
     )
 
 
@@ -555,21 +553,21 @@ def kept_of(source: Source, state: TrainState) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: the state has other frozen parameters.
     """
-    kept = source.manifest.kept
-    if not kept:
+    digests = source.manifest.kept
+    if not digests:
         return {}
-    here = {n: p for n, p in state.params.items() if n in kept}
-    found = digests_of(here, state.world)
-    changed = [n for n in here if found[n] != kept[n]]
-    if changed or here.keys() != kept.keys():
-        gone = sorted(kept.keys() - here.keys())
+    params = {n: p for n, p in state.params.items() if n in digests}
+    current = digests_of(params, state.world)
+    differing = [n for n in params if current[n] != digests[n]]
+    if differing or params.keys() != digests.keys():
+        absent = sorted(digests.keys() - params.keys())
         msg = (
             f'{source.folder} was saved with frozen="hash", and the state has other frozen'
-            f" parameters: missing {list_names(gone)}, with other values"
-            f" {list_names(changed)}. Import them first."
+            f" parameters: missing {list_names(absent)}, with other values"
+            f" {list_names(differing)}. Import them first."
         )
         raise CheckpointError(msg)
-    return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in here.items()}
+    return {n: clone_shards(p) if is_shard(p) else p.clone() for n, p in params.items()}
 
 
 T = TypeVar("T")
@@ -603,9 +601,9 @@ def read_all_or_none(state: TrainState, read: Callable[[], T]) -> T:
     texts = gather_text(text, state.world, label="load: read files")
     if isinstance(outcome, Exception):
         raise outcome
-    for rank, failed in enumerate(texts):
-        if failed:
-            is_corrupt, why = json.loads(failed)
+    for rank, report in enumerate(texts):
+        if report:
+            is_corrupt, why = json.loads(report)
             kind = CheckpointCorruptError if is_corrupt else CheckpointError
             msg = f"Rank {rank} could not read its part, so no rank loads: {why}"
             raise kind(msg)
@@ -661,11 +659,11 @@ def load(
 
     words = _several(allow)
     with explain_removal(folder):
-        made = {
+        results = {
             name: restore_from(state, folder / name, partial(open_source, name), words)
             for name, state in states.items()
         }
-    return cast("States", made.get("", made))
+    return cast("States", results.get("", results))
 
 
 def restore_from(
@@ -691,12 +689,12 @@ def restore_from(
         check_values(state, source.outline(), source.manifest, where, allow)
         return source, source.fields()
 
-    source, saved = read_all_or_none(state, read)
-    saved["params"] = {**saved["params"], **kept_of(source, state)}
+    source, fields = read_all_or_none(state, read)
+    fields["params"] = {**fields["params"], **kept_of(source, state)}
     warn_of_changes(state, source.manifest, where, allow)
-    made = with_fields(state, saved)
-    state.definition.cache.loaded = ref(state.lease), ref(made.lease)
-    return made
+    new_state = with_fields(state, fields)
+    state.definition.cache.loaded = ref(state.lease), ref(new_state.lease)
+    return new_state
 
 
 @explain_call_errors
@@ -743,20 +741,20 @@ def load_part(
     state.lease.check()
     folder = as_path(call, directory, "a directory")
 
-    wanted = Wanted(_several(only), missing, extra, cast)
-    wanted.check()
+    request = Wanted(_several(only), missing, extra, cast)
+    request.check()
 
     def read() -> tuple[Source, dict[str, Any]]:
         check_no_store(folder)
         source = source_of(state, read_manifest(folder), folder, verify=verify)
-        if "opt_state" in wanted.only:
+        if "opt_state" in request.only:
             check_optimizer(state, source.manifest, folder)
-        if "cursor" in wanted.only:
+        if "cursor" in request.only:
             check_data(state, source.manifest, folder, _several(allow))
         return source, source.fields()
 
-    source, saved = read_all_or_none(state, read)
-    return load_fields(state, source, wanted, saved)
+    source, fields = read_all_or_none(state, read)
+    return load_fields(state, source, request, fields)
 
 
 def _several(words: Sequence[str]) -> tuple[str, ...]:

@@ -63,10 +63,10 @@ def check_files(world_size: int, files: dict[str, File]) -> None:
     Raises:
         ValueError: names the unexpected files.
     """
-    expected = set(map(rank_file, range(len(files))))
-    if len(files) != world_size or files.keys() != expected:
-        others = quote(sorted(files.keys() - expected))
-        msg = f"{len(files)} files are not those of {world_size} ranks; others are {others}"
+    names = set(map(rank_file, range(len(files))))
+    if len(files) != world_size or files.keys() != names:
+        extra = quote(sorted(files.keys() - names))
+        msg = f"{len(files)} files are not those of {world_size} ranks; others are {extra}"
         raise ValueError(msg)
 
 
@@ -84,7 +84,7 @@ def check_copies(copies: list[int], world_size: int) -> None:
 
 
 def check_sharded(
-    sharded: dict[str, Any], files: dict[str, File], copies: list[int]
+    shardings: dict[str, Any], files: dict[str, File], copies: list[int]
 ) -> None:
     """Reject slices that do not cover their tensor, or that are missing in their files.
 
@@ -93,34 +93,34 @@ def check_sharded(
     Raises:
         ValueError: names the tensor.
     """
-    for name, whole in sharded.items():
-        shape, boxes = tuple(whole["shape"]), dict[str, Slice]()
-        for file, box in whole["slices"].items():
+    for name, spec in shardings.items():
+        shape, boxes = tuple(spec["shape"]), dict[str, Slice]()
+        for file, box in spec["slices"].items():
             entry = files[file].tensors.get(name) if file in files else None
             boxes[file] = _slice(shape, box)
-            described = (whole["dtype"], boxes[file].size)
-            if entry is None or (entry.dtype, entry.shape) != described:
+            kind = (spec["dtype"], boxes[file].size)
+            if entry is None or (entry.dtype, entry.shape) != kind:
                 msg = f"{quote(file)} does not have the slice of {quote(name)} that is said"
                 raise ValueError(msg)
         of_each = of_copies(boxes, copies) or {0: boxes}
         is_of_all = len(of_each) in (1, len({*copies}))
-        whole_each = all(cover(each.values(), shape) for each in of_each.values())
+        whole_each = all(cover(copy.values(), shape) for copy in of_each.values())
         if not (is_of_all and whole_each):
             msg = (
                 f"the slices of {quote(name)} are not the whole of a tensor of shape"
                 f" {quote(shape)}"
             )
             raise ValueError(msg)
-        bytes_in(whole["dtype"], shape)  # no file lists a tensor without elements
+        bytes_in(spec["dtype"], shape)  # no file lists a tensor without elements
 
 
 def _slice(shape: tuple[int, ...], plain: Mapping[str, Any]) -> Slice:
     return Slice(shape, tuple(plain["offset"]), tuple(plain["size"]))
 
 
-def _expect(is_valid: object, expected: str, value: object, place: str) -> None:
+def _expect(is_valid: object, kind: str, value: object, place: str) -> None:
     if not is_valid:
-        msg = f"{place or 'it'} is {quote(value)} where {expected} is expected"
+        msg = f"{place or 'it'} is {quote(value)} where {kind} is expected"
         raise ValueError(msg)
 
 
@@ -146,9 +146,9 @@ def _digest(value: Any, place: str) -> None:
     _expect(is_digest, "a digest of 64 digits", value, place)
 
 
-def _one_of(words: Collection[str], expected: str) -> Rule:
+def _one_of(words: Collection[str], kind: str) -> Rule:
     def rule(value: Any, place: str) -> None:
-        _expect(isinstance(value, str) and value in words, expected, value, place)
+        _expect(isinstance(value, str) and value in words, kind, value, place)
 
     return rule
 
@@ -176,11 +176,11 @@ def _table_of(rule: Rule) -> Rule:
 
 
 def _record(**rules: Rule) -> Rule:
-    expected = f"a record of {', '.join(rules)}"
+    kind = f"a record of {', '.join(rules)}"
 
     def rule_of_record(value: Any, place: str) -> None:
         is_record = isinstance(value, dict) and value.keys() == rules.keys()
-        _expect(is_record, expected, value, place)
+        _expect(is_record, kind, value, place)
         for name, rule in rules.items():
             rule(value[name], _inside(place, name))
 
@@ -204,9 +204,9 @@ def _tree(
     if not kinds and (value is None or type(value) in (str, int, float, bool)):
         return
     kinds = kinds or _KINDS
-    coded = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
-    kind, inside = next(iter(coded.items()), ("", None))
-    is_tree = len(coded) == 1 and kind in kinds and depth >= 0
+    table = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    kind, inside = next(iter(table.items()), ("", None))
+    is_tree = len(table) == 1 and kind in kinds and depth >= 0
     _expect(is_tree, f"one of {', '.join(kinds)}", value, place)
     _KINDS[kind](inside, _inside(place, kind), depth - 1)
 
@@ -254,10 +254,10 @@ def _data(value: Any, place: str, depth: int = MAX_DEPTH) -> None:
 
 def _units(value: Any, place: str) -> None:
     _expect(isinstance(value, dict), "a table", value, place)
-    for name, coded in value.items():
+    for name, tree in value.items():
         is_unit = name in _UNITS or name.startswith("slots.")
         _expect(is_unit, "a table of a state's fields", value, place)
-        _UNITS.get(name, _tree)(coded, _inside(place, name))
+        _UNITS.get(name, _tree)(tree, _inside(place, name))
 
 
 def _all_units(value: Any, place: str) -> None:
@@ -407,16 +407,16 @@ class Manifest:
             "metrics": {n: encode(v, Table()) for n, v in self.metrics.items()},
             "files": {name: attrs.asdict(file) for name, file in self.files.items()},
         }
-        said = _lines(plain).encode().removeprefix(b"{\n")
-        if len(said) > _LARGEST - 100:
-            msg = f"its manifest would have {len(said)} bytes; at most {_LARGEST} are read."
+        body = _lines(plain).encode().removeprefix(b"{\n")
+        if len(body) > _LARGEST - 100:
+            msg = f"its manifest would have {len(body)} bytes; at most {_LARGEST} are read."
             raise CheckpointError(msg)
         try:
-            _check_density(said)
+            _check_density(body)
         except ValueError as error:
             msg = f"its manifest could not be read: {error}. Store long lists as a tensor."
             raise CheckpointError(msg) from error
-        return _with_digest(said)
+        return _with_digest(body)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -448,14 +448,14 @@ class Manifest:
         plain.setdefault("definition", None)
         check_structure(plain)
         del plain["blake3"], plain["format"]
-        described = {n: File.from_plain(each) for n, each in plain.pop("files").items()}
-        check_files(plain["world_size"], described)
+        by_name = {n: File.from_plain(file) for n, file in plain.pop("files").items()}
+        check_files(plain["world_size"], by_name)
         check_copies(plain["copies"], plain["world_size"])
-        check_sharded(plain["sharded"], described, plain["copies"])
+        check_sharded(plain["sharded"], by_name, plain["copies"])
         for name in ("transforms", "trees_by_rank", "per_rank", "persistent", "copies"):
             plain[name] = tuple(plain[name])
         metrics = {n: float(decode(v, {})) for n, v in plain.pop("metrics").items()}
-        manifest = cls(**plain, metrics=metrics, files=described)
+        manifest = cls(**plain, metrics=metrics, files=by_name)
         manifest._check_tensors()
         return manifest
 
@@ -472,13 +472,13 @@ class Manifest:
         if self.trees["step"] != self.step:
             msg = f"its step is {self.step}, and that of the state {self.trees['step']}"
             raise ValueError(msg)
-        own = set(self.per_rank)
+        per_rank = set(self.per_rank)
         for unit, tree in self.trees.items():
             names = set(tensors_in(tree))
             self._find(names, 0)
             if unit not in self.own_units:
                 for rank in self.firsts:  # other ranks of a copy can read its file
-                    self._find(names & own, rank)
+                    self._find(names & per_rank, rank)
         for rank, trees in enumerate(self.trees_by_rank):
             for tree in trees.values():
                 self._find(tensors_in(tree), rank)
@@ -494,12 +494,12 @@ class Manifest:
         Raises:
             CheckpointCorruptError: no file has the tensor.
         """
-        own = rank_file(rank)
-        if own in self.files and tensor in self.files[own].tensors:
-            return own
+        file = rank_file(rank)
+        if file in self.files and tensor in self.files[file].tensors:
+            return file
         if tensor in self._places:
             return self._places[tensor]
-        first = rank_file(self.firsts[self.copies[rank]]) if self.copies else own
+        first = rank_file(self.firsts[self.copies[rank]]) if self.copies else file
         if first not in self.files or tensor not in self.files[first].tensors:
             msg = f"it names a tensor {tensor[:80]!r} that no file has."
             raise CheckpointCorruptError(msg)
@@ -518,17 +518,17 @@ class Manifest:
         Raises:
             CheckpointCorruptError: no file has the tensor.
         """
-        whole = self.sharded.get(name)
-        if whole is None:
+        spec = self.sharded.get(name)
+        if spec is None:
             file = self.file_of(name, rank)
             entry = self.files[file].tensors[name]
             return Saved(
                 DTYPES[entry.dtype], entry.shape, {file: Slice.whole(entry.shape)}
             )
-        shape, by_copy = tuple(whole["shape"]), of_copies(whole["slices"], self.copies)
-        slices = by_copy[self.copies[rank]] if len(by_copy) > 1 else whole["slices"]
+        shape, by_copy = tuple(spec["shape"]), of_copies(spec["slices"], self.copies)
+        slices = by_copy[self.copies[rank]] if len(by_copy) > 1 else spec["slices"]
         parts = {file: _slice(shape, box) for file, box in slices.items()}
-        return Saved(DTYPES[whole["dtype"]], shape, parts)
+        return Saved(DTYPES[spec["dtype"]], shape, parts)
 
     @cached_property
     def with_mean(self) -> frozenset[str]:
@@ -549,18 +549,18 @@ class Manifest:
     @cached_property
     def _places(self) -> Mapping[str, str]:
         """The file of each tensor that is equal on all ranks."""
-        own = set(self.per_rank)
+        per_rank = set(self.per_rank)
         return {
             tensor: name
             for name, file in self.files.items()
             for tensor in file.tensors
-            if tensor not in own
+            if tensor not in per_rank
         }
 
     def trees_of(self, rank: int) -> dict[str, Any]:
         """Return a rank's trees by unit, as plain data."""
-        own = dict(self.trees_by_rank[rank]) if self.own_units else {}
-        return {u: t for u, t in self.trees.items() if u not in self.own_units} | own
+        trees = dict(self.trees_by_rank[rank]) if self.own_units else {}
+        return {u: t for u, t in self.trees.items() if u not in self.own_units} | trees
 
     @cached_property
     def own_units(self) -> frozenset[str]:
@@ -576,9 +576,9 @@ class Manifest:
     @property
     def differs(self) -> tuple[str, ...]:
         """The units that differ between ranks."""
-        own = self.differing
+        names = self.differing
         of_tensors = {
-            unit for unit, tree in self.trees.items() if own & set(tensors_in(tree))
+            unit for unit, tree in self.trees.items() if names & set(tensors_in(tree))
         }
         return tuple(sorted(self.own_units | of_tensors))
 
@@ -587,8 +587,8 @@ class Manifest:
         """The tensors that differ between ranks."""
         by_copy = {
             name
-            for name, whole in self.sharded.items()
-            if len(of_copies(whole["slices"], self.copies)) > 1
+            for name, spec in self.sharded.items()
+            if len(of_copies(spec["slices"], self.copies)) > 1
         }
         return frozenset({*self.per_rank, *by_copy})
 
@@ -697,17 +697,17 @@ def check_not_joint(folder: Path) -> None:
 
 
 def _of_others(
-    folder: Path, there: Collection[str], asked: Collection[str]
+    folder: Path, states: Collection[str], names: Collection[str]
 ) -> CheckpointError:
     """Return the error for a checkpoint that has other states than expected."""
-    has, wants = (", ".join(sorted(n)) or "one state" for n in (there, asked))
+    has, wants = (", ".join(sorted(n)) or "one state" for n in (states, names))
     msg = f"{folder}: expected {wants}, and it has {has}. Load it with"
-    if "" in there:
+    if "" in states:
         return CheckpointError(f"{msg} af.load(state, {str(folder)!r}).")
-    table = ", ".join(f'"{name}": ...' for name in sorted(there))
+    table = ", ".join(f'"{name}": ...' for name in sorted(states))
     return CheckpointError(
         f"{msg} af.load({{{table}}}, {str(folder)!r}), or fields of one of them with"
-        f" af.load_part(state, {str(folder / min(there))!r}, only)."
+        f" af.load_part(state, {str(folder / min(states))!r}, only)."
     )
 
 
@@ -733,8 +733,8 @@ def _read_bytes(
             if arguments.is_directory(folder)
             else "there is no such directory"
         )
-        way = files.reader_of(folder) or files.checkpoints_near(folder, NAME)
-        msg = f"{folder} has no checkpoint: {lacks}.{way}"
+        hint = files.reader_of(folder) or files.checkpoints_near(folder, NAME)
+        msg = f"{folder} has no checkpoint: {lacks}.{hint}"
         raise missing_error(msg) from error
     except NotADirectoryError as error:
         msg = f"{folder} is a file, not the directory of a checkpoint.{files.reader_of(folder)}"
@@ -744,9 +744,9 @@ def _read_bytes(
         raise CheckpointCorruptError(msg) from error
 
 
-def _with_digest(said: bytes) -> bytes:
+def _with_digest(body: bytes) -> bytes:
     """Return lines of JSON with their digest inserted first."""
-    return f'{{\n "blake3": "{blake3(said).hexdigest()}",\n'.encode() + said
+    return f'{{\n "blake3": "{blake3(body).hexdigest()}",\n'.encode() + body
 
 
 def _lines(value: Any, depth: int = 0) -> str:
@@ -810,12 +810,12 @@ def steps_in(directory: Path) -> tuple[int, ...]:
     """Return the steps of a directory's checkpoints, in rising order."""
     if not arguments.is_directory(directory):
         return ()
-    found = [
+    steps = [
         step
         for path in directory.iterdir()
         if (step := step_of(path)) is not None and arguments.is_file(path / NAME)
     ]
-    return tuple(sorted(found))
+    return tuple(sorted(steps))
 
 
 def checkpoints_in(directory: Path) -> dict[int, Path]:

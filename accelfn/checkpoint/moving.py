@@ -116,18 +116,18 @@ def move(
     def say() -> commit.Contents | None:
         return None if newcomer else contents_of(state, "write")
 
-    contents, said = _run_on_all(
+    contents, descriptions = _run_on_all(
         "say what it holds",
         meeting,
         say,
         lambda contents: json.dumps(contents and commit.describe_contents(contents)),
     )
-    handed = _hand_over(contents, list(map(json.loads, said)), meeting, state)
-    if isinstance(handed, StateError):
+    handover = _hand_over(contents, list(map(json.loads, descriptions)), meeting, state)
+    if isinstance(handover, StateError):
         if restore is None:
-            raise handed
-        return _restore_lost(_all_begin(state, world, meeting), restore, handed)
-    manifest, arrivals = handed
+            raise handover
+        return _restore_lost(_all_begin(state, world, meeting), restore, handover)
+    manifest, arrivals = handover
     where = f"the state of update {manifest.step}"
     fresh = _all_begin(state, world, meeting)
 
@@ -137,13 +137,13 @@ def move(
                 fresh, where, lambda: receive(fresh, manifest, where, arrivals)
             )
 
-    taken, _ = _run_on_all(
+    new_state, _ = _run_on_all(
         "take the state over",
         meeting,
         take,
         can_tell=lambda: not arrivals.is_broken,
     )
-    return taken
+    return new_state
 
 
 def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
@@ -157,32 +157,32 @@ def _all_begin(state: TrainState, world: World, meeting: World) -> TrainState:
     return fresh
 
 
-def _restore_lost(fresh: TrainState, restore: Restore, lost: StateError) -> TrainState:
+def _restore_lost(fresh: TrainState, restore: Restore, error: StateError) -> TrainState:
     """Return the state that `restore` loads if parts of a model are lost.
 
     Raises:
         StateError: `restore` has no state to load.
         ArgumentError: `restore` returned something else.
     """
-    found = restore(fresh)
-    if not isinstance(found, TrainState):
+    result = restore(fresh)
+    if not isinstance(result, TrainState):
         msg = (
-            f"restore={restore!r} gave {type(found).__name__}; expected the state that it"
+            f"restore={restore!r} gave {type(result).__name__}; expected the state that it"
             " loaded, as store.restore and partial(af.load, directory=...) give it."
         )
         raise ArgumentError(msg)
-    if found is fresh or found.world is not fresh.world:
-        msg = f"{lost} restore={restore!r} has loaded nothing into the state given."
-        raise StateError(msg) from lost
-    return found
+    if result is fresh or result.world is not fresh.world:
+        msg = f"{error} restore={restore!r} has loaded nothing into the state given."
+        raise StateError(msg) from error
+    return result
 
 
 def _check_worlds(world: World, among: World) -> World:
     """Return the world of all calling ranks; check that `world` is a part of it."""
-    for each in (world, among):
-        if not isinstance(each, World):
+    for candidate in (world, among):
+        if not isinstance(candidate, World):
             msg = (
-                f"{_CALL}: expected an af.World, got {each!r}. Take a part of yours, as"
+                f"{_CALL}: expected an af.World, got {candidate!r}. Take a part of yours, as"
                 " world.split(size=...), or make one with af.World.from_env()."
             )
             raise ArgumentError(msg)
@@ -196,10 +196,10 @@ def _check_worlds(world: World, among: World) -> World:
 
 
 def _run_on_all(
-    what: str,
+    task: str,
     world: World,
     act: Callable[[], T],
-    told: Callable[[T], str] = lambda _: "",
+    describe: Callable[[T], str] = lambda _: "",
     *,
     can_tell: Callable[[], bool] = lambda: True,
 ) -> tuple[T, list[str]]:
@@ -214,27 +214,27 @@ def _run_on_all(
     outcome: T | Exception
     try:
         outcome = act()
-        text = f"{Verdict.DONE} {told(outcome)}"
+        text = f"{Verdict.DONE} {describe(outcome)}"
     except Exception as error:
         if not can_tell():
             raise
         outcome, text = error, f"{Verdict.FAILED} {commit.format_error(error)}"
-    texts = gather_text(text, world, label=f"with_world: {what}")
+    texts = gather_text(text, world, label=f"with_world: {task}")
     if isinstance(outcome, Exception):
         raise outcome
     results: list[str] = []
     for rank, row in enumerate(texts):
-        verdict, _, said = row.partition(" ")
+        verdict, _, message = row.partition(" ")
         if verdict != Verdict.DONE:
-            msg = f"{_CALL}: rank {rank} of {world.size} could not {what}: {said}"
+            msg = f"{_CALL}: rank {rank} of {world.size} could not {task}: {message}"
             raise StateError(msg)
-        results.append(said)
+        results.append(message)
     return outcome, results
 
 
 def _hand_over(
     contents: commit.Contents | None,
-    said: Sequence[Mapping[str, Any] | None],
+    descriptions: Sequence[Mapping[str, Any] | None],
     world: World,
     state: TrainState,
 ) -> tuple[Manifest, Arrivals] | StateError:
@@ -245,40 +245,40 @@ def _hand_over(
     Raises:
         StateError: no rank has a state.
     """
-    givers = [rank for rank, each in enumerate(said) if each is not None]
+    givers = [rank for rank, row in enumerate(descriptions) if row is not None]
     if not givers:
         msg = (
             f"{_CALL}: all {world.size} ranks are newcomers, so there is no state to take"
             " over. Load one: af.load(state, directory)."
         )
         raise StateError(msg)
-    mine: Mapping[str, torch.Tensor] = {}
+    tensors: Mapping[str, torch.Tensor] = {}
     division = None
     if contents is not None:
-        ranks = _renumber_copies([each for each in said if each is not None])
+        ranks = _renumber_copies([row for row in descriptions if row is not None])
         division = commit.divide_writes(contents, ranks, givers.index(world.rank))
-        mine = division.mine
-    text = json.dumps(attrs.asdict(files.describe_file(mine)))
-    listed = gather_text(text, world, label="with_world: list tensors")
-    written = [files.File.from_plain(json.loads(listed[rank])) for rank in givers]
-    told = None
+        tensors = division.mine
+    text = json.dumps(attrs.asdict(files.describe_file(tensors)))
+    texts = gather_text(text, world, label="with_world: list tensors")
+    rank_files = [files.File.from_plain(json.loads(texts[rank])) for rank in givers]
+    payload = None
     if world.rank == givers[0] and division is not None and contents is not None:
-        there = division.manifest(contents, written, step=state.step)
-        merged = {n for r in there.firsts for n in to_merge(state, there, r)}
-        told = [there.to_bytes().decode(), sorted(merged)]
-    plain, merged = broadcast_object(
-        told, world, root=givers[0], label="with_world: say what there is"
+        draft = division.manifest(contents, rank_files, step=state.step)
+        merging = {n for r in draft.firsts for n in to_merge(state, draft, r)}
+        payload = [draft.to_bytes().decode(), sorted(merging)]
+    plain, merging = broadcast_object(
+        payload, world, root=givers[0], label="with_world: say what there is"
     )
     try:
         manifest = Manifest.from_bytes(plain.encode())
     except CheckpointCorruptError as error:
-        lost = StateError(
+        failure = StateError(
             f"{_CALL}: the {len(givers)} ranks that have a state have not all of it:"
             f" {error}. Continue from the last checkpoint."
         )
-        lost.__cause__ = error
-        return lost
-    return manifest, Arrivals(sendings(manifest, set(merged), givers), mine, world)
+        failure.__cause__ = error
+        return failure
+    return manifest, Arrivals(sendings(manifest, set(merging), givers), tensors, world)
 
 
 def _renumber_copies(ranks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -305,10 +305,10 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
     params: dict[str, torch.Tensor] = {}
     for name, param in state.params.items():
         zeros = torch.zeros(param.shape, dtype=param.dtype)
-        laid = zeros if layout is None else layout.cut(name, zeros)
-        params[name] = laid if is_shard(laid) else laid.to(world.device)
+        part = zeros if layout is None else layout.cut(name, zeros)
+        params[name] = part if is_shard(part) else part.to(world.device)
     transforms = {transform.name for transform in state.setup}
-    own = {
+    user_slots = {
         name: slot
         for name, slot in state.slots.items()
         if name not in transforms and not any(map(is_shard, tree.tree_leaves(slot)))
@@ -318,7 +318,7 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
         params=params,
         buffers={n: b.to(world.device) for n, b in state.buffers.items()},
         opt_state={},
-        slots=own,
+        slots=user_slots,
         definition=attrs.evolve(definition, setup=chain(*owners)),
         lease=Lease(),
     )
@@ -398,19 +398,19 @@ def regroup(state: TrainState, *, restore: Restore | None = None) -> TrainState:
     world = state.world
     newcomer = _regrouping_of(world).is_newcomer
     while True:
-        met = _next_world(world)
-        if met is world:
+        target = _next_world(world)
+        if target is world:
             return state
         try:
-            said = "" if newcomer else str(state.step)
-            steps = gather_text(said, met, label="regroup: who has the newest state")
+            text = "" if newcomer else str(state.step)
+            steps = gather_text(text, target, label="regroup: who has the newest state")
             newest = max((int(step) for step in steps if step), default=0)
             behind = newcomer or state.step < newest
-            return move(state, met, met, newcomer=behind, restore=restore)
+            return move(state, target, target, newcomer=behind, restore=restore)
         except PeerFailedError:  # another rank failed: the remaining ranks meet again
-            if not met.connection.is_broken:
+            if not target.connection.is_broken:
                 raise  # an error of another world, which `restore` may use
-            world = met
+            world = target
 
 
 def _check(restore: object, state: TrainState) -> None:
@@ -418,9 +418,9 @@ def _check(restore: object, state: TrainState) -> None:
         return
     why = call_mismatch(restore, state) if callable(restore) else "it is not callable"
     if why is not None:
-        shown = restore if callable(restore) else type(restore).__name__
+        text = restore if callable(restore) else type(restore).__name__
         msg = (
-            f"af.regroup(state, restore={shown}): expected a function that takes a state and"
+            f"af.regroup(state, restore={text}): expected a function that takes a state and"
             f" loads into it, as store.restore of an af.CheckpointStore: {why}."
         )
         raise ArgumentError(msg)
@@ -459,11 +459,11 @@ def _next_world(world: World) -> World:
     regrouping = _regrouping_of(world)
     if not regrouping.is_newcomer and not world.connection.is_broken:
         try:
-            awaited = broadcast_object(
+            is_awaited = broadcast_object(
                 regrouping.is_awaited(), world, label="regroup: ask who waits"
             )
         except PeerFailedError:
-            awaited = True
-        if not awaited:
+            is_awaited = True
+        if not is_awaited:
             return world
     return regrouping.meet(world)

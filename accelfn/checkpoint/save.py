@@ -83,9 +83,9 @@ def with_fields(state: TrainState, saved: Mapping[str, Any]) -> TrainState:
     )
 
 
-def _with_objects(saved: Any, current: Any, path: str) -> Any:
+def _with_objects(value: Any, current: Any, path: str) -> Any:
     """Return a slot with its objects rebuilt from their saved `state_dict()`."""
-    if isinstance(saved, ObjectState):
+    if isinstance(value, ObjectState):
         if not has_state(current):
             msg = (
                 f"{path} was saved of an object with a state_dict(), and the state has"
@@ -93,25 +93,25 @@ def _with_objects(saved: Any, current: Any, path: str) -> Any:
             )
             raise CheckpointError(msg)
         fresh: Any = copy.deepcopy(current)
-        fresh.load_state_dict(saved.state)
+        fresh.load_state_dict(value.state)
         return fresh
-    if isinstance(saved, Pending):
+    if isinstance(value, Pending):
         inside = current.wait() if isinstance(current, Pending) else None
-        return Pending.of(_with_objects(saved.wait(), inside, path))
-    if isinstance(saved, dict):
-        items = cast("dict[Any, Any]", saved).items()
+        return Pending.of(_with_objects(value.wait(), inside, path))
+    if isinstance(value, dict):
+        items = cast("dict[Any, Any]", value).items()
         inside = current if isinstance(current, Mapping) else {}
         return {k: _with_objects(v, inside.get(k), f"{path}.{k}") for k, v in items}
-    if type(saved) in (list, tuple):
-        sequence = cast("list[Any]", saved)
+    if type(value) in (list, tuple):
+        sequence = cast("list[Any]", value)
         inside = list(current) if isinstance(current, (list, tuple)) else []
         inside += [None] * (len(sequence) - len(inside))
-        return type(saved)(
+        return type(value)(
             _with_objects(v, inside[i], f"{path}[{i}]") for i, v in enumerate(sequence)
         )
-    if isinstance(saved, torch.Tensor) and isinstance(current, torch.Tensor):
-        return saved.to(current.device)  # a slot of the caller may be on the host
-    return saved
+    if isinstance(value, torch.Tensor) and isinstance(current, torch.Tensor):
+        return value.to(current.device)  # a slot of the caller may be on the host
+    return value
 
 
 class Tensors(Table):
@@ -152,7 +152,7 @@ def decode_fields(
     units: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> dict[str, Any]:
     """Return the fields that `encode_fields` encoded."""
-    values = {name: decode(coded, tensors) for name, coded in units.items()}
+    values = {name: decode(tree, tensors) for name, tree in units.items()}
     slots = {
         name.removeprefix("slots."): value
         for name, value in values.items()
@@ -170,7 +170,7 @@ Given: TypeAlias = TrainState | Mapping[str, TrainState]
 States = TypeVar("States", TrainState, dict[str, TrainState])
 
 
-def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainState]]:
+def states_of(call: str, value: object) -> tuple[TrainState, dict[str, TrainState]]:
     """Return the first state of an argument, and all states by name; a lone state has "".
 
     Raises:
@@ -178,9 +178,9 @@ def states_of(call: str, given: object) -> tuple[TrainState, dict[str, TrainStat
         StateDonatedError: a step has taken ownership of a state.
         WorldError: the states are in different worlds.
     """
-    states: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"": given}
+    states: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"": value}
     for name in states or [None]:
-        if isinstance(given, Mapping) and not (
+        if isinstance(value, Mapping) and not (
             isinstance(name, str) and MEMBER.fullmatch(name)
         ):
             msg = (
@@ -254,8 +254,8 @@ def save(
     contents: dict[str, Contents] = {}
 
     def begin() -> None:
-        for name, each in states.items():
-            contents[name] = contents_of(each, frozen)
+        for name, member in states.items():
+            contents[name] = contents_of(member, frozen)
         commit.begin(job)
 
     job.run_on_all(exchange, Phase.BEGIN, begin)
@@ -264,7 +264,7 @@ def save(
 
 def exchange_of(state: TrainState, doing: str) -> commit.Exchange:
     """Return a function that gathers each rank's outcome of a part of a save."""
-    return lambda what, text: gather_text(text, state.world, label=f"{doing}: {what}")
+    return lambda task, text: gather_text(text, state.world, label=f"{doing}: {task}")
 
 
 def save_of(state: TrainState, directory: Path) -> Save:
@@ -281,12 +281,12 @@ def contents_of(
     """Return the contents of a state's checkpoint; they share the state's tensors."""
     # after this save a run can end without losing work: drop its warning on close
     state.world.connection.activity.on_close.pop(state.name, None)
-    fields, kept = fields_of(state), dict[str, str]()
+    fields, digests = fields_of(state), dict[str, str]()
     if frozen == "hash":
-        trained = state.definition.skeleton.once_trained
-        held = {n: p for n, p in fields["params"].items() if n not in trained}
-        kept = digests_of(held, state.world)
-        fields["params"] = {n: p for n, p in fields["params"].items() if n not in kept}
+        names = state.definition.skeleton.once_trained
+        params = {n: p for n, p in fields["params"].items() if n not in names}
+        digests = digests_of(params, state.world)
+        fields["params"] = {n: p for n, p in state.params.items() if n not in digests}
     units, tensors = encode_fields(fields)
     copies = state.definition.copy_of_each
     return Contents(
@@ -298,7 +298,7 @@ def contents_of(
             "optimizer": optimizer_name(state),
             "transforms": tuple(transform.name for transform in state.setup),
             "data": None if state.data is None else state.data.facts,
-            "kept": kept,
+            "kept": digests,
             "persistent": tuple(sorted(state.definition.skeleton.persistent)),
             "metrics": dict(metrics or {}),
             "definition": definition_of(state),
@@ -308,10 +308,10 @@ def contents_of(
 
 def digests_of(params: Mapping[str, torch.Tensor], world: World) -> dict[str, str]:
     """Return digests of full parameters by name; a collective if parameters are sharded."""
-    found = files.digests({n: p for n, p in params.items() if not is_shard(p)})
+    digests = files.digests({n: p for n, p in params.items() if not is_shard(p)})
     for some in by_calls(params, world, label="hash frozen parameters"):
-        found |= files.digests(some)
-    return found
+        digests |= files.digests(some)
+    return digests
 
 
 def definition_of(state: TrainState) -> dict[str, str]:

@@ -91,11 +91,11 @@ def of_copies(
         by_file: a value for each file; file names contain the rank, as in `rank-00001`.
         copies: the copy that each rank has a part of; () if there is one copy.
     """
-    found: dict[int, dict[str, T]] = {}
-    for file, said in by_file.items():
+    groups: dict[int, dict[str, T]] = {}
+    for file, value in by_file.items():
         rank = int(file.partition("-")[2].partition(".")[0])
-        found.setdefault(copies[rank] if copies else 0, {})[file] = said
-    return found
+        groups.setdefault(copies[rank] if copies else 0, {})[file] = value
+    return groups
 
 
 def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
@@ -109,19 +109,19 @@ def cover(boxes: Iterable[Slice], shape: tuple[int, ...]) -> bool:
     boxes = list(boxes)
     if not all(box.fits(shape) for box in boxes):
         return False
-    cut = [
+    dims = [
         dim
         for dim, length in enumerate(shape)
         if length == 0 or any(box.size[dim] != length for box in boxes)
     ]
-    if len(cut) > _MOST_CUT:
+    if len(dims) > _MOST_CUT:
         return False
     corners = Counter[tuple[int, ...]]()
     for box, sign in [*((box, 1) for box in boxes), (Slice.whole(shape), -1)]:
-        for ends in itertools.product((0, 1), repeat=len(cut)):
+        for ends in itertools.product((0, 1), repeat=len(dims)):
             corner = tuple(
                 box.offset[dim] + end * box.size[dim]
-                for dim, end in zip(cut, ends, strict=True)
+                for dim, end in zip(dims, ends, strict=True)
             )
             corners[corner] += sign * (-1) ** sum(ends)
     return not any(corners.values())
@@ -147,11 +147,11 @@ def assemble(
     result = empty(target.size, dtype)
     open_ = target.count
     for part, values in parts:
-        here, there = target.within(part), part.within(target)
-        if here is None or there is None:
+        dest, source = target.within(part), part.within(target)
+        if dest is None or source is None:
             continue
-        here.of(result).copy_(there.of(values))
-        open_ -= here.count
+        dest.of(result).copy_(source.of(values))
+        open_ -= dest.count
     if open_:
         msg = f"{open_} of {target.count} elements of a sharded tensor are in no file."
         raise CheckpointCorruptError(msg)
@@ -170,31 +170,31 @@ def slice_of(tensor: torch.Tensor, where: str = "a DTensor") -> Slice | None:
         compute_local_shape_and_global_offset,
     )
 
-    sharded: Any = tensor
-    for axis, placement in enumerate(sharded.placements):
-        if not _is_slice(sharded, axis):
+    dtensor: Any = tensor
+    for axis, placement in enumerate(dtensor.placements):
+        if not _is_slice(dtensor, axis):
             msg = (
                 f"{where} is a DTensor placed as {placement}; only Shard and Replicate are"
                 " saved. Give its redistribute()."
             )
             raise PlainDataError(msg)
-    shape = tuple(sharded.shape)
+    shape = tuple(dtensor.shape)
     size, offset = compute_local_shape_and_global_offset(
-        sharded.shape, sharded.device_mesh, sharded.placements
+        dtensor.shape, dtensor.device_mesh, dtensor.placements
     )
     if len(offset) != len(shape):  # this rank is not in the mesh
         return Slice(shape, (0,) * len(shape), (0,) * len(shape))
     return Slice(shape, tuple(offset), tuple(size))
 
 
-def _is_slice(sharded: Any, axis: int) -> bool:
+def _is_slice(dtensor: Any, axis: int) -> bool:
     """Return whether a rank's part along an axis of the mesh is contiguous."""
-    placement = sharded.placements[axis]
+    placement = dtensor.placements[axis]
     if type(placement).__name__ != "_StridedShard":
         return type(placement).__name__ in ("Shard", "Replicate")
     # a strided shard is contiguous if the inner axes give each rank exactly one part
-    inner = list(enumerate(sharded.placements))[axis + 1 :]
-    parts = [sharded.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
+    inner = list(enumerate(dtensor.placements))[axis + 1 :]
+    parts = [dtensor.device_mesh.size(i) for i, p in inner if p.is_shard(placement.dim)]
     return math.prod(parts) == placement.split_factor
 
 
@@ -237,19 +237,19 @@ def read_box(
         stream.seek(begin + starts[0] * dtype.itemsize)
         files.read_into(stream, files.bytes_of(flat))
         return flat.as_strided(box.size, strides).contiguous()
-    found = empty(box.size, dtype)
-    values = files.bytes_of(found)
+    tensor = empty(box.size, dtype)
+    values = files.bytes_of(tensor)
     for number, start in enumerate(starts):
         stream.seek(begin + start * dtype.itemsize)
         run = values[number * num_bytes : (number + 1) * num_bytes]
         files.read_into(stream, run)
-    return found
+    return tensor
 
 
 def _runs(box: Slice, strides: list[int]) -> tuple[list[int], int]:
     """Return the starts of a box's contiguous runs, and their length, in elements."""
-    cut = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
-    last = max(cut, default=0)  # later dims are full
+    dims = [dim for dim, size in enumerate(box.size) if size != box.shape[dim]]
+    last = max(dims, default=0)  # later dims are full
     corners = itertools.product(
         *(
             range(at, at + (size if dim < last else 1))

@@ -73,21 +73,21 @@ def check_options(
     """Reject invalid options of a store."""
     is_period = isinstance(every, timedelta) and every > timedelta()
     if not (keep is None or is_integer(keep, 1)):
-        said = f"keep={keep!r}): expected at least 1, or None for all."
+        text = f"keep={keep!r}): expected at least 1, or None for all."
     elif not (keep_best is None or isinstance(keep_best, str)):
-        said = f"keep_best={keep_best!r}): expected a metric's name."
+        text = f"keep_best={keep_best!r}): expected a metric's name."
     elif best_is not in ("min", "max"):
-        said = f'best_is={best_is!r}): expected "min" or "max".'
+        text = f'best_is={best_is!r}): expected "min" or "max".'
     elif keep_best is None and best_is != "min":
-        said = (
+        text = (
             f"best_is={best_is!r}): needs a metric. Pass keep_best= also, the name of a metric"
             " that you give to save, or leave out best_is=."
         )
     elif not (every is None or is_integer(every, 1) or is_period):
-        said = f"every={every!r}): expected a number of updates, a timedelta, or None."
+        text = f"every={every!r}): expected a number of updates, a timedelta, or None."
     else:
         return
-    msg = f"CheckpointStore({said}"
+    msg = f"CheckpointStore({text}"
     raise ArgumentError(msg)
 
 
@@ -119,11 +119,11 @@ def numbers_of(metrics: Mapping[str, float] | None) -> dict[str, float]:
     raise ArgumentError(msg)
 
 
-def check_numbers(said: Sequence[str]) -> None:
+def check_numbers(texts: Sequence[str]) -> None:
     """Warn if a rank gave other metrics than rank 0, which are kept."""
-    first = json.loads(said[0])
-    for rank, text in enumerate(said):
-        if text != said[0]:
+    first = json.loads(texts[0])
+    for rank, text in enumerate(texts):
+        if text != texts[0]:
             advise(
                 f"CheckpointStore.save(metrics=): rank 0 gives {first}, rank {rank}"
                 f" {json.loads(text)}. The store keeps rank 0's, and keep_best= compares these."
@@ -137,14 +137,14 @@ def check_numbers(said: Sequence[str]) -> None:
 
 def broken_after(directory: Path, step: int) -> Path | None:
     """Return the newest broken link named like a checkpoint after a step."""
-    found = [
-        (saved, path)
+    links = [
+        (link_step, path)
         for path in directory.iterdir()
-        if (saved := manifest.step_of(path)) is not None
+        if (link_step := manifest.step_of(path)) is not None
         and path.is_symlink()
         and not arguments.exists(path)
     ]
-    newest, path = max(found, default=(step, None))
+    newest, path = max(links, default=(step, None))
     return path if newest > step else None
 
 
@@ -162,23 +162,23 @@ def newest_whole(directory: Path, steps: Sequence[int]) -> int | None:
 
 def metrics_of(directory: Path) -> dict[int, Mapping[str, float]]:
     """Return the metrics of each checkpoint by step; states saved together share them."""
-    found: dict[int, Mapping[str, float]] = {}
+    metrics: dict[int, Mapping[str, float]] = {}
     for step in manifest.steps_in(directory):
         with suppress(CheckpointError):  # damaged: loading it raises the error
             states = manifest.read_manifests(directory / manifest.name_of(step))
-            found[step] = next(iter(states.values())).metrics
-    return found
+            metrics[step] = next(iter(states.values())).metrics
+    return metrics
 
 
 def best_of(directory: Path, metric: str, mode: str) -> list[int]:
     """Return the steps of checkpoints that have a metric, the best first."""
     sign = -1 if mode == "max" else 1
-    found = [
+    ranking = [
         (sign * metrics[metric], step)
         for step, metrics in metrics_of(directory).items()
         if not math.isnan(metrics.get(metric, math.nan))
     ]
-    return [step for _, step in sorted(found)]
+    return [step for _, step in sorted(ranking)]
 
 
 def discard(directory: Path, step: int) -> None:
@@ -186,12 +186,12 @@ def discard(directory: Path, step: int) -> None:
 
     A crash in between leaves a temporary directory, not a damaged checkpoint.
     """
-    gone = directory / f".tmp-{manifest.name_of(step)}.gone"
-    files.remove(gone)
-    files.rename(directory / manifest.name_of(step), gone)
+    trash = directory / f".tmp-{manifest.name_of(step)}.gone"
+    files.remove(trash)
+    files.rename(directory / manifest.name_of(step), trash)
     # it is not a checkpoint any more, and the next save removes it
     with suppress(OSError):
-        files.remove(gone)
+        files.remove(trash)
 
 
 # Retention: remove old checkpoints, only after a newer checkpoint was verified.
@@ -235,10 +235,10 @@ class Retention:
 
         Cost: reads the newest checkpoint if there are any to remove.
         """
-        kept = self._steps_to_keep()
-        if not self._steps_to_remove(kept):
+        to_keep = self._steps_to_keep()
+        if not self._steps_to_remove(to_keep):
             return
-        newest = self.directory / manifest.name_of(max(kept))
+        newest = self.directory / manifest.name_of(max(to_keep))
         try:
             manifest.verify(newest)
         except CheckpointError as error:
@@ -246,24 +246,24 @@ class Retention:
                 f"accelfn: older checkpoints than {newest} are kept: {error}\n"
             )
         else:
-            self._remove(kept)
+            self._remove(to_keep)
 
     def _steps_to_keep(self) -> set[int]:
         """Return the steps to keep."""
         steps = manifest.steps_in(self.directory)
-        kept = set(steps if self.keep is None else steps[-self.keep :])
+        to_keep = set(steps if self.keep is None else steps[-self.keep :])
         if self.best is not None:
-            kept.update(best_of(self.directory, self.best, self.best_is)[:1])
-        return kept
+            to_keep.update(best_of(self.directory, self.best, self.best_is)[:1])
+        return to_keep
 
-    def _steps_to_remove(self, kept: set[int]) -> list[int]:
-        return [s for s in manifest.steps_in(self.directory) if s not in kept]
+    def _steps_to_remove(self, to_keep: set[int]) -> list[int]:
+        return [s for s in manifest.steps_in(self.directory) if s not in to_keep]
 
-    def _remove(self, kept: set[int]) -> None:
-        others = self._steps_to_remove(kept)
-        if others:
+    def _remove(self, to_keep: set[int]) -> None:
+        to_remove = self._steps_to_remove(to_keep)
+        if to_remove:
             self._say_no_best()
-        for step in others:
+        for step in to_remove:
             try:
                 discard(self.directory, step)
             except OSError as error:  # the next save tries again
@@ -386,8 +386,8 @@ class CheckpointStore:
         if self.keep_best is None:
             msg = "CheckpointStore.best: needs a metric. Pass keep_best= to the store."
             raise ArgumentError(msg)
-        found = best_of(self.directory, self.keep_best, self.best_is)
-        return self.directory / manifest.name_of(found[0]) if found else None
+        steps = best_of(self.directory, self.keep_best, self.best_is)
+        return self.directory / manifest.name_of(steps[0]) if steps else None
 
     def due(self, state: Given) -> bool:
         """Return whether to save now, the same on all ranks; of several states, the first's.
@@ -446,7 +446,7 @@ class CheckpointStore:
 
         write = partial(self._write, job, contents)
         try:
-            given = job.run_on_all(exchange, Phase.BEGIN, begin)
+            texts = job.run_on_all(exchange, Phase.BEGIN, begin)
             if self.async_ and is_first:  # ranks exchange files from now on
                 job.run_on_all(exchange, Phase.FIND, partial(commit.check_seen, job))
             if self.async_:
@@ -464,10 +464,10 @@ class CheckpointStore:
             raise self._with_newest(error, too) from error.__cause__
         self._last_saved = time.monotonic()
         if job.rank == 0:
-            check_numbers(given)
+            check_numbers(texts)
         if earlier is not None:
-            begun = f"The save of step {job.step} has begun all the same"
-            raise self._with_newest(earlier, begun) from earlier.__cause__
+            message = f"The save of step {job.step} has begun all the same"
+            raise self._with_newest(earlier, message) from earlier.__cause__
         return job.final
 
     def wait(self) -> None:
@@ -531,8 +531,8 @@ class CheckpointStore:
         if writing is not None:
             if isinstance(error, PeerFailedError):
                 writing.hurry()
-            if (failed := writing.join()) is not None:
-                sys.stderr.write(f"accelfn: {failed}\n")
+            if (failure := writing.join()) is not None:
+                sys.stderr.write(f"accelfn: {failure}\n")
         self._release()
 
     def _collect_contents(
@@ -544,11 +544,11 @@ class CheckpointStore:
         """Collect the contents to write, and make the directory for them."""
         contents: dict[str, Contents] = {}
         for name, state in states.items():
-            each = contents_of(state, self.frozen, metrics=metrics)
+            content = contents_of(state, self.frozen, metrics=metrics)
             if self.async_:
-                copies = self._buffers[name].copies_of(each.tensors)
-                each = attrs.evolve(each, tensors=copies)
-            contents[name] = each
+                copies = self._buffers[name].copies_of(content.tensors)
+                content = attrs.evolve(content, tensors=copies)
+            contents[name] = content
         if job.rank == 0:
             is_first = self._lock is None
             self._take_lock()
@@ -623,8 +623,8 @@ class CheckpointStore:
         Raises:
             CheckpointError: rank 0 cannot list them, or the wanted step is missing.
         """
-        found = self._list_steps(step) if world.is_main else None
-        steps = broadcast_object(found, world, label="store: restore")
+        answer = self._list_steps(step) if world.is_main else None
+        steps = broadcast_object(answer, world, label="store: restore")
         if isinstance(steps, str):
             msg = f"{self.directory} cannot be looked through: {steps}"
             raise CheckpointError(msg)
@@ -666,12 +666,12 @@ class CheckpointStore:
 
     def _how_to_continue(self, steps: Sequence[int]) -> str:
         """Return a sentence on how to continue from the newest undamaged checkpoint."""
-        whole = newest_whole(self.directory, steps)
-        if whole is None:
+        step = newest_whole(self.directory, steps)
+        if step is None:
             return "No older checkpoint is whole: remove it to begin again."
         return (
-            f"The newest whole checkpoint is that of step {whole}: continue from it with"
-            f" store.restore(state, step={whole})."
+            f"The newest whole checkpoint is that of step {step}: continue from it with"
+            f" store.restore(state, step={step})."
         )
 
     def _take_lock(self) -> None:
@@ -702,8 +702,8 @@ class CheckpointStore:
         try:
             newest = self.latest
         except (OSError, CheckpointError) as failed:
-            what = f"The checkpoints cannot be listed ({commit.format_error(failed)})"
+            note = f"The checkpoints cannot be listed ({commit.format_error(failed)})"
         else:
-            what = "There is none yet" if newest is None else f"The newest is {newest}"
-        parts = (part.removesuffix(".") for part in (str(error), more, what) if part)
+            note = "There is none yet" if newest is None else f"The newest is {newest}"
+        parts = (part.removesuffix(".") for part in (str(error), more, note) if part)
         return type(error)(" ".join(f"{part}." for part in parts))
