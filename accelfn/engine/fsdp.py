@@ -307,6 +307,27 @@ class Unit(FSDPParamGroup):
 
     came: set[FSDPParam]
 
+    def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Gather the unit for a forward pass; reject values that the gather would replace.
+
+        Raises:
+            LossError: the loss calls the unit with other parameters.
+        """
+        for param in self.fsdp_params:
+            place = param._module_info
+            value = place.module._parameters.get(place.param_name)
+            full = getattr(param, "_unsharded_param", None)
+            if value is not param.sharded_param and value is not full:
+                msg = (
+                    "The loss calls the model with other parameters, as"
+                    " torch.func.functional_call does, and af.wrap_fsdp would gather its own"
+                    f" instead, into {place.param_name!r} of a {type(place.module).__name__}."
+                    " Train this model with af.wrap_ddp(), or with af.wrap_fsdp(units=) that"
+                    " leaves out this module."
+                )
+                raise LossError(msg)
+        return super().pre_forward(module, args, kwargs)
+
     def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
         """Gather the unit for a backward pass; reject a double backward.
 

@@ -3,7 +3,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
 
@@ -567,7 +567,7 @@ class Grads:
         self,
         tensors: Mapping[str, torch.Tensor],
         *,
-        weight: Number = 1,
+        weight: Number | None = None,
         batch: Batch | None = None,
         metrics: Mapping[str, Number] = MappingProxyType({}),
         buffers: Mapping[str, torch.Tensor] = MappingProxyType({}),
@@ -581,6 +581,7 @@ class Grads:
                 parameters' shapes and dtypes. An update changes them in place.
             weight: what the mean is over, such as the number of samples; over ranks and
                 micro-batches, gradients are averaged by weight. With 0 they have no effect.
+                By default the number of samples in `batch`, or 1 without a batch.
             batch: the batch of `af.batches` that they are of, if any: the next state's cursor
                 is after it.
             metrics: numbers for the step's metrics, by name.
@@ -592,6 +593,7 @@ class Grads:
             GradsError: a gradient is not a tensor, or the weight is not a number.
         """
         if taken is None:
+            weight = _count_samples(batch) if weight is None else weight
             divisor = _whole_weight(weight, "af.Grads")
             tensors = _without_weight(_detached(tensors), divisor)
             is_positive = not isinstance(divisor, torch.Tensor) and divisor > 0
@@ -798,6 +800,22 @@ def _detached(tensors: Any) -> dict[str, torch.Tensor]:
     msg = (
         "af.Grads(tensors): expected a tensor for each parameter name, such as"
         " dict(zip(state.params, torch.autograd.grad(loss, state.params.values())))."
+    )
+    raise GradsError(msg)
+
+
+def _count_samples(batch: Batch | None) -> Number:
+    """Return the number of this rank's samples in a batch; 1 without a batch.
+
+    Raises:
+        GradsError: the batch does not say the number.
+    """
+    counts = [1] if batch is None else batch.weights
+    if None not in counts:
+        return sum(cast("Sequence[int]", counts))
+    msg = (
+        "af.Grads(tensors, batch=batch): this batch does not know its number of samples. Pass"
+        " weight=, such as the number of rows that count."
     )
     raise GradsError(msg)
 
