@@ -267,7 +267,7 @@ def check_told(transform: Any) -> None:
 
 
 def _refuse_near(what: str, name: str, known: Sequence[str]) -> None:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
     if near:
         msg = f"{what}: did you mean {near[0]!r}? Known are {', '.join(known)}."
         raise ArgumentError(msg)

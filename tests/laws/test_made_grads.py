@@ -114,6 +114,33 @@ def test_gradients_made_by_hand_are_given_away():
         af.apply_grads(state, grads)
 
 
+@given(ranks=st.integers(1, 4))
+def test_gradients_of_a_batch_count_its_samples(ranks: int) -> None:
+    """Without a weight, shares count by their samples, and an empty share not at all."""
+
+    def train(world: af.World, *, by_loss: bool) -> dict[str, torch.Tensor]:
+        state = af.TrainState.create(
+            model=lambda: nn.Linear(1, 3, dtype=torch.float64),
+            optimizer=partial(torch.optim.SGD, lr=0.1),
+            data=af.Data(X[:9], global_batch_size=6),
+            setup=af.chain(af.shard_data(), af.wrap_ddp()),
+            world=world,
+        )
+        step = af.make_step(loss_of)
+        for batch in af.batches(state, until_epoch=1):
+            if by_loss:
+                state, _ = step(state, batch)
+                continue
+            made = af.Grads(by_hand(state, batch.value), batch=batch)
+            state = af.apply_grads(state, af.sync_grads(state, made))
+        return dict(af.full_params(state))
+
+    (whole,) = simulate(1, partial(train, by_loss=True))
+    for found in simulate(ranks, partial(train, by_loss=False)):
+        for name, expected in whole.items():
+            torch.testing.assert_close(found[name], expected, rtol=0, atol=1e-12)
+
+
 def test_gradients_of_a_batch_move_the_cursor():
     """The next state is after the batch, and a batch is taken once."""
     state = af.TrainState.create(

@@ -712,3 +712,28 @@ def test_any_dtype_and_shape(dtype, shape):
         for name, param in alone.items():
             assert (found[name].dtype, found[name].shape) == (dtype, param.shape)
             assert torch.allclose(param, found[name], rtol=within, atol=within)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_other_parameters_in_a_unit_are_refused(evaluates):
+    """`functional_call` in a loss would compute with the unit's own parameters."""
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        halved = {name: param / 2 for name, param in model.named_parameters()}
+        return torch.func.functional_call(model, halved, (batch,)).square().mean()
+
+    def rank(world: af.World) -> None:
+        state = af.TrainState.create(
+            model=Net,
+            optimizer=adamw,
+            data=af.Data(torch.ones(4, 4), global_batch_size=4),
+            setup=af.chain(af.shard_data(), af.wrap_fsdp()),
+            world=world,
+        )
+        batch, step = next(iter(af.batches(state))), af.make_step(loss_fn)
+        data = state.data
+        run = partial(af.evaluate, state, data, loss_fn) if evaluates else None
+        with pytest.raises(af.errors.LossError, match="functional_call"):
+            (run or partial(step, state, batch))()
+
+    simulate(2, rank)
