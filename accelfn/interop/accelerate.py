@@ -27,14 +27,14 @@ MODELS = (
 def weights_of(folder: Path) -> dict[str, foreign.Piece]:
     """Return the tensors of a folder's model."""
     if not any(arguments.exists(folder / name) for name in MODELS[:2]):
-        held = torch_files.state_dict_of(folder)
-        return {name: foreign.Piece.of(tensor) for name, tensor in held.items()}
-    there = export.open_weights(folder)
+        tensors = torch_files.state_dict_of(folder)
+        return {name: foreign.Piece.of(tensor) for name, tensor in tensors.items()}
+    shards = export.open_weights(folder)
     return {
         name: foreign.Piece(
-            meta.dtype, tuple(meta.shape), partial(there.read_box, name)
+            meta.dtype, tuple(meta.shape), partial(shards.read_box, name)
         )
-        for name, meta in there.tensors().items()
+        for name, meta in shards.tensors().items()
     }
 
 
@@ -55,39 +55,39 @@ def entries_of(
     Raises:
         CheckpointError: the file has other contents, or groups of other sizes.
     """
-    held = torch_files.load_plain(file, "Save optimizer.state_dict() alone.")
+    state_dict = torch_files.load_plain(file, "Save optimizer.state_dict() alone.")
     try:
-        saved = [[*each["params"]] for each in held["param_groups"]]
-        told = [each.get("param_names") for each in held["param_groups"]]
-        entries = cast("Mapping[Any, Mapping[str, Any]]", held["state"])
+        positions = [[*g["params"]] for g in state_dict["param_groups"]]
+        group_names = [g.get("param_names") for g in state_dict["param_groups"]]
+        entries = cast("Mapping[Any, Mapping[str, Any]]", state_dict["state"])
         state = {place: {**entry} for place, entry in entries.items()}
-        sizes, own = [len(each) for each in saved], [len(group) for group in groups]
-        named = [len(each or ()) for each in told]
+        sizes, own_sizes = list(map(len, positions)), list(map(len, groups))
+        named = [len(n or ()) for n in group_names]
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         msg = f"{file} is not the state_dict() of an optimizer: {error!r}."
         raise CheckpointCorruptError(msg) from error
-    if all(told):
+    if all(group_names):
         if named != sizes:
             msg = (
                 f"{file} has groups of {sizes} parameters, and {named} names for them."
             )
             raise CheckpointCorruptError(msg)
-        names = told
-    elif sizes == own:
+        names = group_names
+    elif sizes == own_sizes:
         names = groups
     elif sizes == [len(every)]:
         names = [every]
     else:
         msg = (
-            f"{file} has groups of {sizes} parameters, and the state's optimizer of {own}: it"
+            f"{file} has groups of {sizes} parameters, and the state's optimizer of {own_sizes}: it"
             " goes by positions, which cannot be told. Give the state an optimizer with such"
             " groups."
         )
         raise CheckpointError(msg)
     pairs = (
         pair
-        for some, called in zip(saved, names, strict=True)
-        for pair in zip(some, called, strict=True)
+        for places, group in zip(positions, names, strict=True)
+        for pair in zip(places, group, strict=True)
     )
     by_place = {place: str(name) for place, name in pairs}
     return {
@@ -191,15 +191,15 @@ def _in_parts(
     state: TrainState, folder: Path, split: Iterable[Path], under: str | None
 ) -> foreign.Found:
     """Return the tensors of a training in distributed checkpoints."""
-    pieces, others = dict[str, foreign.Piece](), list[str]()
-    for each in split:
-        some, rest = torch_files.pieces_of(each)
+    pieces, extras = dict[str, foreign.Piece](), list[str]()
+    for part in split:
+        some, rest = torch_files.pieces_of(part)
         pieces |= some
-        others += rest
+        extras += rest
     params = _params(state)
     names = {*params, *state.buffers}
     return torch_files.found_in(
-        folder, pieces, others, params=params, names=names, under=under
+        folder, pieces, extras, params=params, names=names, under=under
     )
 
 
@@ -208,9 +208,9 @@ def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
     weights = weights_of(folder)
     names = {*_params(state), *state.buffers}
     metas = dict(state.definition.skeleton.module.named_parameters())
-    called = {id(meta): name for name, meta in metas.items()}
+    names_by_id = {id(meta): name for name, meta in metas.items()}
     groups = [
-        [called[id(param)] for param in group["params"]]
+        [names_by_id[id(param)] for param in group["params"]]
         for group in state.definition.optimizer.param_groups
     ]
     file = folder / OPTIMIZER

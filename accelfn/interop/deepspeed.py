@@ -89,9 +89,9 @@ def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
             )
             raise CheckpointCorruptError(msg)
         if part.counts != {len(parts)} or part.cuts_each != parts[0].cuts_each:
-            said = sorted(part.counts)
+            counts = sorted(part.counts)
             msg = (
-                f"{part.file} is one of {said[0] if len(said) == 1 else said} parts, and"
+                f"{part.file} is one of {counts[0] if len(counts) == 1 else counts} parts, and"
                 f" {tag} has {len(parts)}: some are another save's, of another number of"
                 " ranks. Remove these, or take a folder that was written once."
             )
@@ -100,16 +100,16 @@ def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
 
 
 def _part(file: Path) -> Part:
-    held = torch_files.load_plain(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
-    cuts_each = "fp32_flat_groups" in held
+    part = torch_files.load_plain(file, _ADVICE, shut=_SHUT)["optimizer_state_dict"]
+    cuts_each = "fp32_flat_groups" in part
     key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
-    if key not in held:
-        msg = f"{file} has no part of the weights: {key!r} is not among {sorted(held)}."
+    if key not in part:
+        msg = f"{file} has no part of the weights: {key!r} is not among {sorted(part)}."
         raise CheckpointCorruptError(msg)
-    masters = tuple(held[key])
-    inner = held["optimizer_state_dict" if cuts_each else "base_optimizer_state"]
+    masters = tuple(part[key])
+    inner = part["optimizer_state_dict" if cuts_each else "base_optimizer_state"]
     entries = tuple(_entries_of_groups(inner))
-    count = held["partition_count"]
+    count = part["partition_count"]
     counts = frozenset(map(int, count if isinstance(count, list) else [count]))
     flat = all(
         isinstance(master, torch.Tensor) and master.ndim == 1 for master in masters
@@ -120,7 +120,7 @@ def _part(file: Path) -> Part:
             " optimizer keeps: it is not as ZeRO writes it."
         )
         raise CheckpointCorruptError(msg)
-    paddings = held.get("param_alignment_paddings") or ()
+    paddings = part.get("param_alignment_paddings") or ()
     return Part(
         file=file,
         cuts_each=cuts_each,
@@ -128,7 +128,7 @@ def _part(file: Path) -> Part:
         masters=masters,
         entries=entries,
         paddings=tuple(tuple(map(int, padding)) for padding in paddings),
-        is_scaled=bool(held.get("dynamic_loss_scale")),
+        is_scaled=bool(part.get("dynamic_loss_scale")),
     )
 
 
@@ -138,10 +138,10 @@ def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
         yield from cast("list[dict[str, Any]]", inner)
         return
     for group in inner["param_groups"]:
-        counted = {"step": group["step"]} if "step" in group else {}
+        common = {"step": group["step"]} if "step" in group else {}
         for place in group["params"]:
             entry = inner["state"].get(place)
-            yield {**counted, **entry} if entry else {}
+            yield {**common, **entry} if entry else {}
 
 
 def load_file(file: Path) -> Mapping[str, Any]:
@@ -160,13 +160,13 @@ _Place: TypeAlias = tuple[int, int, int]
 """A run of elements: the rank that has the run, its offset there, and its length."""
 
 
-def shapes_of(said: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
+def shapes_of(shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
     """Convert a file's shapes to tuples of integers, by name."""
-    return {str(name): tuple(map(int, shape)) for name, shape in said.items()}
+    return {str(name): tuple(map(int, shape)) for name, shape in shapes.items()}
 
 
 def put_together(
-    tag: Path, parts: Sequence[Part], said: Sequence[Mapping[str, Iterable[int]]]
+    tag: Path, parts: Sequence[Part], groups: Sequence[Mapping[str, Iterable[int]]]
 ) -> tuple[dict[str, foreign.Piece], dict[str, dict[str, Any]]]:
     """Return the weights and the optimizer's entries, by parameter name.
 
@@ -176,38 +176,38 @@ def put_together(
     weights: dict[str, foreign.Piece] = {}
     entries: dict[str, dict[str, Any]] = {}
     for part in parts:
-        if len(part.masters) != len(said):
+        if len(part.masters) != len(groups):
             msg = (
                 f"{part.file} has {len(part.masters)} groups, and the model's file names"
-                f" {len(said)}: they are of different saves."
+                f" {len(groups)}: they are of different saves."
             )
             raise CheckpointCorruptError(msg)
-    for index, group in enumerate(said):
+    for index, group in enumerate(groups):
         shapes = shapes_of(group)
         masters = [part.masters[index] for part in parts]
         sizes = [len(master) for master in masters]
         if parts[0].cuts_each:
             places = _cut_each(shapes, len(parts))
-            wanted = [sum(-(-math.prod(s) // len(parts)) for s in shapes.values())]
-            fits = sizes == wanted * len(parts)
+            counts = [sum(-(-math.prod(s) // len(parts)) for s in shapes.values())]
+            fits = sizes == counts * len(parts)
         else:
             paddings = parts[0].paddings[index] if parts[0].paddings else ()
             places = _cut_across(shapes, sizes, paddings)
             # the rest after the last parameter is alignment
-            wanted = [sum(map(math.prod, shapes.values())) + sum(paddings)]
-            fits = 0 <= sum(sizes) - wanted[0] < 2 * len(parts)
+            counts = [sum(map(math.prod, shapes.values())) + sum(paddings)]
+            fits = 0 <= sum(sizes) - counts[0] < 2 * len(parts)
         if not fits:
             msg = (
                 f"{tag}: ranks have {sizes} elements of group {index}, and its parameters,"
-                f" {[*shapes][:3]} and so on, take {wanted[0]}: they are of different saves."
+                f" {[*shapes][:3]} and so on, take {counts[0]}: they are of different saves."
             )
             raise CheckpointCorruptError(msg)
-        kept = [part.entries[index] for part in parts]
+        rank_entries = [part.entries[index] for part in parts]
         for name, runs in places.items():
             weights[name] = _piece(shapes[name], masters, runs)
-            found = _entry(tag, kept, sizes, shapes[name], runs)
-            if found:
-                entries[name] = found
+            entry = _entry(tag, rank_entries, sizes, shapes[name], runs)
+            if entry:
+                entries[name] = entry
     return weights, entries
 
 
@@ -241,22 +241,22 @@ def _cut_each(
     for name, shape in shapes.items():
         count = math.prod(shape)
         size = -(-count // num_ranks)
-        own = [max(0, min(size, count - rank * size)) for rank in range(num_ranks)]
-        places[name] = [(rank, at, length) for rank, length in enumerate(own)]
+        lengths = [max(0, min(size, count - rank * size)) for rank in range(num_ranks)]
+        places[name] = [(rank, at, length) for rank, length in enumerate(lengths)]
         at += size
     return places
 
 
 def _piece(
-    shape: tuple[int, ...], held: Sequence[torch.Tensor], places: Iterable[_Place]
+    shape: tuple[int, ...], flats: Sequence[torch.Tensor], places: Iterable[_Place]
 ) -> foreign.Piece:
-    runs = [held[rank].narrow(0, begin, length) for rank, begin, length in places]
+    runs = [flats[rank].narrow(0, begin, length) for rank, begin, length in places]
     return foreign.Piece.of_runs(shape, runs)
 
 
 def _entry(
     tag: Path,
-    kept: Sequence[Mapping[str, Any]],
+    rank_entries: Sequence[Mapping[str, Any]],
     sizes: Sequence[int],
     shape: tuple[int, ...],
     places: Iterable[_Place],
@@ -266,9 +266,9 @@ def _entry(
     Raises:
         CheckpointCorruptError: the entries of ranks differ in kind.
     """
-    found: dict[str, Any] = {}
-    for key, first in kept[0].items():
-        values = [each.get(key) for each in kept]
+    entry: dict[str, Any] = {}
+    for key, first in rank_entries[0].items():
+        values = [e.get(key) for e in rank_entries]
         if isinstance(first, torch.Tensor) and first.ndim:
             for value, size in zip(values, sizes, strict=True):
                 # an optimizer also keeps the padding after a group
@@ -279,15 +279,15 @@ def _entry(
                         " an optimizer that keeps such is not read."
                     )
                     raise CheckpointCorruptError(msg)
-            found[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
+            entry[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
         elif key == "step":
             step = torch.as_tensor(first, dtype=torch.float32)
-            found[key] = foreign.Piece.of(step)
+            entry[key] = foreign.Piece.of(step)
         else:
-            found[key] = (
+            entry[key] = (
                 foreign.Piece.of(first) if isinstance(first, torch.Tensor) else first
             )
-    return found
+    return entry
 
 
 LATEST = "latest"
@@ -317,11 +317,11 @@ def parts_at(folder: Path) -> Path | None:
     tags = sorted(path.name for path in folder.iterdir() if _has_parts(path))
     latest = folder / LATEST
     if arguments.is_file(latest):
-        said = latest.read_bytes()[:1000].decode(errors="replace").strip()
-        if said in tags:
-            return folder / said
+        name = latest.read_bytes()[:1000].decode(errors="replace").strip()
+        if name in tags:
+            return folder / name
         msg = (
-            f"{latest} says that {said!r} is the newest, and such folders of DeepSpeed there"
+            f"{latest} says that {name!r} is the newest, and such folders of DeepSpeed there"
             f" are {tags or 'none'}. Import one of these, or copy the folder as a whole."
         )
         raise CheckpointCorruptError(msg)
@@ -362,7 +362,7 @@ def found_in(
     try:
         parts = parts_of(tag, files)
         model, weights = _model(tag, parts)
-        masters, kept = put_together(tag, parts, model["param_shapes"])
+        masters, entries = put_together(tag, parts, model["param_shapes"])
         steps = int(model["global_steps"]) - int(model["skipped_steps"])
         shared = dict(model.get("shared_params") or {})
     except CheckpointError:
@@ -371,19 +371,19 @@ def found_in(
         msg = f"{tag} does not hold what DeepSpeed's ZeRO saves: {error!r}."
         raise CheckpointCorruptError(msg) from error
     weights |= masters
-    weights |= {name: weights[own] for name, own in shared.items() if own in weights}
-    left = [str(key) for key in model if key not in _COUNTED and model[key] is not None]
-    left += ["loss_scaler"] if any(part.is_scaled for part in parts) else []
-    left += [n for n in files if not (PART_FILE.fullmatch(n) or _MODEL.fullmatch(n))]
+    weights |= {name: weights[src] for name, src in shared.items() if src in weights}
+    rest = [str(key) for key in model if key not in _COUNTED and model[key] is not None]
+    rest += ["loss_scaler"] if any(part.is_scaled for part in parts) else []
+    rest += [n for n in files if not (PART_FILE.fullmatch(n) or _MODEL.fullmatch(n))]
     if tag != folder:
-        beside = {path.name for path in folder.iterdir()} - {LATEST, tag.name}
-        left += sorted(beside - _SCRIPTS)
+        siblings = {path.name for path in folder.iterdir()} - {LATEST, tag.name}
+        rest += sorted(siblings - _SCRIPTS)
     return foreign.Found(
         weights={name: weight for name, weight in weights.items() if name in names},
-        entries={name: each for name, each in kept.items() if name in params},
-        step=None if any("step" in each for each in kept.values()) else steps,
+        entries={name: entry for name, entry in entries.items() if name in params},
+        step=None if any("step" in entry for entry in entries.values()) else steps,
         strange=tuple(name for name in weights if name not in names),
-        left=tuple(left),
+        left=tuple(rest),
     )
 
 
@@ -395,22 +395,22 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
     """
     matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
     several = {match["mp"] for match in matches if match and int(match["mp"])}
-    said = ""
+    problem = ""
     if any(file.startswith("expp_rank_") or "_expert_" in file for file in files):
-        said = "has a mixture of experts, which are cut over ranks of their own"
+        problem = "has a mixture of experts, which are cut over ranks of their own"
     elif any(file.startswith("layer_") for file in files):
-        said = "was saved by a pipeline, by the layers of its stages"
+        problem = "was saved by a pipeline, by the layers of its stages"
     elif several:
-        said = (
+        problem = (
             f"is of a model that was split over ranks, as mp_rank_{min(several)} says"
         )
     elif "offloaded_tensors" in files:
-        said = "has an optimizer whose tensors were on NVMe, in files of their own"
+        problem = "has an optimizer whose tensors were on NVMe, in files of their own"
     elif "zero" in files and not any(PART_FILE.fullmatch(file) for file in files):
-        said = "is a universal checkpoint; the folder it was made from is read"
-    if said:
+        problem = "is a universal checkpoint; the folder it was made from is read"
+    if problem:
         msg = (
-            f"{tag} {said}: af.import_state reads what DeepSpeed's ZeRO saves of plain models,"
+            f"{tag} {problem}: af.import_state reads what DeepSpeed's ZeRO saves of plain models,"
             " at its stages 1, 2 and 3. Write the weights with DeepSpeed's own tools, as one"
             " state dict, for af.import_torch_weights."
         )
@@ -422,8 +422,8 @@ def _model(
 ) -> tuple[Mapping[str, Any], dict[str, foreign.Piece]]:
     """Return the model file's contents, and the tensors that are in no optimizer."""
     cuts_each = parts[0].cuts_each
-    each = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
-    names = [each.format(rank) for rank in range(len(parts))]
+    pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+    names = [pattern.format(rank) for rank in range(len(parts))]
     names = names if cuts_each else ["mp_rank_00_model_states.pt"]
     for name in names:
         if not arguments.exists(tag / name):
@@ -443,11 +443,11 @@ def _model(
     weights = {name: foreign.Piece.of(module[name]) for name in model["buffer_names"]}
     shapes = shapes_of(model.get("frozen_param_shapes") or {})
     if shapes:
-        others = [load_file(tag / name) for name in names[1:]]
-        held = [said["frozen_param_fragments"] for said in (model, *others)]
+        rest = [load_file(tag / name) for name in names[1:]]
+        by_rank = [m["frozen_param_fragments"] for m in (model, *rest)]
         for name, shape in shapes.items():
             runs, open_ = list[torch.Tensor](), math.prod(shape)
-            for fragments in held:
+            for fragments in by_rank:
                 runs.append(fragments[name][:open_])
                 open_ -= len(runs[-1])
             weights[name] = foreign.Piece.of_runs(shape, runs)

@@ -71,8 +71,8 @@ def import_torch_weights(
     )
 
     def open_files() -> importing.Incoming:
-        held = state_dict_of(path)
-        return importing.Incoming(str(file), held, lambda name: _dense(held[name]))
+        table = state_dict_of(path)
+        return importing.Incoming(str(file), table, lambda name: _dense(table[name]))
 
     return importing.fill_model(
         "af.import_torch_weights",
@@ -106,7 +106,7 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
 class _Shut:
     """Placeholder for an object of a class that is not imported; accepts any arguments."""
 
-    def __init__(self, *said: object) -> None:
+    def __init__(self, *args: object) -> None:
         """Take and ignore the arguments of the object's class."""
 
 
@@ -126,9 +126,9 @@ def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
     stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
     try:
         with file.open("rb") as stream:
-            mapped = is_stored_zip(stream)
+            is_zip = is_stored_zip(stream)
         with _ONE, stands:
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except FileNotFoundError as error:
         msg = f"{file} is not there."
         raise CheckpointError(msg) from error
@@ -173,11 +173,11 @@ def _brought(file: Path) -> set[str]:
 
 def _of_file(file: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a file by name."""
-    held = load_plain(file, "Save model.state_dict() alone.")
-    if not isinstance(held, Mapping):
-        msg = f"{file} holds a {type(held).__name__}; expected a state dict."
+    content = load_plain(file, "Save model.state_dict() alone.")
+    if not isinstance(content, Mapping):
+        msg = f"{file} holds a {type(content).__name__}; expected a state dict."
         raise CheckpointError(msg)
-    tensors = cast("Mapping[Any, Any]", held)
+    tensors = cast("Mapping[Any, Any]", content)
     for name, value in tensors.items():
         if not isinstance(name, str) or not _is_dense(value):
             kind = value.layout if isinstance(value, torch.Tensor) else type(value)
@@ -228,9 +228,9 @@ class _Records(pickle.Unpickler):
         """Return an allowed class or dtype of such records."""
         if (module, name) in _KNOWN:
             return getattr(import_module(module), name)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
         msg = f"it brings {module}.{name} along, which is none of torch's records"
         raise pickle.UnpicklingError(msg)
 
@@ -262,8 +262,8 @@ class _Chunk:
             msg = f"{self.path} cannot be read at byte {self.begin}: {error}"
             raise CheckpointCorruptError(msg) from error
 
-    def _check(self, found: Any) -> None:
-        shape = getattr(found, "shape", None)
+    def _check(self, tensor: Any) -> None:
+        shape = getattr(tensor, "shape", None)
         if shape != torch.Size(self.box.size):
             msg = (
                 f"{self.path} has, at byte {self.begin}, {shape} and no tensor of"
@@ -302,9 +302,9 @@ class _Window(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Read into a buffer, up to the end of the range."""
-        wanted = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
+        view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
         self._stream.seek(self._begin + self._at)
-        count = cast("Any", self._stream).readinto(wanted)
+        count = cast("Any", self._stream).readinto(view)
         self._at += count
         return count
 
@@ -341,13 +341,13 @@ def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
 def _piece(
     folder: Path,
     name: str,
-    said: Any,
+    meta: Any,
     places: Mapping[tuple[str, tuple[int, ...]], Any],
 ) -> foreign.Piece:
-    shape = tuple(map(int, said.size))
+    shape = tuple(map(int, meta.size))
     chunks = list[_Chunk]()
-    for each in said.chunks:
-        box = slices.Slice(shape, tuple(each.offsets), tuple(each.sizes))
+    for record in meta.chunks:
+        box = slices.Slice(shape, tuple(record.offsets), tuple(record.sizes))
         place = places[name, box.offset]
         if place.transform_descriptors:
             msg = (
@@ -362,12 +362,12 @@ def _piece(
     if not slices.cover((chunk.box for chunk in chunks), shape):
         msg = f"{folder}: the boxes of {name!r} are not those of a tensor of {shape}."
         raise CheckpointCorruptError(msg)
-    dtype = said.properties.dtype
+    dtype = meta.properties.dtype
 
     def read(box: slices.Slice) -> torch.Tensor:
         shared = ((chunk, chunk.box.within(box)) for chunk in chunks)
         parts = (
-            (part.inside(each.box), each.read(part)) for each, part in shared if part
+            (part.inside(chunk.box), chunk.read(part)) for chunk, part in shared if part
         )
         return slices.assemble(box, dtype, parts)
 
@@ -377,7 +377,7 @@ def _piece(
 def found_in(
     folder: Path,
     pieces: Mapping[str, foreign.Piece],
-    others: Collection[str],
+    extras: Collection[str],
     *,
     params: Collection[str],
     names: Collection[str],
@@ -391,7 +391,7 @@ def found_in(
     Args:
         folder: the folder's name in errors.
         pieces: all tensors.
-        others: names of other contents.
+        extras: names of other contents.
         params: the names of the model's parameters.
         names: the names of parameters and buffers.
         under: the prefix of the model; None to search for it.
@@ -402,18 +402,18 @@ def found_in(
     step, pieces = _count(pieces)
     prefix = _prefix(folder, pieces, params, under)
     entries: dict[str, dict[str, Any]] = {}
-    taken: set[str] = set()
+    opt_keys: set[str] = set()
     for key, param, entry in _entries(pieces, set(params)):
         entries.setdefault(param, {})[entry] = pieces[key]
-        taken.add(key)
+        opt_keys.add(key)
     inside = {k.removeprefix(prefix): k for k in pieces if k.startswith(prefix)}
-    inside = {name: key for name, key in inside.items() if key not in taken}
+    inside = {name: key for name, key in inside.items() if key not in opt_keys}
     weights = {n: pieces[key] for n, key in inside.items() if n in names}
-    strange = tuple(key for name, key in inside.items() if name not in names)
-    seen = taken | set(inside.values())
-    left = (*(key for key in pieces if key not in seen), *others)
+    unknown = tuple(key for name, key in inside.items() if name not in names)
+    used_keys = opt_keys | set(inside.values())
+    rest = (*(key for key in pieces if key not in used_keys), *extras)
     return foreign.Found(
-        weights=weights, entries=entries, step=step, strange=strange, left=left
+        weights=weights, entries=entries, step=step, strange=unknown, left=rest
     )
 
 
@@ -421,12 +421,12 @@ def _count(
     pieces: Mapping[str, foreign.Piece],
 ) -> tuple[int | None, dict[str, foreign.Piece]]:
     """Return the number of updates, if `step` is present, and the other tensors."""
-    others = dict(pieces)
-    said = others.get("step")
-    if said is None or said.shape or said.dtype.is_floating_point:
-        return None, others
-    del others["step"]
-    return int(said.read(slices.Slice.whole(()))), others
+    rest = dict(pieces)
+    step = rest.get("step")
+    if step is None or step.shape or step.dtype.is_floating_point:
+        return None, rest
+    del rest["step"]
+    return int(step.read(slices.Slice.whole(()))), rest
 
 
 def _prefix(
@@ -441,9 +441,9 @@ def _prefix(
             if key == name or key.endswith(f".{name}"):
                 before = key.removesuffix(name)
                 counts[before] = counts.get(before, 0) + 1
-    most = [each for each, n in counts.items() if n == max(counts.values())]
+    most = [prefix for prefix, n in counts.items() if n == max(counts.values())]
     if len(most) > 1:
-        several = ", ".join(repr(each.removesuffix(".")) for each in sorted(most))
+        several = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(most))
         msg = (
             f"{folder} has models under {several}. Say which is meant:"
             f" af.import_state(state, directory, under={most[0].removesuffix('.')!r})."
@@ -480,17 +480,17 @@ def write_distributed(
     Keys are those of torch's `get_state_dict`: `model.<name>`, and
     `optim.state.<parameter>.<entry>`; `step` counts the updates.
     """
-    kept = {name: entry for name, entry in opt_state.items() if name in model}
+    state = {name: entry for name, entry in opt_state.items() if name in model}
     count = torch.tensor(step)
-    _save(folder, {"model": dict(model), "optim": {"state": kept}, "step": count})
+    _save(folder, {"model": dict(model), "optim": {"state": state}, "step": count})
     for path in folder.rglob("*"):
         files.flush(path)
-    entries = (each for entry in kept.values() for each in entry.values())
+    entries = (value for entry in state.values() for value in entry.values())
     tensors = (entry for entry in entries if isinstance(entry, torch.Tensor))
-    return sum(each.nbytes for each in (*model.values(), *tensors))
+    return sum(value.nbytes for value in (*model.values(), *tensors))
 
 
-def _save(folder: Path, held: dict[str, Any]) -> None:
+def _save(folder: Path, state: dict[str, Any]) -> None:
     # slow import (1 s), needed only here
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
@@ -501,6 +501,6 @@ def _save(folder: Path, held: dict[str, Any]) -> None:
     with warnings.catch_warnings():  # that it saves in one process, as it is told
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
-            dcp.save(held, storage_writer=writer, no_dist=True)
+            dcp.save(state, storage_writer=writer, no_dist=True)
         except dcp.CheckpointException as error:  # around what went wrong, Ctrl-C too
             raise next(iter(error.failures.values()))[0] from error

@@ -53,17 +53,17 @@ def split_into_files(
     tensors: Mapping[str, torch.Tensor], limit: int
 ) -> dict[str, list[str]]:
     """Assign tensors to files in order; a tensor above the limit gets its own file."""
-    shards, open_, held = list[list[str]](), list[str](), 0
+    shards, open_, total = list[list[str]](), list[str](), 0
     for name, tensor in tensors.items():
         size = tensor.nbytes
         if size > limit:
             shards.append([name])
             continue
-        if held + size > limit:
+        if total + size > limit:
             shards.append(open_)
-            open_, held = [], 0
+            open_, total = [], 0
         open_.append(name)
-        held += size
+        total += size
     if open_ or not shards:
         shards.append(open_)
     if len(shards) == 1:
@@ -100,12 +100,12 @@ class Shards:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return dtypes and shapes, as tensors on the meta device."""
-        found: dict[str, torch.Tensor] = {}
+        metas: dict[str, torch.Tensor] = {}
         for name, path in self.places.items():
             entry = self.tables[path].tensors[name]
             dtype = files.DTYPES[entry.dtype]
-            found[name] = torch.empty(entry.shape, dtype=dtype, device="meta")
-        return found
+            metas[name] = torch.empty(entry.shape, dtype=dtype, device="meta")
+        return metas
 
     def read(self, name: str) -> torch.Tensor:
         """Read a tensor into new memory."""
@@ -197,15 +197,15 @@ def read_parts(
     """
     path = source
     if arguments.is_directory(source):
-        there = [n for n in (weights, index) if arguments.exists(source / n)]
-        if not there:
+        names = [n for n in (weights, index) if arguments.exists(source / n)]
+        if not names:
             present = sorted(path.name for path in source.iterdir())[:10]
             msg = (
                 f"{source} has neither {weights} nor {index}; it has"
                 f" {present}.{reader_of(source)}"
             )
             raise CheckpointError(msg)
-        path = source / there[0]
+        path = source / names[0]
     if not path.name.endswith(".index.json"):
         return dict(read(path))
     named = _weight_map(path, Path(weights).suffix)
@@ -214,10 +214,10 @@ def read_parts(
         if name not in parts[file]:
             msg = f"{path} says that {name!r} is in {file}, which has no such tensor."
             raise CheckpointCorruptError(msg)
-    found: dict[str, T] = {}
+    by_name: dict[str, T] = {}
     for file, tensors in parts.items():
-        found |= {n: t for n, t in tensors.items() if named.get(n, file) == file}
-    return found
+        by_name |= {n: t for n, t in tensors.items() if named.get(n, file) == file}
+    return by_name
 
 
 def _weight_map(path: Path, ending: str) -> dict[str, str]:
@@ -272,9 +272,9 @@ def _file(header: dict[str, Any], first: int, size: int) -> files.File:
         if entry["dtype"] not in files.DTYPES:
             msg = f"{name!r} has the dtype {entry['dtype']!r}, which accelfn does not read."
             raise CheckpointError(msg)
-    listed = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
+    entries = sorted(header.items(), key=lambda item: item[1]["data_offsets"])
     tensors: dict[str, Any] = {}
-    for name, entry in listed:
+    for name, entry in entries:
         begin, end = entry["data_offsets"]
         if type(begin) is not int or type(end) is not int:
             msg = f"{begin!r} and {end!r} are not offsets"
@@ -374,11 +374,11 @@ def export_model(
     job.run_on_all(exchange, Phase.BEGIN, begin)
     plan = split_into_files(tensors, limit)
     for file, names in plan.items():
-        held = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
+        file_tensors = _gather_to_main({n: tensors[n] for n in names}, job, state.world)
         job.run_on_all(
             exchange,
             Phase.WRITE,
-            partial(_write_file, job, file, held),
+            partial(_write_file, job, file, file_tensors),
             task=f"write {file}",
         )
 
@@ -415,8 +415,8 @@ def full_params(
     check_state(call, state)
     params = params_at(state, call, at)
     with own_modes(state.world.device), torch.no_grad():
-        found = {n: t for n, t in params.items() if not is_shard(t)}
-        copies = {n: _host(t).clone() for n, t in found.items()}
+        full = {n: t for n, t in params.items() if not is_shard(t)}
+        copies = {n: _host(t).clone() for n, t in full.items()}
         for some in by_calls(params, state.world, label="af.full_params"):
             copies |= {n: _host(t) for n, t in some.items()}
     ties = state.definition.skeleton.aliases
@@ -495,7 +495,7 @@ def _exported_tensors(
     module = state.definition.skeleton.module
     values = {id(p): params[name] for name, p in module.named_parameters()}
     values |= {id(b): state.buffers[name] for name, b in module.named_buffers()}
-    found, checked, seen = dict[str, torch.Tensor](), Table(), set[int]()
+    tensors, table, ids = dict[str, torch.Tensor](), Table(), set[int]()
     for name, meta in module.state_dict(keep_vars=True).items():
         if meta is None:  # a module without extra state, as in Megatron
             continue
@@ -509,22 +509,22 @@ def _exported_tensors(
             msg = f"{name!r} is not a text that files can hold; give the tensor another name."
             raise PlainDataError(msg)
         tensor = values[id(meta)]
-        if id(meta) not in seen:
-            seen.add(id(meta))
+        if id(meta) not in ids:
+            ids.add(id(meta))
             if not is_shard(tensor):
-                checked.put(tensor, name)
-            found[name] = tensor
-    return found
+                table.put(tensor, name)
+            tensors[name] = tensor
+    return tensors
 
 
 def _gather_to_main(
     tensors: Mapping[str, torch.Tensor], job: Save, world: World
 ) -> dict[str, torch.Tensor]:
     """Gather sharded tensors to rank 0; return all tensors there, and {} on other ranks."""
-    held = {n: t for n, t in tensors.items() if not is_shard(t)}
+    full = {n: t for n, t in tensors.items() if not is_shard(t)}
     for some in by_calls(tensors, world, label="gather what is exported"):
-        held |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
-    return {n: held[n] for n in tensors} if job.rank == 0 else {}
+        full |= {n: _host(t) for n, t in some.items()} if job.rank == 0 else {}
+    return {n: full[n] for n in tensors} if job.rank == 0 else {}
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:
@@ -532,9 +532,9 @@ def _host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().resolve_conj().resolve_neg()
 
 
-def _write_file(job: Save, file: str, held: Mapping[str, torch.Tensor]) -> None:
+def _write_file(job: Save, file: str, tensors: Mapping[str, torch.Tensor]) -> None:
     if job.rank == 0:
-        commit.write_file(job.partial / file, held, {"format": "pt"})
+        commit.write_file(job.partial / file, tensors, {"format": "pt"})
 
 
 def _by_its_own_method(

@@ -128,23 +128,23 @@ def build_model(caller: str, source: Source[M]) -> M:
     """
     if isinstance(source, nn.Module):
         return cast("M", source)
-    said = (
+    problem = (
         f"{caller}(model={source!r}): expected a torch.nn.Module, or a factory of one"
     )
     if not callable(source):
-        msg = f"{said}."
+        msg = f"{problem}."
         raise ModelError(msg)
     error = call_mismatch(source)
     if error is not None:
         name = getattr(source, "__name__", "factory")
-        msg = f"{said} that takes no argument: {error}. Write functools.partial({name}, ...)."
+        msg = f"{problem} that takes no argument: {error}. Write functools.partial({name}, ...)."
         raise ModelError(msg) from error
     with empty_weights():
-        made = source()
-    if not isinstance(made, nn.Module):
-        msg = f"{said}; it returned {type(made).__name__}."
+        model = source()
+    if not isinstance(model, nn.Module):
+        msg = f"{problem}; it returned {type(model).__name__}."
         raise ModelError(msg)
-    return made
+    return model
 
 
 def rebuild_buffers(
@@ -155,21 +155,21 @@ def rebuild_buffers(
     Possible for models of Transformers, because a `config` is enough to build them.
     """
     library = sys.modules.get("transformers.modeling_utils")
-    found: dict[str, torch.Tensor] = {}
+    values: dict[str, torch.Tensor] = {}
     if not names or library is None:
-        return found
+        return values
     for prefix, part in model.named_modules():
         begin = f"{prefix}." if prefix else ""
-        wanted = [n for n in names if n.startswith(begin) and n not in found]
-        if wanted and isinstance(part, library.PreTrainedModel):
+        part_names = [n for n in names if n.startswith(begin) and n not in values]
+        if part_names and isinstance(part, library.PreTrainedModel):
             kind: Any = type(part)
             with empty_weights():
                 twin = kind(part.config)
             buffers = dict(cast("nn.Module", twin).named_buffers())
-            found |= {
-                n: buffers[k] for n in wanted if (k := n[len(begin) :]) in buffers
+            values |= {
+                n: buffers[k] for n in part_names if (k := n[len(begin) :]) in buffers
             }
-    return {name: value for name, value in found.items() if not value.is_meta}
+    return {name: value for name, value in values.items() if not value.is_meta}
 
 
 # Memory-mapped tensors of safetensors files: only pages that were read take memory.
@@ -292,7 +292,7 @@ class Placement:
 
     def device(self, name: str, old: torch.Tensor) -> torch.device:
         """Return the device for a tensor of this name."""
-        fitting = [each for each in self.device_map if _within(name, each)]
+        fitting = [prefix for prefix in self.device_map if _within(name, prefix)]
         if fitting:
             return self.device_map[max(fitting, key=len)]
         return torch.device("cpu") if old.is_meta else old.device
@@ -390,7 +390,7 @@ def fill_model(
     place = placement(call, model, device_map, dtype)
     incoming = open_files()
     targets = _targets(model)
-    empty, made = _rebuild_missing(model, targets)
+    empty, values = _rebuild_missing(model, targets)
     pairs = _match_targets(targets, incoming, strict=strict)
     with own_modes(torch.device("cpu")), torch.no_grad():
         _check_ties(targets, incoming, strict=strict)
@@ -399,13 +399,13 @@ def fill_model(
             target = pairs.get(name)
             if target is not None:
                 _give(target, incoming, name, place, places)
-        for name, value in made.items():
+        for name, value in values.items():
             old = empty[name]
             _set(old, value.to(place.device(name, old)), places.get(id(old), []))
-        given = {id(tensor) for target in pairs.values() for tensor in target.tensors}
-        for name, left in _named_tensors(model).items():
-            if id(left) not in given and not left.is_meta and place.device_map:
-                left.data = left.data.to(place.device(name, left))
+        ids = {id(tensor) for target in pairs.values() for tensor in target.tensors}
+        for name, rest in _named_tensors(model).items():
+            if id(rest) not in ids and not rest.is_meta and place.device_map:
+                rest.data = rest.data.to(place.device(name, rest))
     return model
 
 
@@ -413,10 +413,10 @@ def _give(
     target: Target, incoming: Incoming, name: str, place: Placement, places: _Places
 ) -> None:
     """Fill a tensor; keeps no reference to the values, so that the next can use the memory."""
-    own, old = target.names[0], target.tensors[0]
-    room = place.room(incoming.tensors[name], own, old)
+    target_name, old = target.names[0], target.tensors[0]
+    room = place.room(incoming.tensors[name], target_name, old)
     if incoming.read_to is None or room is None:
-        value = place.move(incoming.read(name), own, old)
+        value = place.move(incoming.read(name), target_name, old)
     else:
         incoming.read_to(name, room)
         value = room
@@ -441,15 +441,15 @@ def _targets(model: nn.Module) -> list[Target]:
                 f"{name} is {kind}. Import into the model before that, or after a call."
             )
             raise ModelError(msg)
-    own = {id(tensor) for tensor in named.values()}
-    found: dict[Any, tuple[list[str], list[torch.Tensor]]] = {}
+    ids = {id(tensor) for tensor in named.values()}
+    groups: dict[Any, tuple[list[str], list[torch.Tensor]]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) in own:
-            names, tensors = found.setdefault(_key(tensor), ([], []))
+        if id(tensor) in ids:
+            names, tensors = groups.setdefault(_key(tensor), ([], []))
             names.append(name)
             if all(part is not tensor for part in tensors):
                 tensors.append(tensor)
-    return [Target(tuple(names), tuple(tensors)) for names, tensors in found.values()]
+    return [Target(tuple(names), tuple(tensors)) for names, tensors in groups.values()]
 
 
 def _rebuild_missing(
@@ -460,24 +460,24 @@ def _rebuild_missing(
     Raises:
         ModelError: a tensor would stay without values.
     """
-    saved = {id(tensor) for target in targets for tensor in target.tensors}
+    ids = {id(tensor) for target in targets for tensor in target.tensors}
     named = _named_tensors(model)
-    empty = {n: t for n, t in named.items() if t.is_meta and id(t) not in saved}
-    made = rebuild_buffers(model, empty)
-    left = [
+    empty = {n: t for n, t in named.items() if t.is_meta and id(t) not in ids}
+    values = rebuild_buffers(model, empty)
+    missing = [
         name
         for name, old in empty.items()
-        if name not in made
-        or (made[name].shape, made[name].dtype) != (old.shape, old.dtype)
+        if name not in values
+        or (values[name].shape, values[name].dtype) != (old.shape, old.dtype)
     ]
-    if left:
+    if missing:
         msg = (
-            f"{list_names(left)}: on the meta device, and not in the model's state dict, so"
+            f"{list_names(missing)}: on the meta device, and not in the model's state dict, so"
             " no file has values for it. Build the model in `with af.empty_weights():`, or give"
             " a factory, as af.import_model(lambda: Net(...), ...)."
         )
         raise ModelError(msg)
-    return empty, made
+    return empty, values
 
 
 def _key(tensor: torch.Tensor) -> Any:
@@ -496,44 +496,44 @@ def _match_targets(
     Raises:
         CheckpointError: names, shapes or dtypes do not fit.
     """
-    there, expected = dict(incoming.tensors), dict[str, torch.Tensor]()
+    inputs, current = dict(incoming.tensors), dict[str, torch.Tensor]()
     pairs: dict[str, Target] = {}
     for target in targets:
-        named = [name for name in target.names if name in there]
-        expected[(named or target.names)[0]] = target.tensors[0]
+        named = [name for name in target.names if name in inputs]
+        current[(named or target.names)[0]] = target.tensors[0]
         if named:
             pairs[named[0]] = target
         for name in named[1:]:
-            del there[name]
-    found = differences(there, expected)
+            del inputs[name]
+    diff = differences(inputs, current)
     # only what is floating-point on both sides is converted
-    changed = {
+    changes = {
         name: how
-        for name, how in found.dtypes.items()
-        if not (there[name].is_floating_point() and expected[name].is_floating_point())
+        for name, how in diff.dtypes.items()
+        if not (inputs[name].is_floating_point() and current[name].is_floating_point())
     }
-    found = attrs.evolve(found, dtypes=changed)
-    told = found.describe(f"{incoming.where}: tensors", "the model's")
-    if found.shapes or found.dtypes or (found and strict):
-        raise CheckpointError(told)
-    left = [name for name in found.missing if expected[name].is_meta]
-    if left:
+    diff = attrs.evolve(diff, dtypes=changes)
+    message = diff.describe(f"{incoming.where}: tensors", "the model's")
+    if diff.shapes or diff.dtypes or (diff and strict):
+        raise CheckpointError(message)
+    missing = [name for name in diff.missing if current[name].is_meta]
+    if missing:
         msg = (
-            f"{incoming.where}: {list_names(left)}: on the meta device, and not in the files."
+            f"{incoming.where}: {list_names(missing)}: on the meta device, and not in the files."
             " Build the model with values, not in af.empty_weights(), so that strict=False"
             " can keep them."
         )
         raise CheckpointError(msg)
-    if found:
-        advise(told)
+    if diff:
+        advise(message)
     return pairs
 
 
 def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> None:
     """Reject tied tensors of the model that differ in the files; warn if not strict."""
     for target in targets:
-        first, *others = [n for n in target.names if n in incoming.tensors] or [""]
-        for other in others:
+        first, *rest = [n for n in target.names if n in incoming.tensors] or [""]
+        for other in rest:
             one, two = incoming.read(first), incoming.read(other)
             if one.dtype == two.dtype and files.bytes_of(one) == files.bytes_of(two):
                 continue
@@ -549,11 +549,11 @@ def _check_ties(targets: list[Target], incoming: Incoming, *, strict: bool) -> N
 
 def _places(model: nn.Module) -> _Places:
     """Return the modules and attributes that hold each tensor of a model."""
-    found: _Places = {}
+    places: _Places = {}
     for module in model.modules():
         for name, tensor in _direct_tensors(module):
-            found.setdefault(id(tensor), []).append((module, name))
-    return found
+            places.setdefault(id(tensor), []).append((module, name))
+    return places
 
 
 def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
