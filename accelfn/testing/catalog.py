@@ -55,11 +55,11 @@ class Row:
         """The laws that it breaks on purpose, with when."""
         return getattr(self.cls, "gives_up", {})
 
-    def transforms(self, beside: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
+    def transforms(self, methods: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
         """Draw a transform for a chain with transforms that have these methods."""
-        fields = frozenset(beside)
-        fixed = {name for name, away in self.default_beside.items() if away & fields}
-        return _draw_transform(self, fixed)
+        fields = frozenset(methods)
+        defaults = {name for name, away in self.default_beside.items() if away & fields}
+        return _draw_transform(self, defaults)
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
         """Return the methods of others that rule out this transform; default: any options."""
@@ -78,17 +78,17 @@ class Row:
 
 
 @st.composite
-def _draw_transform(draw: st.DrawFn, row: Row, fixed: Collection[str]) -> Transform:
-    drawn = draw(row.arguments)
-    return row.cls(**{name: each for name, each in drawn.items() if name not in fixed})
+def _draw_transform(draw: st.DrawFn, row: Row, defaults: Collection[str]) -> Transform:
+    options = draw(row.arguments)
+    return row.cls(**{n: v for n, v in options.items() if n not in defaults})
 
 
 def _options(
-    needed: Mapping[str, st.SearchStrategy[Any]] | None = None,
+    mandatory: Mapping[str, st.SearchStrategy[Any]] | None = None,
     /,
     **optional: st.SearchStrategy[Any],
 ) -> st.SearchStrategy[Arguments]:
-    return st.fixed_dictionaries(dict(needed or {}), optional=optional)
+    return st.fixed_dictionaries(dict(mandatory or {}), optional=optional)
 
 
 _INFINITE = float("inf")

@@ -82,15 +82,15 @@ class Comparison:
         self, one: Mapping[str, Any], two: Mapping[str, Any]
     ) -> dict[str, list[Difference]]:
         """Return where named trees differ, under the names that do, in the first's order."""
-        found: dict[str, list[Difference]] = {}
+        diffs: dict[str, list[Difference]] = {}
         for name, value in {**one, **two}.items():
             if name in one and name in two:
                 differences = list(self.differences(name, one[name], value))
             else:
                 differences = [self._lone(name, value, in_one=name in one)]
             if differences:
-                found[name] = differences
-        return found
+                diffs[name] = differences
+        return diffs
 
     def differences(self, path: str, one: Any, two: Any) -> Iterator[Difference]:
         """Yield where two trees differ, in the order of the first."""
@@ -112,7 +112,7 @@ class Comparison:
 
     def _are_of_a_kind(self, one: Any, two: Any) -> bool:
         """Whether two containers are compared inside: both mappings, or both sequences."""
-        mappings = [isinstance(each, Mapping) for each in (one, two)]
+        mappings = [isinstance(value, Mapping) for value in (one, two)]
         if any(mappings):
             return all(mappings)
         return type(one) is type(two) or not self.bitwise
@@ -120,22 +120,22 @@ class Comparison:
     def _leaves(self, one: Any, two: Any) -> str | None:
         pair = one, two
         if not self.bitwise and not _are_one_dtype(one, two):
-            pair = tuple(_number_or_tensor(each) for each in pair)
-        if all(isinstance(each, torch.Tensor) for each in pair):
+            pair = tuple(_number_or_tensor(leaf) for leaf in pair)
+        if all(isinstance(leaf, torch.Tensor) for leaf in pair):
             return self._tensors(*pair)
-        kinds = {type(each) for each in pair}
+        kinds = {type(leaf) for leaf in pair}
         if len(kinds) == 1 or (not self.bitwise and kinds <= {bool, int, float}):
             if kinds & {float, complex}:
                 dtype = torch.complex128 if complex in kinds else torch.float64
                 return self._tensors(*(torch.tensor(x, dtype=dtype) for x in pair))
             if _are_equal(*pair):
                 return None
-        shown = [describe_value(each) for each in pair]
-        if shown[0] == shown[1]:
-            shown = [
-                f"{x} ({type(y).__name__})" for x, y in zip(shown, pair, strict=True)
+        texts = [describe_value(leaf) for leaf in pair]
+        if texts[0] == texts[1]:
+            texts = [
+                f"{x} ({type(y).__name__})" for x, y in zip(texts, pair, strict=True)
             ]
-        return f"{shown[0]} and {shown[1]}"
+        return f"{texts[0]} and {texts[1]}"
 
     def _tensors(self, one: torch.Tensor, two: torch.Tensor) -> str | None:
         """Return how two tensors differ, on any device."""
@@ -148,15 +148,15 @@ class Comparison:
             return None
         first = tuple(places[0].tolist())
         pair = _pair(one[first], two[first])
-        apart = _format_distance(one[unequal], two[unequal])
+        distance = _format_distance(one[unequal], two[unequal])
         if one.ndim == 0:
-            return f"{pair}{apart and f', difference {apart}'}"
+            return f"{pair}{distance and f', difference {distance}'}"
         if len(places) == 1:
             at = f"1 of {one.numel()} elements differs, at {list(first)}: {pair}"
-            return f"{at}{apart and f', difference {apart}'}"
+            return f"{at}{distance and f', difference {distance}'}"
         at = f"elements differ, the first at {list(first)}: {pair}"
-        apart = apart and f", largest difference {apart}"
-        return f"{len(places)} of {one.numel()} {at}{apart}"
+        distance = distance and f", largest difference {distance}"
+        return f"{len(places)} of {one.numel()} {at}{distance}"
 
     def _unequal(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
         """Return which elements are not equal, as booleans."""
@@ -169,8 +169,8 @@ class Comparison:
         unequal = (wide[0] != wide[1]) & ~(wide[0].isnan() & wide[1].isnan())
         if self.is_exact or not (one.is_floating_point() or one.is_complex()):
             return unequal
-        allowed = self.atol + self.rtol * largest(one, two)
-        return unequal & ~((wide[0] - wide[1]).abs() <= allowed)
+        tolerance = self.atol + self.rtol * largest(one, two)
+        return unequal & ~((wide[0] - wide[1]).abs() <= tolerance)
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
@@ -211,8 +211,8 @@ def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
 
 def largest(*tensors: torch.Tensor) -> float:
     """Return the largest finite magnitude in some tensors, or 0."""
-    found = [each[each.isfinite()].abs() for each in map(_wide, tensors)]
-    return max((float(each.max()) for each in found if each.numel()), default=0.0)
+    magnitudes = [t[t.isfinite()].abs() for t in map(_wide, tensors)]
+    return max((float(m.max()) for m in magnitudes if m.numel()), default=0.0)
 
 
 def describe_value(value: Any) -> str:
@@ -284,10 +284,10 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 def _pair(one: torch.Tensor, two: torch.Tensor) -> str:
     """Show two numbers that are not the same; NaNs by their bits."""
-    shown = [_element(one), _element(two)]
-    if shown[0] == shown[1]:
-        shown = [f"{shown[0]} of bits {_hex(each)}" for each in (one, two)]
-    return " and ".join(shown)
+    texts = [_element(one), _element(two)]
+    if texts[0] == texts[1]:
+        texts = [f"{texts[0]} of bits {_hex(number)}" for number in (one, two)]
+    return " and ".join(texts)
 
 
 def _element(element: torch.Tensor) -> str:
@@ -323,9 +323,9 @@ def _steps(one: torch.Tensor, two: torch.Tensor) -> str:
     if one.is_complex():
         return ""
     places: list[int] = []
-    for each in (one, two):
-        bits = int(_bits(each))
-        lowest = -(2 ** (8 * each.element_size() - 1))
+    for element in (one, two):
+        bits = int(_bits(element))
+        lowest = -(2 ** (8 * element.element_size() - 1))
         places.append(bits if bits >= 0 else lowest - bits)
     steps = abs(places[0] - places[1])
     return str(steps) if steps < _MANY_STEPS else ""
@@ -380,26 +380,26 @@ def assert_states_equal(
             raise ArgumentError(msg)
     comparison = Comparison(rtol=rtol, atol=atol, bitwise=True)
     by_name = comparison.by_name(_fields(a), _fields(b))
-    found = [
+    diffs = [
         difference for differences in by_name.values() for difference in differences
     ]
-    found += _ties(a, b, comparison)
-    if found:
-        entries = "entry" if len(found) == 1 else "entries"
+    diffs += _ties(a, b, comparison)
+    if diffs:
+        entries = "entry" if len(diffs) == 1 else "entries"
         msg = (
-            f"The states differ in {len(found)} {entries} (the first, the second):"
-            f"{format_differences(found)}"
+            f"The states differ in {len(diffs)} {entries} (the first, the second):"
+            f"{format_differences(diffs)}"
         )
         raise LawError(msg)
 
 
 def _fields(state: TrainState) -> dict[str, Any]:
-    found = {name: getattr(state, name) for name in SAVED if name != "cursor"}
+    fields = {name: getattr(state, name) for name in SAVED if name != "cursor"}
     cursor = {
         "cursor.epoch": state.cursor.epoch,
         "cursor.samples": state.cursor.samples,
     }
-    return {"step": found.pop("step"), **cursor, **found}
+    return {"step": fields.pop("step"), **cursor, **fields}
 
 
 def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Difference]:
@@ -408,12 +408,12 @@ def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Diff
     for path in ties[0]:
         if path not in ties[1] or ties[0][path] == ties[1][path]:
             continue
-        said = [
+        texts = [
             f"one tensor with {first[path]} in {side}"
             for first, side in zip(ties, comparison.sides, strict=True)
             if first[path] != path
         ]
-        yield Difference(path, f"{', '.join(said)}{' only' * (len(said) == 1)}")
+        yield Difference(path, f"{', '.join(texts)}{' only' * (len(texts) == 1)}")
 
 
 def _first_places(state: TrainState) -> dict[str, str]:
@@ -440,21 +440,21 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
     A split tensor is this rank's part, or with `gather=` on all ranks, the whole.
     """
-    found = {
+    contents = {
         path: leaf
         for field in SAVED
         for path, leaf in leaves(field, getattr(state, field))
     }
     if gather:
-        parts = {path: leaf for path, leaf in found.items() if tree.is_shard(leaf)}
-        found |= collectives.gather_full(parts, state.world, label="compare states")
-    return {path: copy_leaf(leaf) for path, leaf in found.items()}
+        parts = {path: leaf for path, leaf in contents.items() if tree.is_shard(leaf)}
+        contents |= collectives.gather_full(parts, state.world, label="compare states")
+    return {path: copy_leaf(leaf) for path, leaf in contents.items()}
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
     """Return the first path where two tables differ in a bit, with both values."""
-    found = _BITWISE.by_name(one, two)
-    return str(next(iter(found.values()))[0]) if found else None
+    diffs = _BITWISE.by_name(one, two)
+    return str(next(iter(diffs.values()))[0]) if diffs else None
 
 
 def copy_leaf(leaf: Any) -> Any:
@@ -511,20 +511,20 @@ def assert_collectives(
             " returned."
         )
         raise ArgumentError(msg)
-    file, found = Path(path), _text(run)
+    file, text = Path(path), _text(run)
     if update:
-        file.write_text(found, encoding="utf-8", newline="\n")
+        file.write_text(text, encoding="utf-8", newline="\n")
         return
     if not arguments.exists(file):
         msg = (
             f"There is no {file} to compare with. Call assert_collectives(run, path,"
-            f" update=True) once to write it, and keep it. It would be:\n\n{found}"
+            f" update=True) once to write it, and keep it. It would be:\n\n{text}"
         )
         raise LawError(msg)
-    expected = file.read_text(encoding="utf-8")
-    if found != expected:
+    snapshot = file.read_text(encoding="utf-8")
+    if text != snapshot:
         lines = difflib.unified_diff(
-            expected.splitlines(), found.splitlines(), "expected", "found", lineterm=""
+            snapshot.splitlines(), text.splitlines(), "expected", "found", lineterm=""
         )
         msg = (
             f"The collectives of the run are not those of {file}. If they should be, call"
@@ -564,13 +564,13 @@ def _block(entries: Sequence[Entry]) -> str:
 
 
 def _line(entry: Entry) -> str:
-    what = entry.kind if entry.op is None else f"{entry.kind} {entry.op}"
+    call = entry.kind if entry.op is None else f"{entry.kind} {entry.op}"
     if entry.kind == "send":
-        what += f" between ranks {' and '.join(map(str, entry.ranks))}"
+        call += f" between ranks {' and '.join(map(str, entry.ranks))}"
     elif entry.root is not None:
-        what += f" root {entry.root}"
+        call += f" root {entry.root}"
     label = "no label" if entry.label is None else repr(entry.label)
-    return f"{what}, {_bytes(entry.num_bytes)}, {label}"
+    return f"{call}, {_bytes(entry.num_bytes)}, {label}"
 
 
 def _bytes(number: int) -> str:
@@ -579,17 +579,17 @@ def _bytes(number: int) -> str:
 
 def _ranges(steps: Sequence[int]) -> str:
     """Return increasing numbers as ranges: `0 to 3, 5` or `7 to 31 by 8`."""
-    apart = {after - before for before, after in pairwise(steps)}
-    if len(steps) > 2 and len(apart) == 1 and apart != {1}:
-        return f"{steps[0]} to {steps[-1]} by {apart.pop()}"
+    gaps = {after - before for before, after in pairwise(steps)}
+    if len(steps) > 2 and len(gaps) == 1 and gaps != {1}:
+        return f"{steps[0]} to {steps[-1]} by {gaps.pop()}"
     runs: list[list[int]] = []
     for step in steps:
         if runs and step == runs[-1][-1] + 1:
             runs[-1].append(step)
         else:
             runs.append([step])
-    shown = [
+    texts = [
         f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run))
         for run in runs
     ]
-    return ", ".join(shown)
+    return ", ".join(texts)

@@ -100,30 +100,30 @@ def assert_equivalent(
     for size in sizes:
         runs = [_runs(make, setup, updates, size) for setup in pair]
         for moment, rank in product(range(updates + 1), range(size)):
-            held = [run[rank][moment] for run in runs]
-            found = comparison.by_name(*_comparable(held, pair))
-            if found:
+            contents = [run[rank][moment] for run in runs]
+            diffs = comparison.by_name(*_comparable(contents, pair))
+            if diffs:
                 when = f"after update {moment} (counted from 0)"
                 when = when if moment < updates else "after af.finalize"
                 where = f"in a world of {size}, on rank {rank}, {when}"
-                hint = _hint(held, comparison) if moment == 0 and is_own else ""
-                raise LawError(_format_error(pair, where, found) + hint)
+                hint = _hint(contents, comparison) if moment == 0 and is_own else ""
+                raise LawError(_format_error(pair, where, diffs) + hint)
 
 
 def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
     """Return each rank's contents after each update, and at the end."""
-    whole = _over_ranks(setup, size)
+    full_setup = _over_ranks(setup, size)
 
     def train(world: World) -> list[Held]:
-        state, step = make(world, whole)
-        _check_made(state, world, whole)
-        held: list[Held] = []
+        state, step = make(world, full_setup)
+        _check_made(state, world, full_setup)
+        contents: list[Held] = []
         for batch in batches(state):
             state, metrics = step(state, batch)
-            held.append(_state_contents(state, metrics))
-            if len(held) == updates:
+            contents.append(_state_contents(state, metrics))
+            if len(contents) == updates:
                 break
-        return [*held, _state_contents(finalize(state), {})]
+        return [*contents, _state_contents(finalize(state), {})]
 
     return simulate(size, train)
 
@@ -142,14 +142,14 @@ def _over_ranks(setup: chain, size: int) -> chain:
     """Return the setup, with data sharding and an engine if it has no engine or reduce."""
     if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
-    sharded = any(isinstance(transform, shard_data) for transform in setup)
-    return chain(None if sharded else shard_data(), wrap_ddp(), setup)
+    has_sharding = any(isinstance(transform, shard_data) for transform in setup)
+    return chain(None if has_sharding else shard_data(), wrap_ddp(), setup)
 
 
 def _state_contents(state: TrainState, metrics: Any) -> Held:
     if isinstance(metrics, Metrics):
         metrics = metrics.all_reduce_mean(state.world)
-    held = {
+    contents = {
         "step": state.step,
         "num_skipped": state.num_skipped,
         "cursor": [state.cursor.epoch, state.cursor.samples],
@@ -160,50 +160,50 @@ def _state_contents(state: TrainState, metrics: Any) -> Held:
         "slots": dict(state.slots),
         "eval_params": dict(eval_params(state)),
     }
-    return {name: tree.clone(value) for name, value in held.items()}
+    return {name: tree.clone(value) for name, value in contents.items()}
 
 
-def _comparable(held: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
+def _comparable(runs: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
     """Leave out metrics and slots that only one setup can have."""
     names = [{transform.name for transform in setup} for setup in pair]
     lone = names[0] ^ names[1]
     evaluates = any(setup.owners["eval_params"] for setup in pair)
-    reported = [each["metrics"] for each in held]
-    both = all(isinstance(each, Mapping) for each in reported)
-    shared = set.intersection(*map(set, reported)) if both else set[str]()
-    compared: list[Held] = []
-    for each in held:
-        kept = dict(each)
-        kept["slots"] = {k: v for k, v in each["slots"].items() if k not in lone}
-        if both:
-            kept["metrics"] = {k: v for k, v in each["metrics"].items() if k in shared}
+    reports = [run["metrics"] for run in runs]
+    all_mappings = all(isinstance(run, Mapping) for run in reports)
+    shared = set.intersection(*map(set, reports)) if all_mappings else set[str]()
+    comparable: list[Held] = []
+    for run in runs:
+        copy = dict(run)
+        copy["slots"] = {k: v for k, v in run["slots"].items() if k not in lone}
+        if all_mappings:
+            copy["metrics"] = {k: v for k, v in run["metrics"].items() if k in shared}
         if not evaluates:
-            del kept["eval_params"]
-        compared.append(kept)
-    return compared
+            del copy["eval_params"]
+        comparable.append(copy)
+    return comparable
 
 
 def _format_error(
-    pair: Sequence[chain], where: str, found: Mapping[str, list[Difference]]
+    pair: Sequence[chain], where: str, diffs: Mapping[str, list[Difference]]
 ) -> str:
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
-    lines = [difference for differences in found.values() for difference in differences]
+    lines = [difference for differences in diffs.values() for difference in differences]
     return (
-        f"The setups do not train alike: {where}, they differ in {', '.join(found)} (the"
+        f"The setups do not train alike: {where}, they differ in {', '.join(diffs)} (the"
         f" first, the second):{format_differences(lines)}\nThe first is {codes[0]}, the second"
         f" {codes[1]}."
     )
 
 
-def _hint(held: Sequence[Held], comparison: Comparison) -> str:
+def _hint(runs: Sequence[Held], comparison: Comparison) -> str:
     """Return advice if the loss of the first update differs."""
-    reported = [each["metrics"] for each in held]
+    reports = [run["metrics"] for run in runs]
     losses = [
-        {"loss": each["loss"]}
-        for each in reported
-        if isinstance(each, Mapping) and "loss" in each
+        {"loss": report["loss"]}
+        for report in reports
+        if isinstance(report, Mapping) and "loss" in report
     ]
-    if len(losses) < len(held) or not comparison.by_name(*losses):
+    if len(losses) < len(runs) or not comparison.by_name(*losses):
         return ""
     return (
         "\nThe loss of the first update differs already. Look at what it divides by: a plain"
@@ -255,7 +255,7 @@ def dyadic_problem(
     inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)
     targets = torch.stack([rows % 4 - 2, rows * 3 % 5 - 2], 1)
     weights = torch.tensor(_WEIGHTS)
-    data = tuple(each.double() for each in (inputs, targets, weights))
+    data = tuple(tensor.double() for tensor in (inputs, targets, weights))
     sgd = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
     state = TrainState.create(
         model=_Dyadic,

@@ -58,7 +58,7 @@ class Subject:
         size: the number of ranks.
         updates: the number of updates.
         start: returns the states before the first update, from a world.
-        advance: `(states, done, number)` yields states and metrics of the next updates.
+        advance: `(states, offset, number)` yields states and metrics of the next updates.
         begin: returns the first states from a world and a setup; None for a fixed setup.
         end: returns more contents of the last states to compare, by name.
         splits: whether the result does not depend on how an update is split. That holds
@@ -143,8 +143,8 @@ class Subject:
         def rank(world: World) -> History:
             start = self.start(world)
             paths = (folder / name for name, _ in leaves(start))
-            loaded = tree.tree_map(lambda new: load(new, next(paths)), start)
-            return self._run(loaded, at, self.updates - at)
+            states = tree.tree_map(lambda new: load(new, next(paths)), start)
+            return self._run(states, at, self.updates - at)
 
         return list(self._simulated(rank))
 
@@ -172,9 +172,9 @@ class Subject:
     def _simulated(self) -> Callable[..., Sequence[Any]]:
         return partial(simulate, self.size, sums="ring")
 
-    def _run(self, states: States, done: int, number: int) -> History:
+    def _run(self, states: States, offset: int, number: int) -> History:
         history: History = []
-        for after, metrics in self.advance(states, done, number):
+        for after, metrics in self.advance(states, offset, number):
             states = after
             history.append(state_contents(states, metrics))
         return [*history, {**state_contents(states, {}), **self.end(states)}]
@@ -186,10 +186,10 @@ OWN = "own "
 
 def _twin(state: TrainState) -> TrainState:
     """Return a copy with other parameters."""
-    moved = {
+    params = {
         n: p * 1.25 if p.is_floating_point() else p for n, p in state.params.items()
     }
-    return state.copy().with_params(moved)
+    return state.copy().with_params(params)
 
 
 def leaves(states: States) -> list[tuple[str, TrainState]]:
@@ -205,12 +205,12 @@ def state_contents(states: States, metrics: Any) -> dict[str, Any]:
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
         prefix = f"{name}." if several else ""
-        own = [
+        own_paths = [
             f"slots[{slot!r}][{entry!r}]"
             for slot, entry in contract.by_rank(state.setup)
         ]
         for path, leaf in entries(state, gather=True).items():
-            is_own = path.startswith(tuple(own))
+            is_own = path.startswith(tuple(own_paths))
             contents[f"{prefix}{OWN if is_own else ''}{path}"] = leaf
     if isinstance(metrics, Mapping):
         contents |= {f"metrics[{name!r}]": value for name, value in metrics.items()}
@@ -246,8 +246,8 @@ def trains(subject: Subject) -> str | None:
     """Parameters change between the first update and the last."""
     first, *_, last = subject.plain[0][:-1]
     if subject.updates == 1 or any(
-        first_difference({name: each}, {name: last[name]})
-        for name, each in first.items()
+        first_difference({name: param}, {name: last[name]})
+        for name, param in first.items()
         if "params[" in name
     ):
         return None
@@ -286,8 +286,8 @@ def leaves_settings(subject: Subject) -> str | None:
     def rank(world: World) -> str | None:
         for _ in subject.advance(subject.start(world), 0, 2):
             pass
-        for name, (get, _, tried) in _SETTINGS.items():
-            if get() != tried:
+        for name, (get, _, value) in _SETTINGS.items():
+            if get() != value:
                 return f"it sets {name} to {get()}, for all that runs in the process."
         return None
 
@@ -299,21 +299,21 @@ def leaves_settings(subject: Subject) -> str | None:
 def _settings_as_tried() -> Generator[None]:
     before = {name: get() for name, (get, _, _) in _SETTINGS.items()}
     try:
-        for _, put, tried in _SETTINGS.values():
-            put(tried)
+        for _, write, value in _SETTINGS.values():
+            write(value)
         yield
     finally:
-        for name, (_, put, _) in _SETTINGS.items():
-            put(before[name])
+        for name, (_, write, _) in _SETTINGS.items():
+            write(before[name])
 
 
 def no_environment(subject: Subject) -> str | None:
     """Environment variables, such as `RANK`, change nothing."""
     plain = subject.plain
     for values in _ENVIRONMENTS:
-        shown = " ".join(f"{name}={value}" for name, value in values.items())
+        text = " ".join(f"{name}={value}" for name, value in values.items())
         with _environment(values):
-            how = f"with {shown or 'no RANK'} in the environment"
+            how = f"with {text or 'no RANK'} in the environment"
             broken = _attempt(plain, subject.histories, how)
         if broken:
             return f"{broken} Take the rank from the world."
@@ -335,8 +335,8 @@ def own_randomness(subject: Subject) -> str | None:
         after = _generators()
         return [name for name in before if before[name] != after[name]]
 
-    moved = [name for names in simulate(subject.size, rank) for name in names]
-    return f"it moves {moved[0]}'s random generator. {_DRAW}" if moved else None
+    rngs = [name for names in simulate(subject.size, rank) for name in names]
+    return f"it moves {rngs[0]}'s random generator. {_DRAW}" if rngs else None
 
 
 def any_schedule(subject: Subject) -> str | None:
@@ -357,7 +357,7 @@ def replicas_agree(subject: Subject) -> str | None:
     their values, but not in their names.
     """
     shared = [
-        [_replicated_entries(each) for each in history] for history in subject.plain
+        [_replicated_entries(entry) for entry in history] for history in subject.plain
     ]
     states = "the states that rank 0 and another rank hold"
     broken = differ(shared[:1] * subject.size, shared, states)
@@ -375,8 +375,8 @@ def resumes(subject: Subject) -> str | None:
     plain = subject.plain
     for at in subject.cuts:
         with tempfile.TemporaryDirectory() as folder:
-            cut = partial(subject.run_cut, at, Path(folder))
-            broken = _attempt(plain, cut, f"saved and loaded after {at} updates")
+            rerun = partial(subject.run_cut, at, Path(folder))
+            broken = _attempt(plain, rerun, f"saved and loaded after {at} updates")
         if broken:
             return f"{broken} {REMEMBER}"
     return None
@@ -398,27 +398,27 @@ COMMON: Mapping[str, Law] = {
 def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
     """Return how the first subject that breaks a law does, with its name; or None."""
     for subject in subjects:
-        tried = f"It was tried with {subject.name}."
+        note = f"It was tried with {subject.name}."
         try:
             broken = law(subject)
         except Exception as error:
-            error.add_note(tried)
+            error.add_note(note)
             raise
         if broken:
-            return f"{broken}\n{tried}"
+            return f"{broken}\n{note}"
     return None
 
 
-def differ(one: Histories, two: Histories, what: str) -> str | None:
+def differ(one: Histories, two: Histories, runs: str) -> str | None:
     """Return the first difference of two runs, rank by rank, or None."""
-    for rank, (mine, its) in enumerate(zip(one, two, strict=True)):
-        for update, (here, there) in enumerate(zip(mine, its, strict=True), start=1):
-            broken = first_difference(here, there)
+    for rank, (history, other) in enumerate(zip(one, two, strict=True)):
+        for update, pair in enumerate(zip(history, other, strict=True), start=1):
+            broken = first_difference(*pair)
             if broken:
                 where = (
-                    "at the end" if update == len(mine) else f"after update {update}"
+                    "at the end" if update == len(history) else f"after update {update}"
                 )
-                return f"{what} differ {where} on rank {rank}: {broken}"
+                return f"{runs} differ {where} on rank {rank}: {broken}"
     return None
 
 
@@ -476,17 +476,17 @@ def _generators() -> dict[str, Any]:
     return states
 
 
-def _replicated_entries(held: Mapping[str, Any]) -> dict[str, Any]:
+def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
     """Return the contents that must be equal on all ranks.
 
     Values of metrics, buffers and entries declared `by_rank` are left out; the names of
     metrics are in.
     """
-    own = ("metrics", "buffers", "own ")
-    return {name: "reported" for name in held if name.startswith("metrics")} | {
+    kinds = ("metrics", "buffers", "own ")
+    return {name: "reported" for name in contents if name.startswith("metrics")} | {
         name: leaf
-        for name, leaf in held.items()
-        if not name.rpartition(".")[2].startswith(own) and not name.startswith(own)
+        for name, leaf in contents.items()
+        if not name.rpartition(".")[2].startswith(kinds) and not name.startswith(kinds)
     }
 
 
@@ -641,7 +641,7 @@ def freeze(function: Callable[..., Any]) -> bytes:
     return cloudpickle.dumps(function)
 
 
-def call_anew(frozen: bytes, *given: Any) -> Any:
+def call_anew(frozen: bytes, *args: Any) -> Any:
     """Call a frozen function in a new process, and return its result.
 
     Raises:
@@ -649,12 +649,12 @@ def call_anew(frozen: bytes, *given: Any) -> Any:
     """
     pool = Pool(1)
     try:
-        (result,) = pool.run(pack((_call, (frozen, *given), {})), _SECONDS)
+        (result,) = pool.run(pack((_call, (frozen, *args), {})), _SECONDS)
     finally:
         pool.close()
     return pickle.loads(result)  # noqa: S301 - of our own process
 
 
-def _call(world: World, frozen: bytes, *given: Any) -> bytes:
+def _call(world: World, frozen: bytes, *args: Any) -> bytes:
     del world
-    return cloudpickle.dumps(pickle.loads(frozen)(*given))  # noqa: S301 - the caller's own
+    return cloudpickle.dumps(pickle.loads(frozen)(*args))  # noqa: S301 - the caller's own

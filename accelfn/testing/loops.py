@@ -117,18 +117,18 @@ def compare_loops(
         3 updates agree exactly, in loss, params
     """
     arguments.check_integer("compare_loops", "steps", steps, 1, "a number of updates")
-    near, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
+    tolerance, equal = Comparison(rtol=rtol, atol=atol, sides=_SIDES), Comparison()
     with _running(old, steps) as reports:
-        trusted = [tree.clone(dict(report)) for report in reports]
+        old_reports = [tree.clone(dict(report)) for report in reports]
     exact, count = True, 0
     with _running(new, steps) as reports:
-        for one, two in zip(trusted, reports, strict=False):
-            _check(count, one, two, near)
+        for one, two in zip(old_reports, reports, strict=False):
+            _check(count, one, two, tolerance)
             exact = exact and not _differing(one, two, equal)
             count += 1
-        _check_lengths(len(trusted), count, next(iter(reports), None), steps)
+        _check_lengths(len(old_reports), count, next(iter(reports), None), steps)
     return Agreement(
-        num_updates=steps, quantities=_sort_names(*trusted), is_exact=exact
+        num_updates=steps, quantities=_sort_names(*old_reports), is_exact=exact
     )
 
 
@@ -165,22 +165,22 @@ def quantities(
         >>> quantities(model, optimizer)["lr"]
         [0.1]
     """
-    found = dict(reported)
-    if isinstance(found.get("batch"), Batch):
-        parts = found["batch"].micro_batches
-        found["batch"] = parts[0] if len(parts) == 1 else list(parts)
-    if isinstance(found.get("grads"), (Grads, nn.Module)):
-        found["grads"] = _gradients(found["grads"])
+    values = dict(reported)
+    if isinstance(values.get("batch"), Batch):
+        parts = values["batch"].micro_batches
+        values["batch"] = parts[0] if len(parts) == 1 else list(parts)
+    if isinstance(values.get("grads"), (Grads, nn.Module)):
+        values["grads"] = _gradients(values["grads"])
     if isinstance(source, TrainState):
         if optimizer is not None:
             msg = "quantities(state, optimizer): a state has its own; leave it out."
             raise ArgumentError(msg)
-        found |= _of_state(source)
+        values |= _of_state(source)
     elif source is not None or optimizer is not None:
-        found |= _of_module(source, optimizer)
+        values |= _of_module(source, optimizer)
     return {
         name: tree.clone(tree.tree_map(_full_tensor, value))
-        for name, value in found.items()
+        for name, value in values.items()
         if not isinstance(value, dict) or value
     }
 
@@ -193,15 +193,15 @@ def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
             " optimizer, or a TrainState."
         )
         raise ArgumentError(msg)
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "params": dict(model.named_parameters()),
         "buffers": dict(model.named_buffers()),
     }
     if optimizer is not None:
         names = {id(param): name for name, param in model.named_parameters()}
-        found |= _hyperparameters(optimizer, optimizer.param_groups)
-        found["opt_state"] = entries.named_state(optimizer, names)
-    return found
+        values |= _hyperparameters(optimizer, optimizer.param_groups)
+        values["opt_state"] = entries.named_state(optimizer, names)
+    return values
 
 
 def _of_state(state: TrainState) -> dict[str, Any]:
@@ -242,8 +242,8 @@ def _gradients(source: Grads | nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _unwrap(model: Any) -> Any:
-    wrapped = isinstance(model, (DistributedDataParallel, DataParallel))
-    return cast("nn.Module", model.module) if wrapped else model
+    is_parallel = isinstance(model, (DistributedDataParallel, DataParallel))
+    return cast("nn.Module", model.module) if is_parallel else model
 
 
 @contextmanager
@@ -271,7 +271,7 @@ def _draws_kept() -> Generator[None]:
             np.random.set_state(numbers)  # noqa: NPY002
 
 
-def _check(count: int, one: Quantities, two: Quantities, near: Comparison) -> None:
+def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) -> None:
     """Raise if two reports differ; report 0 is that of the beginning."""
     if count == 0 and ("loss" in one or "loss" in two):
         msg = (
@@ -280,36 +280,36 @@ def _check(count: int, one: Quantities, two: Quantities, near: Comparison) -> No
             " quantities(state)."
         )
         raise ArgumentError(msg)
-    found = _differing(one, two, near)
-    if not found:
+    diffs = _differing(one, two, tolerance)
+    if not diffs:
         return
-    first, *others = found
-    agree = [name for name in _sort_names(one, two) if name not in found]
+    first, *rest = diffs
+    agree = [name for name in _sort_names(one, two) if name not in diffs]
     when = f"After update {count - 1} (counted from 0)"
     when = when if count else "Before the first update"
     begins = not count and first not in ("lr", "hyper")
     look = _BEGINNING if begins else _LOOK_AT.get(first)
     named = f"{when}, {first} is the first to differ (the old loop, the new loop):"
     lines = [
-        named + format_differences(found[first]),
-        f"Differ too: {', '.join(others)}." if others else "",
+        named + format_differences(diffs[first]),
+        f"Differ too: {', '.join(rest)}." if rest else "",
         f"Agree: {', '.join(agree)}." if agree else "",
         f"Look at {look}." if look else "",
     ]
     raise LawError("\n".join(line for line in lines if line))
 
 
-def _check_lengths(old: int, compared: int, next_of_new: Any, steps: int) -> None:
-    if compared == steps + 1:
+def _check_lengths(old: int, count: int, next_of_new: Any, steps: int) -> None:
+    if count == steps + 1:
         return
-    updates = max(compared - 1, 0)
-    if compared == old and next_of_new is None:
+    updates = max(count - 1, 0)
+    if count == old and next_of_new is None:
         msg = (
             f"compare_loops(steps={steps}): both loops ended after {updates} updates."
             " Compare as many, or let them run longer."
         )
         raise ArgumentError(msg)
-    short, other = ("new", "old") if compared < old else ("old", "new")
+    short, other = ("new", "old") if count < old else ("old", "new")
     msg = (
         f"The {short} loop ended after {updates} updates, the {other} one goes"
         " on; up to there they agree. Look at the number of epochs, and at what becomes of"
@@ -322,8 +322,8 @@ def _differing(
     one: Quantities, two: Quantities, comparison: Comparison
 ) -> dict[str, list[Difference]]:
     """Return the differences of two reports, by quantity, causes first."""
-    found = comparison.by_name(one, two)
-    return {name: found[name] for name in _sort_names(found)}
+    diffs = comparison.by_name(one, two)
+    return {name: diffs[name] for name in _sort_names(diffs)}
 
 
 def _sort_names(*reports: Quantities) -> tuple[str, ...]:

@@ -49,8 +49,8 @@ def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[Non
     test's thread: use them in strategies. A failing test gets a section on how to repeat it.
     """
     test: Any = item.obj
-    drawn = getattr(test, "is_hypothesis_test", False)
-    holder, name = (test.hypothesis, "inner_test") if drawn else (item, "obj")
+    is_hypothesis = getattr(test, "is_hypothesis_test", False)
+    holder, name = (test.hypothesis, "inner_test") if is_hypothesis else (item, "obj")
     plain: Callable[..., Any] = getattr(holder, name)
     last: list[Entry] = []
     setattr(holder, name, _on_every_rank(plain, options, last))
@@ -74,10 +74,10 @@ def _on_every_rank(
     def simulated(*args: Any, world: int, **kwargs: Any) -> Any:
         __tracebackhide__ = True
 
-        def rank(own: World) -> Any:
+        def rank(rank_world: World) -> Any:
             __tracebackhide__ = True
-            logs[own.rank] = _log_of(own)
-            return test(*args, world=own, **kwargs)
+            logs[rank_world.rank] = _log_of(rank_world)
+            return test(*args, world=rank_world, **kwargs)
 
         rank.__qualname__ = test.__qualname__
         logs: dict[int, list[Entry]] = {}
@@ -85,7 +85,7 @@ def _on_every_rank(
             run = simulate(world, rank, **options)
         finally:
             last[:] = logs.get(0, [])
-        return next((each for each in run if each is not None), None)
+        return next((value for value in run if value is not None), None)
 
     return simulated
 
@@ -94,12 +94,12 @@ def _format_report(
     item: pytest.Function, error: BaseException, log: Sequence[Entry]
 ) -> str:
     """Return how to repeat a failed test, and its latest collectives."""
-    shown = log[-_NUM_SHOWN:]
+    latest = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
     lines += [note for note in getattr(error, "__notes__", []) if _REPEAT in note]
     lines.append(f"Of {len(log)} collectives that were carried out, the last:")
-    lines += [f"  {entry}" for entry in shown]
-    return "\n".join(lines if shown else lines[:-1])
+    lines += [f"  {entry}" for entry in latest]
+    return "\n".join(lines if latest else lines[:-1])
 
 
 def _log_of(world: World) -> list[Entry]:
@@ -165,11 +165,11 @@ def replay(directory: str | os.PathLike[str]) -> None:
     make = _made_by(first["make"])
 
     def rank(world: World) -> None:
-        mine = bundles[world.rank]
-        made, step = make(world)
-        saved = iter(mine["states"])
-        states = tree.tree_map(lambda state: with_fields(state, next(saved)), made)
-        step(states, *map(_again, mine["given"]))
+        bundle = bundles[world.rank]
+        start, step = make(world)
+        fields = iter(bundle["states"])
+        states = tree.tree_map(lambda state: with_fields(state, next(fields)), start)
+        step(states, *map(_again, bundle["given"]))
 
     simulate(len(bundles), rank)
     msg = (
@@ -183,23 +183,23 @@ def _write(
     folder: Path,
     source: Mapping[str, str],
     states: Any,
-    given: Sequence[Any],
+    args: Sequence[Any],
     error: Exception,
 ) -> Path:
     """Write one rank's bundle; the JSON comes last and marks it as complete."""
     tensors = codec.Table(objects=True)
-    kept = [state for _, state in leaves(states)]
-    world = kept[0].definition.world
+    flat = [state for _, state in leaves(states)]
+    world = flat[0].definition.world
     path = folder / f"rank-{world.rank:05d}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.unlink(missing_ok=True)
-    over = any(state.lease.is_over for state in kept)
+    over = any(state.lease.is_over for state in flat)
     bundle: dict[str, Any] = {
         "format": FORMAT,
         "rank": world.rank,
         "size": world.size,
         "make": dict(source),
-        "setup": [repr(state.definition.setup) for state in kept],
+        "setup": [repr(state.definition.setup) for state in flat],
         "latest": [
             f"{label} at update {step}"
             for label, step in world.connection.activity.trail
@@ -211,8 +211,8 @@ def _write(
         },
         "states": None
         if over  # it raised in the midst of the update: tensors are partly updated
-        else [codec.encode(fields_of(state), tensors, path="state") for state in kept],
-        "given": [codec.encode(_plain(each), tensors, path="batch") for each in given],
+        else [codec.encode(fields_of(state), tensors, path="state") for state in flat],
+        "given": [codec.encode(_plain(arg), tensors, path="batch") for arg in args],
     }
     dense = {k: t.detach().cpu().contiguous().clone() for k, t in tensors.items()}
     safetensors.torch.save_file(dense, path.with_suffix(".safetensors"))
@@ -222,15 +222,15 @@ def _write(
 
 def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     """Return every rank's bundle, decoded."""
-    found = sorted(folder.glob("rank-*.json"))
-    if not found:
+    paths = sorted(folder.glob("rank-*.json"))
+    if not paths:
         msg = f"There is no crash bundle in {folder}."
         raise CheckpointError(msg)
-    bundles = {each["rank"]: each for each in map(_read_rank, found)}
+    bundles = {b["rank"]: b for b in map(_read_rank, paths)}
     size = next(iter(bundles.values()))["size"]
     # a run on another number of ranks may have left some before
-    there = {rank for rank, bundle in bundles.items() if bundle["size"] == size}
-    missing = [rank for rank in range(size) if rank not in there]
+    ranks = {rank for rank, bundle in bundles.items() if bundle["size"] == size}
+    missing = [rank for rank in range(size) if rank not in ranks]
     if missing:
         msg = (
             f"{folder}: of {size} ranks, {missing} left no bundle; were they killed? A"

@@ -181,8 +181,8 @@ class Pool:
         try:
             for rank in range(size):
                 name = f"rank {rank} of {size}"
-                started = RankProcess.start(serve, rank, size, store, name=name)
-                self._ranks.append(started)
+                process = RankProcess.start(serve, rank, size, store, name=name)
+                self._ranks.append(process)
         except BaseException:
             self.close()
             raise
@@ -198,11 +198,11 @@ class Pool:
             with suppress(OSError):  # a rank that is gone says so in its answer
                 rank.pipe.send_bytes(message)
         size, answers = len(self._ranks), self._answers(timeout)
-        failed = {
+        failures = {
             r: answer for r, answer in answers.items() if answer.failure is not None
         }
-        if failed:
-            raise RankError(_report(failed, size))
+        if failures:
+            raise RankError(_report(failures, size))
         late = [rank for rank in range(size) if rank not in answers]
         if late:
             msg = (
@@ -216,10 +216,10 @@ class Pool:
         """Return what ranks answer in time; soon after a failure, time is over."""
         ends_at = time.monotonic() + timeout
         answers: dict[int, Answer] = {}
-        awaited: dict[object, int] = {r.pipe: i for i, r in enumerate(self._ranks)}
-        while awaited and (left := ends_at - time.monotonic()) > 0:
-            for pipe in wait([self._ranks[i].pipe for i in awaited.values()], left):
-                rank = awaited.pop(pipe)
+        pending: dict[object, int] = {r.pipe: i for i, r in enumerate(self._ranks)}
+        while pending and (seconds := ends_at - time.monotonic()) > 0:
+            for pipe in wait([self._ranks[i].pipe for i in pending.values()], seconds):
+                rank = pending.pop(pipe)
                 answers[rank] = self._ranks[rank].answer()
                 if answers[rank].failure is not None:
                     ends_at = min(ends_at, time.monotonic() + _GRACE_SECONDS)
@@ -234,10 +234,10 @@ class Pool:
         self._folder.cleanup()
 
 
-def _report(failed: Mapping[int, Answer], size: int) -> str:
-    first, *others = sorted(failed, key=lambda rank: failed[rank].at)
-    lines = [f"Rank {first} of {size} failed first:\n{failed[first].failure}".strip()]
-    lines += [f"Rank {r} of {size}, after it: {failed[r].last_line}" for r in others]
+def _report(failures: Mapping[int, Answer], size: int) -> str:
+    first, *rest = sorted(failures, key=lambda rank: failures[rank].at)
+    lines = [f"Rank {first} of {size} failed first:\n{failures[first].failure}".strip()]
+    lines += [f"Rank {r} of {size}, after it: {failures[r].last_line}" for r in rest]
     return "\n".join(lines)
 
 
@@ -324,10 +324,10 @@ def check_comparable(plan: Plan) -> None:
         raise ArgumentError(msg) from error
 
 
-def compare_with_processes(plan: Plan, simulated: Sequence[Mapping[str, Any]]) -> None:
+def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> None:
     """Run the same on real processes joined by Gloo, and compare each rank's result.
 
-    `simulated` has the leaves of each simulated rank's result.
+    `results` has the leaves of each simulated rank's result.
 
     Compared are trees of dicts, lists, tuples, sets, attrs records and dataclasses: their
     types, their keys, and what they hold: tensors and numpy arrays by dtype, shape and the
@@ -354,13 +354,13 @@ def compare_with_processes(plan: Plan, simulated: Sequence[Mapping[str, Any]]) -
             f" {error}\nThe run: {plan}"
         )
         raise LawError(msg) from error
-    for rank, (ours, theirs) in enumerate(zip(simulated, real, strict=True)):
-        found = list(_differences(ours, theirs))
-        if found:
+    for rank, (ours, theirs) in enumerate(zip(results, real, strict=True)):
+        diffs = list(_differences(ours, theirs))
+        if diffs:
             msg = (
                 f"Rank {rank} of {plan.size} returns one thing in a simulated world and"
                 " another on processes joined by Gloo (simulated, on processes):"
-                f"{format_differences(found)}\nThe run: {plan}"
+                f"{format_differences(diffs)}\nThe run: {plan}"
             )
             raise LawError(msg)
 
@@ -421,8 +421,8 @@ def _entries(path: str, tree: Any) -> dict[str, Any]:
     if isinstance(tree, TrainState):
         return {f".{name}": getattr(tree, name) for name in SAVED}
     if isinstance(tree, (Metrics, Pending)):
-        known = isinstance(tree, Metrics)
-        return {".sums": tree.sums} if known else {".wait()": tree.wait()}
+        is_metrics = isinstance(tree, Metrics)
+        return {".sums": tree.sums} if is_metrics else {".wait()": tree.wait()}
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree).items()
         return {f"[{_key(path, key)!r}]": value for key, value in items}
@@ -430,11 +430,9 @@ def _entries(path: str, tree: Any) -> dict[str, Any]:
         values = cast("list[Any]", tree)
         fields: Any = getattr(tree, "_fields", None)  # the mark of a namedtuple
         names = [f".{field}" for field in fields or ()]
-        return {(names or _places(values))[i]: each for i, each in enumerate(values)}
+        return {(names or _places(values))[i]: value for i, value in enumerate(values)}
     if isinstance(tree, (set, frozenset)):
-        members = sorted(
-            cast("set[Any]", tree), key=lambda each: repr(_key(path, each))
-        )
+        members = sorted(cast("set[Any]", tree), key=lambda m: repr(_key(path, m)))
         return dict(zip(_places(members), members, strict=True))
     if attrs.has(type(tree)):
         named = [field.name for field in attrs.fields(type(tree))]

@@ -220,12 +220,12 @@ def _result(
         world.connection.close()
 
 
-_opened: dict[tuple[tuple[str, int], ...], connections.Groups] = {}
+_OPEN_GROUPS: dict[tuple[tuple[str, int], ...], connections.Groups] = {}
 """The groups of axes, by these: they stay open for the next program, as the world's does."""
 
 
 def _groups(rank: int, axes: Mapping[str, int]) -> connections.Groups:
     named = tuple(axes.items())
-    if named not in _opened:
-        _opened[named] = connections.open_groups(axes, rank, _COLLECTIVE_SECONDS)
-    return _opened[named]
+    if named not in _OPEN_GROUPS:
+        _OPEN_GROUPS[named] = connections.open_groups(axes, rank, _COLLECTIVE_SECONDS)
+    return _OPEN_GROUPS[named]

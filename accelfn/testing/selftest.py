@@ -47,31 +47,31 @@ _LONGEST = 110
 def main(num_ranks: int) -> None:
     """Test this machine, and print a line for each thing that works."""
     signal.alarm(_LONGEST)
-    started = time.monotonic()
+    start = time.monotonic()
     # two ranks cannot share one device
     device = "cpu" if devices.count() < num_ranks else None
     with World.from_env(timeout=_TIMEOUT, device=device) as world:
-        _show("world", f"{world.size} ranks on {world.device.type}", world, started)
+        _show("world", f"{world.size} ranks on {world.device.type}", world, start)
         for name, test in _TESTS.items():
-            started = time.monotonic()
-            _show(name, test(world), world, started)
+            start = time.monotonic()
+            _show(name, test(world), world, start)
 
 
-def _show(name: str, found: str, world: World, started: float) -> None:
-    seconds = time.monotonic() - started
-    print_once(world, f"{name:12}{found} ({seconds:.1f} s)")
+def _show(name: str, result: str, world: World, start: float) -> None:
+    seconds = time.monotonic() - start
+    print_once(world, f"{name:12}{result} ({seconds:.1f} s)")
 
 
-def _check(holds: bool, what: str) -> None:  # noqa: FBT001 - the one thing it is about
+def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - the one thing it is about
     if not holds:
-        raise LawError(what)
+        raise LawError(message)
 
 
 def _collectives(world: World) -> str:
     ranks = torch.arange(world.size, device=world.device)
-    mine = ranks[world.rank]
+    rank = ranks[world.rank]
     _check(
-        int(all_reduce(mine, world, "sum")) == int(ranks.sum()),
+        int(all_reduce(rank, world, "sum")) == int(ranks.sum()),
         "reduce does not add up what the ranks give.",
     )
     _check(
@@ -105,8 +105,8 @@ def _training(world: World) -> str:
     batch = next(iter(batches(state)))
     state, _ = make_step(_loss_fn)(state, batch)
     assert_replicas_agree(state)
-    changed = any(not torch.equal(state.params[n], before[n]) for n in before)
-    _check(changed, "a step with DistributedDataParallel changes no parameter.")
+    trains = any(not torch.equal(state.params[n], before[n]) for n in before)
+    _check(trains, "a step with DistributedDataParallel changes no parameter.")
     return "a step with DistributedDataParallel; all ranks agree after it"
 
 
@@ -115,13 +115,13 @@ def _checkpoint(world: World) -> str:
     step = make_step(_loss_fn)
     for batch in batches(state, until_epoch=1):
         state, _ = step(state, batch)
-    with tempfile.TemporaryDirectory(prefix="accelfn-test-") as mine:
-        folder = Path(broadcast_object(mine, world), "checkpoint")
+    with tempfile.TemporaryDirectory(prefix="accelfn-test-") as path:
+        folder = Path(broadcast_object(path, world), "checkpoint")
         save(state, folder)
-        loaded = load(_state(world), folder)
-        same = all(torch.equal(loaded.params[n], p) for n, p in state.params.items())
+        copy = load(_state(world), folder)
+        same = all(torch.equal(copy.params[n], p) for n, p in state.params.items())
         _check(
-            all_ranks(same and loaded.step == state.step, world),
+            all_ranks(same and copy.step == state.step, world),
             "what is loaded is not what was saved.",
         )
         barrier(world)  # before the folder goes

@@ -617,7 +617,7 @@ def test_ranks_that_stand_at_other_places_do_not_agree(apart):
 def test_axes_of_other_sizes_have_other_groups(monkeypatch):
     """Though they have the same names; those of the same sizes stay open."""
     opened: list[dict[str, int]] = []
-    monkeypatch.setattr(rank, "_opened", {})
+    monkeypatch.setattr(rank, "_OPEN_GROUPS", {})
     monkeypatch.setattr(
         connection,
         "open_groups",

@@ -72,8 +72,8 @@ def _is_registered(name: str) -> bool:
 def pytest_configure(config: pytest.Config) -> None:
     """Describe the marker, and register profiles where hypothesis is in use."""
     config.addinivalue_line("markers", _MARKER)
-    asked = config.getoption("--hypothesis-profile", None)
-    if asked in _PROFILES or sys.modules.get("hypothesis"):
+    profile = config.getoption("--hypothesis-profile", None)
+    if profile in _PROFILES or sys.modules.get("hypothesis"):
         register_profiles()
 
 

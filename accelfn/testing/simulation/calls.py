@@ -100,9 +100,9 @@ class Call:
         if self.kind == "gather" and is_root:
             return 0
         if self.kind in _PART_FOR_EACH:
-            mine = self.group.place_of(self.rank)
+            place = self.group.place_of(self.rank)
             return sum(
-                _num_bytes(part) for i, part in enumerate(self.sends) if i != mine
+                _num_bytes(part) for i, part in enumerate(self.sends) if i != place
             )
         return self.num_bytes
 
@@ -117,7 +117,7 @@ class Call:
 
     def common_facts(self) -> tuple[Any, ...]:
         """Return the facts that must be equal on all ranks, in the order of `AGREED`."""
-        common = [(each.shape, each.dtype, each.layout) for each in self._common()]
+        common = [(t.shape, t.dtype, t.layout) for t in self._common()]
         return self.kind, self.op, self.root, common, self.structure, self.label
 
     def row(self) -> tuple[str, ...]:
@@ -157,15 +157,13 @@ _ONE_SENT = frozenset(
 
 def differing(calls: Sequence[Call]) -> list[str]:
     """Return the names of facts that must be equal in matched calls, and are not."""
-    first, *others = [call.common_facts() for call in calls]
+    first, *rest = [call.common_facts() for call in calls]
     if calls[0].is_message:
-        return (
-            [] if all(other[3] == first[3] for other in others) else ["shape or dtype"]
-        )
+        return [] if all(other[3] == first[3] for other in rest) else ["shape or dtype"]
     unequal = [
         name
         for i, name in enumerate(AGREED)
-        if any(other[i] != first[i] for other in others)
+        if any(other[i] != first[i] for other in rest)
     ]
     return unequal or _unequal_splits(calls)
 
@@ -229,7 +227,7 @@ class Entry:
         """Show it on a line."""
         label = "" if self.label is None else f" {self.label!r}"
         step = "" if self.step is None else f" at update {self.step}"
-        call = " ".join(each for each in (self.kind, self.op, self.shapes) if each)
+        call = " ".join(part for part in (self.kind, self.op, self.shapes) if part)
         among = (
             f" among {_listed_ranks(self.ranks)} ({self.group})" if self.group else ""
         )
@@ -302,11 +300,11 @@ def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
     """Reduce each piece of the buffer beginning at another rank, as a ring does."""
     size = len(parts)
     pieces = [part.reshape(-1).tensor_split(size) for part in parts]
-    passed = [
+    totals = [
         _by_rank(operate, [pieces[(i + k) % size][i] for k in range(1, size + 1)])
         for i in range(size)
     ]
-    return torch.cat(passed).view_as(parts[0])
+    return torch.cat(totals).view_as(parts[0])
 
 
 def _by_pairs(operate: Operation, parts: Parts) -> torch.Tensor:
@@ -465,14 +463,14 @@ class Terminate(_Planned):
 Fault: TypeAlias = Raise | Leave | Crash | Stall | Corrupt | Terminate
 
 
-def due(faults: list[Fault], call: "Call", *, received: bool) -> list[Fault]:
+def due(faults: list[Fault], call: "Call", *, has_result: bool) -> list[Fault]:
     """Remove the faults that happen at this call from the plan, and return them.
 
-    `Corrupt` happens after the call has `received`, the others before it is posted.
+    `Corrupt` happens once the call has a result, the others before it is posted.
     """
     return _take(
         faults,
-        lambda fault: isinstance(fault, Corrupt) is received and _fits(fault, call),
+        lambda fault: isinstance(fault, Corrupt) is has_result and _fits(fault, call),
     )
 
 
@@ -487,10 +485,10 @@ def due_as_begins(faults: list[Fault], rank: int, update: int) -> list[Fault]:
 
 
 def _take(faults: list[Fault], is_due: Callable[[Fault], bool]) -> list[Fault]:
-    taken = [fault for fault in faults if is_due(fault)]
-    for fault in taken:
+    matches = [fault for fault in faults if is_due(fault)]
+    for fault in matches:
         faults.remove(fault)
-    return taken
+    return matches
 
 
 def is_of_update(fault: Fault) -> bool:
@@ -537,10 +535,10 @@ def _fits(fault: Fault, call: "Call") -> bool:
 
 
 def _is_corruptible(call: "Call") -> bool:
-    filled = [fill for fill in call.fills if fill.numel()]
-    if any(not each.dtype.is_floating_point for each in filled) and _is_in_ddp():
+    tensors = [fill for fill in call.fills if fill.numel()]
+    if any(not tensor.dtype.is_floating_point for tensor in tensors) and _is_in_ddp():
         return False
-    return bool(filled)
+    return bool(tensors)
 
 
 def _is_in_ddp() -> bool:

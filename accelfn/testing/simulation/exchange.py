@@ -109,8 +109,8 @@ def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
 
 def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
     """Gather for all ranks, or for the root alone."""
-    gathered = tuple(call.sends[0] for call in calls)
-    return [gathered if call.fills else () for call in calls]
+    parts = tuple(call.sends[0] for call in calls)
+    return [parts if call.fills else () for call in calls]
 
 
 def _scatter(calls: Sequence[Call], _sums: Sums) -> Results:
@@ -203,7 +203,7 @@ class CallMatching:
         if len(meeting.calls) < len(call.group.ranks):
             return meeting, False
         del self._by_order[place]
-        meeting.calls.sort(key=lambda each: each.rank)
+        meeting.calls.sort(key=lambda c: c.rank)
         return meeting, True
 
     def incomplete(self) -> list[Call]:
@@ -219,7 +219,7 @@ class CallMatching:
 
     def _join_message(self, call: Call) -> tuple[Meeting, bool]:
         for meeting in self._messages:
-            pair = sorted((*meeting.calls, call), key=lambda each: each.kind == "recv")
+            pair = sorted((*meeting.calls, call), key=lambda c: c.kind == "recv")
             if _is_message(*pair):
                 self._messages.remove(meeting)
                 meeting.calls = pair
@@ -335,7 +335,7 @@ class Exchange:
         self._num_asked = 0
         self._status.enter(call)
         if self.faults:
-            self._strike(call.rank, due(self.faults, call, received=False))
+            self._strike(call.rank, due(self.faults, call, has_result=False))
         call.at = self.clocks[call.rank]
         meeting, is_complete = self._matching.join(call)
         if is_complete:
@@ -375,12 +375,12 @@ class Exchange:
         """Make all calls of one group fail on all ranks."""
         if group not in self._given_up:
             self._given_up[group] = rank
-            self._matching.forget(lambda each: each == group)
+            self._matching.forget(lambda members: members == group)
 
     def receive(self, call: Call) -> None:
         """Let faults change the tensors that a rank has received."""
         if self.faults:
-            for fault in due(self.faults, call, received=True):
+            for fault in due(self.faults, call, has_result=True):
                 strike(fault, call)
 
     def stuck(self) -> None:
@@ -406,15 +406,15 @@ class Exchange:
             self.regroup.leave(rank)
             self._status.end(rank, "returned" if error is None else error.how)
             return None
-        crashed = isinstance(error, Crashed)
-        self._status.end(rank, error.how if crashed else f"raised {_repr(error)}")
+        is_crash = isinstance(error, Crashed)
+        self._status.end(rank, error.how if is_crash else f"raised {_repr(error)}")
         how = self._status.describe(rank)
-        if crashed and self.regroup.lose(rank, how):
+        if is_crash and self.regroup.lose(rank, how):
             self._matching.forget(self.regroup.is_broken)
             return None
         text = f"rank {rank} {how}, so the others cannot continue.\n{self._status}"
         self._break(lambda peer: PeerFailedError(f"Rank {peer} of {self.size}: {text}"))
-        if not crashed:
+        if not is_crash:
             return error
         crash = RankCrashedError(f"Rank {rank} of {self.size} {how}.")
         crash.__cause__ = error.__cause__
@@ -446,7 +446,7 @@ class Exchange:
 
     def has_raised(self, error: BaseException) -> bool:
         """Whether an error is one that ranks raise because the world is broken."""
-        return any(error is own for raised in self._raised.values() for own in raised)
+        return any(error is e for errors in self._raised.values() for e in errors)
 
     def _check(self, call: Call) -> None:
         """Raise for a call in a broken world, of a rank that is gone, or from outside."""
@@ -466,10 +466,10 @@ class Exchange:
 
     def _check_group(self, call: Call) -> None:
         """Raise for a call in a group that a rank has given up, or crashed in."""
-        lost = self.regroup.lost_of(call.group)
+        crash = self.regroup.lost_of(call.group)
         peer = self._given_up.get(call.group)
-        if lost is not None:
-            peer, how = lost
+        if crash is not None:
+            peer, how = crash
             why = f"{how}. Continue with the remaining ranks: af.regroup(state)."
         elif peer is not None:
             why = "has given up the process group."
@@ -534,11 +534,11 @@ class Exchange:
         Raises:
             SimulationError: there is such a fault; the text has the first.
         """
-        missed = [fault for fault in self.faults if is_of_update(fault)]
-        if missed:
+        faults = [fault for fault in self.faults if is_of_update(fault)]
+        if faults:
             msg = (
-                f"{missed[0]!r} did not happen: rank {missed[0].rank} of {self.size} began no"
-                f" update {missed[0].step}. Plan the fault for an update that the rank takes."
+                f"{faults[0]!r} did not happen: rank {faults[0].rank} of {self.size} began no"
+                f" update {faults[0].step}. Plan the fault for an update that the rank takes."
             )
             raise SimulationError(msg)
         self.regroup.check_returned()
@@ -556,10 +556,10 @@ class Exchange:
 
     def await_return(self, rank: int) -> bool:
         """Let others run until a crashed rank comes back; return whether it does."""
-        gone, regroup = self._gone.get(rank), self.regroup
-        if not isinstance(gone, Crashed) or gone.returns is None:
+        unwind, regroup = self._gone.get(rank), self.regroup
+        if not isinstance(unwind, Crashed) or unwind.returns is None:
             return False
-        regroup.expect(rank, gone.returns)
+        regroup.expect(rank, unwind.returns)
         with suppress(Exception):  # the other ranks have raised the world's error
             self.let_others(rank, lambda: regroup.may_return(rank))
             if regroup.returns(rank):
@@ -584,9 +584,9 @@ class Exchange:
             self._break_by_mismatch(calls, wrong)
             return
         late = max(calls, key=lambda call: call.at)
-        waited = late.at - min(call.at for call in calls)
-        if waited > TIMEOUT:
-            self._break_by_stall(late, waited)
+        delay = late.at - min(call.at for call in calls)
+        if delay > TIMEOUT:
+            self._break_by_stall(late, delay)
             return
         meeting.ends_at = late.at
         # ranks call on separate streams, which do not wait for one another
@@ -609,10 +609,10 @@ class Exchange:
             )
         )
 
-    def _break_by_stall(self, late: Call, waited: float) -> None:
+    def _break_by_stall(self, late: Call, delay: float) -> None:
         text = (
             f"rank {late.rank} did not arrive within {TIMEOUT:.0f} s (it stalled for"
-            f" {waited:.0f} s).\n{self._status}"
+            f" {delay:.0f} s).\n{self._status}"
         )
         self._break(lambda rank: PeerFailedError(f"Rank {rank} of {self.size}: {text}"))
 
@@ -668,14 +668,14 @@ class SimulatedWork(Work):
         self,
         exchange: Exchange,
         calls: Sequence[Call],
-        returned: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
     ) -> None:
-        """Post calls; a future of this work holds `returned`."""
+        """Post calls; a future of this work holds `outputs`."""
         super().__init__()
         self._exchange = exchange
         self._posted = [(call, exchange.post(call)) for call in calls]
         self._num_written = 0
-        self._returned = list(returned)
+        self._returned = list(outputs)
         for call in calls:
             for target in call.fills:
                 _write(target, _poison)
@@ -700,8 +700,8 @@ class SimulatedWork(Work):
 
     def is_completed(self) -> bool:
         """Let other ranks run; write the result if it is there, and return whether it is."""
-        left = self._posted[self._num_written :]
-        return all(self._exchange.is_done(*each) for each in left) and self.wait()
+        pending = self._posted[self._num_written :]
+        return all(self._exchange.is_done(*pair) for pair in pending) and self.wait()
 
     def get_future(self) -> "torch.futures.Future[Any]":
         """Return a completed future: C++ would wait for it without passing the turn."""

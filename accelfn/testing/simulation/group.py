@@ -85,9 +85,9 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce each tensor over all ranks, in place."""
-        given, op = _list(tensors), _op(opts)
-        calls = [self._call("all_reduce", [each], [each], op=op) for each in given]
-        return self._post(calls, given)
+        sends, op = _list(tensors), _op(opts)
+        calls = [self._call("all_reduce", [t], [t], op=op) for t in sends]
+        return self._post(calls, sends)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce several tensors."""
@@ -95,25 +95,25 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Send the root's tensor to all."""
-        given, root = _list(tensors), _root(opts)
-        calls = [self._call("broadcast", [each], [each], root=root) for each in given]
-        return self._post(calls, given)
+        sends, root = _list(tensors), _root(opts)
+        calls = [self._call("broadcast", [t], [t], root=root) for t in sends]
+        return self._post(calls, sends)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         """Reduce to the root; other ranks' tensors stay unchanged."""
-        given, root = _list(tensors), _root(opts)
-        got = given if root == self.rank() else []
-        call = self._call("reduce", given, got, op=_op(opts), root=root)
-        return self._post([call], given)
+        sends, root = _list(tensors), _root(opts)
+        fills = sends if root == self.rank() else []
+        call = self._call("reduce", sends, fills, op=_op(opts), root=root)
+        return self._post([call], sends)
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor, into a list."""
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         calls = [
-            self._call("all_gather", [given], self._alike(got, given))
-            for given, got in zip(_list(inputs), lists, strict=True)
+            self._call("all_gather", [send], self._alike(fills, send))
+            for send, fills in zip(_list(inputs), lists, strict=True)
         ]
-        return self._post(calls, [each for got in lists for each in got])
+        return self._post(calls, [fill for fills in lists for fill in fills])
 
     def allgather_coalesced(
         self, outputs: Any, inputs: Tensors, opts: Any = None
@@ -122,49 +122,49 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
     ) -> Work:
         """Gather every rank's tensor into one tensor, in order."""
-        return self.all_gather_single_coalesced([output], [given])
+        return self.all_gather_single_coalesced([output], [send])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
         """Gather several tensors, each into one."""
         calls = [
-            self._call("all_gather_single", [given], self._parts(got, given))
-            for got, given in zip(_list(outputs), _list(inputs), strict=True)
+            self._call("all_gather_single", [send], self._parts(fill, send))
+            for fill, send in zip(_list(outputs), _list(inputs), strict=True)
         ]
         return self._post(calls, _list(outputs))
 
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor at the root."""
-        given = _list(inputs)
-        got = self._alike(outputs[0], given[0]) if outputs else []
-        call = self._call("gather", given, got, root=_root(opts))
-        return self._post([call], got)
+        sends = _list(inputs)
+        fills = self._alike(outputs[0], sends[0]) if outputs else []
+        call = self._call("gather", sends, fills, root=_root(opts))
+        return self._post([call], fills)
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Give each rank one of the root's tensors."""
-        got = _list(outputs)
-        given = self._alike(inputs[0], got[0]) if inputs else []
-        call = self._call("scatter", given, got, root=_root(opts))
-        return self._post([call], got)
+        fills = _list(outputs)
+        sends = self._alike(inputs[0], fills[0]) if inputs else []
+        call = self._call("scatter", sends, fills, root=_root(opts))
+        return self._post([call], fills)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Reduce a list of tensors; each rank gets one of them."""
         op = _op(opts)
         calls = [
-            self._call("reduce_scatter", self._alike(given, got), [got], op=op)
-            for got, given in zip(_list(outputs), inputs, strict=True)
+            self._call("reduce_scatter", self._alike(sends, fill), [fill], op=op)
+            for fill, sends in zip(_list(outputs), inputs, strict=True)
         ]
         return self._post(calls, _list(outputs))
 
     def reduce_scatter_single(
-        self, output: torch.Tensor, given: torch.Tensor, opts: Any = None
+        self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
     ) -> Work:
         """Reduce one tensor; each rank gets a part of it."""
-        return self.reduce_scatter_single_coalesced([output], [given], opts)
+        return self.reduce_scatter_single_coalesced([output], [send], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
@@ -172,21 +172,21 @@ class SimulatedGroup(dist.ProcessGroup):
         """Reduce several tensors; each rank gets a part of each."""
         kind, op = "reduce_scatter_single", _op(opts)
         calls = [
-            self._call(kind, self._parts(given, got), [got], op=op)
-            for got, given in zip(_list(outputs), _list(inputs), strict=True)
+            self._call(kind, self._parts(send, fill), [fill], op=op)
+            for fill, send in zip(_list(outputs), _list(inputs), strict=True)
         ]
         return self._post(calls, _list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Give each rank its tensor of a list."""
-        got = self._each(outputs)
-        call = self._call("all_to_all", self._each(inputs), got)
-        return self._post([call], got)
+        fills = self._each(outputs)
+        call = self._call("all_to_all", self._each(inputs), fills)
+        return self._post([call], fills)
 
     def all_to_all_single(
         self,
         output: torch.Tensor,
-        given: torch.Tensor,
+        send: torch.Tensor,
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
         opts: Any = None,
@@ -194,22 +194,22 @@ class SimulatedGroup(dist.ProcessGroup):
         """Give each rank its rows of a tensor."""
         call = self._call(
             "all_to_all_single",
-            self._rows(given, input_splits),
+            self._rows(send, input_splits),
             self._rows(output, output_splits),
         )
         return self._post([call], [output])
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
         """Send tensors to one rank, which must receive them."""
-        given = _list(tensors)
-        calls = [self._call("send", [each], [], peer=peer, tag=tag) for each in given]
-        return self._post(calls, given)
+        sends = _list(tensors)
+        calls = [self._call("send", [t], [], peer=peer, tag=tag) for t in sends]
+        return self._post(calls, sends)
 
     def recv(self, tensors: Tensors, peer: int | None, tag: int = 0) -> Work:
         """Receive tensors from one rank."""
-        got = _list(tensors)
-        calls = [self._call("recv", [], [each], peer=peer, tag=tag) for each in got]
-        return self._post(calls, got)
+        fills = _list(tensors)
+        calls = [self._call("recv", [], [fill], peer=peer, tag=tag) for fill in fills]
+        return self._post(calls, fills)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """Receive tensors from the first rank that sends."""
@@ -263,8 +263,8 @@ class SimulatedGroup(dist.ProcessGroup):
     def _call(
         self,
         kind: str,
-        given: Sequence[torch.Tensor],
-        got: Sequence[torch.Tensor],
+        sends: Sequence[torch.Tensor],
+        fills: Sequence[torch.Tensor],
         *,
         op: str | None = None,
         root: int | None = None,
@@ -275,17 +275,17 @@ class SimulatedGroup(dist.ProcessGroup):
             if rank is not None and not 0 <= rank < self._size:
                 msg = f"{kind}: {name} {rank} is not one of the {self._size} ranks."
                 raise ArgumentError(msg)
-        for each in given:
-            if not can_carry_out(kind, op, each):
+        for tensor in sends:
+            if not can_carry_out(kind, op, tensor):
                 call = kind if op is None else f"{op} in {kind}"
-                msg = f"Gloo has no {call} of a tensor such as {collectives.format_tensor(each)}."
+                msg = f"Gloo has no {call} of a tensor such as {collectives.format_tensor(tensor)}."
                 raise ArgumentError(msg)
         return Call(
             rank=self._rank,
             kind=kind,
             group=self.members,
-            sends=tuple(each.detach().clone() for each in given),
-            fills=tuple(got),
+            sends=tuple(tensor.detach().clone() for tensor in sends),
+            fills=tuple(fills),
             op=op,
             root=None if root is None else self.members.ranks[root],
             peer=None if peer is None else self.members.ranks[peer],
@@ -316,27 +316,27 @@ class SimulatedGroup(dist.ProcessGroup):
                 raise ArgumentError(msg)
         return self._each(tensors)
 
-    def _parts(self, whole: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+    def _parts(self, full: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Return views of one tensor, one part per rank, each shaped like `like`."""
-        fits = whole.numel() == self._size * like.numel() and whole.dtype is like.dtype
-        if not fits or not whole.is_contiguous():
+        fits = full.numel() == self._size * like.numel() and full.dtype is like.dtype
+        if not fits or not full.is_contiguous():
             msg = (
                 f"Expected a contiguous tensor of {self._size} times the elements of"
-                f" {collectives.format_tensor(like)}, got {collectives.format_tensor(whole)}"
-                f" of strides {whole.stride()}."
+                f" {collectives.format_tensor(like)}, got {collectives.format_tensor(full)}"
+                f" of strides {full.stride()}."
             )
             raise ArgumentError(msg)
-        return list(whole.detach().view(self._size, *like.shape))
+        return list(full.detach().view(self._size, *like.shape))
 
-    def _rows(self, whole: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
+    def _rows(self, full: torch.Tensor, splits: Sequence[int]) -> list[torch.Tensor]:
         """Return views of a tensor's rows, one view per rank."""
-        num_rows = whole.shape[0]
+        num_rows = full.shape[0]
         if not splits:
             if num_rows % self._size:
                 msg = f"{num_rows} rows do not divide evenly among {self._size} ranks."
                 raise ArgumentError(msg)
             splits = [num_rows // self._size] * self._size
-        return self._each(whole.detach().split(list(splits)))
+        return self._each(full.detach().split(list(splits)))
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:
@@ -345,10 +345,10 @@ def _list(tensors: Tensors) -> list[torch.Tensor]:
 
 def _op(opts: Any) -> str:
     """Return the name of a reduction, from torch's options or a ReduceOp."""
-    given = getattr(opts, "reduceOp", opts)
-    if given is None:
+    reduce_op = getattr(opts, "reduceOp", opts)
+    if reduce_op is None:
         return "SUM"
-    name: str = getattr(given, "op", given).name  # a ReduceOp wraps its kind
+    name: str = getattr(reduce_op, "op", reduce_op).name  # a ReduceOp wraps its kind
     return name
 
 
@@ -445,19 +445,19 @@ class Registry:
     def remove(self, group: SimulatedGroup) -> None:
         """Remove a group."""
         group.unregister()
-        for each in (self.pg_map, self.pg_names, self.pg_group_ranks):
-            each.pop(group, None)
+        for mapping in (self.pg_map, self.pg_names, self.pg_group_ranks):
+            mapping.pop(group, None)
         self.pg_backend_config.pop(group, None)
 
     def close(self) -> None:
         """Remove all groups from the process's list."""
-        removed = [cast("SimulatedGroup", group).unregister() for group in self.pg_map]
-        if any(removed):
+        removals = [cast("SimulatedGroup", group).unregister() for group in self.pg_map]
+        if any(removals):
             clear_caches()
 
 
-def _refuse(calls: Sequence[Call], returned: Sequence[torch.Tensor]) -> NoReturn:
-    del returned
+def _refuse(calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> NoReturn:
+    del outputs
     call = calls[0]
     msg = (
         f"Rank {call.rank} of a simulated world called {call.kind} on torch's default"
@@ -544,20 +544,20 @@ def explain_meta_error(error: BaseException) -> BaseException:
         " metrics.all_reduce_mean(world) or a transform that decides by values; or run with"
         ' device="cpu".'
     )
-    raised = SimulationError(msg)
-    raised.__cause__ = error
-    return raised
+    meta_error = SimulationError(msg)
+    meta_error.__cause__ = error
+    return meta_error
 
 
 def _line_of(error: BaseException) -> str:
     """Return file and line of the innermost frame outside torch and its call wrappers."""
-    found = ""
+    place = ""
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
         path, passes_on = code.co_filename, code.co_name == "__torch_function__"
         if not passes_on and not path.startswith((_TORCH, "<")):
-            found = f"{path.removeprefix(_LIBRARY)}:{line}"
-    return found
+            place = f"{path.removeprefix(_LIBRARY)}:{line}"
+    return place
 
 
 # The cost of a collective on the links between ranks, by algorithm.
@@ -629,8 +629,8 @@ def check_algorithm(call: str, algorithm: object) -> None:
         ArgumentError: the algorithm is unknown.
     """
     if algorithm not in get_args(Algorithm):
-        known = ", ".join(map(repr, get_args(Algorithm)))
-        msg = f"{call}(algorithm={algorithm!r}): expected one of {known}."
+        names = ", ".join(map(repr, get_args(Algorithm)))
+        msg = f"{call}(algorithm={algorithm!r}): expected one of {names}."
         raise ArgumentError(msg)
 
 
@@ -666,11 +666,11 @@ def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
     """Return twice a cost: to the sum, and back."""
 
     def cost(payload: Payload) -> Cost:
-        there = once(payload)
+        half = once(payload)
         return Cost(
-            num_bytes=2 * there.num_bytes,
-            rounds=2 * there.rounds,
-            busiest=2 * there.busiest,
+            num_bytes=2 * half.num_bytes,
+            rounds=2 * half.rounds,
+            busiest=2 * half.busiest,
         )
 
     return cost
@@ -679,9 +679,9 @@ def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
 def _reduce_by_gloo(payload: Payload) -> Cost:
     """Return the cost of a ring reduce-scatter and a gather to the root."""
     ring, n = _reduce_scatter(payload), payload.most
-    gathered = n - n // payload.ranks
+    gather_bytes = n - n // payload.ranks
     return Cost(
-        num_bytes=ring.num_bytes + gathered,
+        num_bytes=ring.num_bytes + gather_bytes,
         rounds=2 * ring.rounds,
         busiest=2 * ring.busiest,
     )

@@ -73,8 +73,8 @@ class Run(Sequence[T], Generic[T]):
             ArgumentError: `by` is not such an attribute, or the algorithm is unknown.
         """
         if by not in get_args(By):
-            known = ", ".join(map(repr, get_args(By)))
-            msg = f"Run.sent(by={by!r}): expected one of {known}."
+            names = ", ".join(map(repr, get_args(By)))
+            msg = f"Run.sent(by={by!r}): expected one of {names}."
             raise ArgumentError(msg)
         check_algorithm("Run.sent", algorithm)
         totals: dict[Any, int] = {}
@@ -131,15 +131,15 @@ class Plan:
                 f" take this call: {error}. Bind other arguments with functools.partial."
             )
             raise ArgumentError(msg) from error
-        if not all(arguments.is_integer(each, 0) for each in self.schedule):
+        if not all(arguments.is_integer(turn, 0) for turn in self.schedule):
             msg = f"simulate(schedule={self.schedule}): expected integers, 0 or more."
             raise ArgumentError(msg)
         if not arguments.is_integer(self.seed):
             msg = f"simulate(seed={self.seed!r}): expected an integer."
             raise ArgumentError(msg)
         if self.sums not in get_args(Sums):
-            known = ", ".join(map(repr, get_args(Sums)))
-            msg = f"simulate(sums={self.sums!r}): expected one of {known}."
+            names = ", ".join(map(repr, get_args(Sums)))
+            msg = f"simulate(sums={self.sums!r}): expected one of {names}."
             raise ArgumentError(msg)
         self._check_elastic()
         self._check_faults()

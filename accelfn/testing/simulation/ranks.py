@@ -111,8 +111,8 @@ class Ambient:
 
     def enter(self, rank: int) -> None:
         """Set the process to this rank's values."""
-        kept = self._kept.get(rank)
-        if kept is None:
+        snapshot = self._kept.get(rank)
+        if snapshot is None:
             self._callers.put_back(self._device)
             mtrand.set_bit_generator(np.random.MT19937(0))
             seed_rank(self._seed, rank, self._device)
@@ -121,7 +121,7 @@ class Ambient:
             setattr(*_TURN, draws.Turn())
             group.tell_rank()
         else:
-            kept.put_back(self._device)
+            snapshot.put_back(self._device)
 
     def restart(self, rank: int, registry: Registry) -> None:
         """Set the process to the values of a rank that starts."""
@@ -146,13 +146,13 @@ def seed_rank(seed: int, rank: int, device: torch.device) -> None:
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None]:
     """Restore the process's values afterwards."""
-    kept = _Kept.of_process(device)
+    snapshot = _Kept.of_process(device)
     deterministic = _deterministic()
     environment = dict(os.environ)
     try:
         yield
     finally:
-        kept.put_back(device)
+        snapshot.put_back(device)
         if _deterministic() != deterministic:  # setting it imports a compiler
             torch.use_deterministic_algorithms(
                 deterministic[0], warn_only=deterministic[1]
@@ -296,18 +296,18 @@ def _run(plan: Plan) -> Run[Any]:
         exchange.turns.run(body)
         errors[:] = _origin(errors, exchange.has_raised)
     finally:
-        unnoticed = exchange.close()
+        late_error = exchange.close()
         for registry in registries:
             registry.close()
-    if unnoticed is not None and not errors:
-        errors.append((None, unnoticed))
+    if late_error is not None and not errors:
+        errors.append((None, late_error))
     if errors:
         _raise(plan, errors)
     exchange.check_reached()
     clock = max(exchange.clocks)
     updates = max(group.activity.num_updates for group in groups)
-    log, missed = tuple(exchange.log), tuple(exchange.faults)
-    return Run(tuple(results), log, clock, missed, updates)
+    log, faults = tuple(exchange.log), tuple(exchange.faults)
+    return Run(tuple(results), log, clock, faults, updates)
 
 
 def _world(rank: int, plan: Plan, room: "_Room") -> World:

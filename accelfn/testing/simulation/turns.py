@@ -135,11 +135,11 @@ class Turns:
         An interrupted join does not tell whether the thread has ended, so joins come last.
         """
         interrupt: BaseException | None = None
-        seen = _clocks()
+        clocks = _clocks()
         while not self._has_ended:
             try:
                 self._end.acquire(timeout=_GLANCE)
-                seen = self._make_room(threads, seen)
+                clocks = self._make_room(threads, clocks)
             except BaseException as error:
                 if interrupt is not None:
                     self._has_ended = True
@@ -159,8 +159,8 @@ class Turns:
         The system wakes a thread on a free core. On a busy core, ranks would wait for the
         other work at every hand-over.
         """
-        wall, used = now = _clocks()
-        if self._core is not None and used - before[1] < _SHARE * (wall - before[0]):
+        wall, cpu = now = _clocks()
+        if self._core is not None and cpu - before[1] < _SHARE * (wall - before[0]):
             core = _this_core()
             if core not in (None, self._core):
                 self._core = core
