@@ -182,7 +182,7 @@ class Definition:
         for owner in self.setup.owners["data"]:
             plan = owner.data(plan)
             is_plan = isinstance(plan, Plan)
-            check_returned(owner, "data", ok=is_plan, returned=plan, expected="a Plan")
+            check_returned(owner, "data", ok=is_plan, value=plan, kind="a Plan")
         return plan
 
 

@@ -130,7 +130,7 @@ def has_field(value: object, field: str) -> bool:
 
 
 def check_returned(
-    owner: object, field: str, *, ok: bool, returned: object, expected: str
+    owner: object, field: str, *, ok: bool, value: object, kind: str
 ) -> None:
     """Raise unless a transform's method returned a valid value.
 
@@ -138,8 +138,7 @@ def check_returned(
         ArgumentError: `ok` is false; the error names the transform.
     """
     if not ok:
-        shown = type(returned).__name__
-        msg = f"{owner!r}.{field} returned {shown}; expected {expected}."
+        msg = f"{owner!r}.{field} returned {type(value).__name__}; expected {kind}."
         raise ArgumentError(msg)
 
 

@@ -58,10 +58,10 @@ class Compiler:
 
         Transforms may wrap the same loss function anew in each update.
         """
-        known = self._losses.get(loss_fn)
-        if known is None:
-            known = self.compile(graph, qualname(loss_fn))
-            self._losses[loss_fn] = known
+        compiled_fn = self._losses.get(loss_fn)
+        if compiled_fn is None:
+            compiled_fn = self.compile(graph, qualname(loss_fn))
+            self._losses[loss_fn] = compiled_fn
             if len(self._losses) == _MANY:
                 msg = (
                     f"{_MANY} loss functions were compiled for one model, the last of them"
@@ -69,7 +69,7 @@ class Compiler:
                     " before the loop, and give it what changes as an extra."
                 )
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
-        return known
+        return compiled_fn
 
     def compile(self, fn: Callable[..., Any], name: str) -> "Compiled":
         """Compile a function, with independent caches."""
@@ -98,12 +98,12 @@ class Compiled:
         """Call the function; torch compiles it again if a guard failed."""
         before = self._stats["unique_graphs"]
         try:
-            returned = self._first(*args) if self._is_first else self._fn(*args)
+            result = self._first(*args) if self._is_first else self._fn(*args)
         except self._failures as error:
             raise CompileError(self._cannot(error)) from error
         if self._stats["unique_graphs"] != before:
             self._note()
-        return returned
+        return result
 
     @property
     def _is_first(self) -> bool:
@@ -127,13 +127,13 @@ class Compiled:
         if not self._is_first:
             before = self._stats["unique_graphs"]
             try:
-                returned = self._fn(*args)
+                result = self._fn(*args)
             except self._failures:
                 pass
             else:
                 if self._stats["unique_graphs"] != before:
                     self._note()
-                return returned
+                return result
         with self._config.patch(trace_autograd_ops=True):
             return self(*args)
 
@@ -153,8 +153,8 @@ class Compiled:
         warnings.warn(msg, RecompilationWarning, stacklevel=2)
 
     def _reason(self) -> str:
-        told = [metric.recompile_reason for metric in self._metrics()[-1:]]
-        line = (told[0] if told else None) or "something that it uses changed"
+        reasons = [metric.recompile_reason for metric in self._metrics()[-1:]]
+        line = (reasons[0] if reasons else None) or "something that it uses changed"
         # torch appends the line of code and the stack
         return line.strip().splitlines()[0].partition("  #")[0].strip()
 
@@ -175,19 +175,19 @@ class Compiled:
         )
 
 
-def split_loss(returned: Any) -> tuple[bool, Any]:
+def split_loss(result: Any) -> tuple[bool, Any]:
     """Return whether a result is an `af.Loss`, and its parts as plain data for a graph."""
-    if isinstance(returned, Loss):
-        return True, (returned.total, returned.weight, dict(returned.aux))
-    return False, returned
+    if isinstance(result, Loss):
+        return True, (result.total, result.weight, dict(result.aux))
+    return False, result
 
 
-def join_loss(is_loss: bool, returned: Any) -> Any:  # noqa: FBT001 - from `split_loss`
+def join_loss(is_loss: bool, plain: Any) -> Any:  # noqa: FBT001 - from `split_loss`
     """Rebuild a loss function's result from plain data."""
     if is_loss:
-        total, weight, aux = returned
+        total, weight, aux = plain
         return Loss(total, weight, **aux)
-    return returned
+    return plain
 
 
 def detach_tree(leaf: Any) -> Any:
@@ -195,9 +195,9 @@ def detach_tree(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if isinstance(leaf, dict):
-        return {name: detach_tree(each) for name, each in leaf.items()}
+        return {name: detach_tree(child) for name, child in leaf.items()}
     if isinstance(leaf, tuple):
-        return tuple([detach_tree(each) for each in leaf])
+        return tuple([detach_tree(child) for child in leaf])
     return leaf
 
 
@@ -232,26 +232,26 @@ class OneGraphRunner:
         compiler, module = self._compiler, self._module
         value, extras = samples.value, samples.extras
         compiler.count_pass(loss_fn, samples)
-        compiled = compiler.loss(samples.origin, self._graph)
+        compiled_fn = compiler.loss(samples.origin, self._graph)
         try:
-            is_loss, plain, grads = compiled.differentiating(
+            is_loss, plain, grads = compiled_fn.differentiating(
                 loss_fn, module, value, extras
             )
         except CompileError:
             # an error that is not about compiling is raised by the function itself
             loss_fn(module, value, *extras)
             raise
-        returned = join_loss(is_loss, plain)
+        result = join_loss(is_loss, plain)
         if grads is None:
-            return read_loss(returned, loss_fn, samples)  # raises with the reason
+            return read_loss(result, loss_fn, samples)  # raises with the reason
         if compiler.reuses_memory:
-            returned, grads = tree.clone((returned, list(grads)))
+            result, grads = tree.clone((result, list(grads)))
         else:
-            grads = self._unshare(compiled, grads, (plain, value, extras))
+            grads = self._unshare(compiled_fn, grads, (plain, value, extras))
         self._grads = grads
-        total: torch.Tensor = returned.total if is_loss else returned
+        total: torch.Tensor = result.total if is_loss else result
         total.requires_grad_()  # the graph checked that it had a gradient
-        return read_loss(returned, loss_fn, samples)
+        return read_loss(result, loss_fn, samples)
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -276,7 +276,7 @@ class OneGraphRunner:
         return None
 
     def _unshare(
-        self, compiled: Compiled, grads: Sequence[torch.Tensor | None], others: Any
+        self, compiled_fn: Compiled, grads: Sequence[torch.Tensor | None], values: Any
     ) -> Sequence[torch.Tensor | None]:
         """Copy gradients that share memory with another tensor.
 
@@ -284,10 +284,10 @@ class OneGraphRunner:
         gradients are scaled in place. Sharing depends only on the graph, so it is checked once
         per graph.
         """
-        if compiled.num_compiled != self._num_compiled:
-            self._num_compiled = compiled.num_compiled
-            held = [*self._module.parameters(), *self._module.buffers()]
-            self._shared |= _find_shared(grads, [*held, *tree.tensor_leaves(others)])
+        if compiled_fn.num_compiled != self._num_compiled:
+            self._num_compiled = compiled_fn.num_compiled
+            leaves = [*self._module.parameters(), *self._module.buffers()]
+            self._shared |= _find_shared(grads, [*leaves, *tree.tensor_leaves(values)])
         if not self._shared:
             return grads
         return [
@@ -303,9 +303,9 @@ class TwoGraphs:
     all gradients are complete before the first is reduced.
     """
 
-    def __init__(self, compiler: Compiler, *, whole: bool) -> None:
+    def __init__(self, compiler: Compiler, *, one_graph: bool) -> None:
         """Take the compiler, and whether a single graph is allowed."""
-        self._compiler, self._whole = compiler, whole
+        self._compiler, self._whole = compiler, one_graph
         self._made: dict[LossFunction | None, Callable[..., Any]] = {}
 
     def compiled(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
@@ -323,13 +323,13 @@ class TwoGraphs:
         return compiled_loss
 
     def _compile_loss(self, origin: LossFunction | None) -> Callable[..., Any]:
-        compiled = self._compiler.loss(origin, _forward_graph)
+        compiled_fn = self._compiler.loss(origin, _forward_graph)
 
         def run(
             loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
         ) -> Any:
             try:
-                return join_loss(*compiled(loss_fn, model, value, extras))
+                return join_loss(*compiled_fn(loss_fn, model, value, extras))
             except CompileError as error:
                 if not (self._whole and DOUBLE_BACKWARD in str(error)):
                     loss_fn(model, value, *extras)
@@ -343,22 +343,22 @@ class TwoGraphs:
         self, origin: LossFunction | None, model: nn.Module
     ) -> Callable[..., Any]:
         """Return a loss with a double backward, compiled with its gradients."""
-        trained = [p for p in model.parameters() if p.requires_grad]
-        compiled = self._compiler.compile(_one_graph(trained), qualname(origin))
+        params = [p for p in model.parameters() if p.requires_grad]
+        compiled_fn = self._compiler.compile(_one_graph(params), qualname(origin))
 
         def run(
             loss_fn: LossFunction, model: nn.Module, value: Any, *extras: Any
         ) -> Any:
-            is_loss, plain, grads = compiled.differentiating(
+            is_loss, plain, grads = compiled_fn.differentiating(
                 loss_fn, model, value, extras
             )
             if grads is None:
                 return join_loss(is_loss, plain)
-            total, *others = plain if is_loss else (plain,)
-            used = [i for i, grad in enumerate(grads) if grad is not None]
-            params = (trained[i] for i in used)
-            total = _WithGrads.apply(total, [grads[i] for i in used], *params)
-            return join_loss(is_loss, (total, *others) if is_loss else total)
+            total, *rest = plain if is_loss else (plain,)
+            indices = [i for i, grad in enumerate(grads) if grad is not None]
+            used_params = (params[i] for i in indices)
+            total = _WithGrads.apply(total, [grads[i] for i in indices], *used_params)
+            return join_loss(is_loss, (total, *rest) if is_loss else total)
 
         return run
 
@@ -395,9 +395,9 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
 
 
 def _call_region(
-    compiled: Compiled, region: nn.Module, *args: Any, **kwargs: Any
+    compiled_fn: Compiled, region: nn.Module, *args: Any, **kwargs: Any
 ) -> Any:
-    return compiled(region, args, kwargs)
+    return compiled_fn(region, args, kwargs)
 
 
 def _class_graph(kind: type[nn.Module]) -> Callable[..., Any]:
@@ -413,7 +413,7 @@ def _call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
     return module._uncompiled(*args, **kwargs)
 
 
-def _one_graph(trained: list[nn.Parameter]) -> Callable[..., Any]:
+def _one_graph(params: list[nn.Parameter]) -> Callable[..., Any]:
     """Return a function that computes a loss and its gradients, for the compiler."""
 
     def loss_and_grads(
@@ -423,8 +423,8 @@ def _one_graph(trained: list[nn.Parameter]) -> Callable[..., Any]:
         total = plain[0] if is_loss else plain
         if not _has_gradient(total):
             return is_loss, detach_tree(plain), None
-        grads = torch.autograd.grad(total, trained, allow_unused=True)
-        laid_out = [_as_parameter(p, g) for p, g in zip(trained, grads, strict=True)]
+        grads = torch.autograd.grad(total, params, allow_unused=True)
+        laid_out = [_as_parameter(p, g) for p, g in zip(params, grads, strict=True)]
         return is_loss, detach_tree(plain), laid_out
 
     return loss_and_grads
@@ -453,15 +453,15 @@ def _as_parameter(
 
 
 def _find_shared(
-    grads: Sequence[torch.Tensor | None], others: Iterable[torch.Tensor]
+    grads: Sequence[torch.Tensor | None], tensors: Iterable[torch.Tensor]
 ) -> set[int]:
     """Return the indices of gradients that share memory with another tensor."""
-    seen = {other.untyped_storage().data_ptr() for other in others}
-    found: set[int] = set()
+    pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    indices: set[int] = set()
     for i, grad in enumerate(grads):
         if grad is not None and grad.numel():
-            where = grad.untyped_storage().data_ptr()
-            if where in seen:
-                found.add(i)
-            seen.add(where)
-    return found
+            pointer = grad.untyped_storage().data_ptr()
+            if pointer in pointers:
+                indices.add(i)
+            pointers.add(pointer)
+    return indices

@@ -64,14 +64,14 @@ class Attention:
         Raises:
             LossError: the mask has another number of positions.
         """
-        mask, whole = self.attn_mask, (num_queries, num_keys)
+        mask, lengths = self.attn_mask, (num_queries, num_keys)
         if mask is None:
             return
-        ends = zip(mask.shape[-2:], whole, strict=False)
+        ends = zip(mask.shape[-2:], lengths, strict=False)
         if mask.ndim < 2 or any(a not in (1, b) for a, b in ends):
             msg = (
                 f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, and"
-                f" attention goes over {whole[0]} x {whole[1]} positions, of which this rank"
+                f" attention goes over {lengths[0]} x {lengths[1]} positions, of which this rank"
                 " has a part. Give is_causal=True, or a mask for all positions, such as a"
                 " buffer of the model or one of fewer dims than seq_dim names."
             )
@@ -183,8 +183,8 @@ class Heads:
             mask = mask.chunk(ranks.size, -3)[ranks.rank]
         options = attrs.asdict(attention, recurse=False)
         options |= {"query": query, "key": key, "value": value, "attn_mask": mask}
-        attended = F.scaled_dot_product_attention(**options)
-        return exchange_heads((attended,), ranks, (POSITIONS, HEADS))[0]
+        output = F.scaled_dot_product_attention(**options)
+        return exchange_heads((output,), ranks, (POSITIONS, HEADS))[0]
 
 
 def _check_heads(attention: Attention, ranks: World) -> None:
@@ -219,23 +219,23 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, ranks: World, dims: tuple[int, int], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.ranks, ctx.dims = ranks, dims
-        given, taken = dims
+        split_dim, cat_dim = dims
         num = ranks.size
-        rows = [torch.stack(tensor.chunk(num, given)) for tensor in tensors]
-        sent = torch.cat([row.reshape(num, -1) for row in rows], dim=1)
-        got = torch.empty_like(sent)
+        rows = [torch.stack(tensor.chunk(num, split_dim)) for tensor in tensors]
+        outgoing = torch.cat([row.reshape(num, -1) for row in rows], dim=1)
+        got = torch.empty_like(outgoing)
         with naming(_HEADS, ranks):
-            dist.all_to_all_single(got, sent, group=ranks.group)
+            dist.all_to_all_single(got, outgoing, group=ranks.group)
         parts = got.split([row[0].numel() for row in rows], dim=1)
         return tuple(
-            torch.cat([*part.reshape(row.shape)], dim=taken)
+            torch.cat([*part.reshape(row.shape)], dim=cat_dim)
             for part, row in zip(parts, rows, strict=True)
         )
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        given, taken = ctx.dims
-        back = exchange_heads(gradients, ctx.ranks, (taken, given))
+        split_dim, cat_dim = ctx.dims
+        back = exchange_heads(gradients, ctx.ranks, (cat_dim, split_dim))
         return None, None, *back
 
 
@@ -362,12 +362,12 @@ def join(
     lse_of_more: torch.Tensor,
 ) -> None:
     """Join the result of one more block, in place."""
-    both = torch.logaddexp(lse, lse_of_more)
+    total_lse = torch.logaddexp(lse, lse_of_more)
     ours, theirs = (
-        (each - finite(both)).exp()[..., None] for each in (lse, lse_of_more)
+        (part - finite(total_lse)).exp()[..., None] for part in (lse, lse_of_more)
     )
     output.mul_(ours).add_(more * theirs)
-    lse.copy_(both)
+    lse.copy_(total_lse)
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
@@ -453,10 +453,10 @@ def _of_each_head(block: Block) -> Three:
     return query, key, value
 
 
-def _expand_heads(each: torch.Tensor, block: Block) -> torch.Tensor:
+def _expand_heads(tensor: torch.Tensor, block: Block) -> torch.Tensor:
     """Repeat keys or values for the query heads that share them (GQA)."""
-    shared_by = block.query.shape[1] // each.shape[1]
-    return each if shared_by == 1 else each.repeat_interleave(shared_by, 1)
+    shared_by = block.query.shape[1] // tensor.shape[1]
+    return tensor if shared_by == 1 else tensor.repeat_interleave(shared_by, 1)
 
 
 # Split sequences, by a ring: keys and values go around the ranks.
@@ -494,7 +494,7 @@ class Ring:
             attention dropout.
         """
         _check_ring(attention)
-        three = [_as_autocast(each) for each in attention.three.values()]
+        three = [_as_autocast(tensor) for tensor in attention.three.values()]
         scale = (
             three[0].shape[-1] ** -0.5 if attention.scale is None else attention.scale
         )
@@ -508,7 +508,7 @@ class Ring:
         """Return the mask of this rank's queries and each rank's keys."""
         size = self._ranks.size
         lengths = [
-            each.shape[POSITIONS] * size for each in (attention.query, attention.key)
+            part.shape[POSITIONS] * size for part in (attention.query, attention.key)
         ]
         attention.check_mask(*lengths)
         mask = attention.attn_mask
@@ -538,8 +538,8 @@ def _of_pieces(
 ) -> torch.Tensor:
     if mask.shape[dim] == 1:
         return mask
-    cut = mask.chunk(num, dim)
-    return torch.cat([cut[piece] for piece in pieces], dim)
+    chunks = mask.chunk(num, dim)
+    return torch.cat([chunks[piece] for piece in pieces], dim)
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
@@ -547,8 +547,8 @@ def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
     kind = tensor.device.type
     if tensor.dtype is torch.float64 or not is_autocast_available(kind):
         return tensor
-    enabled = torch.is_autocast_enabled(kind)
-    return tensor.to(torch.get_autocast_dtype(kind)) if enabled else tensor
+    is_enabled = torch.is_autocast_enabled(kind)
+    return tensor.to(torch.get_autocast_dtype(kind)) if is_enabled else tensor
 
 
 def _check_ring(attention: Attention) -> None:
@@ -622,7 +622,7 @@ class _Meetings:
     ) -> Block:
         """Return the block of this rank's queries with a rank's keys."""
         rows, columns = self.places(owner, query.shape[POSITIONS])
-        key, value = (each[:, :, columns] for each in pair)
+        key, value = (part[:, :, columns] for part in pair)
         is_causal = self.is_causal and owner == self.ranks.rank
         return Block(
             query[:, :, rows], key, value, mask, is_causal=is_causal, scale=self.scale
@@ -634,22 +634,22 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, meetings: _Meetings, *given: torch.Tensor | None
+        ctx: Any, meetings: _Meetings, *tensors: torch.Tensor | None
     ) -> torch.Tensor:
-        query, key, value, *masks = cast("tuple[torch.Tensor, ...]", given)
+        query, key, value, *masks = cast("tuple[torch.Tensor, ...]", tensors)
         ranks, length = meetings.ranks, query.shape[POSITIONS]
-        held = zip(
+        pairs = zip(
             owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
         )
         with _plainly(query):
-            owner, pair = next(held)  # its own keys, with all queries
+            owner, pair = next(pairs)  # its own keys, with all queries
             output, lse = map(
                 wide, meetings.block(owner, query, pair, masks[0]).attend()
             )
-            for (owner, pair), mask in zip(held, masks[1:], strict=True):
-                found = meetings.block(owner, query, pair, mask).attend()
+            for (owner, pair), mask in zip(pairs, masks[1:], strict=True):
+                result = meetings.block(owner, query, pair, mask).attend()
                 rows, _ = meetings.places(owner, length)
-                join(output[:, :, rows], lse[:, :, rows], *map(wide, found))
+                join(output[:, :, rows], lse[:, :, rows], *map(wide, result))
         output = output.to(query.dtype)
         ctx.meetings = meetings
         ctx.save_for_backward(query, key, value, output, lse, *masks)
@@ -666,28 +666,28 @@ class _Attention(torch.autograd.Function):
         of_query = torch.zeros_like(wide(query))
         home = Homewards((wide(key), wide(value)), ranks, label=_RING)
         of_masks: list[torch.Tensor | None] = []
-        learned = ctx.needs_input_grad[-ranks.size :]
-        held = zip(
+        needs_grad = ctx.needs_input_grad[-ranks.size :]
+        pairs = zip(
             owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
         )
         with _plainly(query):
-            for hop, (owner, pair) in enumerate(held):
+            for hop, (owner, pair) in enumerate(pairs):
                 block = meetings.block(owner, query, pair, masks[hop])
                 rows, columns = meetings.places(owner, length)
-                given = (each[:, :, rows] for each in (upstream, output, lse))
-                if learned[hop]:
-                    *three, of_products = block.gradients_with_mask(*given)
+                parts = (part[:, :, rows] for part in (upstream, output, lse))
+                if needs_grad[hop]:
+                    *three, of_products = block.gradients_with_mask(*parts)
                     of_masks.append(of_products.sum_to_size(masks[hop].shape))
                 else:
-                    three = block.gradients(*given)
+                    three = block.gradients(*parts)
                     of_masks.append(None)
                 of_query[:, :, rows] += three[0]
                 home.add(three[1:], columns)
         of_three = (of_query, *home.arrived())
-        asked = zip(
+        gradients = zip(
             of_three + tuple(of_masks), (query, key, value, *masks), strict=True
         )
-        return None, *(g if g is None else g.to(like.dtype) for g, like in asked)
+        return None, *(g if g is None else g.to(like.dtype) for g, like in gradients)
 
 
 def _plainly(tensor: torch.Tensor) -> Any:

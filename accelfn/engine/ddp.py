@@ -78,8 +78,8 @@ class Narrow:
         narrow = (bucket / unit).to(self._dtype)
         work: Any = dist.all_reduce(narrow, group=self._ranks.group, async_op=True)
 
-        def widen(done: Any) -> torch.Tensor:
-            return bucket.copy_(done.value()[0]).mul_(unit / size)
+        def widen(future: Any) -> torch.Tensor:
+            return bucket.copy_(future.value()[0]).mul_(unit / size)
 
         return work.get_future().then(widen)
 
@@ -149,9 +149,9 @@ class LowRank:
             self._mean_(plain)
         if matrices:
             self._approximate_(matrices)
-        done: Reduced = torch.futures.Future()
-        done.set_result(bucket)
-        return done
+        future: Reduced = torch.futures.Future()
+        future.set_result(bucket)
+        return future
 
     def _pays(self, gradient: torch.Tensor) -> bool:
         """Whether the factors are smaller than the matrix by the minimum rate."""
@@ -181,14 +181,15 @@ class LowRank:
 
     def _approximate_(self, matrices: list[_Matrix]) -> None:
         """Set gradients to their approximate mean, and keep the errors."""
-        left = [matrix.rows @ matrix.factor for matrix in matrices]
-        self._mean_(left)
-        left = [torch.linalg.qr(matrix).Q for matrix in left]
+        bases = [matrix.rows @ matrix.factor for matrix in matrices]
+        self._mean_(bases)
+        bases = [torch.linalg.qr(matrix).Q for matrix in bases]
         right = [
-            matrix.rows.mH @ basis for matrix, basis in zip(matrices, left, strict=True)
+            matrix.rows.mH @ basis
+            for matrix, basis in zip(matrices, bases, strict=True)
         ]
         self._mean_(right)
-        for matrix, basis, factor in zip(matrices, left, right, strict=True):
+        for matrix, basis, factor in zip(matrices, bases, right, strict=True):
             product = basis @ factor.mH
             self._errors[matrix.name] = matrix.rows - product
             self._factors[matrix.name] = factor
@@ -238,8 +239,8 @@ class LossModule(nn.Module):
         self, loss_fn: LossFunction, samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss, and the root of its weight."""
-        returned = loss_fn(self.module, samples.value, *samples.extras)
-        read = read_loss(returned, loss_fn, samples)
+        result = loss_fn(self.module, samples.value, *samples.extras)
+        read = read_loss(result, loss_fn, samples)
         self.reads.append(read)
         return read.scalar, self.roots[0].view(())
 
@@ -306,12 +307,12 @@ class LeanDDP(DistributedDataParallel):
             self  # torch.compile reads this attribute
         )
         try:
-            returned = self.module(*inputs)
+            output = self.module(*inputs)
         finally:
             # simulated ranks take turns: it may be another rank's module now
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
-        return self._post_forward(returned)
+        return self._post_forward(output)
 
 
 class _KeepsOrder(TorchDispatchMode):
@@ -338,7 +339,7 @@ def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
     params = bucket.parameters()
     lengths = [param.numel() * (1 + param.is_complex()) for param in params]
     parts = bucket.buffer().split(lengths)
-    return [_laid_out(*each) for each in zip(parts, params, strict=True)]
+    return [_laid_out(*pair) for pair in zip(parts, params, strict=True)]
 
 
 def _laid_out(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
@@ -406,15 +407,13 @@ class DDPRunner:
         self._learns = bool(options.get("static_graph"))
         built: dict[str, Any] = {**options, "static_graph": False}
         with naming("build DistributedDataParallel", ranks):
-            wrapped = LeanDDP(
-                inner, process_group=ranks.group, init_sync=False, **built
-            )
-            wrapped.lay_out()
-        self._wrapped: LeanDDP | None = wrapped
+            ddp = LeanDDP(inner, process_group=ranks.group, init_sync=False, **built)
+            ddp.lay_out()
+        self._wrapped: LeanDDP | None = ddp
         if self._is_early:
-            self._refuse_sparse(wrapped)
+            self._refuse_sparse(ddp)
             # weakly: Python does not collect references that the reducer holds in C++
-            wrapped.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
+            ddp.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         ranks.connection.hold(self.let_go)
 
     def forward(
@@ -456,13 +455,13 @@ class DDPRunner:
         missing = self._ddp.params_missing() if self._sync else []
         if missing:
             reject_unused((self._names[id(p)] for p in missing), are_held=False)
-        averaged, carrier.grad = carrier.grad, None
-        if not self._sync or averaged is None:
+        mean_weight, carrier.grad = carrier.grad, None
+        if not self._sync or mean_weight is None:
             return None
         if early:
-            return self._weight.to(averaged)[0]
+            return self._weight.to(mean_weight)[0]
         # with gradient_as_bucket_view the next pass overwrites it in its bucket
-        return averaged if averaged._base is None else averaged.clone()
+        return mean_weight if mean_weight._base is None else mean_weight.clone()
 
     def _sum(self, weight: Number) -> None:
         """All-reduce the weight before the gradients, for compression and early updates."""
@@ -480,25 +479,25 @@ class DDPRunner:
         """Reduce a bucket that the backward pass has filled."""
         params, gradients = bucket.parameters(), _gradients(bucket)
         if self._compression is None:
-            reduced = self._average(bucket.buffer())
+            future = self._average(bucket.buffer())
         else:
             named = {
                 self._names[id(param)]: gradient
                 for param, gradient in zip(params, gradients, strict=True)
                 if id(param) in self._names
             }
-            reduced = self._compression.reduce(bucket.buffer(), named)
+            future = self._compression.reduce(bucket.buffer(), named)
         if self._live is not None:
-            own = [param for param in params if param is not self._carrier]
+            model_params = [param for param in params if param is not self._carrier]
             for param, gradient in zip(params, gradients, strict=True):
                 param.grad = gradient
-            self._reduced.append((reduced, own))
+            self._reduced.append((future, model_params))
             self._step_reduced(wait=False)
-        return reduced
+        return future
 
-    def _refuse_sparse(self, wrapped: LeanDDP) -> None:
+    def _refuse_sparse(self, ddp: LeanDDP) -> None:
         """Reject sparse gradients, which are in no bucket."""
-        sparse = [self._names[id(param)] for param in wrapped.sparse_params()]
+        sparse = [self._names[id(param)] for param in ddp.sparse_params()]
         if sparse:
             msg = (
                 f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, which"
@@ -512,18 +511,18 @@ class DDPRunner:
         bucket.mul_(1.0 / self._ranks.size)
         work: Any = dist.all_reduce(bucket, group=self._ranks.group, async_op=True)
 
-        def first(done: Any) -> torch.Tensor:
-            return done.value()[0]
+        def first(future: Any) -> torch.Tensor:
+            return future.value()[0]
 
         return work.get_future().then(first)
 
     def _step_reduced(self, *, wait: bool) -> None:
         """Step the parameters of reduced buckets, in order."""
         while self._live is not None and self._reduced:
-            reduced, params = self._reduced[0]
-            if not (wait or reduced.done()):
+            future, params = self._reduced[0]
+            if not (wait or future.done()):
                 return
-            reduced.wait()
+            future.wait()
             self._reduced.popleft()
             for param in params:
                 self._live.take(param)

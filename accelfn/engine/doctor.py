@@ -98,7 +98,7 @@ class Doctor:
             self._modules = None
 
     def examine_gradients(
-        self, trained: Iterable[str], gradients: Mapping[str, torch.Tensor]
+        self, trainable: Iterable[str], gradients: Mapping[str, torch.Tensor]
     ) -> None:
         """Compare the first gradients of unsplit parameters over the ranks along "tp".
 
@@ -112,7 +112,7 @@ class Doctor:
             return
         own_grads = {
             name: local(gradients[name]).detach().double()
-            for name in trained
+            for name in trainable
             if name in gradients and "tp" not in cut_axes(gradients[name])
         }
         totals = [grad.clone() for grad in own_grads.values()]
@@ -132,9 +132,9 @@ class Doctor:
         """Look at the optimizer after an update; return whether there is more to see."""
         if self._optimizers is not None and not self._optimizers.look():
             self._optimizers = None
-        kept = self._modules, self._optimizers, self._left_out, self._last_value
+        checks = self._modules, self._optimizers, self._left_out, self._last_value
         is_waiting = self._has_own_loss and self._num_passes < _PASSES
-        return is_waiting or any(part is not None for part in kept)
+        return is_waiting or any(check is not None for check in checks)
 
     def _examine_value(self, state: TrainState, samples: Samples) -> None:
         """Warn at the second update on plain values: the state's data do not advance.
@@ -208,8 +208,8 @@ def examine_call(state: TrainState, batch: Any) -> None:
     definition = state.definition
     is_main, cache = definition.world.is_main, definition.cache
     if cache.loaded is not None and is_main:
-        given, made = cache.loaded
-        if given() is state.lease and made() is None:
+        template_ref, result_ref = cache.loaded
+        if template_ref() is state.lease and result_ref() is None:
             advise(
                 "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
                 " what the last one returned; this step takes the state that it was given,"
@@ -272,8 +272,8 @@ def _is_alike(value: Any, state: TrainState) -> bool:
         and tensor.numel() > 1
     ]
     # without tensors to compare, use the rank, so that ranks differ
-    mine = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
-    all_sums = all_gather_list(mine.to(batch.device), batch, label="first batch")
+    own_sum = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
+    all_sums = all_gather_list(own_sum.to(batch.device), batch, label="first batch")
     return len({int(value) for value in all_sums}) == 1
 
 
@@ -304,10 +304,10 @@ def compare_ranks(state: TrainState) -> None:
     check_definitions(state)
     is_apart = "apart" in setup.facts or not is_one_training(state)
     values = not is_apart or state.step == 0
-    whole = {n: p for n, p in state.params.items() if not is_shard(p)}
+    full_params = {n: p for n, p in state.params.items() if not is_shard(p)}
     has_copies = world.axes.get("dp_replicate", 1) > 1
     check_replicas(
-        state.params if has_copies else whole,
+        state.params if has_copies else full_params,
         world,
         label="compare replicas",
         values=values,
@@ -315,7 +315,7 @@ def compare_ranks(state: TrainState) -> None:
     )
     if not values and definition.trains_apart:
         copy = definition.copy  # whose ranks agree at any time
-        check_replicas(whole, copy, label="compare replicas", values=True)
+        check_replicas(full_params, copy, label="compare replicas", values=True)
     cache.is_compared = True
 
 
@@ -425,12 +425,12 @@ class Counters:
     @classmethod
     def of(cls, owners: Iterable[tuple[str, object]], advice: str) -> "Counters | None":
         """Return a check of objects by name, or None if all are torch's own."""
-        own = [
+        user_objects = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
             if not type(owner).__module__.startswith("torch.")
         ]
-        return cls(own, advice) if own else None
+        return cls(user_objects, advice) if user_objects else None
 
     def look(self) -> bool:
         """Record values after a pass, and finally warn; return whether to continue."""
@@ -447,20 +447,20 @@ class Counters:
         counts = {
             f"{path}.{name}": values
             for (path, name), value in first.items()
-            if _counts(values := [value, *(each.get((path, name)) for each in later)])
+            if _counts(values := [value, *(row.get((path, name)) for row in later)])
         }
         if counts:
             advise(self._advice.format(_format_counts(counts)))
         return False
 
 
-def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
+def _numbers(attributes: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """Yield an object's numbers by name: values, dict values, and lengths of lists.
 
     For a tensor it is the number of writes; a tensor that is new in each pass has a constant
     number.
     """
-    for name, value in kept.items():
+    for name, value in attributes.items():
         if type(value) in (int, float):
             yield name, value
         elif type(value) is torch.Tensor:
@@ -468,11 +468,11 @@ def _numbers(kept: dict[str, Any]) -> Iterator[tuple[str, float]]:
         elif type(value) is list:
             yield f"{name}'s length", len(value)
         elif type(value) is dict and not name.startswith("_"):
-            gradients = cast("dict[Any, Any]", value).items()
+            items = cast("dict[Any, Any]", value).items()
             yield from (
-                (f"{name}[{key!r}]", each)
-                for key, each in gradients
-                if type(each) in (int, float)
+                (f"{name}[{key!r}]", number)
+                for key, number in items
+                if type(number) in (int, float)
             )
 
 
@@ -519,7 +519,7 @@ _OF_OPTIMIZERS = (
 
 
 def untracked_leaves(
-    loss: torch.Tensor, known: Container[int]
+    loss: torch.Tensor, param_ids: Container[int]
 ) -> "list[ref[torch.Tensor]]":
     """Return the leaves of a loss's graph that do not belong to the state.
 
@@ -527,12 +527,12 @@ def untracked_leaves(
 
     Args:
         loss: the loss; its graph is searched.
-        known: ids of the running model's parameters.
+        param_ids: ids of the running model's parameters.
 
     Raises:
         LossError: a leaf belongs to a module of `af.borrow_model` whose with block has ended.
     """
-    leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in known]
+    leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in param_ids]
     _warn_of_untrained([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
     return [ref(leaf) for leaf in leaves]
 
@@ -560,12 +560,12 @@ def _warn_of_untrained(params: list[nn.Parameter]) -> None:
 def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     """Return the leaf tensors of a graph."""
     leaves: list[torch.Tensor] = []
-    visited, waiting = set[Any](), [loss.grad_fn]
+    seen_nodes, waiting = set[Any](), [loss.grad_fn]
     while waiting:
         node: Any = waiting.pop()
-        if node is None or node in visited:
+        if node is None or node in seen_nodes:
             continue
-        visited.add(node)
+        seen_nodes.add(node)
         if (end := getattr(node, "variable", None)) is not None:
             leaves.append(end)
         waiting += [after for after, _ in node.next_functions]
@@ -586,22 +586,22 @@ DISCONNECTED = (
 
 
 def reject_frozen(
-    trained: Mapping[str, torch.Tensor], gradients: Container[str]
+    params: Mapping[str, torch.Tensor], gradients: Container[str]
 ) -> None:
     """Reject a loss function that froze parameters, and unfreeze them.
 
     Args:
-        trained: the trained parameters, by name.
+        params: the trained parameters, by name.
         gradients: the names of parameters with a gradient.
 
     Raises:
         LossError: names the frozen parameters.
     """
     frozen = [
-        n for n, p in trained.items() if n not in gradients and not p.requires_grad
+        n for n, p in params.items() if n not in gradients and not p.requires_grad
     ]
     for name in frozen:
-        trained[name].requires_grad_()
+        params[name].requires_grad_()
     if frozen:
         msg = (
             f"The loss function froze {len(frozen)} parameters that are trained:"
@@ -612,17 +612,17 @@ def reject_frozen(
         raise LossError(msg)
 
 
-def reject_unused(unused: Iterable[str], *, are_held: bool) -> NoReturn:
+def reject_unused(names: Iterable[str], *, are_held: bool) -> NoReturn:
     """Reject unused parameters, whose gradients other ranks would wait for.
 
     Args:
-        unused: the names of the unused parameters.
+        names: the names of the unused parameters.
         are_held: whether DeepSpeed holds the gradients, which has no option for them.
 
     Raises:
         UnusedParametersError: always; names the parameters.
     """
-    names = list(unused)
+    names = list(names)
     options = (
         "take af.wrap_fsdp(find_unused_parameters=True), use them by 0, as in"
         " `+ 0 * net.head.weight.sum()`,"

@@ -107,7 +107,7 @@ class Buffers:
         """Set values for a forward pass: the state's, or `values` of earlier passes."""
         if not self._home:
             return
-        sources = {name: values.get(name, own) for name, own in self._home.items()}
+        sources = {name: values.get(name, home) for name, home in self._home.items()}
         for name, buffer in self._assigned.items():
             if self._scratch[name].shape != sources[name].shape:
                 self._place(buffer, sources[name].clone())
@@ -126,16 +126,16 @@ class Buffers:
         for path, table, before in self._tables:
             if len(table) != len(before):
                 key = min(table.keys() ^ before.keys())
-                what = "was removed" if key in before else "was registered"
-                raise ModelError(_buffer_error(_join_path(path, key), what))
+                problem = "was removed" if key in before else "was registered"
+                raise ModelError(_buffer_error(_join_path(path, key), problem))
         for name, table, key, tensor in self._fixed:
             if table.get(key) is not tensor:
                 shared = "is shared, and was assigned under one of its names"
-                what = "was None, and was set" if tensor is None else shared
-                raise ModelError(_buffer_error(name, what))
+                problem = "was None, and was set" if tensor is None else shared
+                raise ModelError(_buffer_error(name, problem))
         for buffer in self._found:
-            current, own = buffer.table.get(buffer.key), buffer.tensor
-            if current is not own or not is_set_to(own, self._scratch[buffer.name]):
+            current, base = buffer.table.get(buffer.key), buffer.tensor
+            if current is not base or not is_set_to(base, self._scratch[buffer.name]):
                 self._take(buffer, current)
         return dict(self._scratch)
 
@@ -159,12 +159,12 @@ class Buffers:
         for name, value in values.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
-        own = [self._home[name] for name in values]
+        homes = [self._home[name] for name in values]
         new = [*values.values()]
         if skip is not None:
-            pairs = zip(own, new, strict=True)
+            pairs = zip(homes, new, strict=True)
             new = [torch.where(skip != 0, old, value) for old, value in pairs]
-        tree.copy_(own, new)
+        tree.copy_(homes, new)
 
     def keep_shapes(self, values: Mapping[str, torch.Tensor]) -> bool:
         """Whether no shape changed, so that a flag on the device can skip the write."""
@@ -180,11 +180,11 @@ class Buffers:
         if current is None:
             raise ModelError(_buffer_error(buffer.name, "was set to None"))
         home = self._home[buffer.name]
-        for what in ("dtype", "device"):
-            old, new = getattr(home, what), getattr(current, what)
+        for attribute in ("dtype", "device"):
+            old, new = getattr(home, attribute), getattr(current, attribute)
             if old != new:
-                changed = f"had the {what} {old}, and was given {new}"
-                raise ModelError(_buffer_error(buffer.name, changed))
+                problem = f"had the {attribute} {old}, and was given {new}"
+                raise ModelError(_buffer_error(buffer.name, problem))
         buffer.table[buffer.key] = buffer.tensor
         self._assigned[buffer.name] = buffer
         self._place(buffer, current.detach().clone())
@@ -194,9 +194,9 @@ def _join_path(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _buffer_error(name: str, what: str) -> str:
+def _buffer_error(name: str, problem: str) -> str:
     return (
-        f"The buffer {name!r} {what} in the forward pass. A state has the buffers that its"
+        f"The buffer {name!r} {problem} in the forward pass. A state has the buffers that its"
         " model was made with, in their dtypes and on their devices: register it with a"
         " tensor of the dtype that it is to have, and write into that one."
     )
@@ -234,8 +234,8 @@ class Engine:
         self._seed: int | None = None
         self._key = 0
         self._buffers = Buffers(module)
-        self._of_all_ranks = norm_buffers(module, synced=True)
-        self._of_this_rank = norm_buffers(module, synced=False)
+        self._of_all_ranks = norm_buffers(module, is_synced=True)
+        self._of_this_rank = norm_buffers(module, is_synced=False)
         # gradients in the binding that are not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._handed_out: frozenset[str] = frozenset()
@@ -258,8 +258,8 @@ class Engine:
         params = state._params  # pyright: ignore[reportPrivateUsage]
         buffers = state._buffers  # pyright: ignore[reportPrivateUsage]
         opt_state = state._opt_state  # pyright: ignore[reportPrivateUsage]
-        bound = self._bound
-        if bound[0] is params and bound[1] is buffers and bound[2] is opt_state:
+        current = self._bound
+        if current[0] is params and current[1] is buffers and current[2] is opt_state:
             return
         self._detach_exported_grads()
         self.binding.bind(params)
@@ -284,20 +284,20 @@ class Engine:
         With `may_be_kept`, the caller may keep the gradients after the next pass.
         """
         self.bind(state)
-        tried, activity = state.num_tried, self._activity
-        activity.step, activity.is_between = tried, False
+        update, activity = state.num_tried, self._activity
+        activity.step, activity.is_between = update, False
         if activity.on_update is not None:
-            activity.on_update(tried)
+            activity.on_update(update)
         if into is not None or self._live is not None:
             self._load_partial_grads(into, loss_scale)
         before = None if into is None else into.taken
         num_before = 0 if before is None else before.num_micro_batches
         compression = self._compression if sync else None
-        kept: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
+        buffers: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
         try:
             if samples.known == 0:  # the placeholder's pass may write into its buffers
-                kept = tree.clone(dict(kept))
-            self._buffers.begin(kept)
+                buffers = tree.clone(dict(buffers))
+            self._buffers.begin(buffers)
             if compression is not None:
                 slot = state.slots.get(compression.name)
                 compression.begin(slot, state.seed, loss_scale)
@@ -305,40 +305,40 @@ class Engine:
                 loss, name = state.definition.world.loss, state.definition.name
                 self._key = draws.key(state.seed, name, "loss", loss.rank)
                 self._seed = state.seed
-            with draws.seeded(self._key, self._device, tried, num_before):
-                read, averaged = self._run(
+            with draws.seeded(self._key, self._device, update, num_before):
+                read, mean_weight = self._run(
                     state, loss_fn, samples, into, sync=sync, loss_scale=loss_scale
                 )
-            tensors = self._collect_gradients(reduced=averaged is not None)
-            self._live, written = tensors, self._buffers.end()
+            tensors = self._collect_gradients(is_reduced=mean_weight is not None)
+            self._live, new_buffers = tensors, self._buffers.end()
         except BaseException as error:
             self._abandon(state)
             if type(error) is RuntimeError:  # from torch, and not out of memory
                 reject_device_mismatch(samples, self._device, error)
             raise
         if samples.known == 0:
-            written = self._of_others(written, kept)
+            new_buffers = self._of_others(new_buffers, buffers)
         weight = read.weight if before is None else before.divisor + read.weight
-        taken = GradInfo(
-            divisor=weight if averaged is None else averaged,
-            num_averaged=1 if averaged is None else self._num_losses,
+        grad_info = GradInfo(
+            divisor=weight if mean_weight is None else mean_weight,
+            num_averaged=1 if mean_weight is None else self._num_losses,
             # weights are never negative, so one rank's weight is enough
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             loss_scale=loss_scale,
             cursor=cursor,
             num_micro_batches=num_before + 1,
-            update=tried,
+            update=update,
             trained=state.definition.skeleton.trainable,
             finite_loss=read.is_finite and (before is None or before.finite_loss),
             owned_by_engine=self._holder is not None,
             slots={} if compression is None else compression.end(),
         )
-        taken.lease.is_mean = samples.lone and read.is_mean and loss_scale is None
+        grad_info.lease.is_mean = samples.lone and read.is_mean and loss_scale is None
         grads = Grads(
             tensors=tensors,
-            buffers=written,
-            reduced=averaged is not None or self._is_alone,
-            taken=taken,
+            buffers=new_buffers,
+            reduced=mean_weight is not None or self._is_alone,
+            taken=grad_info,
         )
         if may_be_kept and self._runner.reduces:
             self.hand_out()
@@ -357,27 +357,27 @@ class Engine:
         """Run forward and backward; return the loss, and the average weight if reduced."""
         activity, outer = self._activity, self._activity.samples
         activity.samples, activity.has_coupled = samples, False
-        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        has_profiler = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
         try:
-            with span("accelfn forward") if profiled else NOTHING:
+            with span("accelfn forward") if has_profiler else NOTHING:
                 read = self._forward(loss_fn, samples, sync=sync)
             if into is None and self.binding.has_gradients():
                 raise LossError(doctor.OWN_BACKWARD)
             if self._doctor is not None:
                 self._doctor.examine_loss(state, samples, read)
-            with span("accelfn backward") if profiled else NOTHING:
+            with span("accelfn backward") if has_profiler else NOTHING:
                 return read, self._backward(read, loss_fn, samples, into, loss_scale)
         finally:
             activity.samples = outer
 
     def _of_others(
-        self, written: dict[str, torch.Tensor], kept: Mapping[str, torch.Tensor]
+        self, new_buffers: dict[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return buffers after an empty share's placeholder: keep statistics of all ranks."""
         names = self._of_all_ranks
         if self._activity.has_coupled:  # such as a center that the loss moves
-            names = written.keys() - self._of_this_rank
-        return {**kept, **{n: written[n] for n in written.keys() & names}}
+            names = new_buffers.keys() - self._of_this_rank
+        return {**buffers, **{n: new_buffers[n] for n in new_buffers.keys() & names}}
 
     def hand_out(self) -> None:
         """Let the caller keep the gradients that were just computed.
@@ -392,7 +392,7 @@ class Engine:
             part = local(grad).detach()
             live[name] = with_local(grad, part) if is_shard(grad) else part
 
-    def prepare(self, state: TrainState, grads: Grads, planned: Assignments) -> None:
+    def prepare(self, state: TrainState, grads: Grads, hyper: Assignments) -> None:
         """Set gradients for the optimizer, divided unless its kernel divides.
 
         Raises:
@@ -400,7 +400,7 @@ class Engine:
             OptimizerError: nobody set a schedule-free optimizer's mode.
         """
         self.bind(state)
-        self._optimizer.expect(planned)
+        self._optimizer.expect(hyper)
         self._divisor = grads.divide(self._optimizer.divides)
         if grads.as_taken is not self._live:
             self.binding.put_gradients(grads)
@@ -468,8 +468,8 @@ class Engine:
         """
         weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
-            whole = samples.lone and read.weight and loss_scale is None
-            scale = None if whole else read.weight
+            needs_no_scale = samples.lone and read.weight and loss_scale is None
+            scale = None if needs_no_scale else read.weight
         elif isinstance(read.weight, torch.Tensor):
             scale = read.weight != 0  # a total without weight counts for nothing
         else:
@@ -482,35 +482,35 @@ class Engine:
             self.live_update.hold()
         code = getattr(loss_fn, "__code__", None) or type(loss_fn)
         if code not in self._untracked:
-            known = {id(p) for p in self.binding.params.values()}
-            leaves = untracked_leaves(read.scalar, known) if self._is_whole else []
+            param_ids = {id(p) for p in self.binding.params.values()}
+            leaves = untracked_leaves(read.scalar, param_ids) if self._is_whole else []
             self._untracked[code] = leaves
-        kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+        leaf_grads: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         for leaf_ref in self._untracked[code]:
             if (leaf := leaf_ref()) is not None:
-                kept.append((leaf, leaf.grad))
+                leaf_grads.append((leaf, leaf.grad))
                 leaf.grad = None
         try:
             return self._runner.backward(read.scalar, scale, weight)
         finally:
-            for leaf, grad in kept:
+            for leaf, grad in leaf_grads:
                 leaf.grad = grad
 
-    def _collect_gradients(self, *, reduced: bool) -> Mapping[str, torch.Tensor]:
+    def _collect_gradients(self, *, is_reduced: bool) -> Mapping[str, torch.Tensor]:
         """Return the gradients of the backward pass; hidden ones are not in the result."""
         live, holder = self.live_update, self._holder
-        stepped = {} if live is None else live.stepped_params()
-        gradients = stepped or self.binding.take_gradients()
-        trained = self.binding.trained
-        if len(gradients) < len(trained):
-            doctor.reject_frozen(trained, gradients)
-            if reduced and not self._runner.expects_unused:
-                unused = [name for name in trained if name not in gradients]
-                doctor.reject_unused(unused, are_held=holder is not None)
+        stepped_params = {} if live is None else live.stepped_params()
+        gradients = stepped_params or self.binding.take_gradients()
+        params = self.binding.trained
+        if len(gradients) < len(params):
+            doctor.reject_frozen(params, gradients)
+            if is_reduced and not self._runner.expects_unused:
+                missing = [name for name in params if name not in gradients]
+                doctor.reject_unused(missing, are_held=holder is not None)
         if not gradients:
             raise LossError(doctor.DISCONNECTED)
         if self._doctor is not None:
-            self._doctor.examine_gradients(trained, gradients)
+            self._doctor.examine_gradients(params, gradients)
         if live is not None:  # already stepped and freed
             return {}
         return gradients if holder is None else holder.hidden()
@@ -638,7 +638,5 @@ def _build_engine(state: TrainState) -> Engine:
         )
     engine = chosen[0].engine(state)
     is_one = isinstance(engine, Engine)
-    check_returned(
-        chosen[0], "engine", ok=is_one, returned=engine, expected="an Engine"
-    )
+    check_returned(chosen[0], "engine", ok=is_one, value=engine, kind="an Engine")
     return engine

@@ -34,7 +34,7 @@ def are_regions(owner: object, field: Any, value: object) -> None:
     """
     several = cast("tuple[Any, ...]", value if isinstance(value, tuple) else (value,))
     fit = all(
-        isinstance(each, type) and issubclass(each, nn.Module) for each in several
+        isinstance(kind, type) and issubclass(kind, nn.Module) for kind in several
     )
     predicate = callable(value) and not isinstance(value, (nn.Module, type))
     if value is not None and not (several and fit) and not predicate:
@@ -72,9 +72,9 @@ def select_modules(
             f" of the classes {', '.join(names)}."
         )
         raise ModelError(msg)
-    unique = {id(each): each for each in chosen}
-    for each in unique.values():
-        _check_forward(each, module, owner)
+    unique = {id(region): region for region in chosen}
+    for region in unique.values():
+        _check_forward(region, module, owner)
     return list(unique.values())
 
 
@@ -86,13 +86,13 @@ def has_forward(module: nn.Module) -> bool:
 def _check_forward(region: nn.Module, module: nn.Module, owner: str) -> None:
     if has_forward(region):
         return
-    name = next(name for name, each in module.named_modules() if each is region)
+    name = next(name for name, inner in module.named_modules() if inner is region)
     kinds = sorted({type(child).__qualname__ for child in region.children()})
-    way = f"its members, by their class: {', '.join(kinds)}"
+    members = f"its members, by their class: {', '.join(kinds)}"
     msg = (
         f"{owner}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
         " never called, so nothing can happen around its call. Choose"
-        f" {way if kinds else 'the module that uses it'}."
+        f" {members if kinds else 'the module that uses it'}."
     )
     raise ModelError(msg)
 
@@ -101,9 +101,9 @@ def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Mod
     if is_meant(name, module):
         return [module]
     return [
-        found
+        region
         for key, child in module.named_children()
-        for found in _outermost(child, f"{name}.{key}" if name else key, is_meant)
+        for region in _outermost(child, f"{name}.{key}" if name else key, is_meant)
     ]
 
 
@@ -121,8 +121,8 @@ def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
     for owner in state.definition.setup.owners["module"]:
         before = _held_by(module)
         new_module = owner.module(module, state)
-        ok, what = isinstance(new_module, nn.Module), "a module"
-        check_returned(owner, "module", ok=ok, returned=new_module, expected=what)
+        ok, kind = isinstance(new_module, nn.Module), "a module"
+        check_returned(owner, "module", ok=ok, value=new_module, kind=kind)
         after = _held_by(new_module)
         differing = {
             n for n in before.keys() | after.keys() if before.get(n) is not after.get(n)
@@ -292,16 +292,16 @@ class SyncedNorm:
         self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
     ) -> None:
         """Update running statistics as torch does; without samples they do not change."""
-        layer, seen = self._layer, count > 0
+        layer, has_samples = self._layer, count > 0
         factor: Any = 0.0 if layer.momentum is None else layer.momentum
-        unbiased = var * (count / (count - 1).clamp(min=1))
-        moving = (layer.running_mean, mean), (layer.running_var, unbiased)
+        unbiased_var = var * (count / (count - 1).clamp(min=1))
+        moving = (layer.running_mean, mean), (layer.running_var, unbiased_var)
         with torch.no_grad():
             if layer.num_batches_tracked is not None:
-                layer.num_batches_tracked.add_(seen)
+                layer.num_batches_tracked.add_(has_samples)
                 if layer.momentum is None:
                     factor = 1 / layer.num_batches_tracked.clamp(min=1).double()
-            share = seen.double() * factor
+            share = has_samples.double() * factor
             for running, batch in moving:
                 if running is not None:
                     running.lerp_(batch.to(running), share.to(running))
@@ -327,8 +327,8 @@ class _Normed(torch.autograd.Function):
             _local(wide, counts=counts), ranks, label
         )
         own_mean, own_var = mean.to(wide), var.to(wide)
-        own = (None if each is None else each.to(wide) for each in (weight, bias))
-        outputs = nn.functional.batch_norm(wide, own_mean, own_var, *own, eps=eps)  # pyright: ignore[reportArgumentType]
+        affine = (None if p is None else p.to(wide) for p in (weight, bias))
+        outputs = nn.functional.batch_norm(wide, own_mean, own_var, *affine, eps=eps)  # pyright: ignore[reportArgumentType]
         ctx.save_for_backward(inputs, weight, own_mean, own_var, count)
         ctx.eps, ctx.ranks, ctx.counts, ctx.label = eps, ranks, counts, label
         ctx.mark_non_differentiable(count, mean, var)
@@ -363,8 +363,8 @@ class _Normed(torch.autograd.Function):
             input_grad = (plain - through if ctx.counts else plain).to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
-            each.to(weight.dtype) if need and weight is not None else None
-            for each, need in zip((by_weight, by_bias), needs, strict=True)
+            grad.to(weight.dtype) if need and weight is not None else None
+            for grad, need in zip((by_weight, by_bias), needs, strict=True)
         ]
         return input_grad, *parameters, None, None, None, None
 
@@ -407,7 +407,7 @@ class _AnyDims(BatchNorm):
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
 
 
-def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -> None:
+def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiles: bool) -> None:
     """Synchronize a module's batch normalization layers over the ranks.
 
     Raises:
@@ -416,8 +416,7 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
     for path, layer in module.named_modules():
         if not isinstance(layer, BatchNorm):
             continue
-        own = type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer)
-        if own:
+        if type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer):
             msg = (
                 f"{owner}: {path!r} is a {type(layer).__name__} with a forward of its own,"
                 " which would be left out. Where another transform gave it one, put"
@@ -434,11 +433,11 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiled: bool) -
         if isinstance(layer, nn.SyncBatchNorm):
             # DistributedDataParallel rejects this class on the CPU
             cast("Any", layer).__class__ = _AnyDims
-        synced: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
-        vars(layer)[_SYNCED] = synced
-        if compiled:  # collectives run between graphs
-            synced = torch.compiler.disable(synced.__call__)
-        vars(layer)["forward"] = synced
+        norm: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
+        vars(layer)[_SYNCED] = norm
+        if compiles:  # collectives run between graphs
+            norm = torch.compiler.disable(norm.__call__)
+        vars(layer)["forward"] = norm
 
 
 def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -458,20 +457,20 @@ def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
     def checked_forward(*args: Any, **kwargs: Any) -> Any:
         with order.begins():
-            returned = forward(*args, **kwargs)
+            output = forward(*args, **kwargs)
             calls = ", ".join(map(repr, order.needed.values())) or "none"
             if len({*order.end(zlib.crc32(calls.encode()))}) > 1:
                 order.refuse(f"calls {calls}")
-        return returned
+        return output
 
     return checked_forward
 
 
-def norm_buffers(module: nn.Module, *, synced: bool) -> frozenset[str]:
+def norm_buffers(module: nn.Module, *, is_synced: bool) -> frozenset[str]:
     """Return the names of running statistics, synchronized or per rank."""
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()
-        if isinstance(owner, BatchNorm) and (_SYNCED in vars(owner)) == synced
+        if isinstance(owner, BatchNorm) and (_SYNCED in vars(owner)) == is_synced
         for key in owner._buffers  # pyright: ignore[reportPrivateUsage]
     )

@@ -62,7 +62,7 @@ def fused_step(optimizer: Optimizer) -> FusedStep | None:
     """
     if type(optimizer) not in (Adam, AdamW):
         return None
-    found: list[Group] = []
+    groups: list[Group] = []
     for group in optimizer.param_groups:
         params = cast("list[torch.Tensor]", group["params"])
         entries = [cast("Any", optimizer.state).get(param) for param in params]
@@ -75,14 +75,14 @@ def fused_step(optimizer: Optimizer) -> FusedStep | None:
             return None
         with torch.no_grad():
             counts = torch.stack(steps)  # of which each entry gets a view
-        for entry, own in zip(entries, counts.unbind(), strict=True):
-            entry["step"] = own
+        for entry, step in zip(entries, counts.unbind(), strict=True):
+            entry["step"] = step
         names = ("exp_avg", "exp_avg_sq", "step")
         state = tuple([entry[name] for entry in entries] for name in names)
         adamw = group["decoupled_weight_decay"]
         kernel = tree.fused_adamw_ if adamw else tree.fused_adam_
-        found.append((group, kernel, (params, *state), counts))
-    return partial(_step_groups, found)
+        groups.append((group, kernel, (params, *state), counts))
+    return partial(_step_groups, groups)
 
 
 def _step_groups(
@@ -90,18 +90,18 @@ def _step_groups(
 ) -> bool:
     """Update the parameters; if some have no gradient, do nothing and return False."""
     grads = [[p.grad for p in params] for _, _, (params, *_), _ in groups]
-    if [grad for each in grads for grad in each if grad is None]:
+    if [grad for group_grads in grads for grad in group_grads if grad is None]:
         return False
     # a call in C takes a tenth of the time of a `no_grad` block
     before = torch.is_grad_enabled()
     _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
     try:
-        for group, own in zip(groups, grads, strict=True):
+        for group, group_grads in zip(groups, grads, strict=True):
             options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
             counts.add_(1)
             beta1, beta2 = options["betas"]
             kernel(
-                *(params, own, exp_avgs, exp_avg_sqs, [], steps),
+                *(params, group_grads, exp_avgs, exp_avg_sqs, [], steps),
                 amsgrad=False,
                 lr=options["lr"],
                 beta1=beta1,
@@ -164,7 +164,7 @@ class Versions:
         """Whether the update certainly changed nothing."""
         if not self._is_sure or self._count != sum(map(_version, self._tensors)):
             return False
-        return all(_is_same(entry, kept) for entry, kept in self._entries)
+        return all(_is_same(entry, old) for entry, old in self._entries)
 
 
 def _counts(tensor: torch.Tensor) -> bool:
@@ -186,9 +186,9 @@ def _goes_by_lists(group: dict[str, Any]) -> bool:
     return is_open and any(param.device.type != "cpu" for param in group["params"])
 
 
-def _is_same(entry: dict[str, Any], kept: dict[str, Any]) -> bool:
-    same = entry.keys() == kept.keys()
-    return same and all(entry[key] is each for key, each in kept.items())
+def _is_same(entry: dict[str, Any], old: dict[str, Any]) -> bool:
+    same = entry.keys() == old.keys()
+    return same and all(entry[key] is value for key, value in old.items())
 
 
 _MODE = "train_mode"
@@ -265,28 +265,28 @@ class LiveOptimizer:
         """Load a state's entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
-        loaded, view = state, self._opt_state_view
+        source, view = state, self._opt_state_view
         state = state if view is None else view.from_state(state)
         for param, name in self._params.items():
             if name in state:
                 live[param] = dict(state[name])
         live.update(state.get(OTHERS, {}))
         for i, group in enumerate(self._torch.param_groups):
-            saved = state.get(group_key(i), {})
+            numbers = state.get(group_key(i), {})
             for key in group.keys() - self._base[i].keys() - STRUCTURE:
                 del group[key]  # a number that another state's steps added
             for key, value in self._base[i].items():
                 group[key] = _value(value)
-            group.update(saved)
-            self._changed[i] = dict(saved)
+            group.update(numbers)
+            self._changed[i] = dict(numbers)
             self._expected[i] = dict(group)
         self._assigned = {}
         self._kernel = None
         self._versions = None
-        self._state = loaded
+        self._state = source
         self._num_entries = -1  # the entries are copies: name them again after the step
 
-    def expect(self, planned: Assignments) -> None:
+    def expect(self, hyper: Assignments) -> None:
         """Prepare for an update.
 
         Raises:
@@ -294,7 +294,7 @@ class LiveOptimizer:
         """
         self._has_begun = False
         for i in self._modal:
-            if not planned.get((i, _MODE)):
+            if not hyper.get((i, _MODE)):
                 msg = (
                     f"The optimizer's parameter group {i} has a {_MODE!r}: it is"
                     " schedule-free, trains at one point and is evaluated at another. Add"
@@ -329,9 +329,9 @@ class LiveOptimizer:
         group, as schedule-free optimizers do.
         """
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-        self._begin(hyper, watched=self._kernel is None and not everywhere)
-        profiled = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
-        step = self._torch.step if everywhere or profiled else self._step
+        self._begin(hyper, watch=self._kernel is None and not everywhere)
+        has_profiler = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
+        step = self._torch.step if everywhere or has_profiler else self._step
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         skip = skip if self.skips else None
         kernel = self._kernel if step is self._step else None
@@ -341,7 +341,7 @@ class LiveOptimizer:
 
     def begin(self, hyper: Assignments) -> None:
         """Begin an update that steps parameters one by one."""
-        self._begin(hyper, watched=True)
+        self._begin(hyper, watch=True)
         self._kernel = None
         self._found = [dict(group) for group in self._torch.param_groups]
         self._waiting = set(range(len(self._found)))
@@ -353,16 +353,16 @@ class LiveOptimizer:
         """
         index, part = self._places[id(param)]
         self._waiting.discard(index)
-        group, found = self._torch.param_groups[index], self._found[index]
-        for key in group.keys() - found.keys():
+        group, before = self._torch.param_groups[index], self._found[index]
+        for key in group.keys() - before.keys():
             del group[key]
-        group.update(found)
+        group.update(before)
         groups, part.param_groups, group["params"] = part.param_groups, [group], [param]
         scale = divisor if isinstance(divisor, torch.Tensor) else None
         try:
             self._step_with(part, bare_step(part), grad_scale=scale)
         finally:
-            part.param_groups, group["params"] = groups, found["params"]
+            part.param_groups, group["params"] = groups, before["params"]
 
     def end(self) -> OptState:
         """End an update that stepped parameters one by one; return the state by name.
@@ -395,8 +395,8 @@ class LiveOptimizer:
             self._num_entries = entries
             self._versions = None  # rebuild with the new entries
             # an optimizer with hooks of its own is stepped by torch
-            bare = isinstance(self._step, partial)
-            self._kernel = fused_step(self._torch) if bare else None
+            has_no_hooks = isinstance(self._step, partial)
+            self._kernel = fused_step(self._torch) if has_no_hooks else None
         return self._state
 
     @property
@@ -410,24 +410,24 @@ class LiveOptimizer:
             and self._versions.is_untouched
         )
 
-    def _begin(self, hyper: Assignments, *, watched: bool) -> None:
+    def _begin(self, hyper: Assignments, *, watch: bool) -> None:
         """Begin an update; watching versions costs 60 ns per tensor."""
-        if watched:
+        if watch:
             self._versions = self._versions or Versions(self._torch)
             self._versions.begin()
-        self._has_begun, self._is_watched = True, watched
+        self._has_begun, self._is_watched = True, watch
         if hyper or self._assigned:
             self._assign(hyper)
 
     @staticmethod
     def _step_with(
-        optimizer: Optimizer, step: Callable[[], object], **handed: torch.Tensor | None
+        optimizer: Optimizer, step: Callable[[], object], **tensors: torch.Tensor | None
     ) -> None:
         """Call `step`, and pass tensors to fused kernels as a GradScaler does."""
-        own = vars(optimizer)
-        for name, tensor in handed.items():
+        attributes = vars(optimizer)
+        for name, tensor in tensors.items():
             if tensor is not None:
-                own[name] = tensor
+                attributes[name] = tensor
         try:
             step()
         except KeyError as error:
@@ -442,8 +442,8 @@ class LiveOptimizer:
             )
             raise OptimizerError(msg) from error
         finally:
-            for name in handed:
-                own.pop(name, None)
+            for name in tensors:
+                attributes.pop(name, None)
 
     def _assign(self, hyper: Assignments) -> None:
         """Set hyperparameters; reset those that only the last update set."""
@@ -465,25 +465,25 @@ class LiveOptimizer:
 
         These tensors are in the state, so a copy or checkpoint would keep the set values.
         """
-        left: Assignments = {}
+        rest: Assignments = {}
         for (i, key), value in self._assigned.items():
-            own = self._base[i][key]
-            if isinstance(own, torch.Tensor):
-                self._torch.param_groups[i][key].fill_(own)
+            base = self._base[i][key]
+            if isinstance(base, torch.Tensor):
+                self._torch.param_groups[i][key].fill_(base)
             else:
-                left[i, key] = value
-        self._assigned = left
+                rest[i, key] = value
+        self._assigned = rest
 
     def _note_changes(self) -> bool:
         """Record numbers that the step changed in the parameter groups."""
-        found = False
+        has_changed = False
         for i, group in enumerate(self._torch.param_groups):
-            expected = self._expected[i]
+            numbers = self._expected[i]
             for key, value in group.items():
-                if expected.get(key, self) is not value and key not in STRUCTURE:
-                    self._changed[i][key] = expected[key] = value
-                    found = True
-        return found
+                if numbers.get(key, self) is not value and key not in STRUCTURE:
+                    self._changed[i][key] = numbers[key] = value
+                    has_changed = True
+        return has_changed
 
     def _check_entries(self) -> None:
         """Raise if an entry cannot be saved, at the update that makes it.
@@ -548,7 +548,7 @@ class TakesUpdates(Protocol):
         """Load a state's entries."""
         ...
 
-    def expect(self, planned: Assignments) -> None:
+    def expect(self, hyper: Assignments) -> None:
         """Prepare for an update; raise if it cannot be taken."""
         ...
 
@@ -621,11 +621,11 @@ def check_elements(
 
 def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
     """Return the parameters that differ when they are sharded at a dim."""
-    whole, _ = try_optimizer(state, optimizer, part=(dim, slice(None)))
+    full_params, _ = try_optimizer(state, optimizer, part=(dim, slice(None)))
     parts = [try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
         name
-        for name, param in whole.items()
+        for name, param in full_params.items()
         if param.ndim > dim
         and not _close(param, torch.cat([part[name] for part in parts], dim))
     ]
@@ -643,12 +643,12 @@ def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) ->
     The state's optimizer is tried, unless `optimizer` is given.
     """
     optimizer = optimizer or state.definition.optimizer
-    _, kept = try_optimizer(state, optimizer)
+    _, opt_state = try_optimizer(state, optimizer)
     groups = optimizer.param_groups
     return any(
         not isinstance(value, torch.Tensor)
         for i in range(len(groups))
-        for value in kept.get(group_key(i), {}).values()
+        for value in opt_state.get(group_key(i), {}).values()
     )
 
 
@@ -675,36 +675,36 @@ def try_optimizer(
     generator = torch.Generator().manual_seed(0)
 
     def draw_tensor(meta: torch.Tensor) -> torch.Tensor:
-        whole = torch.randn(_small(meta, dim), generator=generator).to(meta.dtype)
-        return whole[(slice(None),) * dim + (within,)] if meta.ndim > dim else whole
+        full = torch.randn(_small(meta, dim), generator=generator).to(meta.dtype)
+        return full[(slice(None),) * dim + (within,)] if meta.ndim > dim else full
 
     params = {name: nn.Parameter(draw_tensor(meta)) for name, meta in metas.items()}
     live = LiveOptimizer(
         _over(optimizer, {id(metas[name]): param for name, param in params.items()}),
         {param: name for name, param in params.items()},
     )
-    trained = {name: params[name] for name in skeleton.trainable if name in params}
+    trainable = {name: params[name] for name in skeleton.trainable if name in params}
     hyper = {
         (i, name): value
         for i, group in enumerate(optimizer.param_groups)
         for name, value in _ON_HOST.items()
         if name in group
     }
-    kept: OptState = {}
+    opt_state: OptState = {}
     for _ in range(2):
-        gradients = {name: draw_tensor(metas[name]) for name in trained}
+        gradients = {name: draw_tensor(metas[name]) for name in trainable}
         if alone:
             live.begin(hyper)
-            for name, param in reversed(trained.items()):
+            for name, param in reversed(trainable.items()):
                 param.grad = gradients[name]
                 live.step_alone(param)
                 param.grad = None
-            kept = live.end()
+            opt_state = live.end()
         else:
-            for name, param in trained.items():
+            for name, param in trainable.items():
                 param.grad = gradients[name]
-            kept = live.update(hyper)
-    return {name: param.detach() for name, param in params.items()}, kept
+            opt_state = live.update(hyper)
+    return {name: param.detach() for name, param in params.items()}, opt_state
 
 
 def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
@@ -727,14 +727,14 @@ def _two_of_a_kind(
         for i, group in enumerate(optimizer.param_groups)
         for param in group["params"]
     }
-    seen = Counter[object]()
+    counts = Counter[object]()
     chosen: dict[str, torch.Tensor] = {}
     for name, meta in metas.items():
         if id(meta) not in groups:
             continue
         kind = groups[id(meta)], _small(meta, dim), meta.dtype, name in trainable
-        seen[kind] += 1
-        if seen[kind] <= _OF_A_KIND:
+        counts[kind] += 1
+        if counts[kind] <= _OF_A_KIND:
             chosen[name] = meta
     return chosen
 
@@ -817,8 +817,8 @@ class LiveUpdate:
             begin, self._begin = self._begin, None
             begin()
             self._optimizer.begin(self._hyper)
-        left = divide_([grad], self._divisor, self._optimizer.divides)
-        self._optimizer.step_alone(param, left)
+        divisor = divide_([grad], self._divisor, self._optimizer.divides)
+        self._optimizer.step_alone(param, divisor)
         param.grad = None
         self._done.append(self._names[id(param)])
 

@@ -176,8 +176,8 @@ class LayerBinding(ReplicaBinding):
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return gradients in the layout of their parameters."""
-        found = super().take_gradients()
-        return {n: self._layout.laid(n, grad) for n, grad in found.items()}
+        gradients = super().take_gradients()
+        return {n: self._layout.laid(n, grad) for n, grad in gradients.items()}
 
     def put_gradients(self, grads: Grads) -> None:
         """Set each parameter's shard of its gradient, or None."""
@@ -357,7 +357,7 @@ class Samples:
         return rows
 
 
-def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
+def read_loss(result: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
     """Check a loss function's result; an empty share's placeholder has weight 0.
 
     Raises:
@@ -366,22 +366,22 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
         NonFiniteLossError: the loss is infinite or NaN. On a GPU neither is checked, because
         that would wait for the device.
     """
-    if isinstance(returned, torch.Tensor):
-        value, finite = _check_scalar(returned, loss_fn, samples)
+    if isinstance(result, torch.Tensor):
+        value, finite = _check_scalar(result, loss_fn, samples)
         weight = samples.count() if samples.known is None else samples.known
         sums = {"loss": WeightedSum(value, weight, weight)}
-        return ReadLoss(returned, weight, is_mean=True, sums=sums, is_finite=finite)
-    if isinstance(returned, Loss):
-        value, finite = _check_scalar(returned.total, loss_fn, samples)
-        totals = {"loss": (value, returned.weight), **returned.aux}
+        return ReadLoss(result, weight, is_mean=True, sums=sums, is_finite=finite)
+    if isinstance(result, Loss):
+        value, finite = _check_scalar(result.total, loss_fn, samples)
+        totals = {"loss": (value, result.weight), **result.aux}
         if samples.known == 0:
             nothing = dict.fromkeys(totals, WeightedSum(0.0, 0))
             return ReadLoss(
-                returned.total, 0, is_mean=True, sums=nothing, is_finite=finite
+                result.total, 0, is_mean=True, sums=nothing, is_finite=finite
             )
-        weight = _detach(returned.weight)
+        weight = _detach(result.weight)
         _check_weight(weight, loss_fn)
-        for entry in returned.aux.values():
+        for entry in result.aux.values():
             check_whole(entry, qualname(loss_fn))
         sums = {
             name: WeightedSum(_detach(entry[0]), _detach(entry[1]))
@@ -390,10 +390,10 @@ def read_loss(returned: Any, loss_fn: Callable[..., Any], samples: Samples) -> R
             for name, entry in totals.items()
         }
         return ReadLoss(
-            returned.total, weight, is_mean=False, sums=sums, is_finite=finite
+            result.total, weight, is_mean=False, sums=sums, is_finite=finite
         )
     msg = (
-        f"{qualname(loss_fn)} returned {type(returned).__name__}; expected a scalar tensor"
+        f"{qualname(loss_fn)} returned {type(result).__name__}; expected a scalar tensor"
         " (the mean over the samples), or af.Loss(total, weight, name=total)."
     )
     raise LossError(msg)
@@ -403,10 +403,10 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
     """Reject a weight tensor that cannot be a divisor; `af.Loss` checks numbers."""
     if not isinstance(weight, torch.Tensor) or not weight.is_cpu:
         return
-    known: Any = weight.tolist()
-    if not 0 <= known < math.inf:
+    number: Any = weight.tolist()
+    if not 0 <= number < math.inf:
         msg = (
-            f"{qualname(loss_fn)} returned af.Loss(total, weight={known}): expected a finite"
+            f"{qualname(loss_fn)} returned af.Loss(total, weight={number}): expected a finite"
             " count or sum, 0 or more."
         )
         raise LossError(msg)
@@ -541,8 +541,8 @@ class LocalRunner:
     ) -> ReadLoss:
         """Return the loss."""
         del sync
-        returned = loss_fn(self._module, samples.value, *samples.extras)
-        return read_loss(returned, loss_fn, samples)
+        result = loss_fn(self._module, samples.value, *samples.extras)
+        return read_loss(result, loss_fn, samples)
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
@@ -613,8 +613,8 @@ class RootModule(nn.Module):
 
     def forward(self, loss_fn: LossFunction, samples: Samples) -> torch.Tensor:
         """Return the loss."""
-        returned = loss_fn(self.module, samples.value, *samples.extras)
-        read = read_loss(returned, loss_fn, samples)
+        result = loss_fn(self.module, samples.value, *samples.extras)
+        read = read_loss(result, loss_fn, samples)
         self._reads.append(read)
         return read.scalar
 
@@ -707,8 +707,8 @@ class CallOrder:
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
         if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
-            needed = [i in self.needed for i in range(self._at)]
-            uses = torch.tensor(needed, dtype=torch.int64, device=self._device)
+            flags = [i in self.needed for i in range(self._at)]
+            uses = torch.tensor(flags, dtype=torch.int64, device=self._device)
             sum_(uses, self._ranks, label=_LABEL)
             self._plan[:] = itertools.compress(self._plan, uses.tolist())
         return [note for *_, note in rows]
@@ -719,11 +719,11 @@ class CallOrder:
         Raises:
             CollectiveMismatchError: always.
         """
-        said = gather_text(words, self._ranks, label=_LABEL)
-        each = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(said))
+        texts = gather_text(words, self._ranks, label=_LABEL)
+        rows = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(texts))
         msg = (
             f"Rank {self._ranks.rank} of {self._ranks.size}: all ranks must make the same"
-            f" collectives in a loss, in the same order, but {each}. Make these calls on all"
+            f" collectives in a loss, in the same order, but {rows}. Make these calls on all"
             " ranks, in no branch that depends on the samples."
         )
         raise CollectiveMismatchError(msg)
@@ -743,8 +743,8 @@ class CallOrder:
             rows = torch.stack(all_gather_list(row, self._ranks, label=_LABEL)).tolist()
             turns = {turn for turn, *_ in rows}
             if any(turn >= 0 for turn in turns):
-                wanted = sorted(turn for turn in turns if turn >= 0)
-                self._plan[self._at : self._at] = wanted
+                calls = sorted(turn for turn in turns if turn >= 0)
+                self._plan[self._at : self._at] = calls
             elif len(turns) == 1:
                 return rows
             else:

@@ -50,8 +50,8 @@ class PerRankRng:
             return
         # draw no number, so that the common random numbers do not change
         before = self._states()
-        told = b"".join(each.cpu().numpy().tobytes() for each in before)
-        key = draws.key(told.hex(), place, self._ranks.rank)
+        content = b"".join(state.cpu().numpy().tobytes() for state in before)
+        key = draws.key(content.hex(), place, self._ranks.rank)
         for generator in self._generators():
             generator.manual_seed(key)
         self._alike[first.initial_seed()] = before, self._states()
@@ -59,11 +59,11 @@ class PerRankRng:
     def draw_alike(self) -> None:
         """Restore the generators that all ranks share."""
         generators = self._generators()
-        kept = self._alike.get(generators[0].initial_seed())
-        if kept is None:
+        entry = self._alike.get(generators[0].initial_seed())
+        if entry is None:
             return
-        before, begun = kept
-        has_drawn = not all(map(torch.equal, begun, self._states()))
+        before, own_states = entry
+        has_drawn = not all(map(torch.equal, own_states, self._states()))
         for generator, state in zip(generators, before, strict=True):
             generator.set_state(state)
             if (
@@ -100,11 +100,11 @@ class InputComparison:
         """Start to record inputs."""
         self._wholes, self._parts = {}, {}
 
-    def see(self, place: str, given: torch.Tensor, *, is_whole: bool) -> None:
+    def see(self, place: str, tensor: torch.Tensor, *, is_whole: bool) -> None:
         """Record the input of a layer's last call."""
         if self._wholes is not None and not torch.is_grad_enabled():
-            seen = self._wholes if is_whole else self._parts
-            seen[place] = given.detach()
+            inputs = self._wholes if is_whole else self._parts
+            inputs[place] = tensor.detach()
 
     def end(self) -> str | None:
         """Stop recording; return the first layer with a different input, or None."""
@@ -112,17 +112,17 @@ class InputComparison:
         self._wholes, self._parts = None, {}
         if wholes.keys() != parts.keys():
             return next(iter(wholes.keys() ^ parts.keys()))
-        differing = (n for n, whole in wholes.items() if not self._fit(whole, parts[n]))
+        differing = (n for n, full in wholes.items() if not self._fit(full, parts[n]))
         return next(differing, None)
 
-    def _fit(self, whole: torch.Tensor, given: torch.Tensor) -> bool:
-        part = whole.chunk(self._ranks.size, -1)[self._ranks.rank]
-        if part.shape != given.shape:
+    def _fit(self, full: torch.Tensor, actual: torch.Tensor) -> bool:
+        part = full.chunk(self._ranks.size, -1)[self._ranks.rank]
+        if part.shape != actual.shape:
             return False
         if part.is_meta:
             return True
-        far = _COARSE if given.dtype.itemsize < 4 else _FAR
-        distance, length = ((each.double().norm()) for each in (given - part, part))
+        far = _COARSE if actual.dtype.itemsize < 4 else _FAR
+        distance, length = ((x.double().norm()) for x in (actual - part, part))
         return not math.isfinite(distance) or bool(distance <= far * length)
 
 
@@ -170,20 +170,20 @@ class Layers:
         self._entered: tuple[torch.Tensor, torch.Tensor] | None = None
         self._apart.begin()
 
-    def enter(self, given: torch.Tensor) -> torch.Tensor:
+    def enter(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy an input to the ranks; the backward pass sums its gradient.
 
         Layers with the same input, such as query, key and value, sum its gradient once.
         """
-        kept = self._entered
-        if kept is not None and kept[0] is given:
-            return kept[1]
+        entry = self._entered
+        if entry is not None and entry[0] is tensor:
+            return entry[1]
         if self.sequence:
-            entered = vocabulary.gather_and_copy(given, _SEQUENCE, self.ranks)
+            output = vocabulary.gather_and_copy(tensor, _SEQUENCE, self.ranks)
         else:
-            entered = vocabulary.copy_to_ranks(given, self.ranks)
-        self._entered = (given, entered)
-        return entered
+            output = vocabulary.copy_to_ranks(tensor, self.ranks)
+        self._entered = (tensor, output)
+        return output
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
         """Return the sum over the ranks, or this rank's positions of the sum."""
@@ -220,19 +220,19 @@ class Layers:
         """Return the features of all ranks, the last dim; a gradient is of the own part."""
         return vocabulary.gather_from_ranks(part, -1, self.ranks)
 
-    def scatter_features(self, whole: torch.Tensor) -> torch.Tensor:
+    def scatter_features(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the features, the last dim."""
-        return vocabulary.scatter_to_ranks(whole, -1, self.ranks)
+        return vocabulary.scatter_to_ranks(tensor, -1, self.ranks)
 
-    def scatter(self, whole: torch.Tensor, place: str) -> torch.Tensor:
+    def scatter(self, tensor: torch.Tensor, place: str) -> torch.Tensor:
         """Return this rank's positions of a tensor that all ranks have."""
-        self._check_length(whole, place)
-        return vocabulary.scatter_to_ranks(whole, _SEQUENCE, self.ranks)
+        self._check_length(tensor, place)
+        return vocabulary.scatter_to_ranks(tensor, _SEQUENCE, self.ranks)
 
-    def _check_length(self, whole: torch.Tensor, place: str) -> None:
-        if whole.ndim < 2 or whole.shape[_SEQUENCE] % self.ranks.size:
+    def _check_length(self, tensor: torch.Tensor, place: str) -> None:
+        if tensor.ndim < 2 or tensor.shape[_SEQUENCE] % self.ranks.size:
             msg = (
-                f"af.tensor_parallel(sequence=True): {place!r} gives {tuple(whole.shape)}, and"
+                f"af.tensor_parallel(sequence=True): {place!r} gives {tuple(tensor.shape)}, and"
                 f" its last dim but one is to be a sequence that {self.ranks.size} ranks along"
                 ' "tp" share alike. Pad the sequences of a batch to a multiple of that.'
             )
@@ -299,8 +299,8 @@ class SelfSplittingLayer(nn.Module):
 
 def own_cut(param: torch.Tensor) -> int | None:
     """Return a parameter's own split dim (Megatron's attribute), or None."""
-    said = vars(param)
-    return said.get("partition_dim") if said.get("tensor_model_parallel") else None
+    fields = vars(param)
+    return fields.get("partition_dim") if fields.get("tensor_model_parallel") else None
 
 
 class _Linear(Parallel, nn.Linear):
@@ -315,7 +315,7 @@ class _Linear(Parallel, nn.Linear):
             return F.linear(input, weight, bias)
         return self.give(F.linear(self.layers.enter(input), weight, bias))
 
-    def give(self, made: torch.Tensor) -> torch.Tensor:
+    def give(self, features: torch.Tensor) -> torch.Tensor:
         """Return the layer's result from this rank's features."""
         raise NotImplementedError
 
@@ -328,28 +328,28 @@ class _Linear(Parallel, nn.Linear):
 class ColumnLinear(_Linear):
     """A linear layer split by output features, for a row layer to take."""
 
-    def give(self, made: torch.Tensor) -> torch.Tensor:
+    def give(self, features: torch.Tensor) -> torch.Tensor:
         """Return this rank's features."""
         self.layers.begin_region(self.place, training=self.training)
-        return made
+        return features
 
 
 class GatheredLinear(_Linear):
     """A linear layer split by output features, which it gathers."""
 
-    def give(self, made: torch.Tensor) -> torch.Tensor:
+    def give(self, features: torch.Tensor) -> torch.Tensor:
         """Return all features."""
         self.layers.end_sequence()
-        return self.layers.gather_features(made)
+        return self.layers.gather_features(features)
 
 
 class VocabularyLinear(_Linear):
     """An output head split by words; returns split scores."""
 
-    def give(self, made: torch.Tensor) -> torch.Tensor:
+    def give(self, features: torch.Tensor) -> torch.Tensor:
         """Return this rank's part of the scores."""
         self.layers.end_sequence()
-        return Scores.of(made, self.layers.ranks)
+        return Scores.of(features, self.layers.ranks)
 
 
 class RowLinear(_Linear):
@@ -382,15 +382,15 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
             return F.embedding(input, weight, self.padding_idx)
         count, ranks = len(weight), layers.ranks
         begin = ranks.rank * count
-        here = (input >= begin) & (input < begin + count)
+        is_own = (input >= begin) & (input < begin + count)
         padding = self.padding_idx
         has_padding = padding is not None and begin <= padding < begin + count
         vectors = F.embedding(
-            (input - begin).masked_fill(~here, 0),
+            (input - begin).masked_fill(~is_own, 0),
             weight,
             cast("int", padding) - begin if has_padding else None,
         )
-        vectors = layers.leave(vectors.masked_fill(~here.unsqueeze(-1), 0), self)
+        vectors = layers.leave(vectors.masked_fill(~is_own.unsqueeze(-1), 0), self)
         if layers.sequence:
             layers.begin_sequence(self.place, training=self.training)
         return vectors
@@ -399,12 +399,12 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
 def scatter(module: nn.Module, place: str, layers: Layers) -> None:
     """Scatter the positions of a module's output over the ranks."""
 
-    def give_some(module: nn.Module, _: object, made: Any) -> Any:
+    def give_some(module: nn.Module, _: object, output: Any) -> Any:
         if layers.is_whole:
-            return made
-        made = layers.scatter(made, place)
+            return output
+        output = layers.scatter(output, place)
         layers.begin_sequence(place, training=module.training)
-        return made
+        return output
 
     module.register_forward_hook(give_some)
 
@@ -425,8 +425,8 @@ def share_gradients(
         if not torch.is_grad_enabled():
             return
         tables = module._parameters
-        kept = vars(module)["_accelfn_own"] = dict(tables)
-        for name, param in kept.items():
+        params = vars(module)["_accelfn_own"] = dict(tables)
+        for name, param in params.items():
             if param is not None and param.requires_grad:
                 tables[name] = cast(
                     "Any", vocabulary.copy_to_ranks(param, layers.ranks)
@@ -523,8 +523,8 @@ def _word(name: object, value: Any) -> str:
         word = _OF_TRANSFORMERS.get(value, value)
         if word in WORDS:
             return word
-        near = difflib.get_close_matches(value, WORDS, n=1)
-        meant = f" Did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(value, WORDS, n=1)
+        meant = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
             f"af.tensor_parallel: {name!r} is to be {value!r}, which is no word of a plan;"
             f" they are {', '.join(WORDS)}.{meant}"
@@ -546,17 +546,17 @@ def _word_of_torch(name: object, style: Any) -> str:
         return SEQUENCE
     inside: Any = getattr(style, "input_layouts", ())
     outside: Any = getattr(style, "output_layouts", ())
-    whole, features = (Replicate(),), (Shard(-1),)
+    full, features = (Replicate(),), (Shard(-1),)
     is_local = getattr(style, "use_local_output", True)
-    said = (type(style), tuple(inside), tuple(outside), is_local)
+    key = (type(style), tuple(inside), tuple(outside), is_local)
     words: dict[Any, str] = {
-        (ColwiseParallel, whole, features, True): "column",
-        (ColwiseParallel, whole, features, False): "vocabulary",
-        (ColwiseParallel, whole, whole, True): "gathered",
-        (RowwiseParallel, features, whole, True): "row",
+        (ColwiseParallel, full, features, True): "column",
+        (ColwiseParallel, full, features, False): "vocabulary",
+        (ColwiseParallel, full, full, True): "gathered",
+        (RowwiseParallel, features, full, True): "row",
     }
-    if said in words:
-        return words[said]
+    if key in words:
+        return words[key]
     msg = (
         f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel(),"
         " RowwiseParallel() and SequenceParallel() have a word here, and of a head"
@@ -584,38 +584,38 @@ def planned_modules(
     plan: Mapping[str, str], module: nn.Module
 ) -> Iterator[tuple[str, nn.Module, str]]:
     """Yield the modules that a plan names, each with its name and its word."""
-    for name, each in module.named_modules():
+    for name, submodule in module.named_modules():
         word = word_of(plan, name)
         if word is not None:
-            yield name, each, word
+            yield name, submodule, word
 
 
 def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | None:
     """Return a parameter's split dim, or None."""
-    said = own_cut(meta)
-    if said is not None:
-        return said
-    place, _, own = param.rpartition(".")
+    own_dim = own_cut(meta)
+    if own_dim is not None:
+        return own_dim
+    place, _, key = param.rpartition(".")
     kinds = LAYERS.get(word_of(plan, place) or "", {})
     dim = next(
-        (kind.cuts.get(own) for kind in kinds.values() if own in kind.cuts), None
+        (kind.cuts.get(key) for kind in kinds.values() if key in kind.cuts), None
     )
     return dim if dim is not None and dim < meta.ndim else None
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
     """Turn the layers of a model with sharded parameters into split layers."""
-    for name, each in module.named_modules():
-        if isinstance(each, SelfSplittingLayer):
-            each.split(layers, name)
-    for name, each, word in list(planned_modules(plan, module)):
+    for name, layer in module.named_modules():
+        if isinstance(layer, SelfSplittingLayer):
+            layer.split(layers, name)
+    for name, layer, word in list(planned_modules(plan, module)):
         if word == SCATTERED:
-            scatter(each, name, layers)
+            scatter(layer, name, layers)
         elif word in (REPLICATED, SEQUENCE):
-            share_gradients(each, name, layers, by_position=word == SEQUENCE)
+            share_gradients(layer, name, layers, by_position=word == SEQUENCE)
         else:
-            each.__class__ = cast("type[nn.Module]", LAYERS[word][type(each)])
-            vars(each).update(place=name, layers=layers)
+            layer.__class__ = cast("type[nn.Module]", LAYERS[word][type(layer)])
+            vars(layer).update(place=name, layers=layers)
 
 
 def check_model(
@@ -643,9 +643,9 @@ def check_model(
         msg = f"{caller}: {problem}"
         raise ModelError(msg)
     split_themselves = 0
-    for name, each in module.named_modules():
-        if isinstance(each, SelfSplittingLayer):
-            each.check(size, name, caller, sequence=sequence)
+    for name, layer in module.named_modules():
+        if isinstance(layer, SelfSplittingLayer):
+            layer.check(size, name, caller, sequence=sequence)
             split_themselves += 1
     if not plan and not split_themselves:
         msg = (
@@ -662,14 +662,14 @@ def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator
     for pattern in plan:
         if not any(_matches(pattern, name) for name in modules):
             yield _explain_name(pattern, module)
-    for name, each, word in planned_modules(plan, module):
-        yield from _layer_problems(name, each, word, size)
+    for name, layer, word in planned_modules(plan, module):
+        yield from _layer_problems(name, layer, word, size)
         if word in (REPLICATED, SEQUENCE):
-            yield from _inner_problems(name, each, word, plan)
+            yield from _inner_problems(name, layer, word, plan)
     for name, submodule in modules.items():
         splits_itself = isinstance(submodule, SelfSplittingLayer)
-        own = () if splits_itself else submodule.parameters(recurse=False)
-        if any(own_cut(param) is not None for param in own):
+        params = () if splits_itself else submodule.parameters(recurse=False)
+        if any(own_cut(param) is not None for param in params):
             kind = type(submodule)
             yield (
                 f"{name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
@@ -678,10 +678,10 @@ def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator
             )
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
-        known = first.setdefault(id(param), name)
-        if cut_of(plan, known, param) != cut_of(plan, name, param):
+        first_name = first.setdefault(id(param), name)
+        if cut_of(plan, first_name, param) != cut_of(plan, name, param):
             yield (
-                f"{known!r} and {name!r} are one parameter, which would be split in one place"
+                f"{first_name!r} and {name!r} are one parameter, which would be split in one place"
                 " and not so in the other. Name both layers: a head that is tied to a"
                 ' "vocabulary" is "gathered".'
             )
@@ -689,15 +689,15 @@ def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator
 
 def _explain_name(pattern: str, module: nn.Module) -> str:
     """Say that a pattern has no match, and name similar modules."""
-    there = dict.fromkeys(
+    names = dict.fromkeys(
         re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
-        for name, each in module.named_modules()
-        if isinstance(each, (nn.Linear, nn.Embedding))
+        for name, layer in module.named_modules()
+        if isinstance(layer, (nn.Linear, nn.Embedding))
     )
-    near = difflib.get_close_matches(pattern, there, n=5, cutoff=0.3) or list(there)[:5]
+    best = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or list(names)[:5]
     return (
         f"{pattern!r} is no module of {type(module).__name__}. Near to it are"
-        f" {', '.join(map(repr, near)) or 'no layers at all'}."
+        f" {', '.join(map(repr, best)) or 'no layers at all'}."
     )
 
 
@@ -727,9 +727,9 @@ def _layer_problems(
     dim = next(iter(kinds.values())).cuts["weight"]
     count = module.get_parameter("weight").shape[dim]
     if count % size:
-        made = "words" if word == "vocabulary" else "output features"
+        unit = "words" if word == "vocabulary" else "output features"
         yield (
-            f"{name!r} has {count} {(made, 'input features')[dim]}, which {size} ranks along"
+            f"{name!r} has {count} {(unit, 'input features')[dim]}, which {size} ranks along"
             ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
         )
 
@@ -738,12 +738,12 @@ def _inner_problems(
     name: str, module: nn.Module, word: str, plan: Mapping[str, str]
 ) -> Iterator[str]:
     """Yield modules in a module that are split or named, so gradients are summed twice."""
-    for inner, each in module.named_modules(prefix=name):
-        told = word_of(plan, inner)
-        if inner == name or (told is None and not isinstance(each, SelfSplittingLayer)):
+    for inner, part in module.named_modules(prefix=name):
+        role = word_of(plan, inner)
+        if inner == name or (role is None and not isinstance(part, SelfSplittingLayer)):
             continue
-        what = f"is {told!r}" if told else "is split"
+        problem = f"is {role!r}" if role else "is split"
         yield (
             f"{name!r} is to be {word!r}, which is about all modules in it, and {inner!r}"
-            f" {what}. Name those in it that are {word!r}, each for itself."
+            f" {problem}. Name those in it that are {word!r}, each for itself."
         )

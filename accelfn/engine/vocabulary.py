@@ -47,9 +47,9 @@ def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tenso
     return _differentiable(part, dim, ranks, all_parts, _own_part)
 
 
-def scatter_to_ranks(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def scatter_to_ranks(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Return this rank's part along a dim; the backward pass all-gathers."""
-    return _differentiable(whole, dim, ranks, _own_part, all_parts)
+    return _differentiable(tensor, dim, ranks, _own_part, all_parts)
 
 
 def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
@@ -57,26 +57,26 @@ def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     return _differentiable(part, dim, ranks, all_parts, _sum_of_part)
 
 
-def reduce_scatter(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+def reduce_scatter(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     """Reduce-scatter along a dim; the backward pass all-gathers."""
-    return _differentiable(whole, dim, ranks, _sum_of_part, all_parts)
+    return _differentiable(tensor, dim, ranks, _sum_of_part, all_parts)
 
 
 Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
 
 
 def _differentiable(
-    given: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
+    tensor: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
 ) -> torch.Tensor:
     """Run a collective; the backward pass runs another, and its backward pass the first."""
-    return cast("Any", _Collective).apply(given, dim, ranks, run, back)
+    return cast("Any", _Collective).apply(tensor, dim, ranks, run, back)
 
 
 class _Collective(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, given: torch.Tensor, *how: Any) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, *how: Any) -> torch.Tensor:
         ctx.how = dim, ranks, run, _ = how
-        return run(given, dim, ranks)
+        return run(tensor, dim, ranks)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -85,8 +85,8 @@ class _Collective(torch.autograd.Function):
         return gradient, None, None, None, None
 
 
-def _same(given: torch.Tensor, *_: object) -> torch.Tensor:
-    return given.view_as(given)
+def _same(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
 
 def _sum(part: torch.Tensor, _: int, ranks: World) -> torch.Tensor:
@@ -105,12 +105,12 @@ def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
     return torch.cat(parts, dim)
 
 
-def _own_part(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    return whole.chunk(ranks.size, dim)[ranks.rank].contiguous()
+def _own_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    return tensor.chunk(ranks.size, dim)[ranks.rank].contiguous()
 
 
-def _sum_of_part(whole: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    parts = whole.chunk(ranks.size, dim)
+def _sum_of_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
+    parts = tensor.chunk(ranks.size, dim)
     total = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
     rows = torch.cat(parts).contiguous()
     with naming(_LABEL, ranks):
@@ -155,26 +155,26 @@ def cross_entropy(
     with naming(_LABEL, ranks):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
     part = part - largest.unsqueeze(-1)
-    told = [part.exp().sum(-1), _target_scores(part, word, ranks)]
+    sums = [part.exp().sum(-1), _target_scores(part, word, ranks)]
     if label_smoothing:
-        own = None if weight is None else weight.chunk(ranks.size)[ranks.rank]
-        told.append(part.sum(-1) if own is None else part @ own.to(part.dtype))
-    total, due, *spread = reduce_from_ranks(torch.stack(told), ranks)
+        scale = None if weight is None else weight.chunk(ranks.size)[ranks.rank]
+        sums.append(part.sum(-1) if scale is None else part @ scale.to(part.dtype))
+    total, due, *spread = reduce_from_ranks(torch.stack(sums), ranks)
     log, weights = total.log(), counts.to(part.dtype)
     if weight is not None:
         weights = weight[word].to(part.dtype) * weights
-    each = (log - due) * weights
-    for every in spread:
+    loss = (log - due) * weights
+    for scores in spread:
         of_words = number if weight is None else weight.sum()
-        smooth = (of_words * log - every) / number
-        each = (1 - label_smoothing) * each + label_smoothing * smooth
-    each = each.masked_fill(~counts, 0)
+        smooth = (of_words * log - scores) / number
+        loss = (1 - label_smoothing) * loss + label_smoothing * smooth
+    loss = loss.masked_fill(~counts, 0)
     if reduction == "mean":
-        each = each.sum() / weights.sum()
+        loss = loss.sum() / weights.sum()
     elif reduction == "sum":
-        each = each.sum()
+        loss = loss.sum()
     casts = not part.is_meta and torch.is_autocast_enabled(part.device.type)
-    return each if casts else each.to(dtype)
+    return loss if casts else loss.to(dtype)
 
 
 def _target_scores(
@@ -182,12 +182,12 @@ def _target_scores(
 ) -> torch.Tensor:
     """Return the target words' scores on the rank that has them, and 0 on other ranks."""
     count = part.shape[-1]
-    own = word - ranks.rank * count
-    here = (own >= 0) & (own < count)
+    local_word = word - ranks.rank * count
+    is_own = (local_word >= 0) & (local_word < count)
     is_word = (word >= 0) & (word < count * ranks.size)
     # an invalid index stays out of bounds, so that torch rejects it
-    index = own.masked_fill(is_word & ~here, 0).unsqueeze(-1)
-    return part.gather(-1, index).squeeze(-1).masked_fill(~here, 0)
+    index = local_word.masked_fill(is_word & ~is_own, 0).unsqueeze(-1)
+    return part.gather(-1, index).squeeze(-1).masked_fill(~is_own, 0)
 
 
 # torch has no public way to disable a subclass
@@ -202,9 +202,9 @@ class Scores(torch.Tensor):
     @classmethod
     def of(cls, part: torch.Tensor, ranks: World, dim: int = -1) -> "Scores":
         """Return scores with this rank's part along a dim."""
-        made = part.as_subclass(cls)
-        made._ranks, made._dim = ranks, dim % part.ndim
-        return made
+        scores = part.as_subclass(cls)
+        scores._ranks, scores._dim = ranks, dim % part.ndim
+        return scores
 
     @classmethod
     def __torch_function__(
@@ -215,9 +215,9 @@ class Scores(torch.Tensor):
         kwargs = kwargs or {}
         first = args[0] if args else None
         if isinstance(first, Scores):
-            found = _by_parts(func, first, args[1:], kwargs)
-            if found is not NotImplemented:
-                return found
+            result = _by_parts(func, first, args[1:], kwargs)
+            if result is not NotImplemented:
+                return result
         if func in _COMMUTATIVE and len(args) == 2 and isinstance(args[1], Scores):
             return func(args[1], args[0])
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
@@ -270,9 +270,9 @@ def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) ->
     if func in _PART_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(scores, *args, **options)
-    way = _HANDLERS.get(func)
-    if way is not None:
-        return way(scores, *args, **options)
+    handler = _HANDLERS.get(func)
+    if handler is not None:
+        return handler(scores, *args, **options)
     if func in _ELEMENTWISE:
         return _elementwise(func, scores, args, options)
     return NotImplemented
@@ -308,7 +308,7 @@ def _transpose(scores: Scores, a: int = -2, b: int = -1) -> Scores:
 def _permute(scores: Scores, *dims: Any) -> Scores:
     part = _part(scores)
     order = dims[0] if isinstance(dims[0], (tuple, list)) else dims
-    order = [int(each) % part.ndim for each in order]
+    order = [int(dim) % part.ndim for dim in order]
     return Scores.of(part.permute(order), scores._ranks, order.index(scores._dim))
 
 
@@ -341,11 +341,11 @@ def _index(scores: Scores, index: Any) -> Any:
     index = index if isinstance(index, tuple) else (index,)
     if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
         return NotImplemented
-    places = [i for i, each in enumerate(index) if each is Ellipsis]
+    places = [i for i, item in enumerate(index) if item is Ellipsis]
     for i in places[:1]:
         before, behind = index[:i], index[i + 1 :]
-        left = part.ndim - _num_taken(before + behind)
-        index = (*before, *[slice(None)] * left, *behind)
+        missing = part.ndim - _num_taken(before + behind)
+        index = (*before, *[slice(None)] * missing, *behind)
     is_full = _num_taken(index) == part.ndim and isinstance(index[-1], slice)
     if is_full and index[-1] == slice(None):
         index = index[:-1]
@@ -354,17 +354,17 @@ def _index(scores: Scores, index: Any) -> Any:
     return Scores.of(part[index], scores._ranks)
 
 
-def _is_index(each: Any) -> bool:
+def _is_index(item: Any) -> bool:
     kinds = (int, slice, torch.Tensor, type(None), type(Ellipsis))
-    return isinstance(each, kinds) and not isinstance(each, (bool, Scores))
+    return isinstance(item, kinds) and not isinstance(item, (bool, Scores))
 
 
 def _num_taken(index: tuple[Any, ...]) -> int:
     """Return the number of dims that an index takes."""
     return sum(
-        each.ndim if isinstance(each, torch.Tensor) and each.dtype == torch.bool else 1
-        for each in index
-        if each is not None
+        item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
+        for item in index
+        if item is not None
     )
 
 

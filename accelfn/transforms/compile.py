@@ -151,7 +151,7 @@ class compile:  # noqa: A001 - what torch calls it
             runner = make(module)
             if whole and runner.lone_module is not None:
                 return OneGraphRunner(runner.lone_module, compiler)
-            return Delegating(runner, TwoGraphs(compiler, whole=whole).compiled)
+            return Delegating(runner, TwoGraphs(compiler, one_graph=whole).compiled)
 
         return compiling
 

@@ -378,7 +378,7 @@ class sync_batchnorm:
             )
         if ranks.size > 1:
             compiled = "compiles" in state.setup.facts
-            sync_norms(module, ranks, f"{self!r}", compiled=compiled)
+            sync_norms(module, ranks, f"{self!r}", compiles=compiled)
         return module
 
 
