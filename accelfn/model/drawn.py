@@ -96,17 +96,17 @@ class OperationRecord(TorchDispatchMode):
         """Return the operations on a tensor, in order."""
         return tuple(self._acts.get(_memory(tensor), ()))
 
-    def begins(self, given: nn.Parameter, param: nn.Parameter) -> None:
+    def begins(self, original: nn.Parameter, param: nn.Parameter) -> None:
         """Record the initial values of a parameter before it moves to the meta device."""
-        place = _memory(given)
-        begun: list[Act] = []
-        if place not in self._unwritten and given.numel():
-            plain = given.detach()
+        place = _memory(original)
+        acts: list[Act] = []
+        if place not in self._unwritten and original.numel():
+            plain = original.detach()
             first = plain.reshape(-1)[0]
             same = bool((plain == first).all())
-            begun = [(_FULL, first.item()) if same else (_VALUES,)]
+            acts = [(_FULL, first.item()) if same else (_VALUES,)]
         self._forget(place)
-        self._note(param, begun)
+        self._note(param, acts)
 
     def leaves(self, tensor: torch.Tensor, act: Act) -> None:
         """Record an operation that skipped a tensor because it is on the meta device."""
@@ -117,30 +117,30 @@ class OperationRecord(TorchDispatchMode):
     ) -> Any:
         """Call the operation, and record it."""
         kwargs = kwargs or {}
-        returned = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         act = (str(func), *_numbers(args), *_numbers(kwargs.values()))
-        given = list(_tensors([args, kwargs]))
+        inputs = list(_tensors([args, kwargs]))
         for tensor in _written_tensors(func, args, kwargs):
             if tensor.is_meta:
                 self.leaves(tensor, act)
             else:
                 self._forget(_memory(tensor))
-        known = {_memory(tensor) for tensor in given}
-        for tensor in _tensors([returned]):
-            if _memory(tensor) not in known:
-                self._note_new(func, act, given, tensor)
-        return returned
+        places = {_memory(tensor) for tensor in inputs}
+        for tensor in _tensors([result]):
+            if _memory(tensor) not in places:
+                self._note_new(func, act, inputs, tensor)
+        return result
 
     def _note_new(
-        self, func: Any, act: Act, given: Sequence[torch.Tensor], made: torch.Tensor
+        self, func: Any, act: Act, inputs: Sequence[torch.Tensor], output: torch.Tensor
     ) -> None:
-        copied = func in _COPIES or (func == _PAD and made.shape == given[0].shape)
-        if func in _EMPTY or (copied and _memory(given[0]) in self._unwritten):
-            self._note(made, [])
-            if not made.is_meta:
-                self._unwritten.add(_memory(made))
-        elif made.is_meta:
-            self._note(made, list(self.on(given[0])) if copied else [act])
+        is_copy = func in _COPIES or (func == _PAD and output.shape == inputs[0].shape)
+        if func in _EMPTY or (is_copy and _memory(inputs[0]) in self._unwritten):
+            self._note(output, [])
+            if not output.is_meta:
+                self._unwritten.add(_memory(output))
+        elif output.is_meta:
+            self._note(output, list(self.on(inputs[0])) if is_copy else [act])
 
     def _note(self, tensor: torch.Tensor, acts: list[Act]) -> None:
         storage = tensor.untyped_storage()
@@ -170,38 +170,38 @@ class _Looks(TorchFunctionMode):
             asking = sys._getframe(1)
             code = asking.f_code
             if asking.f_globals is vars(nn.init):
-                taken = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-                numbers = _numbers(asking.f_locals[name] for name in taken)
+                names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+                numbers = _numbers(asking.f_locals[name] for name in names)
                 self._acts.leaves(args[0], (code.co_name, *numbers))
         return func(*args, **(kwargs or {}))
 
 
-def sets_alike(setting: Sequence[Act], made: Sequence[Act]) -> bool:
+def sets_alike(setting: Sequence[Act], acts: Sequence[Act]) -> bool:
     """Return whether an initializer sets a parameter as its factory did.
 
     It does if the factory did nothing, or ended with the same operations. Copies of existing
     values, as from a file, do not show their source. If the factory copied more often, it
     copied from elsewhere.
     """
-    if not setting or not made or is_full(made):
+    if not setting or not acts or is_full(acts):
         return bool(setting)
     copies = [act for act in setting if _VALUES in act]
-    return list(made[-len(setting) :]) == list(setting) and all(
-        made.count(act) == setting.count(act) for act in copies
+    return list(acts[-len(setting) :]) == list(setting) and all(
+        acts.count(act) == setting.count(act) for act in copies
     )
 
 
-def is_full(made: Sequence[Act]) -> bool:
+def is_full(acts: Sequence[Act]) -> bool:
     """Return whether a parameter began with one number everywhere, without operations."""
-    return len(made) == 1 and made[0][0] == _FULL
+    return len(acts) == 1 and acts[0][0] == _FULL
 
 
-def is_as_made(tensor: torch.Tensor, made: Sequence[Act]) -> bool:
+def is_as_made(tensor: torch.Tensor, acts: Sequence[Act]) -> bool:
     """Return whether values equal a parameter's initial values, as far as these are known."""
-    if not is_full(made) or tensor.is_complex():
+    if not is_full(acts) or tensor.is_complex():
         return True
     ends = (float(end) for end in tensor.aminmax())
-    return all(math.isclose(end, made[0][1], rel_tol=_CAST) for end in ends)
+    return all(math.isclose(end, acts[0][1], rel_tol=_CAST) for end in ends)
 
 
 def _memory(tensor: torch.Tensor) -> int:
@@ -265,8 +265,8 @@ class MetaModel:
     def put(self, params: Mapping[str, torch.Tensor]) -> None:
         """Replace parameters of the module by name."""
         for name, param in params.items():
-            for module, own in self.places[name]:
-                module._parameters[own] = cast("nn.Parameter", param)
+            for module, key in self.places[name]:
+                module._parameters[key] = cast("nn.Parameter", param)
 
 
 def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
@@ -296,11 +296,11 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
         ):
             module = source()
     check_module(module, source)
-    check_values(module, drawn=False)
-    for own, param in module.named_parameters():
+    check_values(module, full=False)
+    for path, param in module.named_parameters():
         if not param.is_meta:
             msg = (
-                f'TrainState.create(init="shard"): {own!r} of {type(module).__name__} has'
+                f'TrainState.create(init="shard"): {path!r} of {type(module).__name__} has'
                 " values from before the factory ran, or is a copy of such. Let the factory"
                 ' make all modules anew, or write init="whole".'
             )
@@ -312,7 +312,7 @@ def build_on_meta(source: ModelSource, *, seed: int, name: str) -> MetaModel:
 
 
 def draw_params(
-    bare: MetaModel, keep: Keep, *, seed: int, name: str
+    model: MetaModel, keep: Keep, *, seed: int, name: str
 ) -> dict[str, torch.Tensor]:
     """Return the kept part of each parameter, in the module's order.
 
@@ -321,7 +321,7 @@ def draw_params(
     attention sets the bias of its layer.
 
     Args:
-        bare: the model; it stays without values.
+        model: the model; it stays without values.
         keep: a function of a parameter's name and values that returns the part to keep.
         seed: the seed of the draws.
         name: the name of the state.
@@ -329,23 +329,23 @@ def draw_params(
     Raises:
         ModelError: no initializer sets a parameter as the factory did.
     """
-    kept: dict[str, torch.Tensor] = {}
-    own: dict[int, list[str]] = defaultdict(list)
-    for each, places in bare.places.items():
-        own[id(places[0][0])].append(each)
-    drawing = _Drawing(bare, keep, kept, {})
-    for where, module in reversed(list(bare.module.named_modules())):
-        drawing.pending.update(dict.fromkeys(own.get(id(module), ()), ""))
-        for said, way in _initializers(bare.module, where, module):
+    params: dict[str, torch.Tensor] = {}
+    names_of: dict[int, list[str]] = defaultdict(list)
+    for key, places in model.places.items():
+        names_of[id(places[0][0])].append(key)
+    drawing = _Drawing(model, keep, params, {})
+    for where, module in reversed(list(model.module.named_modules())):
+        drawing.pending.update(dict.fromkeys(names_of.get(id(module), ()), ""))
+        for call, init in _initializers(model.module, where, module):
             due = drawing.due(where)
             if not due:
                 break
-            asks = f"{said} asks for values that are not there while it draws"
+            asks = f"{call} asks for values that are not there while it draws"
             with _explain_meta(asks, "Let it set parameters of its own module alone"):
-                drawing.by(way, said, due, draws.key(seed, name, "init", where))
+                drawing.by(init, call, due, draws.key(seed, name, "init", where))
     for lacking, why in drawing.pending.items():
-        _refuse(bare, lacking, why, len(drawing.pending))
-    return {n: kept[n] for n, _ in bare.module.named_parameters()}
+        _refuse(model, lacking, why, len(drawing.pending))
+    return {n: params[n] for n, _ in model.module.named_parameters()}
 
 
 @attrs.frozen(eq=False)
@@ -363,31 +363,31 @@ class _Drawing:
         return [name for name in self.pending if name.startswith(begin)]
 
     def by(
-        self, way: Callable[[], object], said: str, due: Collection[str], key: int
+        self, init: Callable[[], object], call: str, due: Collection[str], key: int
     ) -> None:
         """Draw the parameters that a function sets as the factory did."""
         metas = {name: _at(self.bare.places[name][0]) for name in due}
         with draws.seeded(key, _CPU), torch.no_grad(), record_operations() as acts:
-            way()
+            init()
         setting = {name: acts.on(meta) for name, meta in metas.items()}
         for name in due:
             if setting[name] or not self.pending[name]:
-                self.pending[name] = _why(said, setting[name])
-        alike = {
+                self.pending[name] = _why(call, setting[name])
+        matches = {
             name: metas[name]
             for name in due
             if sets_alike(setting[name], self.bare.acts[name])
             or not metas[name].numel()
         }
-        if not alike:
+        if not matches:
             return
-        whole = {name: _unset(meta) for name, meta in alike.items()}
-        with self._placed(whole, alike), draws.seeded(key, _CPU), torch.no_grad():
-            way()
-        for name in alike:
-            values = whole.pop(name).detach()
+        blanks = {name: _unset(meta) for name, meta in matches.items()}
+        with self._placed(blanks, matches), draws.seeded(key, _CPU), torch.no_grad():
+            init()
+        for name in matches:
+            values = blanks.pop(name).detach()
             if _is_unset(values):
-                self.pending[name] = f"{said} leaves unset, or without a number"
+                self.pending[name] = f"{call} leaves unset, or without a number"
             elif is_as_made(values, self.bare.acts[name]):
                 del self.pending[name]
                 self.kept[name] = self.keep(name, values)
@@ -405,19 +405,19 @@ class _Drawing:
 
 def _initializers(root: nn.Module, where: str, module: nn.Module) -> _Ways:
     """Return a module's initializers, Transformers' before torch's."""
-    kind, ways = type(module).__name__, cast("_Ways", [])
-    for around in _enclosing_modules(root, where):
-        convention: Any = getattr(around, "_init_weights", None)
+    kind, inits = type(module).__name__, cast("_Ways", [])
+    for parent in _enclosing_modules(root, where):
+        convention: Any = getattr(parent, "_init_weights", None)
         if callable(convention) and call_mismatch(convention, module) is None:
-            said = f"{type(around).__name__}._init_weights({kind})"
-            ways.append((said, partial(convention, module)))
+            call = f"{type(parent).__name__}._init_weights({kind})"
+            inits.append((call, partial(convention, module)))
             break
     # attention's has the other name
     for name in ("reset_parameters", "_reset_parameters"):
-        own: Any = getattr(module, name, None)
-        if callable(own) and call_mismatch(own) is None:
-            ways.append((f"{kind}.{name}()", own))
-    return ways
+        method: Any = getattr(module, name, None)
+        if callable(method) and call_mismatch(method) is None:
+            inits.append((f"{kind}.{name}()", method))
+    return inits
 
 
 def _enclosing_modules(root: nn.Module, where: str) -> Iterator[nn.Module]:
@@ -431,15 +431,15 @@ def _places(module: nn.Module) -> dict[str, list[tuple[nn.Module, str]]]:
     names = {id(param): name for name, param in module.named_parameters()}
     places: dict[str, list[tuple[nn.Module, str]]] = defaultdict(list)
     for submodule in module.modules():
-        for own, param in submodule._parameters.items():
+        for key, param in submodule._parameters.items():
             if param is not None:
-                places[names[id(param)]].append((submodule, own))
+                places[names[id(param)]].append((submodule, key))
     return dict(places)
 
 
 def _at(place: tuple[nn.Module, str]) -> nn.Parameter:
-    module, own = place
-    return cast("nn.Parameter", module._parameters[own])
+    module, key = place
+    return cast("nn.Parameter", module._parameters[key])
 
 
 def _unset(meta: torch.Tensor) -> nn.Parameter:
@@ -465,29 +465,29 @@ def _explain_meta(asks: str, advice: str) -> Generator[None]:
     try:
         yield
     except (RuntimeError, TypeError, NotImplementedError) as error:
-        said = str(error).lower()
-        if "meta" not in said and "incompatible tensor type" not in said:
+        text = str(error).lower()
+        if "meta" not in text and "incompatible tensor type" not in text:
             raise
         msg = f'TrainState.create(init="shard"): {asks}: {error}. {advice}, {_WHOLE}.'
         raise ModelError(msg) from error
 
 
-def _why(said: str, setting: Collection[Act]) -> str:
+def _why(call: str, setting: Collection[Act]) -> str:
     if not setting:
-        return f"{said} leaves unset, or without a number"
-    return f"the factory set otherwise than {said}, as by loading it"
+        return f"{call} leaves unset, or without a number"
+    return f"the factory set otherwise than {call}, as by loading it"
 
 
-def _refuse(bare: MetaModel, name: str, why: str, count: int) -> NoReturn:
-    module, own = bare.places[name][0]
+def _refuse(model: MetaModel, name: str, why: str, count: int) -> NoReturn:
+    module, key = model.places[name][0]
     kind, where = type(module).__name__, name.rpartition(".")[0]
-    here = f"the module {where!r}, a {kind}," if where else f"the model, a {kind},"
+    subject = f"the module {where!r}, a {kind}," if where else f"the model, a {kind},"
     more = f" ({count - 1} more parameters are like it.)" if count > 1 else ""
     reason = why or f"nothing sets, for {kind} has no reset_parameters()"
     theirs = type(module).__module__.startswith("torch.")
     setter = "the module around it" if theirs else kind
     msg = (
-        f'TrainState.create(init="shard"): {here} has a parameter {own!r} which {reason}.'
+        f'TrainState.create(init="shard"): {subject} has a parameter {key!r} which {reason}.'
         f"{more} Give {setter} a method reset_parameters() that sets it, and which __init__"
         f" calls, {_WHOLE}."
     )

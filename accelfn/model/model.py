@@ -60,30 +60,30 @@ def refuse_given(module: nn.Module) -> None:
         part = waiting.pop()
         if type(part) is _GivenModel:
             kind, state = _note(part)
-            what = "It" if part is module else f"Its {kind}"
-            shown = kind if part is module else type(module).__name__
-            msg = f"model={shown}: {what} is another state's already, {state!r}. {_NEW_MODEL}"
+            subject = "It" if part is module else f"Its {kind}"
+            name = kind if part is module else type(module).__name__
+            msg = f"model={name}: {subject} is another state's already, {state!r}. {_NEW_MODEL}"
             raise ModelError(msg)
         waiting += part.children()
 
 
-def _seal(given: object, kind: type, state: str) -> None:
-    note = type(given).__name__, state
+def _seal(instance: object, kind: type, state: str) -> None:
+    note = type(instance).__name__, state
     try:
-        given.__class__ = kind
+        instance.__class__ = kind
     except TypeError:  # its class is written in C, and stays
         return
-    held = object.__getattribute__(given, "__dict__")
-    held.clear()
-    held[_NOTE] = note
+    fields = object.__getattribute__(instance, "__dict__")
+    fields.clear()
+    fields[_NOTE] = note
 
 
-def _note(given: object) -> tuple[str, str]:
-    return object.__getattribute__(given, "__dict__")[_NOTE]
+def _note(instance: object) -> tuple[str, str]:
+    return object.__getattribute__(instance, "__dict__")[_NOTE]
 
 
-def _model_error(given: object, name: str) -> ModelError:
-    kind, state = _note(given)
+def _model_error(instance: object, name: str) -> ModelError:
+    kind, state = _note(instance)
     return ModelError(
         f"{kind}.{name}: this {kind} was given to TrainState.create, and its tensors belong to"
         f" the state {state!r}. Write `with af.borrow_model(state) as model:` for a module,"
@@ -93,8 +93,8 @@ def _model_error(given: object, name: str) -> ModelError:
     )
 
 
-def _optimizer_error(given: object, name: str) -> OptimizerError:
-    kind, state = _note(given)
+def _optimizer_error(instance: object, name: str) -> OptimizerError:
+    kind, state = _note(instance)
     return OptimizerError(
         f"{kind}.{name}: this {kind} was given to TrainState.create, and the state"
         f" {state!r} has its options and its own state. Step it by af.make_step, read"
@@ -188,10 +188,10 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.element_size() != other.element_size():
         return True
     size = one.element_size()
-    seen = torch.zeros(max(end, ends) // size, dtype=torch.bool)
-    for each in (one, other):
-        marks = seen.as_strided(each.shape, each.stride(), each.storage_offset())
-        if each is one:
+    mask = torch.zeros(max(end, ends) // size, dtype=torch.bool)
+    for tensor in (one, other):
+        marks = mask.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        if tensor is one:
             marks.fill_(1)
         elif marks.any():
             return True
@@ -264,27 +264,27 @@ def refuse_wrapped(module: nn.Module) -> None:
         ModelError: a module is a wrapper.
     """
     wrappers = [*_wrappers()]
-    for name, each in module.named_modules():
-        for kind, which, way in wrappers:
-            if isinstance(each, kind):
-                where = f"model={kind.__name__}" if each is module else f"model.{name}"
-                is_one = "" if each is module else f" is a {kind.__name__}"
-                msg = f"{where}{is_one}: give the plain module {which}, and put {way}."
+    for name, part in module.named_modules():
+        for kind, place, fix in wrappers:
+            if isinstance(part, kind):
+                where = f"model={kind.__name__}" if part is module else f"model.{name}"
+                is_one = "" if part is module else f" is a {kind.__name__}"
+                msg = f"{where}{is_one}: give the plain module {place}, and put {fix}."
                 raise ModelError(msg)
 
 
 def _wrappers() -> Iterator[tuple[type[nn.Module], str, str]]:
     """Yield kinds of wrappers, the module to pass instead, and accelfn's equivalent."""
     inner = f"{_INSIDE}module"
-    way = "af.wrap_ddp() into the setup, which wraps the loss in one"
-    yield nn.parallel.DistributedDataParallel, inner, way
-    way = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
-    yield nn.DataParallel, inner, f"{way}, as `accelfn launch` starts them"
-    way = "af.compile() into the setup: what torch.jit compiled takes no other tensors"
-    yield torch.jit.ScriptModule, "that torch.jit compiled", way
+    fix = "af.wrap_ddp() into the setup, which wraps the loss in one"
+    yield nn.parallel.DistributedDataParallel, inner, fix
+    fix = "af.shard_data() and af.wrap_ddp() into the setup, with a process for each device"
+    yield nn.DataParallel, inner, f"{fix}, as `accelfn launch` starts them"
+    fix = "af.compile() into the setup: what torch.jit compiled takes no other tensors"
+    yield torch.jit.ScriptModule, "that torch.jit compiled", fix
     if _COMPILER in sys.modules:  # else nobody has compiled any, and it takes a second
-        way = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
-        yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", way
+        fix = "af.compile() into the setup, or af.compile(regions=...) for parts of a model"
+        yield sys.modules[_COMPILER].OptimizedModule, f"{_INSIDE}_orig_mod", fix
 
 
 _CPU = torch.device("cpu")
@@ -325,10 +325,10 @@ class Skeleton:
     ) -> nn.Module:
         """Return a copy of the structure around these tensors, which are shared."""
         memo: dict[int, Any] = {}
-        trained = set(self.trainable)
+        trainable = set(self.trainable)
         for name, meta in self.module.named_parameters():
-            made = parameter_like(meta, params[name])
-            memo[id(meta)] = made.requires_grad_(name in trained)
+            param = parameter_like(meta, params[name])
+            memo[id(meta)] = param.requires_grad_(name in trainable)
         for name, meta in self.module.named_buffers():
             memo[id(meta)] = buffers[name].detach()
         # a module has a dozen tables of hooks, nearly all empty, and a deep copy of an empty
@@ -359,7 +359,7 @@ def materialize(
             module = source()
     check_module(module, source)
     if device.type != "meta":
-        check_values(cast("nn.Module", module), drawn=True)
+        check_values(cast("nn.Module", module), full=True)
     return _move_module(cast("nn.Module", module), device)
 
 
@@ -380,8 +380,8 @@ def _move_module(module: nn.Module, device: torch.device) -> nn.Module:
     module.to(device)
     first: dict[int, Any] = {}
     for table, name, tensor in before:
-        made: Any = table[name]
-        cast("dict[str, Any]", table)[name] = first.setdefault(id(tensor), made)
+        new: Any = table[name]
+        cast("dict[str, Any]", table)[name] = first.setdefault(id(tensor), new)
     return module
 
 
@@ -429,13 +429,13 @@ def check_module(module: object, source: object) -> None:
     _check_in_one_place(module)
 
 
-def check_values(module: nn.Module, *, drawn: bool) -> None:
+def check_values(module: nn.Module, *, full: bool) -> None:
     """Raise unless a module's tensors have values; uninitialized parameters need no values.
 
     Raises:
         ModelError: a tensor is on the meta device.
     """
-    named = [*(module.named_parameters() if drawn else ()), *module.named_buffers()]
+    named = [*(module.named_parameters() if full else ()), *module.named_buffers()]
     meta = [name for name, tensor in named if tensor.is_meta]
     if meta:
         msg = (
@@ -450,8 +450,8 @@ def check_values(module: nn.Module, *, drawn: bool) -> None:
 
 def _check_in_one_place(module: nn.Module) -> None:
     """Raise if hooks spread a model over devices, as Accelerate's do."""
-    for name, each in module.named_modules():
-        spread: Any = getattr(each, "hf_device_map", None)
+    for name, submodule in module.named_modules():
+        spread: Any = getattr(submodule, "hf_device_map", None)
         if isinstance(spread, Mapping) and len(set(spread.values())) > 1:
             where = f"its {name!r} " if name else ""
             msg = (
@@ -489,7 +489,7 @@ def skeleton_of(module: nn.Module) -> Skeleton:
     for buffer in module.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     try:
-        bare = copy.deepcopy(module, memo)
+        structure = copy.deepcopy(module, memo)
     except (RuntimeError, TypeError) as error:
         where = next(_uncopyable(module, memo), "")
         msg = (
@@ -498,14 +498,14 @@ def skeleton_of(module: nn.Module) -> Skeleton:
             " attributes, and no group of ranks, lock or open file."
         )
         raise ModelError(msg) from error
-    if not bare.training:
+    if not structure.training:
         # from_pretrained hands out models in evaluation mode; a loop would call train().
-        bare.train()
+        structure.train()
     names = {id(param): name for name, param in module.named_parameters()}
     every = module.named_parameters(remove_duplicate=False)
     persistent = set(module.state_dict(keep_vars=True))
     return Skeleton(
-        module=bare,
+        module=structure,
         trainable=tuple(n for n, p in module.named_parameters() if p.requires_grad),
         aliases={name: names[id(p)] for name, p in every if name != names[id(p)]},
         persistent=frozenset(n for n, _ in module.named_buffers() if n in persistent),
@@ -514,8 +514,8 @@ def skeleton_of(module: nn.Module) -> Skeleton:
 
 def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
     """Yield the attributes of a module and its submodules that cannot be copied."""
-    for name, each in module.named_modules():
-        for attribute, value in vars(each).items():
+    for name, submodule in module.named_modules():
+        for attribute, value in vars(submodule).items():
             if isinstance(value, dict) and attribute.startswith("_"):
                 continue  # torch's tables
             try:
@@ -525,33 +525,33 @@ def _uncopyable(module: nn.Module, memo: Mapping[int, Any]) -> Iterator[str]:
 
 
 def check_params(
-    given: Mapping[str, torch.Tensor],
-    expected: Mapping[str, torch.Tensor],
+    params: Mapping[str, torch.Tensor],
+    current: Mapping[str, torch.Tensor],
     aliases: Mapping[str, str],
 ) -> None:
     """Raise unless new parameters can replace the current parameters.
 
     Args:
-        given: the new parameters by name; tied parameters may have several names.
-        expected: the current parameters.
+        params: the new parameters by name; tied parameters may have several names.
+        current: the current parameters.
         aliases: first names of tied parameters, by further names.
 
     Raises:
         StateError: names, shapes, dtypes or devices differ, or the values of a tied parameter.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(params, Mapping):
         msg = (
-            f"with_params: got {type(given).__name__}; expected tensors by name, such as"
+            f"with_params: got {type(params).__name__}; expected tensors by name, such as"
             " state.params, or dict(model.named_parameters())."
         )
         raise StateError(msg)
-    missing, extra = expected.keys() - given.keys(), given.keys() - expected.keys()
+    missing, extra = current.keys() - params.keys(), params.keys() - current.keys()
     extra -= aliases.keys()
     if missing or extra:
         msg = f"with_params: missing {sorted(missing)}, unknown {sorted(extra)}."
         raise StateError(msg)
-    for name, tensor in expected.items():
-        new = given[name]
+    for name, tensor in current.items():
+        new = params[name]
         if not isinstance(new, torch.Tensor):
             msg = f"with_params: {name!r} is {type(new).__name__}, not a tensor."
             raise StateError(msg)
@@ -560,8 +560,8 @@ def check_params(
         if want != have:
             msg = f"with_params: {name!r} is {have}, the model's is {want}."
             raise StateError(msg)
-    for name in aliases.keys() & given.keys():
-        one, two = given[aliases[name]], given[name]
+    for name in aliases.keys() & params.keys():
+        one, two = params[aliases[name]], params[name]
         if one is not two and not torch.equal(one, two):
             msg = f"with_params: {name!r} is tied to {aliases[name]!r}, and has other values."
             raise StateError(msg)
@@ -569,9 +569,9 @@ def check_params(
 
 def parameter_like(param: torch.Tensor, data: torch.Tensor) -> nn.Parameter:
     """Create a parameter from data, with another parameter's attributes and requires_grad."""
-    made = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
-    vars(made).update(vars(param))
-    return made
+    new = nn.Parameter(data.detach(), requires_grad=param.requires_grad)
+    vars(new).update(vars(param))
+    return new
 
 
 def give_away(module: nn.Module, name: str) -> None:
@@ -591,8 +591,8 @@ def give_away(module: nn.Module, name: str) -> None:
 def _check(module: nn.Module) -> None:
     """Raise for parameters that cannot be trained; the error names them."""
     params = dict(module.named_parameters())
-    given = [name for name, param in params.items() if param in _GIVEN]
-    hooked = [
+    foreign = [name for name, param in params.items() if param in _GIVEN]
+    with_hooks = [
         name
         for name, param in params.items()
         if param._backward_hooks  # pyright: ignore[reportPrivateUsage]
@@ -604,9 +604,9 @@ def _check(module: nn.Module) -> None:
         "A state trains copies without these hooks. Change gradients in a transform that has"
         " `grads`; hooks of modules stay."
     )
-    for names, what, advice in (
-        (given, "parameters that are another state's already", _NEW_MODEL),
-        (hooked, "parameters with hooks", hooks),
+    for names, kind, advice in (
+        (foreign, "parameters that are another state's already", _NEW_MODEL),
+        (with_hooks, "parameters with hooks", hooks),
         (
             lazy,
             "lazy parameters without a shape yet",
@@ -614,8 +614,8 @@ def _check(module: nn.Module) -> None:
         ),
     ):
         if names:
-            listed = ", ".join(names[:5])
-            msg = f"{type(module).__name__} has {len(names)} {what}: {listed}. {advice}"
+            sample = ", ".join(names[:5])
+            msg = f"{type(module).__name__} has {len(names)} {kind}: {sample}. {advice}"
             raise ModelError(msg)
     if not any(param.requires_grad for param in module.parameters()):
         count = sum(1 for _ in module.parameters())
@@ -634,18 +634,18 @@ Moved: TypeAlias = Callable[[nn.Parameter, nn.Parameter], object]
 
 
 @contextmanager
-def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
+def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
     """Move each parameter that this thread's modules register to the meta device.
 
     Most modules register a parameter before they write values, so the parameter costs nothing.
 
     Args:
-        seen: called with each parameter before its values are gone.
+        on_move: called with each parameter before its values are gone.
 
     Raises:
         ModelError: a parameter is lazy.
     """
-    ours, known = threading.get_ident(), WeakIdKeyDictionary()
+    ours, copies = threading.get_ident(), WeakIdKeyDictionary()
 
     def moved(
         module: nn.Module, name: str, param: nn.Parameter | None
@@ -658,13 +658,13 @@ def parameters_on_meta(seen: Moved | None = None) -> Generator[None]:
                 f" call: {name}. Write its sizes, as nn.Linear(in_features, out_features)."
             )
             raise ModelError(msg)
-        if param not in known:  # a tied parameter stays one tensor
+        if param not in copies:  # a tied parameter stays one tensor
             empty = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
             vars(empty).update(vars(param))
-            known[param] = empty
-            if seen is not None:
-                seen(param, empty)
-        return known[param]
+            copies[param] = empty
+            if on_move is not None:
+                on_move(param, empty)
+        return copies[param]
 
     hook = cast("Callable[..., None]", moved)  # torch's type lacks the parameter
     handle = register_module_parameter_registration_hook(hook)

@@ -109,28 +109,28 @@ class PartStates(MutableMapping[Any, dict[str, Any]]):
     def _at(self, key: Any) -> tuple[dict[Any, Any], Any]:
         if isinstance(key, torch.Tensor):
             return self._states[self._place[id(key)]], key
-        place, _, own = str(key).partition(":")
-        return self._states[int(place)], own
+        place, _, inner_key = str(key).partition(":")
+        return self._states[int(place)], inner_key
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         """Return an entry; a missing entry begins empty, as in torch."""
-        state, own = self._at(key)
-        return state[own]
+        state, inner_key = self._at(key)
+        return state[inner_key]
 
     def __setitem__(self, key: Any, entry: dict[str, Any]) -> None:
         """Set an entry in the state of its part."""
-        state, own = self._at(key)
-        state[own] = entry
+        state, inner_key = self._at(key)
+        state[inner_key] = entry
 
     def __delitem__(self, key: Any) -> None:
         """Drop an entry."""
-        state, own = self._at(key)
-        del state[own]
+        state, inner_key = self._at(key)
+        del state[inner_key]
 
     def __contains__(self, key: object) -> bool:
         """Whether there is an entry."""
-        state, own = self._at(key)
-        return own in state
+        state, inner_key = self._at(key)
+        return inner_key in state
 
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the keys, part by part."""
@@ -152,7 +152,7 @@ def parts_of(optimizer: Optimizer) -> list[Optimizer]:
     """Return the torch optimizers inside of an optimizer: itself, or its parts."""
     if not isinstance(optimizer, Partitioned):
         return [optimizer]
-    return [each for part in optimizer.parts for each in parts_of(part)]
+    return [inner for part in optimizer.parts for inner in parts_of(part)]
 
 
 def is_torchs(optimizer: Optimizer) -> bool:
@@ -167,8 +167,8 @@ def empty_state(optimizer: Optimizer, like: Optimizer) -> Any:
     """Return an empty mapping for an optimizer's state, of the same kind as another's."""
     if isinstance(optimizer, Partitioned):
         return PartStates(optimizer.parts)
-    kept = cast("Any", like.state)
-    return type(kept)(kept.default_factory)
+    state = cast("Any", like.state)
+    return type(state)(state.default_factory)
 
 
 def bare_step(optimizer: Optimizer) -> Callable[[], object]:
@@ -178,11 +178,11 @@ def bare_step(optimizer: Optimizer) -> Callable[[], object]:
     hooks run in that wrapper, so an optimizer that has any keeps it.
     """
     step = type(optimizer).step
-    bare = getattr(step, "__wrapped__", None)
-    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
-    if bare is None or own or not getattr(step, "hooked", False):
+    inner = getattr(step, "__wrapped__", None)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks  # pyright: ignore[reportPrivateUsage]
+    if inner is None or hooks or not getattr(step, "hooked", False):
         return optimizer.step
-    return partial(bare, optimizer)
+    return partial(inner, optimizer)
 
 
 @attrs.frozen(init=False, repr=False)
@@ -243,17 +243,17 @@ class combine_optimizers:
     def __call__(self, named: NamedParameters) -> Partitioned:
         """Return one optimizer of all parts over these parameters."""
         shares: list[NamedParameters] = [[] for _ in self.parts]
-        left: list[str] = []
+        rest: list[str] = []
         for name, param in named:
             for (predicate, _), share in zip(self.parts, shares, strict=True):
                 if predicate is ... or predicate(name, param):
                     share.append((name, param))
                     break
             else:
-                left.append(name)
-        if left:
+                rest.append(name)
+        if rest:
             msg = (
-                f"{self!r}: no part takes {len(left)} parameters: {', '.join(left[:5])}. End"
+                f"{self!r}: no part takes {len(rest)} parameters: {', '.join(rest[:5])}. End"
                 " with (..., factory), or freeze them with requires_grad_(False)."
             )
             raise OptimizerError(msg)
@@ -271,8 +271,8 @@ class combine_optimizers:
 
     def __repr__(self) -> str:
         """Show the parts by the names of their functions."""
-        shown = (f"({_name(each)}, {_name(factory)})" for each, factory in self.parts)
-        return f"af.combine_optimizers({', '.join(shown)})"
+        parts = (f"({_name(rule)}, {_name(factory)})" for rule, factory in self.parts)
+        return f"af.combine_optimizers({', '.join(parts)})"
 
 
 def _check_part(i: int, part: Any, *, is_last: bool) -> None:
@@ -297,23 +297,23 @@ def _check_part(i: int, part: Any, *, is_last: bool) -> None:
 
 
 def _create_part(
-    i: int, factory: Any, share: NamedParameters, whole: combine_optimizers
+    i: int, factory: Any, share: NamedParameters, owner: combine_optimizers
 ) -> Optimizer:
     """Return a part's optimizer over exactly its share."""
     optimizer = factory(share)
     kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        msg = f"{whole!r}: the factory of part {i} gave {kind}; expected a torch optimizer."
+        msg = f"{owner!r}: the factory of part {i} gave {kind}; expected a torch optimizer."
         raise OptimizerError(msg)
     names = {id(param): name for name, param in share}
-    owned = _all_params(optimizer)
-    others = [tuple(p.shape) for p in owned if id(p) not in names]
-    missing = names.keys() - {id(param) for param in owned}
-    if others or missing:
-        listed = sorted(names[each] for each in missing)
+    params = _all_params(optimizer)
+    shapes = [tuple(p.shape) for p in params if id(p) not in names]
+    missing = names.keys() - {id(param) for param in params}
+    if shapes or missing:
+        absent = sorted(names[key] for key in missing)
         msg = (
-            f"{whole!r}: the {kind} of part {i} lacks {listed[:5]} of the parameters that the"
-            f" factory was given, and has {len(others)} others (shapes {others[:5]})."
+            f"{owner!r}: the {kind} of part {i} lacks {absent[:5]} of the parameters that the"
+            f" factory was given, and has {len(shapes)} others (shapes {shapes[:5]})."
         )
         raise OptimizerError(msg)
     return optimizer
@@ -388,10 +388,10 @@ def prototype_of(
         _check_rates(part)
     names = {id(param): name for name, param in module.named_parameters()}
     _check_owned(optimizer, names, trainable, given_ready=optimizer is source)
-    held = named_state(optimizer, names)
+    state = named_state(optimizer, names)
     metas = dict(skeleton.module.named_parameters())
     memo = {id(p): metas[n] for n, p in module.named_parameters()}
-    return rebuilt(optimizer, memo), held
+    return rebuilt(optimizer, memo), state
 
 
 def named_state(
@@ -412,9 +412,9 @@ def named_state(
 
 def owned_names(optimizer: Optimizer, skeleton: Skeleton) -> list[str]:
     """Return the names of the parameters that an optimizer has."""
-    owned = set(map(id, _all_params(optimizer)))
+    ids = set(map(id, _all_params(optimizer)))
     metas = skeleton.module.named_parameters()
-    return [name for name, meta in metas if id(meta) in owned]
+    return [name for name, meta in metas if id(meta) in ids]
 
 
 def trained_names(
@@ -438,15 +438,15 @@ def trained_names(
             f" predicate(name, parameter): {error}."
         )
         raise ArgumentError(msg)
-    wanted = {name for name, param in params.items() if predicate(name, param)}
-    if not wanted:
+    chosen = {name for name, param in params.items() if predicate(name, param)}
+    if not chosen:
         msg = (
             f"with_trainable({predicate!r}): it is true of none of the {len(params)}"
             f" parameters ({', '.join(list(params)[:3])}, ...)."
         )
         raise ModelError(msg)
-    owned = owned_names(optimizer, skeleton)
-    lacking = [name for name in params if name in wanted and name not in owned]
+    names = owned_names(optimizer, skeleton)
+    lacking = [name for name in params if name in chosen and name not in names]
     if lacking:
         msg = (
             f"with_trainable({predicate!r}): {type(optimizer).__name__} lacks"
@@ -454,7 +454,7 @@ def trained_names(
             f" {', '.join(lacking[:5])}. Create it with them trained, then freeze them."
         )
         raise OptimizerError(msg)
-    return wanted
+    return chosen
 
 
 def group_key(index: int) -> str:
@@ -471,13 +471,13 @@ def rebuilt(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     if isinstance(optimizer, Partitioned):
         # first the parts, so that the whole's copy has their groups
         memo |= {id(part): rebuilt(part, memo) for part in optimizer.parts}
-    made = object.__new__(type(optimizer))
+    new = object.__new__(type(optimizer))
     attributes = {
         k: v for k, v in vars(optimizer).items() if k not in {"state", "step"}
     }
-    made.__dict__.update(copy.deepcopy(attributes, memo))
-    made.state = empty_state(made, optimizer)
-    return made
+    new.__dict__.update(copy.deepcopy(attributes, memo))
+    new.state = empty_state(new, optimizer)
+    return new
 
 
 def scratch_of(prototype: Optimizer) -> Any:
@@ -523,16 +523,16 @@ def entries_of(prototype: Optimizer, skeleton: Skeleton) -> dict[str, dict[str, 
         names[id(param)] = name
     entries: dict[str, dict[str, Any]] = {}
     for part in filter(is_torchs, parts_of(rebuilt(prototype, memo))):
-        alike: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+        groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
         for i, group in enumerate(part.param_groups):
             for param in group["params"]:
-                alike.setdefault((i, param.shape, param.dtype), []).append(param)
-            group["params"] = [some[0] for key, some in alike.items() if key[0] == i]
+                groups.setdefault((i, param.shape, param.dtype), []).append(param)
+            group["params"] = [some[0] for key, some in groups.items() if key[0] == i]
             group.update(dict.fromkeys(_KERNELS & group.keys(), False))
         # torch makes entries before any kernel, and some kernels reject meta tensors
         with suppress(NotImplementedError, RuntimeError), torch.no_grad():
             bare_step(part)()
-        for some in alike.values():
+        for some in groups.values():
             entry = part.state.get(some[0], {})
             entries |= {names[id(param)]: entry for param in some}
     return entries
@@ -564,9 +564,9 @@ def kind_of(optimizer: Optimizer, names: Mapping[int, str]) -> str:
 
 
 def _share(part: Optimizer, names: Mapping[int, str]) -> str:
-    owned = [names[id(param)] for param in _all_params(part)]
-    listed = zlib.crc32("\n".join(sorted(owned)).encode())
-    return f" of {len(owned)} parameters ({listed:08x})"
+    members = [names[id(param)] for param in _all_params(part)]
+    checksum = zlib.crc32("\n".join(sorted(members)).encode())
+    return f" of {len(members)} parameters ({checksum:08x})"
 
 
 def _check_factory(factory: Any, trainable: object) -> None:
@@ -676,17 +676,17 @@ def _check_owned(
     *,
     given_ready: bool,
 ) -> None:
-    owned = _all_params(optimizer)
-    others = [tuple(param.shape) for param in owned if id(param) not in names]
-    if others:
+    params = _all_params(optimizer)
+    shapes = [tuple(param.shape) for param in params if id(param) not in names]
+    if shapes:
         why = " Pass the model instance with these parameters, or an optimizer factory."
         msg = (
-            f"{type(optimizer).__name__} holds {len(others)} parameters that are not the"
-            f" model's (shapes {others[:5]}).{why if given_ready else ''}"
+            f"{type(optimizer).__name__} holds {len(shapes)} parameters that are not the"
+            f" model's (shapes {shapes[:5]}).{why if given_ready else ''}"
         )
         raise OptimizerError(msg)
-    known = set(map(id, owned))
-    missing = [name for name, param in trainable if id(param) not in known]
+    ids = set(map(id, params))
+    missing = [name for name, param in trainable if id(param) not in ids]
     if missing:
         msg = (
             f"{type(optimizer).__name__} lacks {len(missing)} trainable parameters:"
@@ -778,11 +778,11 @@ class PerParameter(Optimizer):
         self, named: NamedParameters, kind: type, options: dict[str, Any]
     ) -> None:
         """Take named parameters, a class of the package, and its options."""
-        made = _made_lomo(kind, options)[0]
-        hyper = {"lr": made.lr, "weight_decay": made.weight_decay}
+        optimizer = _made_lomo(kind, options)[0]
+        hyper = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay}
         super().__init__([param for _, param in named], hyper)
         self.kind, self.options = kind, options
-        self.adapts = hasattr(made, "exp_avg_sq")
+        self.adapts = hasattr(optimizer, "exp_avg_sq")
         for name, param in named:
             if self.adapts and param.ndim not in _MOMENTS:
                 msg = (
@@ -828,9 +828,9 @@ _inner_of = weakref.WeakKeyDictionary()
 
 def _made_lomo(kind: type, options: dict[str, Any]) -> tuple[Any, _Model]:
     model = _Model()
-    made: Any = kind(model, **options)
-    made.loss_scale = made.loss_scaler = None
-    return made, model
+    optimizer: Any = kind(model, **options)
+    optimizer.loss_scale = optimizer.loss_scaler = None
+    return optimizer, model
 
 
 def lomo(kind: type, **options: Any) -> Callable[[NamedParameters], Optimizer]:

@@ -114,8 +114,8 @@ class _Wandb:
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         wrap = self._wandb.Image
-        shown = {n: wrap(picture(image, extra="wandb")) for n, image in images.items()}
-        self.backend.log({**shown, "step": step})
+        record = {n: wrap(picture(image, extra="wandb")) for n, image in images.items()}
+        self.backend.log({**record, "step": step})
 
     def close(self, *, failed: bool) -> None:
         self.backend.finish(exit_code=int(failed))
@@ -205,9 +205,9 @@ class _Comet:
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         for name, image in images.items():
-            shown = picture(image, extra="comet")
-            sent = self.backend.log_image(shown, name=name, step=step)
-            _check(sent, name)
+            pixels = picture(image, extra="comet")
+            reply = self.backend.log_image(pixels, name=name, step=step)
+            _check(reply, name)
 
     def close(self, *, failed: bool) -> None:
         if failed:
@@ -215,9 +215,9 @@ class _Comet:
         self.backend.end()
 
 
-def _check(sent: object, name: str) -> None:
+def _check(reply: object, name: str) -> None:
     """Raise an error if Comet rejected values, because Comet only logs its errors."""
-    if sent is None:
+    if reply is None:
         msg = f"Comet did not take {name!r}; its log says why."
         raise TrackingError(msg)
 
@@ -272,8 +272,8 @@ class _MLflow:
         self._entities = package("mlflow.entities", extra="mlflow")
         client = package("mlflow.tracking", extra="mlflow").MlflowClient(store)
         if run_id is None:
-            found = client.get_experiment_by_name(experiment)
-            key = found.experiment_id if found else client.create_experiment(experiment)
+            entry = client.get_experiment_by_name(experiment)
+            key = entry.experiment_id if entry else client.create_experiment(experiment)
             run_id = client.create_run(key, run_name=name).info.run_id
         else:
             client.update_run(run_id, status="RUNNING")

@@ -68,8 +68,8 @@ class _Jsonl:
         )
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
-        told = spelt(dict(hyperparameters))
-        self._append({"hyperparameters": told, "time": time.time()})
+        values = spelt(dict(hyperparameters))
+        self._append({"hyperparameters": values, "time": time.time()})
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
         raise NotImplementedError
@@ -99,9 +99,9 @@ def _length_of_lines(handle: int) -> int:
     end = os.fstat(handle).st_size
     while end:
         start = max(0, end - _BLOCK)
-        found = os.pread(handle, end - start, start).rfind(b"\n")
-        if found >= 0:
-            return start + found + 1
+        newline = os.pread(handle, end - start, start).rfind(b"\n")
+        if newline >= 0:
+            return start + newline + 1
         end = start
     return 0
 
@@ -236,11 +236,11 @@ class _Story:
                 self._unheard += 1
             self._began = True
         else:
-            step, time, given = _step(record), _time(record), record["metrics"]
-            if not isinstance(given, dict):
+            step, time, metrics = _step(record), _time(record), record["metrics"]
+            if not isinstance(metrics, dict):
                 raise TypeError
-            told = cast("dict[str, Any]", given)
-            numbers = {name: float(value) for name, value in told.items()}
+            values = cast("dict[str, Any]", metrics)
+            numbers = {name: float(value) for name, value in values.items()}
             if self.kept and step < self.kept[-1][0]:
                 self._back_to(step - 1)
             self.kept.append((step, time, numbers))
@@ -251,10 +251,10 @@ class _Story:
             self.kept.pop()
             self.superseded += 1
         heard = len(self.resumed) - self._unheard
-        before = [each for each in self.resumed[:heard] if each <= step]
+        before = [at for at in self.resumed[:heard] if at <= step]
         # who opened the file and then goes back resumes from there
-        opened = [min(each, self._last()) for each in self.resumed[heard:]]
-        self.resumed = before + opened
+        later = [min(at, self._last()) for at in self.resumed[heard:]]
+        self.resumed = before + later
 
     def _last(self) -> int:
         return self.kept[-1][0] if self.kept else 0
@@ -277,11 +277,11 @@ def _time(record: dict[str, Any]) -> float:
 
 
 def _foreign(path: Path, number: int, record: object) -> TrackingError:
-    shown = repr(record)
-    if len(shown) > _SHOWN:
-        shown = f"{shown[:_SHOWN]}…"
+    text = repr(record)
+    if len(text) > _SHOWN:
+        text = f"{text[:_SHOWN]}…"
     return TrackingError(
-        f"{path}, line {number} is not what af.track.jsonl writes: {shown}."
+        f"{path}, line {number} is not what af.track.jsonl writes: {text}."
     )
 
 
@@ -294,8 +294,8 @@ def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, An
             raise TrackingError(msg) from error
         if not isinstance(record, dict):
             raise _foreign(path, number, cast("object", record))
-        told = cast("dict[str, Any]", record)
-        if told.get("accelfn", FORMAT) != FORMAT:
-            msg = f"{path} is of format {told['accelfn']}; this accelfn reads {FORMAT}."
+        row = cast("dict[str, Any]", record)
+        if row.get("accelfn", FORMAT) != FORMAT:
+            msg = f"{path} is of format {row['accelfn']}; this accelfn reads {FORMAT}."
             raise TrackingError(msg)
-        yield number, told
+        yield number, row

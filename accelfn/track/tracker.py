@@ -53,7 +53,7 @@ def check_step(step: object) -> None:
         raise ArgumentError(msg)
 
 
-def check_names(what: str, values: object) -> None:
+def check_names(subject: str, values: object) -> None:
     """Reject values that are not a mapping by name.
 
     Raises:
@@ -61,14 +61,14 @@ def check_names(what: str, values: object) -> None:
             that can be written.
     """
     if not isinstance(values, Mapping):
-        msg = f"{what}: expected a mapping by name, got {type(values).__name__}."
+        msg = f"{subject}: expected a mapping by name, got {type(values).__name__}."
         raise ArgumentError(msg)
     for name in cast("Mapping[Any, Any]", values):
         if not arguments.is_word(name):
-            msg = f"{what}: the name {name!r} is not a text; give {what} by name."
+            msg = f"{subject}: the name {name!r} is not a text; give {subject} by name."
             raise ArgumentError(msg)
         if name == "step":
-            msg = f"{what}: 'step' is the tracker's second argument; take another name."
+            msg = f"{subject}: 'step' is the tracker's second argument; take another name."
             raise ArgumentError(msg)
 
 
@@ -125,9 +125,9 @@ def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu"
     }
     read = torch.stack(list(away.values())).tolist() if away else []
-    fetched = dict(zip(away, read, strict=True))
+    numbers = dict(zip(away, read, strict=True))
     return {
-        name: fetched[name] if name in fetched else _float(value)
+        name: numbers[name] if name in numbers else _float(value)
         for name, value in metrics.items()
     }
 
@@ -155,9 +155,9 @@ def check_image(name: str, image: object) -> None:
         or not (image.dtype == torch.uint8 or image.is_floating_point())
     ):
         is_tensor = isinstance(image, torch.Tensor)
-        shown = _describe_value(image) if is_tensor else type(image).__name__
+        kind = _describe_value(image) if is_tensor else type(image).__name__
         msg = (
-            f"images: {name!r} is {shown}; expected a tensor (channels, height, width)"
+            f"images: {name!r} is {kind}; expected a tensor (channels, height, width)"
             " with 1, 3 or 4 channels, uint8 or floating-point from 0 to 1."
         )
         raise ArgumentError(msg)
@@ -183,33 +183,33 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
     return image.permute(1, 2, 0).contiguous().numpy()
 
 
-def settings(given: object) -> dict[str, Plain]:
+def settings(values: object) -> dict[str, Plain]:
     """Return hyperparameters as plain data: nested, by name.
 
     Raises:
         ArgumentError: the value is not a mapping, contains itself, or has equal names.
     """
-    if not isinstance(given, Mapping):
+    if not isinstance(values, Mapping):
         msg = (
-            f"hyperparameters: expected a mapping by name, got {type(given).__name__}."
+            f"hyperparameters: expected a mapping by name, got {type(values).__name__}."
         )
         raise ArgumentError(msg)
     try:
-        told = _plain_mapping(cast("Mapping[Any, Any]", given))
-        flat(told)
+        table = _plain_mapping(cast("Mapping[Any, Any]", values))
+        flat(table)
     except RecursionError:
         msg = "hyperparameters: they are nested too deeply, or have themselves in them."
         raise ArgumentError(msg) from None
-    return told
+    return table
 
 
-def _plain_mapping(given: Mapping[Any, Any]) -> dict[str, Plain]:
-    found: dict[str, Plain] = {}
-    for name, value in given.items():
-        if str(name) in found:
+def _plain_mapping(values: Mapping[Any, Any]) -> dict[str, Plain]:
+    table: dict[str, Plain] = {}
+    for name, value in values.items():
+        if str(name) in table:
             raise _twice(str(name))
-        found[str(name)] = plain(value)
-    return found
+        table[str(name)] = plain(value)
+    return table
 
 
 def _twice(name: str) -> ArgumentError:
@@ -227,7 +227,7 @@ def plain(value: object) -> Plain:
     if isinstance(value, Mapping):
         return _plain_mapping(cast("Mapping[Any, Any]", value))
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in cast("list[Any]", value)]
+        return [plain(item) for item in cast("list[Any]", value)]
     return repr(value)
 
 
@@ -246,26 +246,26 @@ def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
     Raises:
         ArgumentError: two settings would have the same name.
     """
-    found: dict[str, Plain] = {}
+    table: dict[str, Plain] = {}
     for name, value in values.items():
         if isinstance(value, dict) and value:
-            added = flat(value, f"{prefix}{name}.")
+            rows = flat(value, f"{prefix}{name}.")
         else:
             is_text = value is None or isinstance(value, (list, dict))
-            added = {prefix + name: str(value) if is_text else value}
-        twice = found.keys() & added.keys()
+            rows = {prefix + name: str(value) if is_text else value}
+        twice = table.keys() & rows.keys()
         if twice:
             raise _twice(min(twice))
-        found |= added
-    return found
+        table |= rows
+    return table
 
 
 def spelt(value: Plain) -> Any:
     """Return plain data for JSON, with "NaN", "Infinity" and "-Infinity" as texts."""
     if isinstance(value, dict):
-        return {name: spelt(each) for name, each in value.items()}
+        return {name: spelt(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [spelt(each) for each in value]
+        return [spelt(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}[str(value)]
     return value
@@ -317,7 +317,7 @@ class Outlet:
         self._tried = self._lost = 0
         self._first = ""
 
-    def attempt(self, what: str, act: Callable[[Sink], None]) -> Iterator[str]:
+    def attempt(self, topic: str, act: Callable[[Sink], None]) -> Iterator[str]:
         """Call the backend; yield a warning text on the first failure."""
         if self.sink is None:
             return
@@ -327,7 +327,7 @@ class Outlet:
         except Exception as error:  # noqa: BLE001 - the training continues after any error
             self._lost += 1
             if self._lost == 1:
-                self._first = f"{what}: {type(error).__name__}: {error}"
+                self._first = f"{topic}: {type(error).__name__}: {error}"
                 yield (
                     f"{self.name} did not take {self._first}. The training goes on, and"
                     " so do the attempts; what is lost in all is said at the end."
@@ -338,9 +338,9 @@ class Outlet:
         if self.is_closed:
             return
         self.is_closed = True
-        lost, tried, first = self._lost, self._tried, self._first
-        if lost:
-            yield f"{self.name} did not take {lost} of {tried} records, first {first}."
+        num_lost, num_tried, first = self._lost, self._tried, self._first
+        if num_lost:
+            yield f"{self.name} did not take {num_lost} of {num_tried} records, first {first}."
         if self.sink is not None:
             try:
                 self.sink.close(failed=failed)
@@ -381,8 +381,8 @@ class Tracker:
         check_metrics(metrics, tuple(outlet.world for outlet in self.outlets))
         if self._goes_on():
             read = floats(metrics)
-            what = f"the metrics of step {step}"
-            self._tell(what, read, lambda sink, own: sink.metrics(own, step))
+            topic = f"the metrics of step {step}"
+            self._tell(topic, read, lambda sink, x: sink.metrics(x, step))
 
     def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
         """Track hyperparameters: numbers, texts, and mappings and lists of them.
@@ -394,10 +394,10 @@ class Tracker:
             ArgumentError: the value is not a mapping by name, or two names would be equal: `1`
                 and `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
         """
-        told = settings(hyperparameters)
+        values = settings(hyperparameters)
         if self._goes_on():
-            what = "the hyperparameters"
-            self._tell(what, told, lambda sink, own: sink.hyperparameters(own))
+            topic = "the hyperparameters"
+            self._tell(topic, values, lambda sink, x: sink.hyperparameters(x))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
         """Track images by name: (channels, height, width), uint8 or floating from 0 to 1.
@@ -412,9 +412,9 @@ class Tracker:
         for name, image in images.items():
             check_image(name, image)
         if self._goes_on(IMAGES):
-            read, said = _read_tensors(pixels, images, step)
-            what = f"the images of step {step}"
-            self._tell(what, read, lambda sink, x: sink.images(x, step), IMAGES, said)
+            read, texts = _read_tensors(pixels, images, step)
+            topic = f"the images of step {step}"
+            self._tell(topic, read, lambda sink, x: sink.images(x, step), IMAGES, texts)
 
     @property
     def backends(self) -> dict[str, Any]:
@@ -422,12 +422,12 @@ class Tracker:
 
         The second of a kind has the name `"jsonl 2"`, in the order of `together`.
         """
-        found: dict[str, Any] = {}
+        table: dict[str, Any] = {}
         for outlet in self.outlets:
             if outlet.sink is not None:
                 names = chain([outlet.name], (f"{outlet.name} {i}" for i in count(2)))
-                found[next(n for n in names if n not in found)] = outlet.sink.backend
-        return found
+                table[next(n for n in names if n not in table)] = outlet.sink.backend
+        return table
 
     def close(self, *, failed: bool = False) -> None:
         """Close the backends, after they have stored all tracked values.
@@ -435,7 +435,7 @@ class Tracker:
         Args:
             failed: whether the run ended with an exception; some backends show this.
         """
-        _warn([said for outlet in self.outlets for said in outlet.close(failed=failed)])
+        _warn([text for outlet in self.outlets for text in outlet.close(failed=failed)])
 
     def __enter__(self) -> Self:
         """Return the tracker."""
@@ -452,9 +452,9 @@ class Tracker:
 
     def _goes_on(self, kind: str | None = None) -> bool:
         """Return whether this rank has a backend; raise if no backend takes this kind."""
-        closed = [outlet.name for outlet in self.outlets if outlet.is_closed]
-        if closed:
-            msg = f"{closed[0]} is closed; track inside the tracker's `with` block."
+        outlets = [outlet.name for outlet in self.outlets if outlet.is_closed]
+        if outlets:
+            msg = f"{outlets[0]} is closed; track inside the tracker's `with` block."
             raise TrackingError(msg)
         takers = [
             outlet for outlet in self.outlets if kind is None or kind in outlet.accepts
@@ -468,21 +468,21 @@ class Tracker:
 
     def _tell(
         self,
-        what: str,
+        topic: str,
         read: T,
         act: Callable[[Sink, T], None],
         kind: str | None = None,
-        said: list[str] | None = None,
+        texts: list[str] | None = None,
     ) -> None:
         """Call all backends of a kind, and warn about failures after all calls.
 
         Each backend gets its own copy, which shares no memory with the caller's tensors.
         """
-        told = [*(said or ())]
+        lines = [*(texts or ())]
         for outlet in self.outlets:
             if kind is None or kind in outlet.accepts:
-                told += outlet.attempt(what, lambda sink: act(sink, deepcopy(read)))
-        _warn(told)
+                lines += outlet.attempt(topic, lambda sink: act(sink, deepcopy(read)))
+        _warn(lines)
 
 
 def _read_tensors(
@@ -494,18 +494,18 @@ def _read_tensors(
 
     Runs on rank 0 only, in the middle of a training, so it must not raise.
     """
-    read, said = dict[str, T](), list[str]()
+    read, texts = dict[str, T](), list[str]()
     for name, tensor in tensors.items():
         try:
             read[name] = convert(name, tensor)
         except ArgumentError as error:
-            said.append(f"It is not tracked at step {step}: {error}")
-    return read, said
+            texts.append(f"It is not tracked at step {step}: {error}")
+    return read, texts
 
 
-def _warn(told: list[str]) -> None:
-    if told:
-        warnings.warn("\n".join(told), TrackingWarning, stacklevel=4)
+def _warn(texts: list[str]) -> None:
+    if texts:
+        warnings.warn("\n".join(texts), TrackingWarning, stacklevel=4)
 
 
 def together(*trackers: Tracker | None) -> Tracker:
@@ -658,9 +658,9 @@ class _InMemory:
         """Keep all."""
 
 
-def _keep(kept: dict[str, dict[int, Any]], given: Mapping[str, Any], step: int) -> None:
-    for name, value in given.items():
-        kept.setdefault(name, {})[step] = value
+def _keep(log: dict[str, dict[int, Any]], values: Mapping[str, Any], step: int) -> None:
+    for name, value in values.items():
+        log.setdefault(name, {})[step] = value
 
 
 def in_memory(*, world: World) -> Tracker:
@@ -724,29 +724,29 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
     if console.is_jupyter:
         yield from _in_cell(work, bars.Progress(*columns, disable=True), total, label)
         return
-    with bars.Progress(*columns, console=console) as shown:
+    with bars.Progress(*columns, console=console) as bar:
         # its iterator, for rich asks anything else for a length
-        yield from shown.track(iter(work), total=total, description=label)
+        yield from bar.track(iter(work), total=total, description=label)
 
 
 def _in_cell(
-    work: Iterable[T], shown: bars.Progress, total: int | None, label: str
+    work: Iterable[T], bar: bars.Progress, total: int | None, label: str
 ) -> Iterator[T]:
     """Show a bar as an output of the cell, without the widgets package that rich needs."""
-    task = shown.add_task(label, total=total)
-    drawn, done = time.monotonic(), 0
-    output = import_module("IPython.display").display(shown, display_id=True)
+    task = bar.add_task(label, total=total)
+    last, num_done = time.monotonic(), 0
+    output = import_module("IPython.display").display(bar, display_id=True)
     try:
-        for each in work:
-            yield each
-            done += 1
-            if time.monotonic() - drawn >= _EVERY:
-                drawn = time.monotonic()
-                shown.update(task, completed=done)
-                output.update(shown)
+        for item in work:
+            yield item
+            num_done += 1
+            if time.monotonic() - last >= _EVERY:
+                last = time.monotonic()
+                bar.update(task, completed=num_done)
+                output.update(bar)
     finally:
-        shown.update(task, completed=done)
-        output.update(shown)
+        bar.update(task, completed=num_done)
+        output.update(bar)
 
 
 @contextmanager
@@ -762,6 +762,6 @@ def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
     # what has ended leaves its result, and no bar
     with bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as shown:
-        task = shown.add_task(label, total=total)
-        yield lambda count: shown.advance(task, count)
+    ) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)

@@ -94,11 +94,11 @@ class accumulate:
             sync: bool = True,
         ) -> tuple[Metrics, Grads]:
             is_batch = isinstance(batch, Batch)
-            *others, last = batch.parts() if is_batch else self._parts(batch)
-            if extras and others and is_batch:
+            *rest, last = batch.parts() if is_batch else self._parts(batch)
+            if extras and rest and is_batch:
                 self._warn_of_rows(extras, sum(map(len, batch.parts_indices)))
             total = Metrics({})
-            for part in others:
+            for part in rest:
                 metrics, into = inner(state, part, *extras, into=into, sync=False)
                 total = total + metrics
             metrics, grads = inner(state, last, *extras, into=into, sync=sync)
@@ -110,16 +110,16 @@ class accumulate:
         """Return the micro-batches; a plain value is a list of them."""
         if isinstance(batch, Batch):
             return batch.parts()
-        wanted = self.num_micro_batches
+        count = self.num_micro_batches
         parts = cast("list[Any]", batch) if isinstance(batch, list) else []
-        if parts and wanted in (None, len(parts)):
+        if parts and count in (None, len(parts)):
             self._refuse_columns(parts)
             return parts
         kind = type(batch).__name__
-        found = f"a list of {len(parts)}" if isinstance(batch, list) else kind
+        subject = f"a list of {len(parts)}" if isinstance(batch, list) else kind
         msg = (
-            f"Under {self!r} a plain value is a list of {wanted or 'one or more'}"
-            f" micro-batches; this one is {found}. af.micro_batches(value, k) splits a"
+            f"Under {self!r} a plain value is a list of {count or 'one or more'}"
+            f" micro-batches; this one is {subject}. af.micro_batches(value, k) splits a"
             " value along the rows of all its tensors."
         )
         raise BatchError(msg)
@@ -144,10 +144,10 @@ class accumulate:
             for part in parts
         }
         if None not in kinds and len(kinds) > 1:
-            shown = " and ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
+            shapes = " and ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
             msg = (
                 f"Under {self!r} a list holds micro-batches, and this one holds tensors of other"
-                f" kinds, {shown}, as inputs and targets are. Give a list of such pairs:"
+                f" kinds, {shapes}, as inputs and targets are. Give a list of such pairs:"
                 " af.micro_batches(tuple(value), k) makes one."
             )
             raise BatchError(msg)

@@ -139,8 +139,8 @@ class schedule_free:
     def hyper(self, hyper: Hyper, slot: None, update: Update) -> tuple[Hyper, None]:
         """Set training mode for every update."""
         groups = update.state.definition.optimizer.param_groups
-        found = (i for i, group in enumerate(groups) if "train_mode" in group)
-        return {(i, "train_mode"): True for i in found}, slot
+        indices = (i for i, group in enumerate(groups) if "train_mode" in group)
+        return {(i, "train_mode"): True for i in indices}, slot
 
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: None, update: Update
@@ -162,9 +162,9 @@ class schedule_free:
     def init(self, state: TrainState) -> None:
         """Reject a state without a schedule-free optimizer in training mode."""
         optimizer = state.definition.optimizer
-        parts = [each for each in parts_of(optimizer) if _is_schedule_free(each)]
+        parts = [part for part in parts_of(optimizer) if _is_schedule_free(part)]
         if not parts:
-            kinds = {type(each).__name__: None for each in parts_of(optimizer)}
+            kinds = {type(part).__name__: None for part in parts_of(optimizer)}
             msg = (
                 f"{self!r}: {', '.join(kinds)} is not schedule-free: it has no train() and"
                 " eval() that move the parameters. Use one of the package schedulefree, such"
@@ -184,9 +184,9 @@ class schedule_free:
 def _is_away(optimizer: Optimizer, state: TrainState) -> bool:
     """Whether an optimizer has taken steps and is in evaluation mode."""
     metas = state.definition.skeleton.module.named_parameters()
-    moved = {id(meta) for name, meta in metas if state.opt_state.get(name)}
+    ids = {id(meta) for name, meta in metas if state.opt_state.get(name)}
     return any(
-        not group["train_mode"] and any(id(param) in moved for param in group["params"])
+        not group["train_mode"] and any(id(param) in ids for param in group["params"])
         for group in optimizer.param_groups
     )
 

@@ -85,12 +85,12 @@ class clip_grad_norm:
     def init(self, state: TrainState) -> None:
         """Reject groups whose norms would have the same metric name."""
         groups = state.definition.optimizer.param_groups
-        found: dict[str, int] = {}
+        index_of: dict[str, int] = {}
         for i, group in enumerate(groups):
             label = _label(i, group)
-            if found.setdefault(label, i) != i:
+            if index_of.setdefault(label, i) != i:
                 msg = (
-                    f"{self!r}: the optimizer's parameter groups {found[label]} and {i} are"
+                    f"{self!r}: the optimizer's parameter groups {index_of[label]} and {i} are"
                     f" both called {label!r}, and both norms would be"
                     f' metrics["grad_norm.{label}"]. A group without a "name" is called by'
                     " its number. Give each a name of its own."
@@ -148,13 +148,13 @@ def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
     """Return which gradients belong to each of the optimizer's parameter groups."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(meta): name for name, meta in metas}
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for i, group in enumerate(state.definition.optimizer.param_groups):
-        owned = (names[id(param)] for param in group["params"])
-        present = [name for name in owned if name in grads.as_taken]
+        members = (names[id(param)] for param in group["params"])
+        present = [name for name in members if name in grads.as_taken]
         if present:
-            found[_label(i, group)] = present
-    return found
+            groups[_label(i, group)] = present
+    return groups
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:
@@ -166,9 +166,9 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     """Return the norm of all elements, including other ranks' shards."""
     if {*map(type, tensors)} - {torch.Tensor}:  # or a subclass, such as DTensor
         shards = [tensor for tensor in tensors if is_shard(tensor)]
-        whole = [tensor for tensor in tensors if not is_shard(tensor)]
+        full = [tensor for tensor in tensors if not is_shard(tensor)]
         norms = [_norm_of_shards(rank, norm_type) for rank in _by_ranks(shards)]
-        tensors = [*whole, *norms]
+        tensors = [*full, *norms]
     first = tensors[0]
     wide, narrow = list[torch.Tensor](), list[torch.Tensor]()
     for tensor in tensors:
@@ -200,11 +200,11 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
     """Group shards by the ranks that share them."""
-    alike: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for shard in shards:
-        cut = tuple(not placement.is_replicate() for placement in shard.placements)
-        alike.setdefault((shard.device_mesh, cut), []).append(shard)
-    return alike.values()
+        splits = tuple(not placement.is_replicate() for placement in shard.placements)
+        groups.setdefault((shard.device_mesh, splits), []).append(shard)
+    return groups.values()
 
 
 def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
@@ -224,10 +224,10 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     for axis, placement in enumerate(placements):
         if not placement.is_replicate():
             dist.all_reduce(crossing, operation, group=mesh.get_group(axis))
-    whole = crossing[0]
+    total = crossing[0]
     dtypes = (shard.dtype.to_real() for shard in shards)
     widest = reduce(torch.promote_types, dtypes, torch.float32)
-    return (whole ** (1 / norm_type) if finite else whole).to(widest)
+    return (total ** (1 / norm_type) if finite else total).to(widest)
 
 
 @transform

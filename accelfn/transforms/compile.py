@@ -26,10 +26,10 @@ from accelfn.state.state import TrainState
 def _is_backend(_owner: object, _field: object, value: Any) -> None:
     if callable(value):
         return
-    known = torch.compiler.list_backends(exclude_tags=())
-    if value not in known:
+    names = torch.compiler.list_backends(exclude_tags=())
+    if value not in names:
         msg = (
-            f"af.compile(backend={value!r}): expected one of {', '.join(sorted(known))}, or"
+            f"af.compile(backend={value!r}): expected one of {', '.join(sorted(names))}, or"
             " a function that compiles a graph."
         )
         raise ArgumentError(msg)
@@ -103,8 +103,8 @@ class compile:  # noqa: A001 - what torch calls it
         if self.mode is not None and self.options is not None:
             msg = f"{self!r}: torch takes a mode or options. Give one of the two."
             raise ArgumentError(msg)
-        given = self.mode is not None or self.options is not None
-        if given and self.backend != "inductor":
+        has_options = self.mode is not None or self.options is not None
+        if has_options and self.backend != "inductor":
             msg = (
                 f"{self!r}: mode and options are inductor's, and {self.backend!r} would not"
                 " read them. Leave them out."
@@ -118,40 +118,40 @@ class compile:  # noqa: A001 - what torch calls it
     @property
     def tells(self) -> Mapping[str, Any]:
         """How the loss is compiled, and whether as one graph."""
-        whole = self.fullgraph and self.regions is None
-        return {"compiles": self._compile_runner, "one_graph": whole}
+        one_graph = self.fullgraph and self.regions is None
+        return {"compiles": self._compile_runner, "one_graph": one_graph}
 
     @property
     def refuses(self) -> Mapping[str, str]:
         """A second compiler, and setups that torch compiles wrongly."""
-        refused = {
+        reasons = {
             "compiles": "and {other!r} would both compile the loss. Leave out one.",
             "small_buckets": "splits its graphs at DistributedDataParallel's buckets, and torch"
             " needs these to be of 1 MiB or more; {other!r} asks for smaller ones. Leave out"
             " bucket_cap_mb=.",
         }
         if self._is_eager:
-            refused["recomputes"] = (
+            reasons["recomputes"] = (
                 "would draw other random numbers in what {other!r} recomputes, for it"
                 " runs graphs as they stand. Take another backend, as 'aot_eager'."
             )
-        return refused
+        return reasons
 
     def _compile_runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
         """Return a function that makes a runner of the compiled loss."""
-        apart = {"loss_scale", "recomputes"} & state.setup.facts.keys()
-        whole = self.fullgraph and not (apart or self._is_eager)
+        facts = {"loss_scale", "recomputes"} & state.setup.facts.keys()
+        one_graph = self.fullgraph and not (facts or self._is_eager)
 
         def compiling(module: nn.Module) -> Runner:
             compiler = Compiler(self._torch_options(), state.world)
             if self.regions is not None:
-                found = select_modules(module, self.regions, f"{self!r}")
-                compile_regions(found, compiler)
+                modules = select_modules(module, self.regions, f"{self!r}")
+                compile_regions(modules, compiler)
                 return Delegating(make(module), compiler.count_pass)
             runner = make(module)
-            if whole and runner.lone_module is not None:
+            if one_graph and runner.lone_module is not None:
                 return OneGraphRunner(runner.lone_module, compiler)
-            return Delegating(runner, TwoGraphs(compiler, one_graph=whole).compiled)
+            return Delegating(runner, TwoGraphs(compiler, one_graph=one_graph).compiled)
 
         return compiling
 

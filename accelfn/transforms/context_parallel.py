@@ -112,8 +112,8 @@ class context_parallel:
         """Tell the engine's module which part of a sequence it computes."""
         if state.world.along("cp").size > 1:
             ranks = state.world.along("cp")
-            way = Ring(ranks) if self.ring else Heads(ranks)
-            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, way)
+            scheme = Ring(ranks) if self.ring else Heads(ranks)
+            vars(module)[_KEPT] = _Sequence(state.world, self.seq_dim, scheme)
         return module
 
     def loss(
@@ -136,9 +136,9 @@ class context_parallel:
 class _Sequence:
     """How the sequences of a batch are split over ranks."""
 
-    def __init__(self, world: World, dim: int, way: Heads | Ring) -> None:
+    def __init__(self, world: World, dim: int, scheme: Heads | Ring) -> None:
         self._ranks, self._loss_ranks, self._dim = world.along("cp"), world.loss, dim
-        self._way, self._attending = way, Attending(way.attend)
+        self._way, self._attending = scheme, Attending(scheme.attend)
         self.is_checked = False
 
     def of_part(
@@ -147,15 +147,15 @@ class _Sequence:
         """Return the loss of this rank's part."""
         part = self._slice_part(batch, self._length(batch))
         with self._attending:
-            returned = loss_fn(model, part, *extras)
-        if not isinstance(returned, Loss):
+            loss = loss_fn(model, part, *extras)
+        if not isinstance(loss, Loss):
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} returned {type(returned).__name__} of"
+                f"af.context_parallel: {qualname(loss_fn)} returned {type(loss).__name__} of"
                 " a part of each sequence. Return af.Loss(total, weight), the sum over this"
                 " part and the number of tokens that count in it."
             )
             raise LossError(msg)
-        return returned
+        return loss
 
     def check(
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
@@ -173,40 +173,40 @@ class _Sequence:
         with preserve_model(model, self._ranks.device) as has_drawn:
             with Coarsest() as coarsest:
                 try:
-                    whole = loss_fn(model, first, *extras)
+                    full = loss_fn(model, first, *extras)
                 except RuntimeError:
                     if few == length:
                         raise
                     # a mask may have the full length
                     few, first = length, first_of(batch)
-                    whole = loss_fn(model, first, *extras)
-            drawn = has_drawn()
+                    full = loss_fn(model, first, *extras)
+            is_random = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
         # all ranks run as many passes: other ranks may gather units with them
-        mine = _numbers(whole, part, drawn=drawn, device=self._ranks.device)
-        rows = all_gather_list(mine, self._loss_ranks, label="context_parallel")
-        told, drawn = self._of_group(rows)
-        self.is_checked = drawn or any(is_positive(row[1]) for row in rows)
-        if drawn:
+        own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
+        rows = all_gather_list(own_row, self._loss_ranks, label="context_parallel")
+        table, is_random = self._of_group(rows)
+        self.is_checked = is_random or any(is_positive(row[1]) for row in rows)
+        if is_random:
             advise(
                 f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so it could not"
                 " be compared with the same loss in one piece. See for yourself that all but"
                 " attention goes position by position."
             )
             return
-        if not told.isfinite().all():  # the step raises for this
+        if not table.isfinite().all():  # the step raises for this
             return
-        if not torch.equal(told[:, :2], told[:1, :2].expand_as(told[:, :2])):
+        if not torch.equal(table[:, :2], table[:1, :2].expand_as(table[:, :2])):
             msg = (
                 'af.context_parallel: the ranks along "cp" were given different batches: the'
-                f" loss of the first sample is {told[:, 0].tolist()}. They share each sample:"
+                f" loss of the first sample is {table[:, 0].tolist()}. They share each sample:"
                 " read by af.batches(state), or by world.batch.rank."
             )
             raise BatchError(msg)
-        near = min(_FEW * coarsest.eps, _COARSE)
-        (total, weight), (total_of_parts, weights) = told[0, :2], told[:, 2:4].sum(0)
-        size = max(float(total.abs()), float(told[:, 2].abs().sum()))
-        if weight != weights or float((total - total_of_parts).abs()) > near * size:
+        tol = min(_FEW * coarsest.eps, _COARSE)
+        (total, weight), (total_of_parts, weights) = table[0, :2], table[:, 2:4].sum(0)
+        size = max(float(total.abs()), float(table[:, 2].abs().sum()))
+        if weight != weights or float((total - total_of_parts).abs()) > tol * size:
             msg = (
                 f"af.context_parallel: {qualname(loss_fn)} is not the same in parts. Of the first"
                 f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
@@ -221,8 +221,8 @@ class _Sequence:
         """Return the rows of ranks that share a sample, and whether any drew numbers."""
         size, rank = self._ranks.size, self._loss_ranks.rank
         begin = rank - rank % size  # "cp" is the innermost of these axes
-        told = on_host(torch.stack(rows))
-        return told[begin : begin + size], bool(told[:, 4].any())
+        table = on_host(torch.stack(rows))
+        return table[begin : begin + size], bool(table[:, 4].any())
 
     def _length(self, batch: Any) -> int:
         """Return the sequence length of a batch.
@@ -275,12 +275,12 @@ class _Sequence:
 
 
 def _numbers(
-    whole: Any, part: Loss, *, drawn: bool, device: torch.device
+    full: Any, part: Loss, *, is_random: bool, device: torch.device
 ) -> torch.Tensor:
     """Return total and weight of both losses, and whether random numbers were drawn."""
-    if not isinstance(whole, Loss):
-        whole = Loss(whole, 0)
-    numbers = (whole.total, whole.weight, part.total, part.weight, float(drawn))
+    if not isinstance(full, Loss):
+        full = Loss(full, 0)
+    numbers = (full.total, full.weight, part.total, part.weight, float(is_random))
     return torch.stack(
         [torch.as_tensor(n, dtype=torch.float64, device=device) for n in numbers]
     )

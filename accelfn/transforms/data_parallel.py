@@ -120,35 +120,35 @@ class wrap_ddp:
     @property
     def tells(self) -> Mapping[str, Any]:
         """Facts about the buckets, and whether unused parameters are allowed."""
-        cap, unused = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
+        cap, flags = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
         return {
             "buckets": True,
             "within": self.within,
             "small_buckets": cap is not None and cap < _FIRST_BUCKET_MB,
             "finds_unused": next(
-                (f"{n}=True" for n in unused if getattr(self, n)), None
+                (f"{n}=True" for n in flags if getattr(self, n)), None
             ),
         }
 
     @property
     def refuses(self) -> Mapping[str, str]:
         """Transforms that break torch's DDP or leave it without work."""
-        refused = {
+        reasons = {
             "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
             " Leave out one of the two."
         }
         if self.within is None:
-            refused["stays"] = (
+            reasons["stays"] = (
                 "would never reduce a gradient: under {other!r} each rank keeps its own."
                 " Leave out one of the two, or say along which axis ranks are one worker,"
                 ' as within="dp_shard".'
             )
         if self.static_graph:
-            refused["value_and_grad"] = (
+            reasons["value_and_grad"] = (
                 "expects one backward pass an update, but {other!r} runs several."
                 " Leave out static_graph=True."
             )
-        return refused
+        return reasons
 
     @property
     def needs(self) -> Mapping[str, str]:
@@ -163,10 +163,10 @@ class wrap_ddp:
     def engine(self, state: TrainState) -> Engine:
         """Build DistributedDataParallel around the state's tensors."""
         ranks = state.definition.copy
-        own = ("name", "within")
-        options = attrs.asdict(self, filter=lambda field, _: field.name not in own)
-        (made,) = state.setup.facts.get("compression", (None,))
-        compression = None if made is None else made(state)
+        fields = ("name", "within")
+        options = attrs.asdict(self, filter=lambda field, _: field.name not in fields)
+        (factory,) = state.setup.facts.get("compression", (None,))
+        compression = None if factory is None else factory(state)
 
         def make(module: nn.Module, live: LiveUpdate | None) -> DDPRunner:
             return DDPRunner(module, ranks, options, compression, live)
@@ -286,8 +286,8 @@ class compress_grads:
         return () if self.method == _POWERSGD else ("init", "merge")
 
     def _option(self, name: str) -> Any:
-        given = getattr(self, name)
-        return _DEFAULTS[name] if given is None else given
+        value = getattr(self, name)
+        return _DEFAULTS[name] if value is None else value
 
     def init(self, state: TrainState) -> Slot:
         """Begin without errors."""
@@ -377,8 +377,8 @@ class sync_batchnorm:
                 " and others are not known by it. Leave it out, or use torch's."
             )
         if ranks.size > 1:
-            compiled = "compiles" in state.setup.facts
-            sync_norms(module, ranks, f"{self!r}", compiles=compiled)
+            compiles = "compiles" in state.setup.facts
+            sync_norms(module, ranks, f"{self!r}", compiles=compiles)
         return module
 
 
@@ -592,10 +592,10 @@ class wrap_fsdp:
     @property
     def tells(self) -> Mapping[str, Any]:
         """Facts about unused parameters, offloading and partial gradients."""
-        unused = "find_unused_parameters=True" if self.find_unused_parameters else None
+        flag = "find_unused_parameters=True" if self.find_unused_parameters else None
         return {
             "draws_nothing": True,
-            "finds_unused": unused,
+            "finds_unused": flag,
             "offloads": self.cpu_offload,
             "whole_gradients": self.keep_grads == "whole",
         }
@@ -659,15 +659,15 @@ class wrap_fsdp:
             WorldError: copies train independently, and no axis gives their number.
         """
         for owner in state.setup:
-            told = facts_of(owner)
-            if "stays" in told and not state.world.axes and state.world.loss.size > 1:
+            facts = facts_of(owner)
+            if "stays" in facts and not state.world.axes and state.world.loss.size > 1:
                 msg = (
                     f"{self!r}: without axes all ranks have one copy of the model together, and"
                     f" {owner!r} trains copies apart. Say how many there are, as"
                     " World.from_env(axes={'dp_replicate': 2, 'dp_shard': -1})."
                 )
                 raise WorldError(msg)
-            if "apart" in told and "stays" not in told:
+            if "apart" in facts and "stays" not in facts:
                 msg = (
                     f"{self!r}: has one model that is split over the ranks, and under {owner!r}"
                     " each rank has a model of its own. Leave out one of the two."
@@ -695,11 +695,11 @@ class wrap_fsdp:
             )
             raise WorldError(msg)
         if several and not world.connection.joins(torch.device("cpu")):
-            known = dist.Backend.default_device_backend_map
-            both = f"cpu:gloo,{kind}:{known.get(kind, '...')}"
+            backends = dist.Backend.default_device_backend_map
+            backend = f"cpu:gloo,{kind}:{backends.get(kind, '...')}"
             msg = (
                 f"{self!r}: parts lie on the CPU, and this world's backend joins no ranks"
-                f' there. Name one for both, as World.from_env(backend="{both}"),'
+                f' there. Name one for both, as World.from_env(backend="{backend}"),'
                 " or none: that is what from_env takes by itself."
             )
             raise WorldError(msg)

@@ -86,7 +86,7 @@ class Exchange:
         deltas: Tensors,
         error: Mapping[str, Any],
         weight: Number,
-        sent: int,
+        step: int,
         *,
         like: Mapping[str, Any],
     ) -> tuple[Flight, Mapping[str, Any]]:
@@ -96,26 +96,26 @@ class Exchange:
             deltas: how far each parameter of the fragment moved.
             error: this rank's rounding errors, sharded as the parameters.
             weight: the weight of this rank's samples.
-            sent: the number of the update after which the fragment is sent.
+            step: the number of the update after which the fragment is sent.
             like: tensors sharded as the parameters, by name.
         """
-        flight: Flight = {"sent": sent, "names": list(deltas)}
-        owed = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
+        flight: Flight = {"sent": step, "names": list(deltas)}
+        totals = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
         if self.is_whole:
-            sums = {name: each * weight for name, each in owed.items()}
-            told = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
-            told += weight
-            values = {"sums": sums, "weight": told}
+            sums = {name: value * weight for name, value in totals.items()}
+            weight_sum = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
+            weight_sum += weight
+            values = {"sums": sums, "weight": weight_sum}
             pending = start_all_reduce(values, self.ranks, label=self.label)
             pending = pending.then(partial(_shard_sums, like=like))
             return {**flight, "values": pending}, without(error, deltas)
-        pending, left = start_parts(
-            _flat(owed), weight, self.ranks, self.bits, label=self.label
+        pending, residual = start_parts(
+            _flat(totals), weight, self.ranks, self.bits, label=self.label
         )
-        kept = dict(zip(owed, _split_flat(left, owed), strict=True))
+        parts = dict(zip(totals, _split_flat(residual, totals), strict=True))
         new = {
-            name: _like(error[name], _if_seen(weight, kept[name], local(error[name])))
-            for name in owed
+            name: _like(error[name], _if_seen(weight, parts[name], local(error[name])))
+            for name in totals
         }
         return {**flight, "half": 1, "values": pending}, {**error, **new}
 
@@ -128,13 +128,13 @@ class Exchange:
         names: Sequence[str] = flight["names"]
         parts = {name: local(error[name]) for name in names}
         flat = _flat(parts)
-        pending, left, total = start_mean(
+        pending, residual, total = start_mean(
             flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
         )
         # this rank contributes its share of the mean over all ranks
-        size = left.numel()
+        size = residual.numel()
         begin = self.ranks.rank * size
-        rest = left[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
+        rest = residual[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
         flat[begin : begin + rest.numel()] += torch.where(total > 0, rest, 0)
         new = {
             name: _like(error[name], part.clone())
@@ -151,16 +151,16 @@ class Exchange:
             like: tensors with this rank's shards, by name.
         """
         names: Sequence[str] = flight["names"]
-        found = flight["values"].wait()
+        result = flight["values"].wait()
         if "half" not in flight:
-            sums, total = found["sums"], found["weight"][0]
+            sums, total = result["sums"], result["weight"][0]
             if not is_positive(total):
                 return None
             return {n: local(sums[n]) / total.to(sums[n].dtype) for n in names}
         if not is_positive(flight["weight"]):
             return None
         parts = {name: local(like[name]) for name in names}
-        flat = mean_of(found, self.bits, _dtype_of(parts))
+        flat = mean_of(result, self.bits, _dtype_of(parts))
         return dict(zip(names, _split_flat(flat, parts), strict=True))
 
 
@@ -175,10 +175,10 @@ def merge_flights(
     sums = [
         reduce_quantized(f["values"].wait(), bits, _dtype_of(parts)) for f in flights
     ]
-    whole, total = torch.cat([coded for coded, _, _ in sums]), sums[0][2]
-    left = torch.where(total > 0, torch.cat([each for _, each, _ in sums]), 0)
-    flight = {**first, "half": 2, "values": Pending.of(whole), "weight": total}
-    return flight, dict(zip(parts, _split_flat(left, parts), strict=True))
+    codes, total = torch.cat([code for code, _, _ in sums]), sums[0][2]
+    residual = torch.where(total > 0, torch.cat([part for _, part, _ in sums]), 0)
+    flight = {**first, "half": 2, "values": Pending.of(codes), "weight": total}
+    return flight, dict(zip(parts, _split_flat(residual, parts), strict=True))
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
@@ -227,15 +227,15 @@ def _split_flat(
         begin += shape.numel()
 
 
-def _shard_sums(found: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+def _shard_sums(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
     """Return sums sharded as the parameters, so that checkpoints can store them."""
-    sums = {name: _like(like[name], each) for name, each in found["sums"].items()}
-    return {**found, "sums": sums}
+    sums = {name: _like(like[name], part) for name, part in values["sums"].items()}
+    return {**values, "sums": sums}
 
 
-def _like(laid: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a tensor in the layout of `laid`."""
-    return with_local(laid, part) if is_shard(laid) else part
+def _like(like: Any, part: torch.Tensor) -> torch.Tensor:
+    """Return a shard as a tensor in the layout of `like`."""
+    return with_local(like, part) if is_shard(like) else part
 
 
 # Fragments of a model: runs of parameters of about equal size, exchanged in turn.
@@ -246,13 +246,13 @@ _MIB = 1 << 20
 
 def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
     """Cut parameters, given by their sizes, into `count` runs; some may be empty."""
-    whole = max(1, sum(sizes.values()))
+    total = max(1, sum(sizes.values()))
     ends = accumulate(sizes.values())
     # by the middle, so that one large parameter does not drag its neighbors along
     middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
     names: list[list[str]] = [[] for _ in range(count)]
     for name, middle in zip(sizes, middles, strict=True):
-        names[min(count - 1, int(middle * count / whole))].append(name)
+        names[min(count - 1, int(middle * count / total))].append(name)
     return names
 
 
@@ -268,12 +268,12 @@ def bucket_names(
     size, axes = 0, None
     for name in names:
         part = local(params[name])
-        more, cut = part.numel() * part.element_size(), cut_axes(params[name])
-        if bucket and (size + more > most * _MIB or cut != axes):
+        more, splits = part.numel() * part.element_size(), cut_axes(params[name])
+        if bucket and (size + more > most * _MIB or splits != axes):
             yield bucket
             bucket, size = [], 0
         bucket.append(name)
-        size, axes = size + more, cut
+        size, axes = size + more, splits
     if bucket:
         yield bucket
 
@@ -291,8 +291,8 @@ def as_value(factory: Any) -> Any:
     """Return a comparable value of a factory; of a partial, function and arguments."""
     if not isinstance(factory, partial):
         return factory
-    made: partial[Any] = factory
-    return made.func, made.args, tuple(sorted(made.keywords.items()))
+    call: partial[Any] = factory
+    return call.func, call.args, tuple(sorted(call.keywords.items()))
 
 
 @attrs.frozen(eq=False)
@@ -314,7 +314,7 @@ class Outer:
             state: the optimizer's state by name; its tensors are overwritten.
             gradients: gradients of this rank's shards, of any floating-point dtype.
         """
-        params = {name: nn.Parameter(local(each)) for name, each in self.anchor.items()}
+        params = {name: nn.Parameter(local(part)) for name, part in self.anchor.items()}
         for name, gradient in gradients.items():
             params[name].grad = gradient.to(params[name].dtype)
         named = list(params.items())
@@ -329,13 +329,13 @@ class Outer:
 
     def from_state(self, opt_state: OptState) -> OptState:
         """Return the state with local shards."""
-        return _map_tensors(opt_state, lambda _, each: local(each))
+        return _map_tensors(opt_state, lambda _, part: local(part))
 
-    def _shard_like(self, name: str, each: torch.Tensor) -> torch.Tensor:
+    def _shard_like(self, name: str, part: torch.Tensor) -> torch.Tensor:
         anchor = self.anchor.get(name)
-        if anchor is None or not is_shard(anchor) or each.shape != local(anchor).shape:
-            return each
-        return with_local(anchor, each)
+        if anchor is None or not is_shard(anchor) or part.shape != local(anchor).shape:
+            return part
+        return with_local(anchor, part)
 
 
 def _map_tensors(
@@ -343,8 +343,8 @@ def _map_tensors(
 ) -> OptState:
     return {
         name: {
-            key: fn(name, each) if isinstance(each, torch.Tensor) else each
-            for key, each in entry.items()
+            key: fn(name, value) if isinstance(value, torch.Tensor) else value
+            for key, value in entry.items()
         }
         for name, entry in state.items()
     }
@@ -471,13 +471,13 @@ class diloco:
     @property
     def tells(self) -> Mapping[str, Any]:
         """Which slot entries differ by rank."""
-        own = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
-        return {"draws_nothing": True, "by_rank": own, "owes": self._owes}
+        keys = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
+        return {"draws_nothing": True, "by_rank": keys, "owes": self._owes}
 
     def _owes(self, state: TrainState, slot: Slot) -> bool:
         """Return whether ranks have moved away from the anchor."""
-        mixed = self.mix > 0 and state.step > slot["since"]
-        return mixed or bool(slot["flights"]) or state.step > min(slot["sent"])
+        mixes = self.mix > 0 and state.step > slot["since"]
+        return mixes or bool(slot["flights"]) or state.step > min(slot["sent"])
 
     def init(self, state: TrainState) -> Slot:
         """Set the anchor to the initial parameters."""
@@ -492,7 +492,7 @@ class diloco:
     ) -> tuple[TrainState, Slot]:
         """Add up this rank's weight; send and apply the fragments that are due."""
         slot = self._fit_slot(slot, state.step - 1)
-        slot = {**slot, "weights": [each + update.weight for each in slot["weights"]]}
+        slot = {**slot, "weights": [w + update.weight for w in slot["weights"]]}
         updates = state.step - slot["since"]
         for i in range(self.fragments):
             first = i * self.sync_every // self.fragments
@@ -519,14 +519,14 @@ class diloco:
         for i, names in enumerate(self._fragments(state)):
             if state.step > slot["sent"][i]:
                 slot = self._exchange_fragment(state, slot, i, names, at_once=True)
-        for name, each in slot["anchor"].items():
-            local(state.params[name]).copy_(local(each))
+        for name, anchor in slot["anchor"].items():
+            local(state.params[name]).copy_(local(anchor))
         return state, {**slot, "since": state.step}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Average the ranks' parameters, weights and errors."""
         first, count = slots[0], len(slots)
-        seen = [[float(each) for each in slot["weights"]] for slot in slots]
+        weights = [[float(w) for w in slot["weights"]] for slot in slots]
         error = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
             for name in first["error"]
@@ -534,11 +534,11 @@ class diloco:
         flights: dict[str, Any] = {}
         for key in first["flights"]:
             flown = [slot["flights"][key] for slot in slots]
-            flights[key], left = merge_flights(flown, self.bits, first["anchor"])
-            error = {**error, **{name: error[name] + left[name] for name in left}}
-        mean = [sum(each) / count for each in zip(*seen, strict=True)]
-        merged = {**first, "weights": mean, "error": error, "flights": flights}
-        return [sum(each) for each in seen], merged
+            flights[key], rest = merge_flights(flown, self.bits, first["anchor"])
+            error = {**error, **{name: error[name] + rest[name] for name in rest}}
+        mean = [sum(column) / count for column in zip(*weights, strict=True)]
+        result = {**first, "weights": mean, "error": error, "flights": flights}
+        return [sum(row) for row in weights], result
 
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
@@ -552,8 +552,8 @@ class diloco:
         Raises:
             StateError: the slot was started with other options that are in use.
         """
-        same, kept = len(slot["sent"]) == self.fragments, bool(slot["error"])
-        if same and kept is (self.bits != 32):
+        same, has_error = len(slot["sent"]) == self.fragments, bool(slot["error"])
+        if same and has_error is (self.bits != 32):
             return slot
         if step > slot["since"]:
             msg = (
@@ -631,12 +631,12 @@ class diloco:
 
         `at_once` sends without quantization, including the kept errors.
         """
-        whole = self._exchange(state).is_whole
+        is_whole = self._exchange(state).is_whole
         if self.delay and not at_once:
             slot = self._send_fragment(state, slot, i, names)
         else:
             for some in bucket_names(names, state.params, self.bucket_cap_mb):
-                if whole or at_once:
+                if is_whole or at_once:
                     slot = self._average_fragment(state, slot, i, some)
                 else:
                     slot = self._continue_flight(
@@ -644,8 +644,8 @@ class diloco:
                     )
                     slot = self._apply_flight(state, slot, f"{i}")
         fresh = {"weights": 0, "sent": state.step}
-        changed = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
-        return {**slot, **changed}
+        new = {n: [*slot[n][:i], v, *slot[n][i + 1 :]] for n, v in fresh.items()}
+        return {**slot, **new}
 
     def _average_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
@@ -693,10 +693,10 @@ class diloco:
 
         Parameters that were frozen meanwhile move to the mean, without momentum.
         """
-        anchor, trained = slot["anchor"], state.trainable
-        stepped = {name: mean for name, mean in means.items() if name in trained}
-        after = Outer(self.outer or NESTEROV, anchor).step(slot["outer"], stepped)
-        for name in means.keys() - stepped.keys():
+        anchor, trainable = slot["anchor"], state.trainable
+        gradients = {name: mean for name, mean in means.items() if name in trainable}
+        after = Outer(self.outer or NESTEROV, anchor).step(slot["outer"], gradients)
+        for name in means.keys() - gradients.keys():
             local(anchor[name]).sub_(means[name])
         for name in means:
             param, target = local(state.params[name]), local(anchor[name])

@@ -33,8 +33,8 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
     )
     if good:
         parts = sorted(value.items())
-        both = [*parts, (owner.sync_every, None)]
-        good = all(p < q and q % p == 0 for (p, _), (q, _) in pairwise(both))
+        periods = [*parts, (owner.sync_every, None)]
+        good = all(p < q and q % p == 0 for (p, _), (q, _) in pairwise(periods))
         good = good and all(m < n and n % m == 0 for (_, m), (_, n) in pairwise(parts))
     if not good:
         msg = (
@@ -116,8 +116,8 @@ class local_sgd:
     @property
     def tells(self) -> Mapping[str, Any]:
         """What of its slot is each rank's own."""
-        own = ("weight", "near") if self.neighbours else ("weight",)
-        return {"draws_nothing": True, "by_rank": own, "owes": _owes}
+        keys = ("weight", "near") if self.neighbours else ("weight",)
+        return {"draws_nothing": True, "by_rank": keys, "owes": _owes}
 
     def init(self, state: TrainState) -> Slot:
         """Start with equal ranks, and create the groups of neighbors."""
@@ -141,11 +141,11 @@ class local_sgd:
         slot = {**slot, "weight": slot["weight"] + update.weight}
         if self.neighbours:
             # a new group's period begins with the period of all ranks
-            seen = {f"{p}": slot["weight"] for p in self.neighbours}
+            weights = {f"{p}": slot["weight"] for p in self.neighbours}
             before = slot.get("near", {})
             slot["near"] = {
                 key: before[key] + update.weight if key in before else since
-                for key, since in seen.items()
+                for key, since in weights.items()
             }
         updates = state.step - slot["since"]
         if updates >= self.sync_every:
@@ -164,24 +164,24 @@ class local_sgd:
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
         """Average ranks by the weights of their samples."""
         weights = [float(slot["weight"]) for slot in slots]
-        merged = {**slots[0], "weight": 0}
+        result = {**slots[0], "weight": 0}
         if self.neighbours:
-            merged["near"] = {f"{period}": 0 for period in self.neighbours}
-        return weights, merged
+            result["near"] = {f"{period}": 0 for period in self.neighbours}
+        return weights, result
 
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: Slot, update: Update
     ) -> tuple[Mapping[str, torch.Tensor], Slot]:
         """Return the average over ranks; a collective unless ranks were just averaged."""
         state = update.state
-        trained = state.definition.skeleton.once_trained
+        names = state.definition.skeleton.once_trained
         agree = state.step == slot["since"] and all(
             params[name] is param for name, param in state.params.items()
         )
         ranks = state.definition.copies
         if ranks.size == 1 or agree:
             return params, slot
-        means = tree.clone({n: p for n, p in params.items() if n in trained})
+        means = tree.clone({n: p for n, p in params.items() if n in names})
         self._average_(list(means.values()), slot["weight"], ranks)
         return {**params, **means}, slot
 
@@ -212,12 +212,12 @@ class local_sgd:
 
     def _averaged_tensors(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
         # never trained parameters are equal on all ranks, and rounding would change them
-        trained = state.definition.skeleton.once_trained
-        tensors = [param for name, param in state.params.items() if name in trained]
+        names = state.definition.skeleton.once_trained
+        tensors = [param for name, param in state.params.items() if name in names]
         if self.buffers:
             tensors += state.buffers.values()
         if self.opt_state and ranks.size > 1:
-            entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(trained)}
+            entries = {n: _moving(state.opt_state.get(n, {})) for n in sorted(names)}
             tensors += _held_by_all(entries.values(), ranks)
         return tensors
 
@@ -238,21 +238,21 @@ def _moving(entry: Mapping[str, Any]) -> Tensors:
 
 def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]:
     """Return the tensors of entries that match on all ranks; a collective."""
-    found = list(entries)
-    told = [
+    rows = list(entries)
+    layouts = [
         [(name, tuple(t.shape), str(t.dtype)) for name, t in entry.items()]
-        for entry in found
+        for entry in rows
     ]
-    sums = [zlib.crc32(str(each).encode()) for each in told]
-    mine = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
-    alike = (
-        (torch.stack(all_gather_list(mine, ranks, label=_LABEL)) == mine)
+    sums = [zlib.crc32(str(layout).encode()) for layout in layouts]
+    checksums = torch.tensor(sums, dtype=torch.int64, device=readable(ranks.device))
+    matches = (
+        (torch.stack(all_gather_list(checksums, ranks, label=_LABEL)) == checksums)
         .all(0)
         .tolist()
     )
     return [
         tensor
-        for entry, same in zip(found, alike, strict=True)
+        for entry, same in zip(rows, matches, strict=True)
         if same
         for tensor in entry.values()
     ]

@@ -144,6 +144,6 @@ class reduce_lr_on_plateau:
             lower = max(now * self.factor, floor)
             if not now - lower > self.eps:  # nor will the next one be larger
                 break
-            held = isinstance(rate, torch.Tensor)
-            now = torch.tensor(lower, dtype=rate.dtype).item() if held else lower
+            is_tensor = isinstance(rate, torch.Tensor)
+            now = torch.tensor(lower, dtype=rate.dtype).item() if is_tensor else lower
         return now

@@ -146,8 +146,8 @@ class autocast:
         return without if self.precision == "fp8" else (*without, "module")
 
     def _option(self, name: str) -> Any:
-        given = getattr(self, name)
-        return _SCALING[name] if given is None else given
+        value = getattr(self, name)
+        return _SCALING[name] if value is None else value
 
     def loss(
         self, loss_fn: LossFunction, slot: ScaleSlot | None, update: Update
@@ -210,14 +210,14 @@ class autocast:
         self, grads: Grads, slot: ScaleSlot, update: Update
     ) -> tuple[Grads, ScaleSlot]:
         """Find gradients that are not finite, on all ranks, and adjust the scale."""
-        found = tree.non_finite(grads.as_taken.values()).to(slot["scale"].device)
+        overflow = tree.non_finite(grads.as_taken.values()).to(slot["scale"].device)
         if not update.replicated:
-            all_reduce_([found], update.world, label="autocast: overflow?")
+            all_reduce_([overflow], update.world, label="autocast: overflow?")
         scale, good = slot["scale"].clone(), slot["good"].clone()
         torch._amp_update_scale_(  # pyright: ignore[reportPrivateUsage]
             scale,
             good,
-            found,
+            overflow,
             self._option("growth_factor"),
             self._option("backoff_factor"),
             self._option("growth_interval"),
@@ -225,13 +225,13 @@ class autocast:
         weight = grads.weight
         if not isinstance(weight, torch.Tensor):
             # `full` does not wait for the device; a copy would
-            weight = torch.full((), weight, dtype=torch.float32, device=found.device)
+            weight = torch.full((), weight, dtype=torch.float32, device=overflow.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not update.num_tried % LOOK_EVERY:
             self._check_scale(update, slot)
-        noted = grads.with_metrics(loss_scale=slot["scale"])
-        noted = noted.with_skip(found, agreed=True)
-        return noted, {"scale": scale, "good": good, "unit": unit}
+        result = grads.with_metrics(loss_scale=slot["scale"])
+        result = result.with_skip(overflow, agreed=True)
+        return result, {"scale": scale, "good": good, "unit": unit}
 
     def after_update(
         self, state: TrainState, slot: ScaleSlot, update: Update
@@ -354,8 +354,8 @@ class skip_nonfinite:
         """Find gradients that are not finite."""
         if not update.num_tried % LOOK_EVERY:
             self._check(int(slot["consecutive"]), grads, update)
-        found = tree.non_finite(grads.as_taken.values())
-        return grads.with_skip(found, agreed=update.replicated), slot
+        overflow = tree.non_finite(grads.as_taken.values())
+        return grads.with_skip(overflow, agreed=update.replicated), slot
 
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
@@ -365,8 +365,8 @@ class skip_nonfinite:
         if isinstance(flag, torch.Tensor):
             # not read by the host; a count above the limit stays above it
             more = torch.where(flag != 0, count + 1, 0)
-            kept = torch.where(count > self.max_consecutive, count, more)
-            return state, {"consecutive": kept.to(count.dtype)}
+            streak = torch.where(count > self.max_consecutive, count, more)
+            return state, {"consecutive": streak.to(count.dtype)}
         if not update.skipped:
             return state, {"consecutive": _none(count.device)} if count else slot
         self._check(int(count) + 1, update.grads, update)
@@ -377,18 +377,18 @@ class skip_nonfinite:
         if count <= self.max_consecutive:
             return
         if grads.taken.owned_by_engine:
-            own = "not told by DeepSpeed, which holds them"
+            summary = "not told by DeepSpeed, which holds them"
         else:
             bad = [n for n, g in grads.as_taken.items() if tree.non_finite([g])]
-            own = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
+            summary = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
         loss = "" if grads.taken.finite_loss else "; its loss is not finite"
-        rows = gather_text(own + loss, update.world, label="skip_nonfinite")
-        told = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
+        rows = gather_text(summary + loss, update.world, label="skip_nonfinite")
+        listing = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
         msg = (
             f"{count} updates in a row had gradients that are infinite or not a number, the"
             f" last at update {update.state.step}, which {self!r} does not skip any more."
             " Parameters with such gradients:\n"
-            f"{told}\nThe state is as it was. Look at the batch, the loss and the learning"
+            f"{listing}\nThe state is as it was. Look at the batch, the loss and the learning"
             " rate."
         )
         raise NonFiniteGradsError(msg)

@@ -128,7 +128,7 @@ class _Buffers:
     @contextmanager
     def record(self) -> Generator[None]:
         """Record the buffers' values of the first run."""
-        found = [
+        copies = [
             (table, key, buffer.clone())
             for table in self._tables
             for key, buffer in table.items()
@@ -137,7 +137,7 @@ class _Buffers:
         yield
         self._before = [
             (table, key, copy)
-            for table, key, copy in found
+            for table, key, copy in copies
             if copy.numel() <= _LARGE or _differ(copy, table[key])
         ]
 
@@ -231,7 +231,7 @@ class optimizer_in_backward:
         optimizer = state.definition.optimizer
         kind = type(optimizer).__name__
         try:
-            whole, _ = try_optimizer(state, optimizer)
+            joint, _ = try_optimizer(state, optimizer)
             alone, _ = try_optimizer(state, optimizer, alone=True)
         except Exception as error:
             msg = (
@@ -239,7 +239,7 @@ class optimizer_in_backward:
                 f" updates each for itself: {error!r}."
             )
             raise OptimizerError(msg) from error
-        differ = [n for n in whole if not bool((whole[n] == alone[n]).all())]
+        differ = [n for n in joint if not bool((joint[n] == alone[n]).all())]
         if differ:
             msg = (
                 f"{self!r}: {kind} updates parameters by more than their own gradients:"

@@ -211,30 +211,28 @@ def _check(
     finally:
         still_open, split, differing = layers.open, layers.split, looks.end()
     numbers = (_total(in_one), _total(part), float(differing is not None))
-    mine = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
+    own_row = torch.stack([n.to(ranks.device) for n in map(_number, numbers)])
     rows = on_host(
-        torch.stack(all_gather_list(mine, ranks.whole, label="tensor_parallel"))
+        torch.stack(all_gather_list(own_row, ranks.whole, label="tensor_parallel"))
     )
     begin = ranks.whole.rank - ranks.rank  # "tp" is the innermost axis
-    told = rows[begin : begin + ranks.size]
-    way = _WAY
+    table = rows[begin : begin + ranks.size]
+    advice = _WAY
     if split is not None:
-        way += (
+        advice += (
             f" Behind {split!r} each rank has its part of a sequence: what is added to that, as"
             ' embeddings of positions, is to be "scattered", and the head "vocabulary" or'
             ' "gathered", which puts sequences together.'
         )
     if trouble is not None:
-        msg = (
-            f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {way}"
-        )
+        msg = f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {advice}"
         raise LossError(msg) from trouble
     if not torch.equal(
-        told[:, 0].nan_to_num(), told[:1, 0].nan_to_num().expand(len(told))
+        table[:, 0].nan_to_num(), table[:1, 0].nan_to_num().expand(len(table))
     ):
         msg = (
             'af.tensor_parallel: the ranks along "tp" were given different batches: the loss'
-            f" of the first sample is {told[:, 0].tolist()}. They share each sample: read by"
+            f" of the first sample is {table[:, 0].tolist()}. They share each sample: read by"
             " af.batches(state), or by world.batch.rank. Or the loss reads parameters beside"
             " the model's forward pass, as model.parameters(), where each rank has its part."
         )
@@ -255,20 +253,20 @@ def _check(
         )
         raise LossError(msg)
     if split is not None:
-        msg = f"af.tensor_parallel: {name} is computed of parts of sequences. {way}"
+        msg = f"af.tensor_parallel: {name} is computed of parts of sequences. {advice}"
         raise LossError(msg)
     far = _COARSE if coarsest.eps > _FAR else _FAR
     distance = (rows[:, 0] - rows[:, 1]).abs()
     if bool((distance > (far * rows[:, :2].abs().amax(1)).clamp(min=_NOTHING)).any()):
         msg = (
-            f"af.tensor_parallel: {name} is {float(told[0, 0]):.6g} of whole layers and"
-            f" {float(told[0, 1]):.6g} of parts. {_WAY}"
+            f"af.tensor_parallel: {name} is {float(table[0, 0]):.6g} of whole layers and"
+            f" {float(table[0, 1]):.6g} of parts. {_WAY}"
         )
         raise LossError(msg)
 
 
-def _total(returned: Any) -> Any:
-    return returned.total if isinstance(returned, Loss) else returned
+def _total(loss: Any) -> Any:
+    return loss.total if isinstance(loss, Loss) else loss
 
 
 def _number(value: Any) -> torch.Tensor:
