@@ -83,11 +83,11 @@ class naming:
         if not isinstance(error, RuntimeError) or isinstance(error, Error):
             return
         if any(sign in str(error) for sign in _PEER_SIGNS):
-            whole = self._world.whole
-            whole.connection.is_broken = True
+            all_ranks = self._world.whole
+            all_ranks.connection.is_broken = True
 
             msg = (
-                f"Rank {whole.rank} of {whole.size} waited in {self._label!r}"
+                f"Rank {all_ranks.rank} of {all_ranks.size} waited in {self._label!r}"
                 f"{self._when()}, but {missing(self._world, self._label)}"
                 f" ({_in_short(str(error))})"
             )
@@ -115,23 +115,23 @@ _LOOK = "Look at its output for the cause."
 
 def missing(world: World, label: str) -> str:
     """Describe the rank that failed, left or did not arrive."""
-    whole = world.whole
-    roll = whole.connection.roll_call
+    all_ranks = world.whole
+    roll = all_ranks.connection.roll_call
     if roll is None:
-        return _somebody(whole)
-    whole.connection.tell(f"waited in {label!r}", is_waiting=True)
-    wake(whole)
+        return _somebody(all_ranks)
+    all_ranks.connection.tell(f"waited in {label!r}", is_waiting=True)
+    wake(all_ranks)
     heard = roll.hear()
     if heard is None and roll.rank_0_keeps_it:
         return f"rank 0, or one before it, {_GONE}: the store that it keeps is silent."
-    return _somebody(whole) if heard is None else _absence(whole, label, heard)
+    return _somebody(all_ranks) if heard is None else _absence(all_ranks, label, heard)
 
 
 def break_off(world: World, error: BaseException) -> None:
     """Make ranks that wait for this rank fail now, with its error."""
-    whole = world.whole
-    whole.connection.fail(error)
-    wake(whole)
+    all_ranks = world.whole
+    all_ranks.connection.fail(error)
+    wake(all_ranks)
 
 
 def _somebody(world: World) -> str:
@@ -140,16 +140,16 @@ def _somebody(world: World) -> str:
 
 
 def _absence(world: World, label: str, heard: Mapping[int, Standing]) -> str:
-    gone = {rank: each for rank, each in heard.items() if not each.is_waiting}
+    absent = {rank: status for rank, status in heard.items() if not status.is_waiting}
     silent = [r for r in range(world.size) if r != world.rank and r not in heard]
-    mine = Standing(how=f"waited in {label!r}", step=world.connection.activity.step)
+    place = Standing(how=f"waited in {label!r}", step=world.connection.activity.step)
     astray = {
-        rank: each
-        for rank, each in heard.items()
-        if rank not in gone and str(each) != str(mine)
+        rank: status
+        for rank, status in heard.items()
+        if rank not in absent and str(status) != str(place)
     }
-    if gone:
-        summary = f"{_list_standings(gone)}."
+    if absent:
+        summary = f"{_list_standings(absent)}."
     elif silent:
         summary = f"{named(silent)} {_GONE}. {_LOOK}"
     else:
@@ -197,10 +197,10 @@ def format_tensor(tensor: torch.Tensor) -> str:
 def table(rows: Mapping[int, tuple[str, ...]]) -> str:
     """Format one aligned line per rank."""
     width = max(len(row) for row in rows.values())
-    padded = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
-    widths = [max(len(row[i]) for row in padded.values()) for i in range(width)]
+    full_rows = {rank: (*row, *[""] * (width - len(row))) for rank, row in rows.items()}
+    widths = [max(len(row[i]) for row in full_rows.values()) for i in range(width)]
     lines: list[str] = []
-    for rank, row in padded.items():
+    for rank, row in full_rows.items():
         cells = [cell.ljust(w) for cell, w in zip(row, widths, strict=True) if w]
         lines.append(f"  rank {rank}: {'  '.join(cells)}".rstrip())
     return "\n".join(lines)
@@ -320,7 +320,7 @@ def check_same_tensors(
     if not world.checked or world.size == 1:
         return world
     leaves = tree.leaves_by_key(values)
-    said = {
+    call = {
         "kind": kind,
         "reduction": op,
         "root": root,
@@ -329,16 +329,16 @@ def check_same_tensors(
         "need of gradients": [grad and _requires_grad(leaf) for leaf in leaves],
         "label": label,
     }
-    unchecked = attrs.evolve(world, group=world.connection, checked=False)
-    digest = hashlib.blake2b(json.dumps(said).encode(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
+    plain_world = attrs.evolve(world, group=world.connection, checked=False)
+    digest = hashlib.blake2b(json.dumps(call).encode(), digest_size=8).digest()
+    own_digest = torch.frombuffer(bytearray(digest), dtype=torch.int64).to(
         readable(world.device)
     )
-    found = {int(each) for each in _gather_tensor(mine, unchecked, label)}
-    if len(found) > 1:
-        given = tree.outline(values, partial(_form_of, free=free, grad=grad))
-        _refuse(said, given, unchecked)
-    return unchecked
+    digests = {int(n) for n in _gather_tensor(own_digest, plain_world, label)}
+    if len(digests) > 1:
+        outline = tree.outline(values, partial(_form_of, free=free, grad=grad))
+        _refuse(call, outline, plain_world)
+    return plain_world
 
 
 def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) -> str:
@@ -356,19 +356,19 @@ def _form_of(leaf: Any, free: int | EllipsisType | None, *, grad: bool = False) 
     return f"{dtype}[{', '.join(sizes)}]{wants}"
 
 
-def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
+def _refuse(call: dict[str, Any], outline: str, world: World) -> NoReturn:
     """Tell the ranks of one another, and raise."""
-    label = said["label"]
-    text = json.dumps([said, given, world.connection.activity.step, site()]).encode()
+    label = call["label"]
+    text = json.dumps([call, outline, world.connection.activity.step, site()]).encode()
     size = torch.tensor([len(text)], device=readable(world.device))
-    longest = max(int(each) for each in _gather_tensor(size, world, label))
-    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
-    texts = _gather_tensor(padded.to(readable(world.device)), world, label)
-    told = [json.loads(text.cpu().numpy().tobytes()) for text in texts]
+    longest = max(int(n) for n in _gather_tensor(size, world, label))
+    buffer = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8)
+    texts = _gather_tensor(buffer.to(readable(world.device)), world, label)
+    calls = [json.loads(text.cpu().numpy().tobytes()) for text in texts]
     differing = [
-        name for name in said if any(each[0][name] != told[0][0][name] for each in told)
+        name for name in call if any(row[0][name] != calls[0][0][name] for row in calls)
     ]
-    rows = {rank: _row(*each) for rank, each in enumerate(told)}
+    rows = {rank: _row(*row) for rank, row in enumerate(calls)}
     msg = (
         f"Rank {world.rank} of {world.size}: the ranks are about to make calls of different"
         f" {', '.join(differing)}; none of them has.\n{table(rows)}"
@@ -377,18 +377,18 @@ def _refuse(said: dict[str, Any], given: str, world: World) -> NoReturn:
 
 
 def _row(
-    said: dict[str, Any], given: str, step: int | None, place: str
+    call: dict[str, Any], outline: str, step: int | None, place: str
 ) -> tuple[str, ...]:
-    root = "" if said["root"] is None else f"root {said['root']}"
-    how = (said["reduction"] or "", root, given)
+    root = "" if call["root"] is None else f"root {call['root']}"
+    how = (call["reduction"] or "", root, outline)
     when = "" if step is None else f"update {step}"
-    return (said["kind"], " ".join(filter(None, how)), repr(said["label"]), when, place)
+    return (call["kind"], " ".join(filter(None, how)), repr(call["label"]), when, place)
 
 
 def _gather_tensor(
     tensor: torch.Tensor, world: World, label: str
 ) -> list[torch.Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(world.size)]
+    tensors = [torch.empty_like(tensor) for _ in range(world.size)]
     with naming(label, world):
-        dist.all_gather(gathered, tensor, group=world.group)
-    return gathered
+        dist.all_gather(tensors, tensor, group=world.group)
+    return tensors

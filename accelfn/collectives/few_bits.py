@@ -53,18 +53,18 @@ def quantize(values: torch.Tensor, bits: int) -> torch.Tensor:
     )
 
 
-def dequantize(coded: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Restore numbers from rows of bytes; a block with a non-finite number becomes NaN."""
-    rows, size = coded.shape
+    rows, size = codes.shape
     count = size * BLOCK // (BLOCK * bits // 8 + 1)
     split = [count * bits // 8, count // BLOCK]
     # a slice of one row counts as contiguous but cannot be viewed as a wider dtype
-    integers, exponents = (part.reshape(-1).clone() for part in coded.split(split, 1))
+    integers, exponents = (part.reshape(-1).clone() for part in codes.split(split, 1))
     exponent = exponents.view(torch.int8).view(rows, -1)
     steps = _unpack_bits(integers, bits).to(dtype).view(rows, -1, BLOCK)
     values = steps * _power(exponent.to(torch.int32), dtype)
-    lost = (exponent == _NOT_FINITE).unsqueeze(-1)
-    return values.masked_fill_(lost, torch.nan).view(rows, count)
+    is_nan = (exponent == _NOT_FINITE).unsqueeze(-1)
+    return values.masked_fill_(is_nan, torch.nan).view(rows, count)
 
 
 def _power(exponent: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -77,20 +77,20 @@ def _pack_bits(steps: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack integers into bytes, two 4-bit integers per byte."""
     if bits == 16:
         return steps.to(torch.int16).view(torch.uint8)
-    whole = steps.to(torch.int8)
+    integers = steps.to(torch.int8)
     if bits == 8:
-        return whole.view(torch.uint8)
-    pairs = whole.view(torch.uint8).view(*whole.shape[:-1], -1, 2)
+        return integers.view(torch.uint8)
+    pairs = integers.view(torch.uint8).view(*integers.shape[:-1], -1, 2)
     return (pairs[..., 0] & 15) | (pairs[..., 1] << 4)
 
 
-def _unpack_bits(coded: torch.Tensor, bits: int) -> torch.Tensor:
+def _unpack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     if bits == 16:
-        return coded.view(torch.int16)
+        return codes.view(torch.int16)
     if bits == 8:
-        return coded.view(torch.int8)
+        return codes.view(torch.int8)
     # a left shift and an arithmetic right shift extend the sign
-    low, high = (coded << 4).view(torch.int8) >> 4, coded.view(torch.int8) >> 4
+    low, high = (codes << 4).view(torch.int8) >> 4, codes.view(torch.int8) >> 4
     return torch.stack([low, high], -1)
 
 
@@ -121,16 +121,16 @@ def start_parts(
     count, size = flat.numel(), part_size(flat.numel(), ranks.size)
     rows = flat.new_zeros(ranks.size, size)
     rows.view(-1)[:count] = flat
-    coded = quantize(rows, bits)
-    error = (rows - dequantize(coded, bits, flat.dtype)).view(-1)[:count]
-    seen = torch.zeros(1, dtype=torch.float64, device=flat.device) + weight
-    weights = seen.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
-    outgoing = torch.cat([coded, weights], 1)
+    codes = quantize(rows, bits)
+    error = (rows - dequantize(codes, bits, flat.dtype)).view(-1)[:count]
+    wide_weight = torch.zeros(1, dtype=torch.float64, device=flat.device) + weight
+    weights = wide_weight.view(torch.uint8).expand(ranks.size, _OF_WEIGHT)
+    outgoing = torch.cat([codes, weights], 1)
     return _start_exchange(start_swap, outgoing, ranks, label), error
 
 
 def start_mean(
-    received: torch.Tensor,
+    rows: torch.Tensor,
     ranks: World,
     bits: int,
     dtype: torch.dtype,
@@ -140,7 +140,7 @@ def start_mean(
     """Begin the second half: send all ranks the mean of this rank's part.
 
     Args:
-        received: the result of the first half.
+        rows: the result of the first half.
         ranks: the ranks that take part.
         bits: the size of a number.
         dtype: the dtype of the sum.
@@ -149,28 +149,26 @@ def start_mean(
     Returns: the input of `mean_of`, the rounding error of this rank's part of the mean, and
         the total weight. If the total weight is 0, the mean is 0.
     """
-    coded, error, total = reduce_quantized(received, bits, dtype)
-    return _start_exchange(start_spread, coded[0], ranks, label), error, total
+    codes, error, total = reduce_quantized(rows, bits, dtype)
+    return _start_exchange(start_spread, codes[0], ranks, label), error, total
 
 
 def reduce_quantized(
-    received: torch.Tensor, bits: int, dtype: torch.dtype
+    rows: torch.Tensor, bits: int, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a part's quantized mean, its rounding error, and the total weight."""
-    coded, weight_bytes = received.split(
-        [received.shape[1] - _OF_WEIGHT, _OF_WEIGHT], 1
-    )
+    codes, weight_bytes = rows.split([rows.shape[1] - _OF_WEIGHT, _OF_WEIGHT], 1)
     weights = weight_bytes.reshape(-1).clone().view(torch.float64).unsqueeze(1)
     total = weights.sum()
     share = torch.where(total > 0, weights / total, 0).to(dtype)
-    mean = (dequantize(coded, bits, dtype) * share).sum(0, keepdim=True)
+    mean = (dequantize(codes, bits, dtype) * share).sum(0, keepdim=True)
     again = quantize(mean, bits)
     return again, (mean - dequantize(again, bits, dtype))[0], total
 
 
-def mean_of(gathered: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
+def mean_of(codes: torch.Tensor, bits: int, dtype: torch.dtype) -> torch.Tensor:
     """Return the mean from the second half, including the padding of the last part."""
-    return dequantize(gathered, bits, dtype).view(-1)
+    return dequantize(codes, bits, dtype).view(-1)
 
 
 def _start_exchange(

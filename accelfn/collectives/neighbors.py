@@ -53,8 +53,8 @@ class Homewards:
     def add(self, parts: Sequence[torch.Tensor], columns: slice) -> None:
         """Add to the current owner's sums, at `columns` of dim 2, and pass them on."""
         sums = self._begun if self._coming is None else self._coming.arrived()
-        for whole, part in zip(_split_flat(sums, self._like), parts, strict=True):
-            whole[:, :, columns] += part
+        for total, part in zip(_split_flat(sums, self._like), parts, strict=True):
+            total[:, :, columns] += part
         self._coming = _RingStep(sums, self._ranks, self._label)
 
     def arrived(self) -> tuple[torch.Tensor, ...]:
@@ -66,15 +66,15 @@ class Homewards:
 class _RingStep:
     """A vector in flight to the next rank, and the vector from the previous rank."""
 
-    def __init__(self, sent: torch.Tensor, ranks: World, label: str) -> None:
+    def __init__(self, outgoing: torch.Tensor, ranks: World, label: str) -> None:
         size = ranks.size
         leaving, coming = [0] * size, [0] * size
-        leaving[(ranks.rank + 1) % size] = len(sent)
-        coming[(ranks.rank - 1) % size] = len(sent)
-        self._got, self._label, self._ranks = torch.empty_like(sent), label, ranks
+        leaving[(ranks.rank + 1) % size] = len(outgoing)
+        coming[(ranks.rank - 1) % size] = len(outgoing)
+        self._got, self._label, self._ranks = torch.empty_like(outgoing), label, ranks
         with naming(label, ranks):
             self._work: Any = dist.all_to_all_single(
-                self._got, sent, coming, leaving, group=ranks.group, async_op=True
+                self._got, outgoing, coming, leaving, group=ranks.group, async_op=True
             )
 
     def arrived(self) -> torch.Tensor:
@@ -115,20 +115,20 @@ class Work(Protocol):
         ...
 
 
-def start_swap(got: torch.Tensor, given: torch.Tensor, ranks: World) -> Work:
+def start_swap(got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> Work:
     """Start an all-to-all: send each rank a row, and receive a row from each."""
     if _by_gloo(got, ranks):
-        return _Messages(got, given, ranks)
-    begun = dist.all_to_all_single(got, given, group=ranks.group, async_op=True)
-    return cast("Work", begun)
+        return _Messages(got, outgoing, ranks)
+    work = dist.all_to_all_single(got, outgoing, group=ranks.group, async_op=True)
+    return cast("Work", work)
 
 
 def start_spread(got: torch.Tensor, row: torch.Tensor, ranks: World) -> Work:
     """Start an all-gather of one row per rank."""
     if _by_gloo(got, ranks):
         return _Messages(got, row.expand_as(got), ranks)
-    begun = dist.all_gather(list(got), row, group=ranks.group, async_op=True)
-    return cast("Work", begun)
+    work = dist.all_gather(list(got), row, group=ranks.group, async_op=True)
+    return cast("Work", work)
 
 
 def _by_gloo(got: torch.Tensor, ranks: World) -> bool:
@@ -141,10 +141,10 @@ class _Messages:
     """Messages of one row to and from each other rank."""
 
     def __init__(self, got: torch.Tensor, outgoing: torch.Tensor, ranks: World) -> None:
-        others = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]
+        peers = [(ranks.rank + hop) % ranks.size for hop in range(1, ranks.size)]
         among: dict[str, Any] = {"group": ranks.group, "tag": _TAG_OF_PAIRS}
-        receives = [dist.irecv(got[r], group_src=r, **among) for r in others]
-        sends = [dist.isend(outgoing[r], group_dst=r, **among) for r in others]
+        receives = [dist.irecv(got[r], group_src=r, **among) for r in peers]
+        sends = [dist.isend(outgoing[r], group_dst=r, **among) for r in peers]
         got[ranks.rank] = outgoing[ranks.rank]
         self._works = cast("list[Work]", [*receives, *sends])
         self._given = outgoing  # keeps the memory alive until it is sent

@@ -144,15 +144,15 @@ def all_gather_list(
     if world.size == 1:
         return [tensor.clone()]
     world = check_same_tensors(world, "all_gather", label, [tensor])
-    packed = tensor.resolve_conj().resolve_neg().contiguous()
-    known = packed.dtype in _MOVED
-    sent = packed if known else _as_sendable(pack([packed]))
-    gathered = [torch.empty_like(sent) for _ in range(world.size)]
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    is_sendable = plain.dtype in _MOVED
+    outgoing = plain if is_sendable else _as_sendable(pack([plain]))
+    rows = [torch.empty_like(outgoing) for _ in range(world.size)]
     with naming(label, world):
-        dist.all_gather(gathered, sent, group=world.group)
-    if known:
-        return gathered
-    return [each.view(tensor.dtype).view(tensor.shape) for each in gathered]
+        dist.all_gather(rows, outgoing, group=world.group)
+    if is_sendable:
+        return rows
+    return [row.view(tensor.dtype).view(tensor.shape) for row in rows]
 
 
 def all_gather_rows(
@@ -171,22 +171,22 @@ def all_gather_rows(
         label: the operation, for errors.
     """
     if world.size == 1:
-        each = zip(tensors, counts, strict=True)
+        pairs = zip(tensors, counts, strict=True)
         return [
-            _pad_rows(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in each
+            _pad_rows(t, n)[:n].clone(memory_format=_CONTIGUOUS) for t, (n,) in pairs
         ]
-    gathered: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     for places in places_by_dtype(tensors).values():
-        filled = [_pad_rows(tensors[i], max(counts[i])) for i in places]
-        sizes = [tensor.numel() for tensor in filled]
-        flats = all_gather_list(pack(filled), world, label=label)
+        rows = [_pad_rows(tensors[i], max(counts[i])) for i in places]
+        sizes = [tensor.numel() for tensor in rows]
+        flats = all_gather_list(pack(rows), world, label=label)
         of_ranks = zip(*(flat.split(sizes) for flat in flats), strict=True)
-        for i, like, parts in zip(places, filled, of_ranks, strict=True):
-            whole = zip(parts, counts[i], strict=True)
-            gathered[i] = torch.cat(
-                [part.view_as(like)[:count] for part, count in whole]
+        for i, like, parts in zip(places, rows, of_ranks, strict=True):
+            pairs = zip(parts, counts[i], strict=True)
+            results[i] = torch.cat(
+                [part.view_as(like)[:count] for part, count in pairs]
             )
-    return [gathered[i] for i in range(len(tensors))]
+    return [results[i] for i in range(len(tensors))]
 
 
 def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
@@ -194,9 +194,9 @@ def _pad_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if len(plain) == rows:
         return plain
-    filled = plain.new_zeros((rows, *plain.shape[1:]))
-    filled[: len(plain)] = plain
-    return filled
+    result = plain.new_zeros((rows, *plain.shape[1:]))
+    result[: len(plain)] = plain
+    return result
 
 
 def broadcast_bytes(
@@ -225,14 +225,14 @@ def scatter_bytes(
     if parts is not None:
         sizes = torch.tensor([len(part) for part in parts], device=device)
     broadcast_([sizes], world, label=label, root=root)
-    mine, longest = int(sizes[world.rank]), int(sizes.max())
+    length, longest = int(sizes[world.rank]), int(sizes.max())
     buffer = torch.zeros(longest, dtype=torch.uint8, device=device)
-    padded = None
+    rows = None
     if parts is not None:
-        padded = [_as_tensor(part, longest).to(device) for part in parts]
+        rows = [_as_tensor(part, longest).to(device) for part in parts]
     with naming(label, world):
-        dist.scatter(buffer, padded, group=world.group, group_src=root)
-    return buffer[:mine].cpu().numpy().tobytes()
+        dist.scatter(buffer, rows, group=world.group, group_src=root)
+    return buffer[:length].cpu().numpy().tobytes()
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:
@@ -254,7 +254,7 @@ def sum_named(
     *,
     kind: str,
     label: str,
-    what: str,
+    noun: str,
 ) -> dict[str, list[float]]:
     """Return the sums over all ranks of the numbers under each name.
 
@@ -263,7 +263,7 @@ def sum_named(
         world: the ranks that add.
         kind: the collective's name when ranks compare their calls.
         label: the operation, for errors.
-        what: the named things, for errors.
+        noun: the named things, for errors.
 
     Raises:
         CollectiveMismatchError: ranks have different names.
@@ -277,12 +277,12 @@ def sum_named(
     # equally long on all ranks: Gloo aborts a process that receives too much
     first, rest = values[:_TOGETHER], values[_TOGETHER:]
     first = (*first, *(0 for _ in range(_TOGETHER - len(first))))
-    summed = _sum_numbers(first, world, label)
-    if _differ(summed[:6], world):
-        _refuse_names(names, world, label, what)
+    totals = _sum_numbers(first, world, label)
+    if _differ(totals[:6], world):
+        _refuse_names(names, world, label, noun)
     if rest:
-        summed += _sum_numbers(rest, world, label)
-    parts = iter(summed[6:])
+        totals += _sum_numbers(rest, world, label)
+    parts = iter(totals[6:])
     sums = {name: [next(parts) for _ in numbers[name]] for name in names}
     return {name: sums[name] for name in numbers}
 
@@ -296,8 +296,8 @@ def _sum_numbers(numbers: Sequence[Number], world: World, label: str) -> list[fl
 def _adds_on(world: World) -> torch.device:
     """Return the device for sums in float64: the host for a single rank."""
     has_no_float64 = world.device.type == "mps"
-    here = world.size == 1 or has_no_float64
-    return torch.device("cpu") if here else readable(world.device)
+    use_host = world.size == 1 or has_no_float64
+    return torch.device("cpu") if use_host else readable(world.device)
 
 
 def _in_a_row(numbers: Sequence[Number], device: torch.device) -> torch.Tensor:
@@ -352,11 +352,11 @@ def is_same_text(text: str, world: World, *, label: str) -> bool:
     return not _differ(flat.tolist(), world)
 
 
-def _refuse_names(names: list[str], world: World, label: str, what: str) -> NoReturn:
+def _refuse_names(names: list[str], world: World, label: str, noun: str) -> NoReturn:
     rows_by_rank = gather_text(json.dumps(names), world, label=label)
-    rows = "\n".join(f"  rank {rank}: {each}" for rank, each in enumerate(rows_by_rank))
+    rows = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows_by_rank))
     msg = (
-        f"Rank {world.rank} of {world.size}: the ranks have {what} of different names,"
+        f"Rank {world.rank} of {world.size}: the ranks have {noun} of different names,"
         f" which cannot be added:\n{rows}"
     )
     raise CollectiveMismatchError(msg)
@@ -364,7 +364,7 @@ def _refuse_names(names: list[str], world: World, label: str, what: str) -> NoRe
 
 def gather_text(text: str, world: World, *, label: str) -> list[str]:
     """Return every rank's text, in rank order."""
-    return [each.decode() for each in gather_bytes(text.encode(), world, label=label)]
+    return [part.decode() for part in gather_bytes(text.encode(), world, label=label)]
 
 
 def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
@@ -374,11 +374,11 @@ def gather_bytes(data: bytes, world: World, *, label: str) -> list[bytes]:
     size = torch.tensor([len(data)], device=device)
     counts = torch.cat(all_gather_list(size, world, label=label)).tolist()
     longest = max(counts)
-    padded = _as_tensor(data, longest).to(device)
-    joined = (
-        torch.cat(all_gather_list(padded, world, label=label)).cpu().numpy().tobytes()
+    buffer = _as_tensor(data, longest).to(device)
+    content = (
+        torch.cat(all_gather_list(buffer, world, label=label)).cpu().numpy().tobytes()
     )
-    return [joined[i * longest : i * longest + n] for i, n in enumerate(counts)]
+    return [content[i * longest : i * longest + n] for i, n in enumerate(counts)]
 
 
 # Reductions of tensors of one dtype with equal results on every backend.
@@ -439,9 +439,9 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
     if weight is None and bucket_cap_mb is None:
         return
     if op != "mean" or weight is None:
-        given = "weight" if weight is not None else "bucket_cap_mb"
+        option = "weight" if weight is not None else "bucket_cap_mb"
         msg = (
-            f"af.all_reduce({op!r}, {given}=...): only a mean by weight has it; give"
+            f"af.all_reduce({op!r}, {option}=...): only a mean by weight has it; give"
             ' "mean" and weight=.'
         )
         raise ArgumentError(msg)
@@ -461,14 +461,14 @@ def check_weight(op: str, weight: object, bucket_cap_mb: object) -> None:
 
 def as_floats(tensor: torch.Tensor) -> torch.Tensor:
     """Convert a tensor to a dtype that can represent its mean."""
-    given = tensor.is_floating_point() or tensor.is_complex()
-    return tensor.detach() if given else tensor.to(torch.float64)
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach() if is_float else tensor.to(torch.float64)
 
 
-def in_default_floats(given: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+def in_default_floats(tensor: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
     """Return a mean in its tensor's dtype, or the default dtype for integers."""
-    kept = given.is_floating_point() or given.is_complex()
-    return mean if kept else mean.to(torch.get_default_dtype())
+    is_float = tensor.is_floating_point() or tensor.is_complex()
+    return mean if is_float else mean.to(torch.get_default_dtype())
 
 
 def reduce_same(
@@ -483,28 +483,28 @@ def start_reduce_same(
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Start to reduce tensors of one dtype; return a function that waits for them."""
     dtype = same[0].dtype
-    ordered = op in ("min", "max") and dtype.is_floating_point
+    as_integers = op in ("min", "max") and dtype.is_floating_point
     flat = pack(same)
-    if ordered:
+    if as_integers:
         flat = _integers(flat, op)
     elif op == "mean":
         flat = flat.to(_dtype_of_sum(dtype))
     elif dtype in _WIDER:
         flat = flat.to(_WIDER[dtype])
     wait = _start_all_reduce(flat, world, op, label) if world.size > 1 else None
-    wanted = dtype
+    result_dtype = dtype
     if op == "mean" and not (dtype.is_floating_point or dtype.is_complex):
-        wanted = torch.get_default_dtype()
+        result_dtype = torch.get_default_dtype()
     elif op == "sum" and dtype is torch.bool:
-        wanted = flat.dtype
+        result_dtype = flat.dtype
     metas = [torch.empty_like(tensor, device="meta") for tensor in same]
 
     def finished() -> Sequence[torch.Tensor]:
         if wait is not None:
             wait()
-        found = _floats(flat, dtype) if ordered else flat
-        found = found / world.size if op == "mean" else found
-        return split_vector(found.to(wanted), metas)
+        result = _floats(flat, dtype) if as_integers else flat
+        result = result / world.size if op == "mean" else result
+        return split_vector(result.to(result_dtype), metas)
 
     return finished
 
@@ -544,16 +544,16 @@ def _integers(floats: torch.Tensor, op: str) -> torch.Tensor:
     wide, integer = _ORDERED[floats.dtype]
     limits = torch.iinfo(integer)
     bits = floats.to(wide).view(integer)
-    ordered = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+    integers = bits ^ ((bits >> (limits.bits - 1)) & limits.max)
     nan = limits.max if op == "max" else limits.min
-    return ordered.masked_fill_(floats.isnan(), nan)
+    return integers.masked_fill_(floats.isnan(), nan)
 
 
-def _floats(ordered: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _floats(integers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Map integers back to floats."""
     wide, integer = _ORDERED[dtype]
     limits = torch.iinfo(integer)
-    bits = ordered ^ ((ordered >> (limits.bits - 1)) & limits.max)
+    bits = integers ^ ((integers >> (limits.bits - 1)) & limits.max)
     return bits.view(wide).to(dtype)
 
 
@@ -599,11 +599,11 @@ def _average_bucket_(
     dtype = same[0].dtype
     # dtypes below float32 cannot represent a weight, so average in float32
     wide = dtype if dtype.itemsize >= 4 else torch.float32
-    seen = torch.zeros(1, dtype=wide, device=world.device) + weight
-    seen = seen.to(same[0].device)  # parts may lie on the host
-    flat = pack([*same, seen.to(dtype)]).to(wide)
+    factor = torch.zeros(1, dtype=wide, device=world.device) + weight
+    factor = factor.to(same[0].device)  # parts may lie on the host
+    flat = pack([*same, factor.to(dtype)]).to(wide)
     flat[-1:] = 1
-    flat.mul_(seen)
+    flat.mul_(factor)
     sum_(flat, world, label=label)
     # the check waits for a device, so a positive number on the host needs none
     may_be_zero = isinstance(weight, torch.Tensor) or weight == 0
@@ -628,8 +628,8 @@ def _buckets(
     bucket: list[torch.Tensor] = []
     room = most
     for tensor in tensors:
-        whole = tensor.numel() <= most or not tensor.is_contiguous()
-        for piece in [tensor] if whole else tensor.view(-1).split(most):
+        stays_whole = tensor.numel() <= most or not tensor.is_contiguous()
+        for piece in [tensor] if stays_whole else tensor.view(-1).split(most):
             if bucket and piece.numel() > room:
                 yield bucket
                 bucket, room = [], most
@@ -643,41 +643,41 @@ def _buckets(
 
 
 def gather_with_grad(
-    mine: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
+    rows: torch.Tensor, counts: Sequence[int], worlds: tuple[World, World], label: str
 ) -> torch.Tensor:
     """Gather all ranks' rows; the gradient of a rank's rows is summed over all ranks.
 
     Args:
-        mine: this rank's rows.
+        rows: this rank's rows.
         counts: the number of rows of each rank.
         worlds: the world of the gather, and the world of the backward pass.
         label: the operation, for errors.
     """
-    return cast("Any", _Gather).apply(mine, counts, worlds, label)
+    return cast("Any", _Gather).apply(rows, counts, worlds, label)
 
 
 class _Gather(torch.autograd.Function):
     """An all-gather; its backward pass sums the gradients of this rank's part over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, mine: torch.Tensor, *told: Any) -> torch.Tensor:
-        ctx.counts, (ready, ctx.world), ctx.label = told
-        return all_gather_rows([mine], [ctx.counts], ready, label=ctx.label)[0]
+    def forward(ctx: Any, rows: torch.Tensor, *options: Any) -> torch.Tensor:
+        ctx.counts, (ready, ctx.world), ctx.label = options
+        return all_gather_rows([rows], [ctx.counts], ready, label=ctx.label)[0]
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> Any:
         (gradient,) = grad_outputs
         label = f"{ctx.label}: gradient"
-        mine = cast("Any", _SumOfMine).apply(gradient, ctx.counts, ctx.world, label)
-        return mine, None, None, None
+        grad = cast("Any", _SumOfMine).apply(gradient, ctx.counts, ctx.world, label)
+        return grad, None, None, None
 
 
 class _SumOfMine(torch.autograd.Function):
     """A reduce-scatter, the transpose of an all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, everyone: torch.Tensor, *told: Any) -> torch.Tensor:
-        counts, world, label = ctx.counts, ctx.world, ctx.label = told
+    def forward(ctx: Any, everyone: torch.Tensor, *options: Any) -> torch.Tensor:
+        counts, world, label = ctx.counts, ctx.world, ctx.label = options
         ready = check_same_call(world, "gather(grad=True).backward", label, everyone)
         (total,) = reduce_same([everyone], ready, "sum", label)
         return total.split(list(counts))[world.rank].clone()
@@ -688,8 +688,8 @@ class _SumOfMine(torch.autograd.Function):
         ready = check_same_call(
             ctx.world, "gather(grad=True).backward", ctx.label, gradient, free=0
         )
-        counts, mine = ctx.counts, gradient.resolve_conj().resolve_neg()
-        everyone = gather_with_grad(mine, counts, (ready, ctx.world), ctx.label)
+        counts, rows = ctx.counts, gradient.resolve_conj().resolve_neg()
+        everyone = gather_with_grad(rows, counts, (ready, ctx.world), ctx.label)
         return everyone, None, None, None
 
 
@@ -708,9 +708,9 @@ def uneven_counts(world: World, label: str) -> list[int] | None:
     if not counts or (None not in counts and len({*counts}) == 1):
         return None
     await_turn(f"samples of {label}", world)
-    known = world.connection.activity.samples.known
-    mine = torch.tensor([1 if known is None else known], device=readable(world.device))
-    all_counts = torch.cat(all_gather_list(mine, world, label=label)).tolist()
+    count = world.connection.activity.samples.known
+    row = torch.tensor([1 if count is None else count], device=readable(world.device))
+    all_counts = torch.cat(all_gather_list(row, world, label=label)).tolist()
     return all_counts if any(all_counts) else None
 
 
@@ -775,16 +775,16 @@ def carries(group: Any, device: torch.device) -> bool:
     return group._get_backend(device).name() == "gloo"
 
 
-def gather_(whole: torch.Tensor, part: torch.Tensor, group: Any) -> None:
+def gather_(vector: torch.Tensor, part: torch.Tensor, group: Any) -> None:
     """All-gather parts into a vector, in rank order; `part` may be a view of it."""
-    given = part.repeat(group.size())
-    dist.all_to_all_single(whole, given, group=group)
+    rows = part.repeat(group.size())
+    dist.all_to_all_single(vector, rows, group=group)
 
 
-def reduce_scatter_(part: torch.Tensor, whole: torch.Tensor, group: Any) -> None:
+def reduce_scatter_(part: torch.Tensor, vector: torch.Tensor, group: Any) -> None:
     """Reduce-scatter a vector into `part`, summed in rank order."""
-    rows = torch.empty_like(whole).view(group.size(), *part.shape)
-    dist.all_to_all_single(rows.view_as(whole), whole, group=group)
+    rows = torch.empty_like(vector).view(group.size(), *part.shape)
+    dist.all_to_all_single(rows.view_as(vector), vector, group=group)
     torch.sum(rows, 0, dtype=part.dtype, out=part)
 
 
@@ -802,13 +802,13 @@ def reduce_to_holders_(
     """
     size, rank = group.size(), group.rank()
     pairs = list(zip(tensors, holders, strict=True))
-    mine = [tensor for tensor, holder in pairs if holder == rank]
-    others = [peer for peer in range(size) if peer != rank]
-    got = {peer: [torch.empty_like(tensor) for tensor in mine] for peer in others}
+    own_tensors = [tensor for tensor, holder in pairs if holder == rank]
+    peers = [peer for peer in range(size) if peer != rank]
+    got = {peer: [torch.empty_like(tensor) for tensor in own_tensors] for peer in peers}
     among: dict[str, Any] = {"group": group, "tag": _TAG_OF_GLOO}
     receives: list[Any] = [
         dist.irecv(tensor, group_src=peer, **among)
-        for peer in others
+        for peer in peers
         for tensor in got[peer]
     ]
     sends: list[Any] = [
@@ -818,8 +818,8 @@ def reduce_to_holders_(
     ]
     for work in receives:
         work.wait()
-    got[rank] = mine
-    for i, tensor in enumerate(mine):
+    got[rank] = own_tensors
+    for i, tensor in enumerate(own_tensors):
         total = got[0][i]
         for peer in range(1, size):
             total.add_(got[peer][i])

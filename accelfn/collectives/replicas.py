@@ -28,7 +28,7 @@ def check_replicas(
     *,
     label: str,
     values: bool,
-    trained: Collection[str] | None = None,
+    trainable: Collection[str] | None = None,
     sums: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Raise unless all ranks hold tensors of the same names, shapes, dtypes and values.
@@ -38,7 +38,7 @@ def check_replicas(
         world: the ranks that compare.
         label: the operation, for errors.
         values: whether to compare values, too.
-        trained: names of trained parameters, which must be equal on all ranks.
+        trainable: names of trained parameters, which must be equal on all ranks.
         sums: checksums of values that were whole before.
 
     Cost: a sum over every tensor, and two small all-reduces.
@@ -48,12 +48,12 @@ def check_replicas(
     """
     if world.size == 1:
         return
-    shown = [
+    rows = [
         f"{name}: {tuple(t.shape)} {t.dtype}"
-        f"{'' if trained is None or name in trained else ', frozen'}"
+        f"{'' if trainable is None or name in trainable else ', frozen'}"
         for name, t in tensors.items()
     ]
-    tables = _tables_apart(shown, world, label=label)
+    tables = _tables_apart(rows, world, label=label)
     refuse_difference(tables, "models that differ in structure", _CREATED)
     if values:
         check_values(tensors, world, label=label, advice=_CREATED, sums=sums)
@@ -75,12 +75,12 @@ def check_values(
     if world.size == 1 or not tensors:
         return
     if sums is None:
-        mine = sums_of(tensors.values(), world, label=label)
+        key = sums_of(tensors.values(), world, label=label)
     else:
-        mine = torch.stack([sums[name] for name in tensors]).to(readable(world.device))
-    if is_same_text(str(mine.tolist()), world, label=label):
+        key = torch.stack([sums[name] for name in tensors]).to(readable(world.device))
+    if is_same_text(str(key.tolist()), world, label=label):
         return
-    rows = [row.tolist() for row in all_gather_list(mine, world, label=label)]
+    rows = [row.tolist() for row in all_gather_list(key, world, label=label)]
     tables = {
         rank: [f"{n}: checksum {c}" for n, c in zip(tensors, row, strict=True)]
         for rank, row in enumerate(rows)
@@ -117,7 +117,7 @@ def _tables_apart(
 
 
 def refuse_difference(
-    tables: Mapping[int, Sequence[str]], what: str, advice: str
+    tables: Mapping[int, Sequence[str]], noun: str, advice: str
 ) -> None:
     """Raise for the first row that differs in the ranks' tables.
 
@@ -127,8 +127,8 @@ def refuse_difference(
     for place in range(max(map(len, tables.values()), default=0)):
         rows = {rank: [*t, "nothing"][min(place, len(t))] for rank, t in tables.items()}
         if len(set(rows.values())) > 1:
-            listed = "\n".join(f"  rank {rank}: {row}" for rank, row in rows.items())
-            msg = f"The ranks hold {what}; the first difference is:\n{listed}\n{advice}"
+            lines = "\n".join(f"  rank {rank}: {row}" for rank, row in rows.items())
+            msg = f"The ranks hold {noun}; the first difference is:\n{lines}\n{advice}"
             raise ReplicaMismatchError(msg)
 
 
@@ -148,19 +148,19 @@ def check_sums(
     Raises:
         ReplicaMismatchError: the ranks differ; the error shows the first difference.
     """
-    simulated = world.connection.simulated
-    if simulated is None and not (is_first or world.checked):
+    simulation = world.connection.simulated
+    if simulation is None and not (is_first or world.checked):
         return
     rows = {"the weight": f"{float(weight)!r}"}
     dense = {n: t for n, t in sums.items() if t.layout is torch.strided}
     rows |= {
         n: f"{format_tensor(t)}, checksum {int(checksum(t))}" for n, t in dense.items()
     }
-    if simulated is None:
+    if simulation is None:
         check_rows(rows, world, label=label, advice=_SUMS)
         return
     lines = [f"{name}: {row}" for name, row in rows.items()]
-    other = simulated.compare(label, lines)
+    other = simulation.compare(label, lines)
     if other is not None:
         tables = dict(sorted([other, (world.rank, lines)]))
         refuse_difference(tables, f"different values in {label}", _SUMS)
@@ -179,13 +179,13 @@ def sums_of(
 
     With sharded tensors it is a collective.
     """
-    listed = list(tensors)
-    here = (checksum(tree.local(tensor)) for tensor in listed)
-    sums = torch.stack([tensor.to(readable(world.device)) for tensor in here])
-    alike: dict[tuple[str, ...], list[int]] = {}
-    for i, tensor in enumerate(listed):
-        alike.setdefault(tree.cut_axes(tensor), []).append(i)
-    for axes, split in alike.items():
+    leaves = list(tensors)
+    checksums = (checksum(tree.local(tensor)) for tensor in leaves)
+    sums = torch.stack([tensor.to(readable(world.device)) for tensor in checksums])
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for i, tensor in enumerate(leaves):
+        groups.setdefault(tree.cut_axes(tensor), []).append(i)
+    for axes, split in groups.items():
         if axes:
             copy = fold_axes(world).along(*axes)
             parts = torch.stack(all_gather_list(sums[split], copy, label=label))
@@ -220,11 +220,11 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     length = _CHUNK if words.is_cpu else _LARGE_CHUNK
     factors = _odd(torch.arange(min(len(words), length), device=words.device))
     chunks = words.split(length)
-    sums = [_mix_bits(each * factors[: len(each)]).sum() for each in chunks]
+    sums = [_mix_bits(chunk * factors[: len(chunk)]).sum() for chunk in chunks]
     if len(sums) == 1:
         return sums[0]
-    each = _odd(torch.arange(len(sums), device=words.device))
-    return _mix_bits(torch.stack(sums) * each).sum()
+    factors = _odd(torch.arange(len(sums), device=words.device))
+    return _mix_bits(torch.stack(sums) * factors).sum()
 
 
 def _odd(places: torch.Tensor) -> torch.Tensor:
@@ -250,8 +250,8 @@ def gather_full(
 ) -> dict[str, torch.Tensor]:
     """Return full tensors: plain tensors unchanged, and sharded tensors by `by_calls`."""
     full = dict(tensors)
-    for gathered in by_calls(tensors, world, label=label):
-        full |= gathered
+    for group in by_calls(tensors, world, label=label):
+        full |= group
     return full
 
 
@@ -283,8 +283,8 @@ def by_calls(
     for name, tensor in parts.items():
         if name not in ours:  # sharded by the user
             with naming(label, world):
-                whole = tensor.full_tensor()
-            yield {name: whole}
+                full = tensor.full_tensor()
+            yield {name: full}
 
 
 def _in_turn(tensor: Any) -> bool:
@@ -292,14 +292,14 @@ def _in_turn(tensor: Any) -> bool:
 
     If a dim is sharded along two axes, the shards along the last axis have equal lengths.
     """
-    placed = list(enumerate(tensor.placements))
-    for place, placement in placed:
+    placements = list(enumerate(tensor.placements))
+    for place, placement in placements:
         if placement.is_replicate():
             continue
         if type(placement).__name__ not in ("Shard", "_StridedShard"):
             return False  # partial sums
         dim = placement.dim
-        later = [i for i, each in placed[place + 1 :] if each.is_shard(dim)]
+        later = [i for i, other in placements[place + 1 :] if other.is_shard(dim)]
         count = math.prod(tensor.device_mesh.size(i) for i in later)
         even = tensor.shape[dim] % count == 0
         if getattr(placement, "split_factor", 1) != count or not even:
@@ -309,19 +309,19 @@ def _in_turn(tensor: Any) -> bool:
 
 def _gather_groups(tensors: Mapping[str, Any]) -> Iterator[list[str]]:
     """Yield the names of the tensors that one call gathers."""
-    alike: dict[Any, list[str]] = {}
+    groups: dict[Any, list[str]] = {}
     for name, tensor in tensors.items():
-        alike.setdefault((tensor.dtype, tree.cut_axes(tensor)), []).append(name)
-    for names in alike.values():
-        size, taken = 0, list[str]()
+        groups.setdefault((tensor.dtype, tree.cut_axes(tensor)), []).append(name)
+    for names in groups.values():
+        size, group = 0, list[str]()
         for name in names:
             nbytes = tensors[name].numel() * tensors[name].element_size()
-            if taken and size + nbytes > _MOST:
-                yield taken
-                size, taken = 0, []
-            taken.append(name)
+            if group and size + nbytes > _MOST:
+                yield group
+                size, group = 0, []
+            group.append(name)
             size += nbytes
-        yield taken
+        yield group
 
 
 def _gather_shards(
@@ -372,18 +372,18 @@ def _along(
         label: the operation, for errors.
     """
     rooms = {n: -(-lengths[n] // ranks.size) for n in parts}  # of the first rank
-    sent = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
-    flat = torch.cat([tensor.reshape(-1) for tensor in sent]).to(ranks.device)
+    blocks = [_pad_dim(part, dims[n], rooms[n]) for n, part in parts.items()]
+    flat = torch.cat([tensor.reshape(-1) for tensor in blocks]).to(ranks.device)
     rows = all_gather_list(flat, ranks, label=label)
-    of_each = zip(*(row.split([e.numel() for e in sent]) for row in rows), strict=True)
-    joined: dict[str, torch.Tensor] = {}
-    for name, like, received in zip(parts, sent, of_each, strict=True):
-        dim, room, left = dims[name], rooms[name], lengths[name]
-        ends = [min(max(left - i * room, 0), room) for i in range(ranks.size)]
-        pairs = zip(received, ends, strict=True)
-        trimmed = [part.view(like.shape).narrow(dim, 0, end) for part, end in pairs]
-        joined[name] = torch.cat(trimmed, dim).contiguous()
-    return joined
+    splits = zip(*(row.split([e.numel() for e in blocks]) for row in rows), strict=True)
+    results: dict[str, torch.Tensor] = {}
+    for name, like, pieces in zip(parts, blocks, splits, strict=True):
+        dim, room, length = dims[name], rooms[name], lengths[name]
+        ends = [min(max(length - i * room, 0), room) for i in range(ranks.size)]
+        pairs = zip(pieces, ends, strict=True)
+        shards = [part.view(like.shape).narrow(dim, 0, end) for part, end in pairs]
+        results[name] = torch.cat(shards, dim).contiguous()
+    return results
 
 
 def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
@@ -392,6 +392,6 @@ def _pad_dim(part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         return part.contiguous()
     shape = [*part.shape]
     shape[dim] = length
-    padded = part.new_zeros(shape)
-    padded.narrow(dim, 0, part.shape[dim]).copy_(part)
-    return padded
+    block = part.new_zeros(shape)
+    block.narrow(dim, 0, part.shape[dim]).copy_(part)
+    return block

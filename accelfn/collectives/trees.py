@@ -83,28 +83,28 @@ def all_gather(
     """
     leaves = tensors_of(values, label, world)
     rows = [leaf if leaf.ndim else leaf.reshape(1) for leaf in leaves]
-    held = uneven_counts(world, label)
+    num_samples = uneven_counts(world, label)
     if not grad:
         _warn_of_lost_gradients(leaves, label, world)
     # with uneven shares in a loss, ranks have any number of rows
-    ragged = ragged or held is not None
-    kind = f"all_gather{'(ragged=True)' * ragged}{'(grad=True)' * grad}"
-    free = 0 if ragged else None
+    is_ragged = ragged or num_samples is not None
+    kind = f"all_gather{'(ragged=True)' * is_ragged}{'(grad=True)' * grad}"
+    free = 0 if is_ragged else None
     ready = check_same_call(world, kind, label, values, free=free, grad=grad)
-    if held is not None and not held[world.rank]:
+    if num_samples is not None and not num_samples[world.rank]:
         rows = [row[:0] for row in rows]  # those of a stand-in
     counts = [[len(row)] * world.size for row in rows]
-    if ragged and rows:
-        mine = torch.tensor([len(row) for row in rows], device=readable(world.device))
-        lengths = torch.stack(all_gather_list(mine, ready, label=label))
+    if is_ragged and rows:
+        sizes = torch.tensor([len(row) for row in rows], device=readable(world.device))
+        lengths = torch.stack(all_gather_list(sizes, ready, label=label))
         counts = lengths.T.tolist()
     if not grad:
-        joined = all_gather_rows(rows, counts, ready, label=label)
-        return tree.with_leaves(values, joined)
+        tensors = all_gather_rows(rows, counts, ready, label=label)
+        return tree.with_leaves(values, tensors)
     warn_of_parts(world)
     pairs = zip(rows, counts, strict=True)
-    gathered = [gather_with_grad(row, n, (ready, world), label) for row, n in pairs]
-    return tree.with_leaves(values, gathered)
+    tensors = [gather_with_grad(row, n, (ready, world), label) for row, n in pairs]
+    return tree.with_leaves(values, tensors)
 
 
 def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> T:
@@ -114,8 +114,8 @@ def join_rows(values: T, counts: Sequence[int], world: World, *, label: str) -> 
     """
     rows = tensors_of(values, label, world)
     world = check_same_call(world, label, label, values, free=0)
-    joined = all_gather_rows(rows, [counts] * len(rows), world, label=label)
-    return tree.with_leaves(values, joined)
+    tensors = all_gather_rows(rows, [counts] * len(rows), world, label=label)
+    return tree.with_leaves(values, tensors)
 
 
 @explain_call_errors
@@ -159,17 +159,17 @@ def all_reduce(
     check_weight(op, weight, bucket_cap_mb)
     if op != "mean":
         check_stand_ins(f"af.all_reduce({op!r})", world)
-    elif (held := uneven_counts(world, label)) is not None:
-        count = held[world.rank]
+    elif (counts := uneven_counts(world, label)) is not None:
+        count = counts[world.rank]
         weight = weight if count and weight is not None else count
     _warn_of_lost_gradients(leaves, label, world)
     if weight is not None:
         ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
-        means = [each.clone() for each in map(as_floats, leaves)]
+        means = [mean.clone() for mean in map(as_floats, leaves)]
         cap = bucket_cap_mb
         average_(means, weight, ready, label=label, bucket_cap_mb=cap)
-        given = map(in_default_floats, leaves, means)
-        return tree.with_leaves(values, given)
+        results = map(in_default_floats, leaves, means)
+        return tree.with_leaves(values, results)
     ready = check_same_call(world, "all_reduce", label, values, op=op)
     return _by_dtype(values, leaves, lambda same: reduce_same(same, ready, op, label))
 
@@ -285,10 +285,10 @@ def pad_across(
     world = check_same_call(world, "pad_across", label, values, free=dim)
     if not leaves:
         return tree.with_leaves(values, [])
-    mine = torch.tensor(
+    lengths = torch.tensor(
         [leaf.shape[dim] for leaf in leaves], device=readable(world.device)
     )
-    longest = torch.stack(all_gather_list(mine, world, label=label)).amax(0).tolist()
+    longest = torch.stack(all_gather_list(lengths, world, label=label)).amax(0).tolist()
 
     def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
         missing = list(leaf.shape)
@@ -304,9 +304,9 @@ def _check_holds(dtype: torch.dtype, value: Any) -> None:
     holds = False
     if isinstance(value, AnyNumber):
         with suppress(RuntimeError, ValueError, OverflowError):  # errors of torch
-            held = torch.full((), cast("Any", value), dtype=dtype).item()
+            result = torch.full((), cast("Any", value), dtype=dtype).item()
             # as text, because NaN is not equal to itself
-            holds = held == value or str(held) == str(value)
+            holds = result == value or str(result) == str(value)
             if dtype.is_floating_point or dtype.is_complex:
                 holds = holds or abs(cast("Any", value)) <= torch.finfo(dtype).max
     if not holds:
@@ -409,10 +409,10 @@ def _by_dtype(
     how: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]],
 ) -> Any:
     """Map the leaves of a tree by `how`, all leaves of a dtype at once."""
-    mapped: dict[int, torch.Tensor] = {}
+    results: dict[int, torch.Tensor] = {}
     for places in places_by_dtype(leaves).values():
-        mapped.update(zip(places, how([leaves[i] for i in places]), strict=True))
-    return tree.with_leaves(values, [mapped[i] for i in range(len(leaves))])
+        results.update(zip(places, how([leaves[i] for i in places]), strict=True))
+    return tree.with_leaves(values, [results[i] for i in range(len(leaves))])
 
 
 # Collectives on objects: plain data and tensors, as bytes.
@@ -506,9 +506,9 @@ def _check_one_each(name: str, values: object, world: World) -> None:
     is_list = isinstance(values, (list, tuple))
     count = len(cast("Sequence[object]", values)) if is_list else None
     if count != world.size:
-        given = type(values).__name__ if count is None else f"{count} values"
+        actual = type(values).__name__ if count is None else f"{count} values"
         msg = (
-            f"af.{name}: rank {world.rank} gave {given} for {world.size} ranks; expected a"
+            f"af.{name}: rank {world.rank} gave {actual} for {world.size} ranks; expected a"
             " list or a tuple with one value for each."
         )
         raise ArgumentError(msg)
@@ -587,24 +587,24 @@ def all_to_all(
     """
     check_stand_ins("af.all_to_all", world)
     _check_one_each("all_to_all", values, world)
-    given = [tensors_of(value, label, world) for value in values]
-    _warn_of_lost_gradients([*chain.from_iterable(given)], label, world)
+    lists = [tensors_of(value, label, world) for value in values]
+    _warn_of_lost_gradients([*chain.from_iterable(lists)], label, world)
     _check_alike(values)
     free = None if equal else ...
     world = check_same_call(world, "all_to_all", label, values[0], free=free)
-    if world.size == 1 or not given[0]:
+    if world.size == 1 or not lists[0]:
         return [tree.clone(value) for value in values]
-    shapes = _check_equal(given) if equal else _exchange_shapes(given, world, label)
-    parts = _exchange_bytes(given, shapes, world, label)
+    shapes = _check_equal(lists) if equal else _exchange_shapes(lists, world, label)
+    parts = _exchange_bytes(lists, shapes, world, label)
     return [
-        _tree_from_bytes(values[0], given[0], row, part)
+        _tree_from_bytes(values[0], lists[0], row, part)
         for row, part in zip(shapes, parts, strict=True)
     ]
 
 
-def _check_equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
+def _check_equal(lists: list[list[torch.Tensor]]) -> list[Shapes]:
     """Return the shapes from each rank, if this rank sends equal shapes to all ranks."""
-    shapes = [[list(leaf.shape) for leaf in leaves] for leaves in given]
+    shapes = [[list(leaf.shape) for leaf in leaves] for leaves in lists]
     for rank, shape in enumerate(shapes):
         if shape != shapes[0]:
             msg = (
@@ -616,30 +616,30 @@ def _check_equal(given: list[list[torch.Tensor]]) -> list[Shapes]:
 
 
 def _exchange_shapes(
-    given: list[list[torch.Tensor]], world: World, label: str
+    lists: list[list[torch.Tensor]], world: World, label: str
 ) -> list[Shapes]:
     """Return the shapes of the tensors that each rank sends to this rank."""
-    sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in given]
-    sent = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
-    received = torch.empty_like(sent)
+    sizes = [[size for leaf in leaves for size in leaf.shape] for leaves in lists]
+    outgoing = torch.tensor(sizes, dtype=torch.int64, device=readable(world.device))
+    incoming = torch.empty_like(outgoing)
     with naming(label, world):
-        dist.all_to_all_single(received, sent, group=world.group)
-    rows = map(iter, received.tolist())
-    return [[list(islice(row, leaf.ndim)) for leaf in given[0]] for row in rows]
+        dist.all_to_all_single(incoming, outgoing, group=world.group)
+    rows = map(iter, incoming.tolist())
+    return [[list(islice(row, leaf.ndim)) for leaf in lists[0]] for row in rows]
 
 
 def _exchange_bytes(
-    given: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
+    lists: list[list[torch.Tensor]], shapes: list[Shapes], world: World, label: str
 ) -> Sequence[torch.Tensor]:
     """Return the bytes that each rank sends to this rank, of tensors with these shapes."""
-    sent = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in given]
-    counts = [sum(map(_num_bytes, given[0], row)) for row in shapes]
-    received = sent[0].new_empty(sum(counts))
-    sizes = [len(tensor) for tensor in sent]
+    outgoing = [torch.cat([_bytes(leaf) for leaf in leaves]) for leaves in lists]
+    counts = [sum(map(_num_bytes, lists[0], row)) for row in shapes]
+    incoming = outgoing[0].new_empty(sum(counts))
+    sizes = [len(tensor) for tensor in outgoing]
     with naming(label, world):
-        flat = torch.cat(sent)
-        dist.all_to_all_single(received, flat, counts, sizes, group=world.group)
-    return received.split(counts)
+        flat = torch.cat(outgoing)
+        dist.all_to_all_single(incoming, flat, counts, sizes, group=world.group)
+    return incoming.split(counts)
 
 
 def _tree_from_bytes(

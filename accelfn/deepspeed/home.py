@@ -478,14 +478,14 @@ class ZeroOptimizer:
         self._live.load(state)
         self._shown = state
 
-    def expect(self, planned: Hyper) -> None:
+    def expect(self, hyper: Hyper) -> None:
         """Prepare for an update; raise if it cannot be taken.
 
         Raises:
             OptimizerError: a schedule-free optimizer is not in training mode.
             StateError: a value read from the state was written in place.
         """
-        self._bound_optimizer.expect(planned)
+        self._bound_optimizer.expect(hyper)
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 

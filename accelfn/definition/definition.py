@@ -156,9 +156,9 @@ class Definition:
         """Return each rank's copy; () unless copies of several ranks train independently."""
         if self.within is None or self.copy.size == 1:
             return ()
-        axes, beside = self.world.axes, _BESIDE[self.within]
+        axes, axis = self.world.axes, _BESIDE[self.within]
         ranks = range(math.prod(axes.values()))
-        return tuple(arithmetic.place(axes, rank).get(beside, 0) for rank in ranks)
+        return tuple(arithmetic.place(axes, rank).get(axis, 0) for rank in ranks)
 
     @property
     def trains_apart(self) -> bool:
@@ -208,8 +208,8 @@ def check_setup(setup: chain, world: World) -> None:
         WorldError: ranks along an axis would all do the same work.
         ModelError: a transform needs parameter values, and the world is on the meta device.
     """
-    there = {field for field, owners in setup.owners.items() if owners}
-    check_needs(setup, there | setup.facts.keys())
+    fields = {field for field, owners in setup.owners.items() if owners}
+    check_needs(setup, fields | setup.facts.keys())
     check_axes(setup, world)
     check_device(setup, world)
 
@@ -229,15 +229,15 @@ def check_axes(setup: chain, world: World) -> None:
                 ' World.from_env(axes={"dp_replicate": 2, "dp_shard": -1}).'
             )
             raise WorldError(msg)
-    needed = {
+    needs = {
         "cp": ("splits_sequences", "add af.context_parallel(seq_dim=...)"),
         "tp": ("splits_layers", "add af.tensor_parallel(plan)"),
     }
-    for axis, (fact, way) in needed.items():
+    for axis, (fact, advice) in needs.items():
         if world.axes.get(axis, 1) > 1 and fact not in setup.facts:
             msg = (
                 f"The world has {world.axes[axis]} ranks along {axis!r}, {dict(world.axes)},"
-                f" but all would do the same. Leave the axis out, or {way}."
+                f" but all would do the same. Leave the axis out, or {advice}."
             )
             raise WorldError(msg)
 
@@ -251,16 +251,16 @@ def check_device(setup: chain, world: World) -> None:
     """
     if world.device.type != "meta":
         return
-    told = [(transform, facts_of(transform)) for transform in setup]
-    for each, facts in told:
+    pairs = [(transform, facts_of(transform)) for transform in setup]
+    for owner, facts in pairs:
         for fact in facts.keys() & _NEED_VALUES.keys():
-            msg = f"{each!r} {_NEED_VALUES[fact]}"
+            msg = f"{owner!r} {_NEED_VALUES[fact]}"
             raise ModelError(msg)
-    sends = [each for each, facts in told if facts.keys() & _SEND_FEATURES]
-    for each, facts in told:
+    sends = [owner for owner, facts in pairs if facts.keys() & _SEND_FEATURES]
+    for owner, facts in pairs:
         if "computes_in" in facts and sends:
             msg = (
-                f"{each!r} computes in {facts['computes_in']}, but not on the meta device, and"
+                f"{owner!r} computes in {facts['computes_in']}, but not on the meta device, and"
                 f" {sends[0]!r} would send another dtype. Leave it out and call model.to(dtype),"
                 ' or run a smaller model with values, device="cpu".'
             )
@@ -284,8 +284,8 @@ def check_schedule(schedule: object) -> None:
     Raises:
         ArgumentError: the schedule is not such a function.
     """
-    made: Any = schedule.func if isinstance(schedule, partial) else schedule
-    kind = made if isinstance(made, type) else type(made)
+    fn: Any = schedule.func if isinstance(schedule, partial) else schedule
+    kind = fn if isinstance(fn, type) else type(fn)
     if issubclass(kind, LRScheduler):
         name = kind.__name__
         msg = (
@@ -327,11 +327,11 @@ def as_data(data: Any) -> Data | None:
     raise ArgumentError(msg)
 
 
-def warn_of_batch_size(given: Any, definition: Definition) -> None:
+def warn_of_batch_size(value: Any, definition: Definition) -> None:
     """Warn of a DataLoader whose batch size may be meant for one rank or micro-batch."""
-    plan, size = definition.plan, getattr(given, "batch_size", None)
+    plan, size = definition.plan, getattr(value, "batch_size", None)
     parts = plan.num_shares * plan.num_micro_batches
-    if not isinstance(given, torch.utils.data.DataLoader) or size is None or parts == 1:
+    if not isinstance(value, torch.utils.data.DataLoader) or size is None or parts == 1:
         return
     if definition.world.is_main:
         advise(

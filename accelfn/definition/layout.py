@@ -158,14 +158,14 @@ class Layout:
             return tensor
         spec = self.spec(name, tensor)
         size, offset = self._place(spec)
-        there = (0,) * tensor.ndim
+        origin = (0,) * tensor.ndim
         if tree.is_shard(tensor):
-            there = self._place(self.of_layers.spec(name, tensor))[1]
+            origin = self._place(self.of_layers.spec(name, tensor))[1]
         part = tree.local(tensor).detach()
         for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
-            part = part.narrow(dim, min(begin - there[dim], part.shape[dim]), length)
-        made = tree.pad_part(part.to(self.device), self.room(name, tensor.shape))
-        return self.held(name, made, tensor)
+            part = part.narrow(dim, min(begin - origin[dim], part.shape[dim]), length)
+        shard = tree.pad_part(part.to(self.device), self.room(name, tensor.shape))
+        return self.held(name, shard, tensor)
 
     def held(self, name: str, part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         """Wrap this rank's shard in a DTensor, as states hold it."""
@@ -190,10 +190,10 @@ def reshard_tree(
 
     Gathering shards is a collective. Resharding replicas does not communicate.
     """
-    found: list[tuple[torch.Tensor, str | None]] = []
+    leaves: list[tuple[torch.Tensor, str | None]] = []
 
     def noted(tensor: torch.Tensor, name: str | None) -> None:
-        found.append((tensor, name))
+        leaves.append((tensor, name))
 
     def laid(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
         if layout is None or name is None or tensor.shape != shapes[name]:
@@ -201,14 +201,14 @@ def reshard_tree(
         return layout.cut(name, tensor)
 
     _map_named(values, shapes, noted)
-    parts = {str(i): t for i, (t, _) in enumerate(found) if tree.is_shard(t)}
-    moved = {str(i): laid(*e) for i, e in enumerate(found) if str(i) not in parts}
+    parts = {str(i): t for i, (t, _) in enumerate(leaves) if tree.is_shard(t)}
+    results = {str(i): laid(*e) for i, e in enumerate(leaves) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):
-        moved |= {i: laid(whole, found[int(i)][1]) for i, whole in some.items()}
-    order = map(str, range(len(found)))
+        results |= {i: laid(full, leaves[int(i)][1]) for i, full in some.items()}
+    order = map(str, range(len(leaves)))
 
     def put(_tensor: torch.Tensor, _name: str | None) -> torch.Tensor:
-        return moved[next(order)]
+        return results[next(order)]
 
     return _map_named(values, shapes, put)
 
@@ -228,8 +228,8 @@ def _map_named(
             k: _map_named(v, shapes, fn, k if k in shapes else name) for k, v in items
         }
     if isinstance(values, (list, tuple)) and not hasattr(values, "_fields"):
-        each = [_map_named(v, shapes, fn, name) for v in cast("list[Any]", values)]
-        return each if isinstance(values, list) else tuple(each)
+        results = [_map_named(v, shapes, fn, name) for v in cast("list[Any]", values)]
+        return results if isinstance(values, list) else tuple(results)
     if isinstance(values, Pending):
         return Pending.of(_map_named(values.wait(), shapes, fn, name))
     return values
@@ -262,10 +262,10 @@ class WholeDraws(TorchDispatchMode):
         kwargs = kwargs or {}
         if _DRAWS not in func.tags or not any(map(_is_split, args)):
             return func(*args, **kwargs)
-        like, *others = args
+        like, *rest = args
         name = func._schema.name.removeprefix("aten::")
         fills = name.endswith("_")
-        if not (fills or name.endswith("_like")) or any(map(_is_split, others)):
+        if not (fills or name.endswith("_like")) or any(map(_is_split, rest)):
             msg = (
                 f"torch's {name} draws by the values of a tensor that is split over the ranks,"
                 " and each has a part of them. Draw numbers and compare them, as in"
@@ -273,12 +273,12 @@ class WholeDraws(TorchDispatchMode):
             )
             raise ArgumentError(msg)
         part = tree.local(like)
-        whole = torch.empty(like.shape, dtype=like.dtype, device=part.device)
-        drawn = _part(func(whole, *others, **kwargs), like)
+        full = torch.empty(like.shape, dtype=like.dtype, device=part.device)
+        numbers = _part(func(full, *rest, **kwargs), like)
         if fills:
-            part.copy_(drawn)
+            part.copy_(numbers)
             return like
-        return tree.with_local(like, tree.pad_part(drawn, tree.room(part)))
+        return tree.with_local(like, tree.pad_part(numbers, tree.room(part)))
 
 
 def _is_split(tensor: Any) -> bool:
@@ -289,11 +289,11 @@ def _is_split(tensor: Any) -> bool:
     )
 
 
-def _part(whole: torch.Tensor, like: Any) -> torch.Tensor:
+def _part(tensor: torch.Tensor, like: Any) -> torch.Tensor:
     """Return this rank's shard of a full tensor, with another tensor's placements."""
     size, offset = compute_local_shape_and_global_offset(
         like.shape, like.device_mesh, like.placements
     )
     for dim, (begin, length) in enumerate(zip(offset, size, strict=True)):
-        whole = whole.narrow(dim, min(begin, whole.shape[dim]), length)
-    return whole
+        tensor = tensor.narrow(dim, min(begin, tensor.shape[dim]), length)
+    return tensor

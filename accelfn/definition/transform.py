@@ -101,8 +101,8 @@ def check_fields(cls: type) -> None:
         if not name.startswith("_") and inspect.isfunction(value)
     }
     for name in methods.keys() - ARGUMENTS.keys():
-        near = difflib.get_close_matches(name, FIELDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        matches = difflib.get_close_matches(name, FIELDS, n=1)
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
             f"{cls.__name__}.{name} is no field of a transform ({', '.join(FIELDS)})."
             f"{hint} Start the names of helper methods with an underscore."
@@ -199,13 +199,13 @@ ATTRIBUTES = ("tells", "refuses", "needs", "without", "gives_up")
 
 def facts_of(transform: Any) -> dict[str, Any]:
     """Return a transform's facts, declared and derived from its other attributes."""
-    told = {name: value for name, value in told_by(transform, "tells").items() if value}
+    facts = {fact: v for fact, v in told_by(transform, "tells").items() if v}
     stays = has_field(transform, "reduce") and transform.reduce is None
     if stays:
-        told["stays"] = True
+        facts["stays"] = True
     if stays or "replicas_agree" in told_by(transform, "gives_up"):
-        told["apart"] = True
-    return told
+        facts["apart"] = True
+    return facts
 
 
 def by_rank(transforms: Iterable[Any]) -> frozenset[tuple[str, str]]:
@@ -243,32 +243,30 @@ def check_told(transform: Any) -> None:
     Raises:
         ArgumentError: a name looks misspelt, or a value has the wrong type.
     """
-    shown = repr(transform)
+    code = repr(transform)
     for name in ("tells", "needs", "refuses"):
-        known = (*FACTS, *FIELDS) if name != "tells" else tuple(FACTS)
+        names = (*FACTS, *FIELDS) if name != "tells" else tuple(FACTS)
         for fact, value in told_by(transform, name).items():
-            if fact not in known:
-                _refuse_near(f"{shown}.{name}[{fact!r}]", fact, known)
+            if fact not in names:
+                _refuse_near(f"{code}.{name}[{fact!r}]", fact, names)
             if name != "tells" and not isinstance(value, str):
-                msg = f"{shown}.{name}[{fact!r}] is {value!r}; expected a sentence."
+                msg = f"{code}.{name}[{fact!r}] is {value!r}; expected a sentence."
                 raise ArgumentError(msg)
-    left = transform.without if hasattr(type(transform), "without") else ()
-    for field in (left,) if isinstance(left, str) else left:
-        if isinstance(left, str) or field not in FIELDS:
-            msg = (
-                f"{shown}.without is {left!r}; expected a tuple of {', '.join(FIELDS)}."
-            )
+    fields = transform.without if hasattr(type(transform), "without") else ()
+    for field in (fields,) if isinstance(fields, str) else fields:
+        if isinstance(fields, str) or field not in FIELDS:
+            msg = f"{code}.without is {fields!r}; expected a tuple of {', '.join(FIELDS)}."
             raise ArgumentError(msg)
     entries = told_by(transform, "tells").get("by_rank") or ()
     if isinstance(entries, str) or not all(isinstance(entry, str) for entry in entries):
-        msg = f"{shown}.tells['by_rank'] is {entries!r}; expected a tuple of names."
+        msg = f"{code}.tells['by_rank'] is {entries!r}; expected a tuple of names."
         raise ArgumentError(msg)
 
 
-def _refuse_near(what: str, name: str, known: Sequence[str]) -> None:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
-    if near:
-        msg = f"{what}: did you mean {near[0]!r}? Known are {', '.join(known)}."
+def _refuse_near(attribute: str, name: str, names: Sequence[str]) -> None:
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    if matches:
+        msg = f"{attribute}: did you mean {matches[0]!r}? Known are {', '.join(names)}."
         raise ArgumentError(msg)
 
 
@@ -285,9 +283,9 @@ def check_together(
         CompositionError: with the sentence of the transform that rejects.
     """
     for owner in transforms:
-        others = [other for other in transforms if other is not owner]
+        rest = [other for other in transforms if other is not owner]
         refuses = told_by(owner, "refuses")
-        for other in others if refuses else ():
+        for other in rest if refuses else ():
             for name, sentence in refuses.items():
                 value = says[id(other)].get(name)
                 if value:
@@ -297,7 +295,7 @@ def check_together(
                     raise CompositionError(msg)
 
 
-def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
+def check_needs(transforms: Iterable[Any], names: Collection[str]) -> None:
     """Raise if a transform lacks another transform that it needs.
 
     Raises:
@@ -305,7 +303,7 @@ def check_needs(transforms: Iterable[Any], there: Collection[str]) -> None:
     """
     for owner in transforms:
         for name, sentence in told_by(owner, "needs").items():
-            if name not in there:
+            if name not in names:
                 msg = f"{owner!r} {sentence}"
                 raise CompositionError(msg)
 
@@ -344,11 +342,11 @@ def explanation(setup: "chain") -> str:
         "value_and_grad",
         f"value_and_grad({_nest_calls(owners, 'loss', 'loss_fn')})",
     )
-    made = _chain_calls(owners, "module", "module")
+    module = _chain_calls(owners, "module", "module")
     lies = engine[0].name if engine else "local"
-    lies = "".join(f"{each} of " for each in _telling(setup, "compiles")) + lies
-    lies = lies if made == "module" else f"{lies} of {made}"
-    scales = "".join(f" * {each}.loss_scale" for each in scaling)
+    lies = "".join(f"{name} of " for name in _telling(setup, "compiles")) + lies
+    lies = lies if module == "module" else f"{lies} of {module}"
+    scales = "".join(f" * {name}.loss_scale" for name in scaling)
     mean = f"grads / (weight{scales})" if scales else "grads / weight"
     noting = [e.name for e in owners["after_update"] if facts_of(e).get("sees_skips")]
     lines = [
@@ -361,8 +359,8 @@ def explanation(setup: "chain") -> str:
         "state = optimizer(state, grads, hyper)",
         f"state = {_chain_calls(owners, 'after_update', 'state')}",
     ]
-    told = [line for line in lines if line != "state = state"]
-    return "\n    ".join(["step(state, batch):", *told])
+    body = [line for line in lines if line != "state = state"]
+    return "\n    ".join(["step(state, batch):", *body])
 
 
 def _telling(transforms: "chain", fact: str) -> list[str]:
@@ -418,14 +416,14 @@ def carried_over(
     Raises:
         StateError: a new transform has the name of the user's own entry.
     """
-    added, removed = set(new) - set(old), set(old) - set(new)
-    if taken := sorted(added & slots.keys()):
+    joining, leaving = set(new) - set(old), set(old) - set(new)
+    if clashes := sorted(joining & slots.keys()):
         msg = (
-            f"The transforms {taken} would take over entries of the same name that"
+            f"The transforms {clashes} would take over entries of the same name that"
             " with_slot made. Give the transforms another name=."
         )
         raise StateError(msg)
-    return {name: slot for name, slot in slots.items() if name not in removed}
+    return {name: slot for name, slot in slots.items() if name not in leaving}
 
 
 def say_what_follows(name: str, slot: Any, state: Any) -> None:
@@ -453,21 +451,21 @@ def check_copied(
         StateError: the slot has such a tensor.
     """
     names = state.definition.skeleton.trainable
-    held: list[tuple[str, Mapping[str, Any]]] = [
+    sources: list[tuple[str, Mapping[str, Any]]] = [
         ("state.params", {name: state.params[name] for name in names}),
         ("state.buffers", state.buffers),
         ("state.opt_state", state.opt_state),
         *(("grads.tensors", grad) for grad in grads),
     ]
-    for what, tensors in held:
+    for path, tensors in sources:
         if _follows(slot, tensors):
             name = next(
                 name for name, tensor in tensors.items() if _follows(slot, tensor)
             )
             msg = (
-                f"{owner!r} returned a slot that has {what}[{name!r}] itself, not a copy. The"
+                f"{owner!r} returned a slot that has {path}[{name!r}] itself, not a copy. The"
                 " next updates write into this tensor. Return copies:"
-                f" {{name: each.clone() for name, each in {what}.items()}}."
+                f" {{name: each.clone() for name, each in {path}.items()}}."
             )
             raise StateError(msg)
 
@@ -550,8 +548,8 @@ def transform(cls: type[T]) -> type[T]:
     check_fields(cls)
     check_attributes(cls)
     # a class of Python's own has a slot wrapper, and is rejected below
-    written = vars(cls).get("__init__")
-    if written is not None and not isinstance(written, WrapperDescriptorType):
+    init = vars(cls).get("__init__")
+    if init is not None and not isinstance(init, WrapperDescriptorType):
         msg = (
             f"@af.transform: {cls.__name__} must not have an __init__ of its own. Write each"
             " option as a line of the class, such as scale: float = 1.0."
@@ -566,8 +564,8 @@ def transform(cls: type[T]) -> type[T]:
     named.__repr__ = _repr
     named._repr_pretty_ = _repr_pretty
     named.__accelfn_transform__ = True
-    made = attrs.frozen(cls, repr=False, field_transformer=_with_name)
-    changing = cast("Any", made)
+    record = attrs.frozen(cls, repr=False, field_transformer=_with_name)
+    changing = cast("Any", record)
     changing.__init__.__annotations__ |= {  # attrs shows the type that the converter takes
         field.name: field.type
         for field in attrs.fields(changing)
@@ -578,7 +576,7 @@ def transform(cls: type[T]) -> type[T]:
         "its memory is its slot, which `init` and each method return; for other options"
         f" create another {cls.__name__}(...)",
     )
-    return explain_call_errors(made)
+    return explain_call_errors(record)
 
 
 def is_transform(value: object) -> bool:
@@ -612,8 +610,8 @@ def _with_name(
     options = [_by_value(field) for field in fields if field.name != "name"]
     default: Any = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", cls.__name__).lower()
     if "name" in vars(cls):  # and not in a base, which is another transform
-        own = [field.default for field in fields if field.name == "name"]
-        default = next((each for each in own if each is not NOTHING), default)
+        defaults = [field.default for field in fields if field.name == "name"]
+        default = next((value for value in defaults if value is not NOTHING), default)
     name = attrs.fields(_Named).name.evolve(default=default)
     by_name = [field.evolve(kw_only=True) for field in options[1:]]
     return [*options[:1], *by_name, name]
@@ -635,7 +633,7 @@ def _by_value(field: "attrs.Attribute[Any]") -> "attrs.Attribute[Any]":
 def _copy_containers(value: Any) -> Any:
     """Copy the containers in a value, and keep their contents."""
     if type(value) is dict:
-        return {key: _copy_containers(each) for key, each in cast("Any", value).items()}
+        return {key: _copy_containers(item) for key, item in cast("Any", value).items()}
     if type(value) in (list, tuple, set):
         return type(value)(map(_copy_containers, value))
     return value
@@ -643,25 +641,25 @@ def _copy_containers(value: Any) -> Any:
 
 def _apply(self: Transform, state: State) -> State:
     """Return the state with this transform added to its setup; `state` is unchanged."""
-    trained: Any = state
-    if not hasattr(trained, "with_setup"):
+    train_state: Any = state
+    if not hasattr(train_state, "with_setup"):
         msg = f"{self!r}({state!r}): a transform is applied to a TrainState."
         raise ArgumentError(msg)
-    return trained.with_setup(chain(trained.setup, self))
+    return train_state.with_setup(chain(train_state.setup, self))
 
 
 def _repr(self: Any) -> str:
     """Return the call that creates this record, without options at their defaults."""
-    shown: list[str] = []
+    options: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
         if field.default is not NOTHING and value == field.default:
             continue
         code = _code(value)
-        shown.append(code if not field.kw_only else f"{field.name}={code}")
+        options.append(code if not field.kw_only else f"{field.name}={code}")
     owner = type(self)
     prefix = "af." if owner.__module__.startswith("accelfn.") else ""
-    return f"{prefix}{owner.__name__}({', '.join(shown)})"
+    return f"{prefix}{owner.__name__}({', '.join(options)})"
 
 
 def _code(value: Any) -> str:
@@ -721,26 +719,26 @@ class chain:
     def __init__(self, *transforms: Any) -> None:
         """Take transforms, leftmost outermost."""
         flat = tuple(_flatten(transforms))
-        for each in flat:
-            check_told(each)
+        for entry in flat:
+            check_told(entry)
         owners = {f: tuple(t for t in flat if has_field(t, f)) for f in FIELDS}
-        told = {id(owner): facts_of(owner) for owner in flat}
+        facts = {id(owner): facts_of(owner) for owner in flat}
         # if ranks differ, their evaluated parameters are merged last; recomputation wraps the
         # module that other transforms have made
         for field, fact in (("eval_params", "apart"), ("module", "recomputes")):
-            owners[field] = _with_last(owners[field], fact, told)
-        _check_chain(flat, owners, told)
+            owners[field] = _with_last(owners[field], fact, facts)
+        _check_chain(flat, owners, facts)
         drawing = frozenset(
             field
             for field, having in owners.items()
-            if not all(told[id(owner)].get("draws_nothing") for owner in having)
+            if not all(facts[id(owner)].get("draws_nothing") for owner in having)
         )
         self.__attrs_init__(  # type: ignore[attr-defined]
             transforms=flat,
             owners=owners,
-            facts=_by_fact(told[id(owner)] for owner in flat),
+            facts=_by_fact(facts[id(owner)] for owner in flat),
             drawing=drawing,
-            reduces=any("stays" not in told[id(owner)] for owner in owners["reduce"]),
+            reduces=any("stays" not in facts[id(owner)] for owner in owners["reduce"]),
         )
 
     @property
@@ -762,10 +760,10 @@ class chain:
 
     def gives_up(self) -> dict[str, str]:
         """Return the laws that the transforms break on purpose, with their reasons."""
-        given: dict[str, str] = {}
+        reasons: dict[str, str] = {}
         for owner in self.transforms:
-            given.update(told_by(owner, "gives_up"))
-        return given
+            reasons.update(told_by(owner, "gives_up"))
+        return reasons
 
     def explain(self) -> None:
         """Print the nested calls of one step, as this chain composes them."""
@@ -797,49 +795,49 @@ def _flatten(transforms: tuple[object, ...]) -> Iterator[Transform]:
             raise CompositionError(msg)
 
 
-def _by_fact(told: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
+def _by_fact(all_facts: Iterable[Mapping[str, Any]]) -> dict[str, tuple[Any, ...]]:
     """Return the values of each fact."""
     values: dict[str, tuple[Any, ...]] = {}
-    for facts in told:
-        for fact, value in facts.items():
+    for entry in all_facts:
+        for fact, value in entry.items():
             values[fact] = (*values.get(fact, ()), value)
     return values
 
 
 def _with_last(
-    owners: tuple[Any, ...], fact: str, told: Mapping[int, Mapping[str, Any]]
+    owners: tuple[Any, ...], fact: str, facts: Mapping[int, Mapping[str, Any]]
 ) -> tuple[Any, ...]:
     """Return transforms in their order, with the transforms that tell a fact at the end."""
-    return tuple(sorted(owners, key=lambda each: fact in told[id(each)]))
+    return tuple(sorted(owners, key=lambda owner: fact in facts[id(owner)]))
 
 
 def _check_chain(
     transforms: tuple[Transform, ...],
     owners: Mapping[str, tuple[Any, ...]],
-    told: Mapping[int, Mapping[str, Any]],
+    facts: Mapping[int, Mapping[str, Any]],
 ) -> None:
-    seen: dict[str, Transform] = {}
+    by_name: dict[str, Transform] = {}
     for owner in transforms:
-        if owner.name in seen:
+        if owner.name in by_name:
             msg = (
-                f"chain: {seen[owner.name]!r} and {owner!r} are both named {owner.name!r}."
+                f"chain: {by_name[owner.name]!r} and {owner!r} are both named {owner.name!r}."
                 " Drop one, or give one another name=."
             )
             raise CompositionError(msg)
-        seen[owner.name] = owner
-    compressing = tuple(t for t in transforms if "compression" in told[id(t)])
-    for several, what in (
+        by_name[owner.name] = owner
+    compressing = tuple(t for t in transforms if "compression" in facts[id(t)])
+    for several, noun in (
         (owners["engine"], "engines"),
         (owners["reduce"], "ways to reduce gradients"),
         (compressing, "ways to compress gradients"),
     ):
         if len(several) > 1:
             first, second, *_ = several
-            msg = f"chain: two {what}, {first!r} and {second!r}. Keep one of them."
+            msg = f"chain: two {noun}, {first!r} and {second!r}. Keep one of them."
             raise CompositionError(msg)
     says: dict[int, dict[str, Any]] = {id(owner): {} for owner in transforms}
     for field, having in owners.items():
         for owner in having:
             if getattr(owner, field) is not None:  # of `reduce`: nothing is reduced
                 says[id(owner)][field] = field
-    check_together(transforms, {key: {**say, **told[key]} for key, say in says.items()})
+    check_together(transforms, {i: {**say, **facts[i]} for i, say in says.items()})

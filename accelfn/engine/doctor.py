@@ -311,7 +311,7 @@ def compare_ranks(state: TrainState) -> None:
         world,
         label="compare replicas",
         values=values,
-        trained=set(definition.skeleton.trainable),
+        trainable=set(definition.skeleton.trainable),
     )
     if not values and definition.trains_apart:
         copy = definition.copy  # whose ranks agree at any time

@@ -337,7 +337,7 @@ class Metrics(Mapping[str, torch.Tensor]):
                 raise ArgumentError(msg)
         if not pairs:
             return {}
-        sums = sum_named(pairs, world.loss, kind="mean", label=label, what="metrics")
+        sums = sum_named(pairs, world.loss, kind="mean", label=label, noun="metrics")
         return {name: total / w if w else 0.0 for name, (total, w) in sums.items()}
 
 

@@ -84,7 +84,7 @@ def count_update(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
     if ranks.size > 1:
         named = {name: (total,) for name, total in totals.items()}
         label = "count the update"
-        sums = sum_named(named, ranks, kind="count", label=label, what="counts")
+        sums = sum_named(named, ranks, kind="count", label=label, noun="counts")
         totals = {name: total for name, (total,) in sums.items()}
     # a part with a count of 0 is 0: dividing by 1 keeps it
     divisors: dict[str, Number] = {name: total or 1 for name, total in totals.items()}

@@ -257,7 +257,7 @@ def test_ranks_that_hold_other_models_are_told(other):
             trained -= {"b"} if other == "frozen" else set()
             tensors |= {"c": torch.ones(1)} if other == "longer" else {}
             tensors |= {"b": torch.ones(4)} if other == "wider" else {}
-        check_replicas(tensors, world, label="model", values=False, trained=trained)
+        check_replicas(tensors, world, label="model", values=False, trainable=trained)
 
     with pytest.raises(af.errors.ReplicaMismatchError, match="differ in structure"):
         simulate(2, fn)
