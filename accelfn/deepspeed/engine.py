@@ -79,11 +79,11 @@ class ModuleOrder:
             LossError: other ranks reached another place; they raise it too, or
             `PeerFailedError` if they wait in DeepSpeed's own collectives.
         """
-        ways = self._at
-        if len(ways) != 1 or place not in ways:
+        branches = self._at
+        if len(branches) != 1 or place not in branches:
             self.compare(place)
-            self._size += place not in ways
-        self._at = ways.setdefault(place, {})
+            self._size += place not in branches
+        self._at = branches.setdefault(place, {})
         self._depth += 1
 
     def compare(self, place: str) -> None:
@@ -111,14 +111,14 @@ class ModuleOrder:
         while not (are_there := store.check(keys)) and time.monotonic() < until:
             time.sleep(_LOOKS_EVERY)
         if are_there:
-            told = [tuple(json.loads(store.get(key))) for key in keys]
-            if len({*told}) > 1:
-                _raise_mismatch({rank: at for rank, (_, at) in enumerate(told)})
+            answers = [tuple(json.loads(store.get(key))) for key in keys]
+            if len({*answers}) > 1:
+                _raise_mismatch({rank: at for rank, (_, at) in enumerate(answers)})
             return
-        (known,) = self._at
-        others = {r: known for r in range(ranks.size) if not store.check([keys[r]])}
+        (usual,) = self._at
+        silent = {r: usual for r in range(ranks.size) if not store.check([keys[r]])}
         try:
-            _raise_mismatch({ranks.rank: place, **others})
+            _raise_mismatch({ranks.rank: place, **silent})
         except LossError as error:
             collectives.break_off(ranks, error)
             raise
@@ -133,8 +133,8 @@ class ModuleOrder:
 
 
 def _raise_mismatch(places: dict[int, str]) -> NoReturn:
-    told = ", ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
-    msg = f"Ranks used the model in different ways: {told}. {_ADVICE}"
+    listing = ", ".join(f"rank {rank} {places[rank]}" for rank in sorted(places))
+    msg = f"Ranks used the model in different ways: {listing}. {_ADVICE}"
     raise LossError(msg)
 
 
@@ -173,8 +173,8 @@ def check_module_order(
         end()
 
     def fetch_on_course(module: nn.Module, *, forward: bool) -> None:
-        which = "runs" if forward else "goes back through"
-        course.come(f"{which} {modules[module]}")
+        verb = "runs" if forward else "goes back through"
+        course.come(f"{verb} {modules[module]}")
         fetch(module, forward=forward)
 
     zero.reduce_ready_partitions_and_remove_grads = come
@@ -223,9 +223,9 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
         **more: Any,
     ) -> None:
         several = any(len(rank) > 1 for rank in bucket_ranks)
-        summed_apart = any(each is not None for each in output_bucket)
-        converted = any(each.dtype != dtype for each in bucket)
-        if several or summed_apart or converted or divide:
+        summed_apart = any(t is not None for t in output_bucket)
+        converts = any(t.dtype != dtype for t in bucket)
+        if several or summed_apart or converts or divide:
             named = {"bucket_ranks": bucket_ranks, "output_bucket": output_bucket}
             everywhere(bucket, dtype, divide=divide, **named, **more)
             return
@@ -276,8 +276,8 @@ class ReduceOrder:
     def rest(self) -> Iterator[int]:
         """Yield the remaining parameters at the end of a pass; then reset."""
         while len(self._had) < self._count:
-            told = {*self._order}
-            untold = (i for i in range(self._count) if i not in told)
+            order = {*self._order}
+            untold = (i for i in range(self._count) if i not in order)
             yield self._take(self._turn(next(untold, 0)))
         self.begin()
 
@@ -291,14 +291,14 @@ class ReduceOrder:
         self._waiting.discard(turn)
         return turn
 
-    def _turn(self, own: int) -> int:
+    def _turn(self, turn: int) -> int:
         """Return the next parameter; if the order is unknown, rank 0 decides."""
         if len(self._had) == len(self._order):
             if len(self._order) == self._count:
                 return -1
-            told = torch.tensor(own, device=self._ranks.device)
-            collectives.broadcast_([told], self._ranks, label="order of gradients")
-            self._order.append(int(told))
+            number = torch.tensor(turn, device=self._ranks.device)
+            collectives.broadcast_([number], self._ranks, label="order of gradients")
+            self._order.append(int(number))
         return self._order[len(self._had)]
 
 
@@ -330,18 +330,18 @@ def order_reductions(
     params = [param for param, _ in listed_in]
     # by id, because a tensor's hash is a Python call
     number_of = {id(param): number for number, param in enumerate(params)}
-    listed = ReduceOrder(len(params), ranks, range(len(params)))
+    static = ReduceOrder(len(params), ranks, range(len(params)))
     learnt = ReduceOrder(len(params), ranks)
     send = zero.reduce_ready_partitions_and_remove_grads
     end = zero.independent_gradient_partition_epilogue
 
     def come(param: nn.Parameter, _group: int) -> None:
-        turns = listed if come_listed() else learnt
+        turns = static if come_listed() else learnt
         for turn in turns.come(number_of[id(param)]):
             send(*listed_in[turn])
 
     def end_in_turn() -> None:
-        for turn in (listed if come_listed() else learnt).rest():
+        for turn in (static if come_listed() else learnt).rest():
             param = params[turn]
             if zero.get_gradient_for_reduction(param) is None:
                 param.grad = torch.zeros_like(param)
@@ -353,7 +353,7 @@ def order_reductions(
 
     zero.reduce_ready_partitions_and_remove_grads = come
     zero.independent_gradient_partition_epilogue = end_in_turn
-    return listed, learnt
+    return static, learnt
 
 
 # DeepSpeed has no types, and no public names for its state
@@ -371,8 +371,8 @@ class Zero:
     ) -> None:
         """Let DeepSpeed take over the module's parameters, which have no values yet."""
         self.stage: int = config["zero_optimization"]["stage"]
-        with use_deepspeed(ranks) as deepspeed:
-            self._engine, *_ = deepspeed.initialize(
+        with use_deepspeed(ranks) as package:
+            self._engine, *_ = package.initialize(
                 model=root, optimizer=optimizer, config=dict(config)
             )
             self._others = running_patches() if self.stage == 3 else []
@@ -430,8 +430,8 @@ class Zero:
                     cut_of((r * size, (r + 1) * size), within) for r in range(ranks)
                 ]
                 offset = runs[rank][0] - rank * size
-                own = [(begin - start, end - start) for begin, end in runs]
-                places[names[id(param)]] = Place(i, min(offset, size), own)
+                spans = [(begin - start, end - start) for begin, end in runs]
+                places[names[id(param)]] = Place(i, min(offset, size), spans)
         return places
 
     def _places_of_parts(self, names: Mapping[int, str]) -> dict[str, Place]:
@@ -466,16 +466,16 @@ class Zero:
     def keep(self, param: nn.Parameter, part: torch.Tensor) -> None:
         """Copy this rank's shard into a frozen parameter."""
         if self.stage == 3:
-            held: Any = param
-            held.ds_tensor.data[: part.numel()].copy_(part)
+            tensor: Any = param
+            tensor.ds_tensor.data[: part.numel()].copy_(part)
         else:
             param.data.copy_(part.view(param.shape))
 
     def runs_of(self, param: nn.Parameter) -> list[tuple[int, int]]:
         """Return each rank's elements of a frozen parameter."""
-        held: Any = param
+        tensor: Any = param
         if self.stage == 3:
-            return evenly(held.ds_numel, held.partition_numel(), self._ranks.size)
+            return evenly(tensor.ds_numel, tensor.partition_numel(), self._ranks.size)
         return [(0, param.numel())] * self._ranks.size
 
     def forward(self, *inputs: Any, reduces: bool, ends: bool) -> torch.Tensor:
@@ -596,9 +596,9 @@ class Zero:
         """
         zero: Any = self._optimizer
         zero.optimizer.state.clear()
-        held: list[Any] = [*self._params, *self.flats]
-        held += [p.ds_tensor for p in held if hasattr(p, "ds_tensor")]
-        for tensor in held:
+        tensors: list[Any] = [*self._params, *self.flats]
+        tensors += [p.ds_tensor for p in tensors if hasattr(p, "ds_tensor")]
+        for tensor in tensors:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
         names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
         names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
@@ -618,8 +618,8 @@ class Zero:
             param.grad = None
             if self.stage != 3:
                 param.grad_accum = None
-        for found in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
-            for key in list(found):
-                found[key] = None
+        for table in (zero.averaged_gradients, getattr(zero, "all_grad_tensors", {})):
+            for key in list(table):
+                table[key] = None
         zero._epilogue_ran_this_backward = False
         zero.micro_step_id = 0 if self.stage == 3 else -1

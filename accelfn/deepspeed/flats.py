@@ -61,20 +61,20 @@ def redistribute(
         among: the ranks; a collective.
         label: the name of the collective in error messages.
     """
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     for names in _by_calls(pieces, have):
-        sent = [
+        outbox = [
             {
                 name: _overlap(pieces[name], have[name], among.rank, want[name][to])
                 for name in names
             }
             for to in range(among.size)
         ]
-        got = all_to_all(sent, among, label=label)
+        got = all_to_all(outbox, among, label=label)
         for name in names:
-            parts = [each[name] for each in got if each[name].numel()]
-            found[name] = torch.cat(parts) if parts else got[0][name]
-    return found
+            parts = [piece[name] for piece in got if piece[name].numel()]
+            result[name] = torch.cat(parts) if parts else got[0][name]
+    return result
 
 
 def _overlap(
@@ -167,12 +167,12 @@ class Flats:
 
     def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of this rank's elements of each parameter in a flat tensor."""
-        found: dict[str, torch.Tensor] = {}
+        views: dict[str, torch.Tensor] = {}
         for name in self.names_of(flat):
             place = self.places[name]
             begin, end = place.runs[self.ranks.rank]
-            found[name] = tensor.detach()[place.offset : place.offset + end - begin]
-        return found
+            views[name] = tensor.detach()[place.offset : place.offset + end - begin]
+        return views
 
     def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Convert flat tensors to values of a state; a collective."""
@@ -190,8 +190,8 @@ class Flats:
             return piece.view(shape)
         part = piece.view(-1, *shape[1:])
         like = torch.empty(shape, dtype=piece.dtype, device="meta")
-        made = tree.pad_part(part, self.layout.room(name, shape))
-        return self.layout.held(name, made, like)
+        full = tree.pad_part(part, self.layout.room(name, shape))
+        return self.layout.held(name, full, like)
 
     def to_flats(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Convert values of a state to flat tensors; a collective."""
@@ -228,12 +228,12 @@ class _Read:
             StateError: a value was written.
         """
         now = self._count_writes()
-        written = [
+        names = [
             name for name, version in now.items() if version != self._versions[name]
         ]
-        if written:
+        if names:
             msg = (
-                f"In state.{field}, {', '.join(written[:5])} were written to in place. Under"
+                f"In state.{field}, {', '.join(names[:5])} were written to in place. Under"
                 " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would"
                 " not see the change. Give other values by state.with_params(...), or change"
                 " the state"
@@ -255,11 +255,11 @@ class FlatParams(Mapping[str, torch.Tensor]):
         order: Iterable[str],
         where: Flats,
         flats: Mapping[int, torch.Tensor],
-        kept: Mapping[str, torch.Tensor],
+        frozen: Mapping[str, torch.Tensor],
     ) -> None:
         """Take the names in the model's order, and the places of elements."""
         self._order, self.where = tuple(order), where
-        self.flats, self.kept = flats, kept
+        self.flats, self.kept = flats, frozen
         self._rows: dict[str, torch.Tensor] | None = None
         self._read = _Read({})
 
@@ -301,19 +301,19 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         held: the optimizer's entries, by flat tensor, by group, and of frozen parameters.
     """
 
-    def __init__(self, where: Flats, held: OptState) -> None:
+    def __init__(self, where: Flats, state: OptState) -> None:
         """Take the places and the optimizer's entries."""
-        self.where, self.held = where, held
+        self.where, self.held = where, state
         self._rows: OptState | None = None
         self._read = _Read({})
         flats = {flat_key(i): i for i in range(len(where.sizes))}
         self._names = [
             name
             for key, i in flats.items()
-            if key in held
+            if key in state
             for name in where.names_of(i)
         ]
-        self._others = {key: entry for key, entry in held.items() if key not in flats}
+        self._others = {key: entry for key, entry in state.items() if key not in flats}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
         """Return an entry; the first read converts all entries, a collective."""
@@ -354,7 +354,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
 
     def _read_entries(self) -> OptState:
         """Convert the entries of parameters to rows."""
-        where, found = self.where, {name: dict[str, Any]() for name in self._names}
+        where, rows = self.where, {name: dict[str, Any]() for name in self._names}
         by_key: dict[str, dict[int, torch.Tensor]] = {}
         for i, size in enumerate(where.sizes):
             for key, value in self.held.get(flat_key(i), {}).items():
@@ -364,12 +364,12 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
                 for name in where.names_of(
                     i
                 ):  # a count; each parameter gets its own copy
-                    own = isinstance(value, torch.Tensor)
-                    found[name][key] = value.clone() if own else value
+                    is_tensor = isinstance(value, torch.Tensor)
+                    rows[name][key] = value.clone() if is_tensor else value
         for key in sorted(by_key):
             for name, value in where.read(by_key[key]).items():
-                found[name][key] = value
-        return found
+                rows[name][key] = value
+        return rows
 
 
 def flat_key(index: int) -> str:
@@ -391,7 +391,7 @@ def flatten_opt_state(
         OptimizerError: parameters of a flat tensor have different counts, or some have no
         state.
     """
-    held: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
+    out: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
     by_key: dict[str, dict[str, torch.Tensor]] = {}
     for i in range(len(where.sizes)):
         names = where.names_of(i)
@@ -399,21 +399,21 @@ def flatten_opt_state(
         if not entries:
             continue
         _check_alike(names, entries, where)
-        held[flat_key(i)] = {}
+        out[flat_key(i)] = {}
         # prefer a parameter with dims, so that a count has another shape
-        shaped = max(entries, key=lambda name: len(where.layout.shapes[name]))
-        for key, value in entries[shaped].items():
-            if _has_shape(key, value, shaped, where):
+        lead = max(entries, key=lambda name: len(where.layout.shapes[name]))
+        for key, value in entries[lead].items():
+            if _has_shape(key, value, lead, where):
                 by_key.setdefault(key, {}).update(
                     {n: e[key] for n, e in entries.items()}
                 )
             else:
-                own = isinstance(value, torch.Tensor)
-                held[flat_key(i)][key] = value.clone() if own else value
+                is_tensor = isinstance(value, torch.Tensor)
+                out[flat_key(i)][key] = value.clone() if is_tensor else value
     for key in sorted(by_key):
         for i, flat in where.to_flats(by_key[key]).items():
-            held[flat_key(i)][key] = flat
-    return held
+            out[flat_key(i)][key] = flat
+    return out
 
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
@@ -430,22 +430,22 @@ def _check_alike(
 ) -> None:
     lacking = [name for name in names if name not in entries]
     first = max(entries, key=lambda name: len(where.layout.shapes[name]))
-    one, rest = entries[first], [each for each in entries.items() if each[0] != first]
+    one, rest = entries[first], [item for item in entries.items() if item[0] != first]
     differ = [
         name
-        for name, each in rest
-        if each.keys() != one.keys()
+        for name, entry in rest
+        if entry.keys() != one.keys()
         or any(
-            not _has_shape(key, one[key], first, where) and bool(one[key] != each[key])
+            not _has_shape(key, one[key], first, where) and bool(one[key] != entry[key])
             for key in one
         )
     ]
     if lacking or differ:
         other = (lacking or differ)[0]
-        what = "no state yet" if lacking else "counted other updates"
+        reason = "no state yet" if lacking else "counted other updates"
         msg = (
             "DeepSpeed keeps one state for all parameters of a group. The optimizer has"
-            f" {what} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
+            f" {reason} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
             " parameter groups of its own, or use af.wrap_fsdp()."
         )
         raise OptimizerError(msg)

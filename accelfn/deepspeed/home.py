@@ -126,14 +126,14 @@ class ZeroBinding:
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
         """Bind a state's flat tensors; convert a state without them."""
         with torch.no_grad():
-            kept = {name: params[name] for name in self._frozen}
+            frozen = {name: params[name] for name in self._frozen}
             if isinstance(params, FlatParams) and self._lies_alike(params):
                 self._bound = params
             else:
                 values = {name: params[name] for name in self.trained}
                 flats = self.where.to_flats(values)
-                self._bound = FlatParams(params, self.where, flats, kept)
-            self._keep(kept)
+                self._bound = FlatParams(params, self.where, flats, frozen)
+            self._keep(frozen)
             self.zero.point_at(self._bound.flats)
 
     def _lies_alike(self, params: FlatParams) -> bool:
@@ -143,9 +143,9 @@ class ZeroBinding:
             self.where.sizes,
         )
 
-    def _keep(self, kept: Mapping[str, torch.Tensor]) -> None:
+    def _keep(self, frozen: Mapping[str, torch.Tensor]) -> None:
         """Set frozen parameters to a state's values; a collective if they changed."""
-        new = {n: v for n, v in kept.items() if self._kept.get(n) is not v}
+        new = {n: v for n, v in frozen.items() if self._kept.get(n) is not v}
         if not new:
             return
         pieces = {n: tree.local(v).detach().reshape(-1) for n, v in new.items()}
@@ -156,7 +156,7 @@ class ZeroBinding:
         )
         for name, part in parts.items():
             self.zero.keep(self._frozen[name], part)
-        self._kept = dict(kept)
+        self._kept = dict(frozen)
 
     def _rows_of(self, name: str, value: torch.Tensor) -> list[tuple[int, int]]:
         count, ranks = value.numel(), self._ranks.size
@@ -196,15 +196,15 @@ class ZeroBinding:
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
         """Return the parameters with a gradient in DeepSpeed."""
-        unused = {*self.unused_params()}
-        return {n: param for n, param in self.trained.items() if n not in unused}
+        names = {*self.unused_params()}
+        return {n: param for n, param in self.trained.items() if n not in names}
 
     def unused_params(self) -> list[str]:
         """Return the parameters without a gradient on this rank."""
-        used = {*map(id, self._used)}
-        if len(used) == len(self.trained):  # as in nearly every pass
+        ids = {*map(id, self._used)}
+        if len(ids) == len(self.trained):  # as in nearly every pass
             return []
-        return [name for name, param in self.trained.items() if id(param) not in used]
+        return [name for name, param in self.trained.items() if id(param) not in ids]
 
     def put_gradients(self, grads: Grads) -> None:
         """Accept the gradients that DeepSpeed holds; do nothing.
@@ -320,7 +320,7 @@ def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
 
 
 _UNUSED = (
-    "Some parameters took no part in the loss of some ranks: {told}. Ranks wait for the gradients"
+    "Some parameters took no part in the loss of some ranks: {lines}. Ranks wait for the gradients"
     " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
     " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
     " af.wrap_fsdp(find_unused_parameters=True)."
@@ -426,20 +426,20 @@ class ZeroRunner:
             self._check_alike(self._home.unused_params())
         return total / self._ranks.size
 
-    def _check_alike(self, unused: list[str]) -> None:
+    def _check_alike(self, names: list[str]) -> None:
         """Raise unless the same parameters are unused on all ranks.
 
         Raises:
             UnusedParametersError: on all ranks, names the parameters of each rank.
         """
-        text = "\n".join(unused)
+        text = "\n".join(names)
         texts = collectives.gather_text(
             text, self._ranks, label="parameters without a gradient"
         )
         if len({*texts}) > 1:
             rows = [", ".join(text.split("\n")[:5]) or "none" for text in texts]
-            told = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
-            raise UnusedParametersError(_UNUSED.format(told=told))
+            lines = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
+            raise UnusedParametersError(_UNUSED.format(lines=lines))
 
     def _gather_check(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
         """Return a check of a loss's first pass at stage 3."""
@@ -448,7 +448,7 @@ class ZeroRunner:
         return GatherCheck(self._home.names)
 
     def _is_known(self, loss_fn: LossFunction) -> bool:
-        return any(known is loss_fn for known in self._known)
+        return any(fn is loss_fn for fn in self._known)
 
     def let_go(self) -> None:
         """Let DeepSpeed forget the process group."""

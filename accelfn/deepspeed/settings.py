@@ -76,7 +76,7 @@ _OF_ZERO = (
 """Allowed ZeRO settings; they change results only by rounding."""
 
 
-def check_settings(shown: str, config: Mapping[str, Any]) -> None:
+def check_settings(call: str, config: Mapping[str, Any]) -> None:
     """Reject settings that users may not give.
 
     Raises:
@@ -84,30 +84,32 @@ def check_settings(shown: str, config: Mapping[str, Any]) -> None:
     """
     for key in config:
         if key in _OURS:
-            msg = f"{shown}: config[{key!r}] is said elsewhere: {_OURS[key]}. Leave it out."
+            msg = f"{call}: config[{key!r}] is said elsewhere: {_OURS[key]}. Leave it out."
             raise ArgumentError(msg)
-        _check_known(shown, "config", key, _THEIRS)
+        _check_known(call, "config", key, _THEIRS)
     zero = config.get("zero_optimization", {})
     if not isinstance(zero, Mapping):
-        msg = f'{shown}: config["zero_optimization"] is {zero!r}; expected a dict.'
+        msg = f'{call}: config["zero_optimization"] is {zero!r}; expected a dict.'
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", zero):
         if key == "stage":
-            msg = f'{shown}: config["zero_optimization"]["stage"] is stage=. Leave it out.'
+            msg = (
+                f'{call}: config["zero_optimization"]["stage"] is stage=. Leave it out.'
+            )
             raise ArgumentError(msg)
-        _check_known(shown, 'config["zero_optimization"]', key, _OF_ZERO)
+        _check_known(call, 'config["zero_optimization"]', key, _OF_ZERO)
     offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
     if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
         msg = (
-            f"{shown}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, for what"
+            f"{call}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, for what"
             " lies on a disk alone is in no state."
         )
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", offload):
-        _check_known(shown, "offload_optimizer", key, ("device", "pin_memory"))
+        _check_known(call, "offload_optimizer", key, ("device", "pin_memory"))
 
 
-def check_values(shown: str, config: Mapping[str, Any]) -> None:
+def check_values(call: str, config: Mapping[str, Any]) -> None:
     """Check values by DeepSpeed's own validation.
 
     Raises:
@@ -132,17 +134,15 @@ def check_values(shown: str, config: Mapping[str, Any]) -> None:
         zero.DeepSpeedZeroConfig(**config.get("zero_optimization", {}))
     except ValueError as error:
         details: Any = getattr(error, "errors", list[Any])()
-        told = str(error)
+        reason = str(error)
         if details:
             where += "".join(f"[{key!r}]" for key in details[0]["loc"])
-            told = f"{details[0]['msg']}, and was given {details[0]['input']!r}"
-        msg = f"{shown}: DeepSpeed refuses {where}: {told}."
+            reason = f"{details[0]['msg']}, and was given {details[0]['input']!r}"
+        msg = f"{call}: DeepSpeed refuses {where}: {reason}."
         raise ArgumentError(msg) from error
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
-            msg = (
-                f"{shown}: config[{key!r}] is {config[key]!r}; expected True or False."
-            )
+            msg = f"{call}: config[{key!r}] is {config[key]!r}; expected True or False."
             raise ArgumentError(msg)
 
 
@@ -164,13 +164,13 @@ def settings_of(
     }
 
 
-def _check_known(shown: str, where: str, key: Any, known: tuple[str, ...]) -> None:
-    if key not in known:
-        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> None:
+    if key not in choices:
+        matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
+        hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{shown}: {where}[{key!r}] is none of the settings that can be given"
-            f" ({', '.join(known)}).{hint}"
+            f"{call}: {where}[{key!r}] is none of the settings that can be given"
+            f" ({', '.join(choices)}).{hint}"
         )
         raise ArgumentError(msg)
 
@@ -181,19 +181,19 @@ def _check_known(shown: str, where: str, key: Any, known: tuple[str, ...]) -> No
 Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, an attribute's name, and its temporary value."""
 _MISSING = (
-    "{shown}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
+    "{call}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 
 
-def check_installed(shown: str) -> None:
+def check_installed(call: str) -> None:
     """Raise unless DeepSpeed is installed.
 
     Raises:
         ArgumentError: DeepSpeed is not installed.
     """
     if importlib.util.find_spec("deepspeed") is None:
-        raise ArgumentError(_MISSING.format(shown=shown))
+        raise ArgumentError(_MISSING.format(call=call))
 
 
 @contextmanager
@@ -203,18 +203,18 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
     At stage 3 DeepSpeed replaces torch's linear function for all models of the process, to keep
     no gathered weights; torch's is restored.
     """
-    deepspeed: Any = importlib.import_module("deepspeed")
+    package: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     before, groups._WORLD_GROUP = groups._WORLD_GROUP, ranks.group
     linear = functional.linear
-    logger: logging.Logger = deepspeed.utils.logger
+    logger: logging.Logger = package.utils.logger
     level = logger.level
     logger.setLevel(
         logging.ERROR
     )  # it warns about any unknown optimizer, which accelfn has tried
     try:
         with _skip_startup():
-            yield deepspeed
+            yield package
     finally:
         logger.setLevel(level)
         groups._WORLD_GROUP = before
@@ -233,12 +233,12 @@ def _skip_startup() -> Generator[None]:
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     parts: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
-    left = [
+    patches = [
         (backend, "build_shm_op", _nothing),
         (engine, "_broadcast_model", _nothing),
         (parts.Init, "_zero_init_param", _part),
     ]
-    with patch_attributes(left):
+    with patch_attributes(patches):
         yield
 
 
@@ -263,22 +263,22 @@ def note_signatures(root: nn.Module) -> None:
     """
     for module in root.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
-            around: Any = vars(module).get(name)
-            if around is not None:
-                around.forward.__signature__ = inspect.signature(around.forward)
+            fn: Any = vars(module).get(name)
+            if fn is not None:
+                fn.forward.__signature__ = inspect.signature(fn.forward)
 
 
 @contextmanager
-def patch_attributes(others: Sequence[Patch]) -> Generator[None]:
+def patch_attributes(patches: Sequence[Patch]) -> Generator[None]:
     """Patch attributes of modules and classes inside a block."""
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in others]
-    for owner, name, other in others:
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
+    for owner, name, other in patches:
         setattr(owner, name, other)
     try:
         yield
     finally:
-        for owner, name, own in before:
-            setattr(owner, name, own)
+        for owner, name, value in before:
+            setattr(owner, name, value)
 
 
 def _part(init: Any, param: Any) -> None:

@@ -221,16 +221,16 @@ class wrap_deepspeed:
                 " worlds, too."
             )
             raise WorldError(msg)
-        others = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
-        if others:
+        axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
+        if axes:
             msg = (
                 f"{self!r}: splits over all ranks, and the world has axes beside dp_shard:"
-                f" {others}. Take af.wrap_fsdp() there."
+                f" {axes}. Take af.wrap_fsdp() there."
             )
             raise WorldError(msg)
-        whole = world.whole
-        is_own = whole.group is dist.group.WORLD or whole.connection.is_branch
-        if whole.size > 1 and not is_own:
+        run = world.whole
+        is_own = run.group is dist.group.WORLD or run.connection.is_branch
+        if run.size > 1 and not is_own:
             msg = (
                 f"{self!r}: DeepSpeed talks through the process's own group, and this world is"
                 " not all of it. Take the world of World.from_env()."
@@ -286,9 +286,9 @@ class wrap_deepspeed:
             )
             raise OptimizerError(msg)
         metas = dict(skeleton.module.named_parameters())
-        trained = {id(metas[name]) for name in skeleton.trainable}
+        ids = {id(metas[name]) for name in skeleton.trainable}
         for i, group in enumerate(optimizer.param_groups):
-            if not any(id(param) in trained for param in group["params"]):
+            if not any(id(param) in ids for param in group["params"]):
                 msg = (
                     f"{self!r}: the optimizer's parameter group {i} trains nothing, and"
                     " DeepSpeed has no flat tensor of nothing. Leave the group out, or train"

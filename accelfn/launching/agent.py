@@ -109,27 +109,27 @@ class Crew:
 
     def _lose(self, place: int, number: int) -> None:
         """Continue without a process, if enough are left, and start a replacement."""
-        left = self._members - {place}
+        members = self._members - {place}
         is_member = place in self._members
-        if is_member and len(left) < self._least:
+        if is_member and len(members) < self._least:
             return
         name, pid = self._name(place), self._pid(place)
         self._words.lose(name)
         self._handlers[place].proc.wait()
-        said = f"the process at place {place} (pid {pid}) was killed by"
-        said += f" {signal.Signals(number).name}"
+        message = f"the process at place {place} (pid {pid}) was killed by"
+        message += f" {signal.Signals(number).name}"
         if is_member:
-            self._members = left
+            self._members = members
             self._start(place)
             self._say(
-                f"{said}; {len(left)} go on, and another takes its place (pid"
+                f"{message}; {len(members)} go on, and another takes its place (pid"
                 f" {self._pid(place)})."
             )
         else:
             if self._words.waits(name):
                 self._words.take_in(name, None)
             self._forget(place)
-            self._say(f"{said} before it had come in; none takes its place.")
+            self._say(f"{message} before it had come in; none takes its place.")
 
     def _start(self, place: int) -> None:
         context = self._context
@@ -169,8 +169,8 @@ class Crew:
         self._newcomers -= waiting
         self._number = number
         self._words.call(number, [names[member] for member in sorted(self._members)])
-        for each in waiting:
-            self._words.take_in(names[each], number)
+        for worker in waiting:
+            self._words.take_in(names[worker], number)
 
     def _dismiss(self) -> None:
         """Let torch's agent end waiting processes when the other processes are done."""
@@ -220,12 +220,12 @@ class _Follower(SubprocessHandler):
 def _ending(pid: int) -> _Ending | None:
     """Return how a child process ended, without reaping the process; None while it runs."""
     try:
-        found = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # torch's agent has waited for it
         return _Ending(is_by_signal=False, status=0)
-    if found is None:
+    if status is None:
         return None
-    return _Ending(found.si_code in _KILLED, found.si_status)
+    return _Ending(status.si_code in _KILLED, status.si_status)
 
 
 _EVERY_SECONDS = 0.1
@@ -248,7 +248,7 @@ class Ended:
     @property
     def report(self) -> str:
         """The report of the failures."""
-        text = report(self.failures, ranks=self.ranks, started=self.started)
+        text = report(self.failures, ranks=self.ranks, start=self.started)
         if self.has_other_machines and all(
             failure.lost_peer for failure in self.failures
         ):
@@ -310,8 +310,8 @@ class Agent(LocalElasticAgent):
         if watch is None:
             return RunResult(state=WorkerState.HEALTHY)
         watch.question()
-        looked: Any = super()._monitor_workers
-        result: RunResult = looked(worker_group)
+        monitor: Any = super()._monitor_workers
+        result: RunResult = monitor(worker_group)
         if result.failures or result.state is WorkerState.SUCCEEDED:
             self._end_lines()
         ranks = tuple(worker_group.workers[pid].global_rank for pid in watch.pids)
@@ -363,9 +363,9 @@ class Agent(LocalElasticAgent):
         if context is None:
             msg = "torch's agent looks for ranks that it has not started."
             raise LaunchError(msg)
-        gone = self._crew.gone if self._crew is not None else frozenset[int]()
+        dead = self._crew.gone if self._crew is not None else frozenset[int]()
         pids = {
-            local: pid for local, pid in context.pids().items() if local not in gone
+            local: pid for local, pid in context.pids().items() if local not in dead
         }
         if self._watch is None or self._watch.pids != pids:
             self._watch = Watch(pids, context.error_files)

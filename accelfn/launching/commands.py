@@ -53,15 +53,15 @@ def describe(file: Path | None, *, as_json: bool) -> str:
         as_json: whether to return JSON.
     """
     machine = get_env_info()
-    found: dict[str, dict[str, Any]] = {
+    sections: dict[str, dict[str, Any]] = {
         "packages": _packages(),
         "variables": _variables(),
         "settings": _settings(file),
     }
     if as_json:
-        return json.dumps({"machine": machine._asdict(), **found}, indent=2) + "\n"
+        return json.dumps({"machine": machine._asdict(), **sections}, indent=2) + "\n"
     lines = [pretty_str(machine)]
-    for title, rows in found.items():
+    for title, rows in sections.items():
         lines.append(title)
         lines += [f"  {name:24}{value}" for name, value in rows.items()] or ["  none"]
     return "\n".join(lines) + "\n"
@@ -69,28 +69,28 @@ def describe(file: Path | None, *, as_json: bool) -> str:
 
 def _settings(file: Path | None) -> dict[str, str]:
     try:
-        written = {} if file is None else read(file)
-        settings = Settings.of({}, written, str(file), is_whole=False)
+        table = {} if file is None else read(file)
+        settings = Settings.of({}, table, str(file), is_whole=False)
     except LaunchError as error:
         return {"error": str(error)}
     return {
-        name: f"{each.value} ({each.source})"
-        for name, each in settings.by_name.items()
-        if each.value is not None
+        name: f"{s.value} ({s.source})"
+        for name, s in settings.by_name.items()
+        if s.value is not None
     }
 
 
 def _packages() -> dict[str, str]:
-    found: dict[str, str] = {"imported from": str(Path(__file__).parents[1])}
+    versions: dict[str, str] = {"imported from": str(Path(__file__).parents[1])}
     for name in _PACKAGES:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def _variables() -> dict[str, str]:
     return {
-        name: "(hidden)" if any(each in name for each in _SECRET) else value
+        name: "(hidden)" if any(word in name for word in _SECRET) else value
         for name, value in sorted(os.environ.items())
         if name.startswith(_VARIABLES)
     }
@@ -125,9 +125,9 @@ def ls(directory: str) -> tuple[list[str], int]:
         )
         for row in table
     ]
-    left = sorted(path.name for path in store.glob(".tmp-*"))
+    dirs = sorted(path.name for path in store.glob(".tmp-*"))
     rows += [
-        f"{name} is being written, or was left by an interrupted save" for name in left
+        f"{name} is being written, or was left by an interrupted save" for name in dirs
     ]
     return [row.rstrip() for row in rows], 0
 
@@ -135,22 +135,22 @@ def ls(directory: str) -> tuple[list[str], int]:
 def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
     age = _age(time.time() - (folder / _MANIFEST).stat().st_mtime)
     files_in = filter(arguments.is_file, folder.rglob("*"))
-    size = _bytes(sum(each.stat().st_size for each in files_in))
+    size = _bytes(sum(path.stat().st_size for path in files_in))
     try:
         sources = Source.all_at(folder)
     except CheckpointError as error:
         return str(step), size, age, "no", str(error)
     for state, source in sources.items():
         for name, file in source.manifest.files.items():
-            found = (folder / state / name).stat().st_size
-            if found != file.size:
-                where = f"{Path(state, name)} has {found} bytes"
+            length = (folder / state / name).stat().st_size
+            if length != file.size:
+                where = f"{Path(state, name)} has {length} bytes"
                 why = f"{where}, the manifest says {file.size}"
                 return str(step), size, age, "no", why
     metrics = next(iter(sources.values())).manifest.metrics
     short = (f"{name} {value:.6g}" for name, value in metrics.items())
-    what = (", ".join(short), ", ".join(sources))
-    return str(step), size, age, "yes", "  ".join(filter(None, what))
+    columns = (", ".join(short), ", ".join(sources))
+    return str(step), size, age, "yes", "  ".join(filter(None, columns))
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
@@ -159,11 +159,11 @@ def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
     folders = list(checkpoints_in(store).values()) or [store]
     rows, code = list[str](), 0
     for folder in folders:
-        found = [*_verify_files(folder, bar)]
+        results = [*_verify_files(folder, bar)]
         if folder != store and not files.is_there(folder):
-            found = [(f"{folder} was removed by its run while it was read", True)]
-        rows += [row for row, _ in found]
-        code = code if all(is_whole for _, is_whole in found) else 1
+            results = [(f"{folder} was removed by its run while it was read", True)]
+        rows += [row for row, _ in results]
+        code = code if all(is_whole for _, is_whole in results) else 1
     return rows, code
 
 
@@ -174,12 +174,12 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
         yield str(error), False
         return
     yield f"{folder / _MANIFEST}: whole", True  # and what it has the digests of
-    with bar(folder.name, sum(map(_size, sources.values()))) as told:
+    with bar(folder.name, sum(map(_size, sources.values()))) as advance:
         for state, source in sources.items():
             for name, file in source.manifest.files.items():
                 path = folder / state / name
                 try:
-                    files.read_tensors(path, file, frozenset(), on_read=told)
+                    files.read_tensors(path, file, frozenset(), on_read=advance)
                 except CheckpointCorruptError as error:
                     yield str(error), False
                 else:
@@ -207,18 +207,18 @@ def export(
     manifest, names = source.manifest, _model_tensors(source, slot)
     read_from = {manifest.file_of(name, 0) for name in names.values()}
     size = sum(manifest.files[file].size for file in read_from)
-    with bar(folder.name, size) as told:
-        source = attrs.evolve(source, on_read=told)
+    with bar(folder.name, size) as advance:
+        source = attrs.evolve(source, on_read=advance)
         tensors = source.tensors(set(names.values()))
-    held = {name: tensors[tensor] for name, tensor in names.items()}
+    model = {name: tensors[tensor] for name, tensor in names.items()}
     with new_directory(Path(out)) as partial:
         if kind == "dcp":
-            opt_state, written = source.fields()["opt_state"], ""
-            size = write_distributed(partial, held, opt_state, manifest.step)
+            opt_state, target = source.fields()["opt_state"], ""
+            size = write_distributed(partial, model, opt_state, manifest.step)
         else:
-            written = _MODEL
-            size = files.write_tensors(partial / _MODEL, held, {"format": "pt"}).size
-    return [f"{Path(out) / written}: {len(names)} tensors, {_bytes(size)}"], 0
+            target = _MODEL
+            size = files.write_tensors(partial / _MODEL, model, {"format": "pt"}).size
+    return [f"{Path(out) / target}: {len(names)} tensors, {_bytes(size)}"], 0
 
 
 def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
@@ -232,21 +232,21 @@ def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
     params, unit = fields["params"], "params"
     if slot is not None:
         unit = f"slots.{slot.removeprefix('slots.')}"
-        found = _tensors_of(source, unit)
-        if not found or found.keys() - params.keys():
+        tensors = _tensors_of(source, unit)
+        if not tensors or tensors.keys() - params.keys():
             slots = [tree for tree in manifest.trees if tree.startswith("slots.")]
             msg = (
                 f"{folder}: {unit} does not hold parameters by name; there are"
                 f" {arguments.list_names(slots) or 'no slots'}."
             )
             raise CheckpointError(msg)
-        params |= found
-    own = sorted(set(params.values()) & manifest.differing)
-    if own or manifest.kept.keys() - params.keys():
-        what = f"ranks differ in {arguments.list_names(own)}"
-        if not own:
-            what = f"{arguments.list_names(sorted(manifest.kept))} were not written"
-        msg = f"{folder}: {what}. Load it with af.load, and use af.export_model."
+        params |= tensors
+    names = sorted(set(params.values()) & manifest.differing)
+    if names or manifest.kept.keys() - params.keys():
+        reason = f"ranks differ in {arguments.list_names(names)}"
+        if not names:
+            reason = f"{arguments.list_names(sorted(manifest.kept))} were not written"
+        msg = f"{folder}: {reason}. Load it with af.load, and use af.export_model."
         raise CheckpointError(msg)
     buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}
     return {**params, **buffers}
@@ -256,12 +256,12 @@ def _tensors_of(source: Source, unit: str) -> dict[str, str]:
     """Return the tensors of a unit, by name; {} if the unit is not a table of tensors."""
     tree = source.manifest.trees.get(unit)
     table: Any = tree.get("dict") if isinstance(tree, dict) else None
-    found = {
-        name: coded["tensor"]
-        for name, coded in cast("dict[str, Any]", table or {}).items()
-        if isinstance(coded, dict) and "tensor" in coded
+    tensors = {
+        name: value["tensor"]
+        for name, value in cast("dict[str, Any]", table or {}).items()
+        if isinstance(value, dict) and "tensor" in value
     }
-    return found if len(found) == len(table or {}) else {}
+    return tensors if len(tensors) == len(table or {}) else {}
 
 
 def _folder(directory: str) -> Path:

@@ -85,10 +85,10 @@ def launch(
     """
     _check(size, fn, device=device, timeout=timeout)
     sizes = None if axes is None else arithmetic.resolve_axes("af.launch", axes, size)
-    name, others = asked_size(os.environ)
-    if others > 1:
+    name, num_ranks = asked_size(os.environ)
+    if num_ranks > 1:
         msg = (
-            f"af.launch: this process is one of {others} already ({name}={others}), and each"
+            f"af.launch: this process is one of {num_ranks} already ({name}={num_ranks}), and each"
             f" would start {size} more. Call the function itself, with"
             " af.World.from_env()."
         )
@@ -98,9 +98,9 @@ def launch(
         text = None if device is None else str(torch.device(device))
         options = {"device": text, "timeout": timeout, "axes": sizes}
         _write_call(folder, fn, args, options)
-        ended = _run(folder, size)
-        if ended.failures:
-            raise RankFailedError(ended.report)
+        result = _run(folder, size)
+        if result.failures:
+            raise RankFailedError(result.report)
         return [_result(folder, rank) for rank in range(size)]
 
 
@@ -126,17 +126,17 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
 def _check_device(device: Any, size: int) -> None:
     kind = devices.kind()
     try:
-        asked = devices.parse_device(kind if device is None else device)
-        devices.check_kind(asked)
+        target = devices.parse_device(kind if device is None else device)
+        devices.check_kind(target)
     except WorldError as error:
         msg = f"af.launch(device={device!r}): {error}"
         raise ArgumentError(msg) from error
-    needed = size if asked.index is None else asked.index + 1
-    count = devices.count() if asked.type == kind else 0
-    if asked.type != "cpu" and needed > count:
+    least = size if target.index is None else target.index + 1
+    count = devices.count() if target.type == kind else 0
+    if target.type != "cpu" and least > count:
         msg = (
-            f"af.launch({size}, fn, device={device!r}): that takes {needed} devices of type"
-            f" {asked.type!r}, and torch sees {count} here. Start fewer ranks, or pass"
+            f"af.launch({size}, fn, device={device!r}): that takes {least} devices of type"
+            f" {target.type!r}, and torch sees {count} here. Start fewer ranks, or pass"
             ' device="cpu".'
         )
         raise ArgumentError(msg)
@@ -164,10 +164,10 @@ def _write_call(
 
 def _sources() -> dict[str, str]:
     """Return the source of code without a file, such as a notebook's, for tracebacks."""
-    cached = {name: linecache.getlines(name) for name in list(linecache.cache)}
+    cache = {name: linecache.getlines(name) for name in list(linecache.cache)}
     return {
         name: "".join(lines)
-        for name, lines in cached.items()
+        for name, lines in cache.items()
         if lines and not arguments.is_file(Path(name))
     }
 

@@ -85,7 +85,7 @@ class Machines:
 
         For one machine with a rank, the address is its own, and port 0 means a free port.
         """
-        own, is_here = _look_towards(host, port)
+        address, is_here = _look_towards(host, port)
         if counts[1] == 1 and rank is not None and not is_here:
             msg = (
                 f"--main-address is {host!r}, which is no address of this machine, and"
@@ -99,8 +99,8 @@ class Machines:
             most=counts[1],
             rank=rank,
             join_seconds=join_seconds,
-            address=own,
-            interface=None if counts[1] == 1 else interface_of(own),
+            address=address,
+            interface=None if counts[1] == 1 else interface_of(address),
             is_here=is_here,
         )
 
@@ -129,12 +129,12 @@ def _look_towards(host: str, port: int) -> tuple[str, bool]:
     """Return this machine's address towards a host, and whether the host is this machine."""
     try:
         # an IPv6 address has brackets before its port
-        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
+        addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = addresses[0]
         with closing(socket.socket(family, kind, protocol)) as probe:
             probe.connect(target)  # a datagram's: nothing is sent
-            own = probe.getsockname()[0]
-            return own, own == target[0] or ip_address(own).is_loopback
+            address = probe.getsockname()[0]
+            return address, address == target[0] or ip_address(address).is_loopback
     except OSError as error:
         msg = (
             f"this machine has no way to {host!r}: {error}. Give the main machine's"

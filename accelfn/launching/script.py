@@ -83,13 +83,13 @@ def launch_script(
         sys.stdout.reconfigure(line_buffering=True)
     command = [*(["-m"] if module else []), script, *args]
     try:
-        ended = run_here(command, plan)
+        result = run_here(command, plan)
     except SignalException as error:
         say(f"ended by {error.sigval.name}, and its workers with it.")
         return 128 + error.sigval
-    if ended.failures:
-        say(ended.report)
-    return ended.exit_code
+    if result.failures:
+        say(result.report)
+    return result.exit_code
 
 
 def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
@@ -109,10 +109,10 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
         is_usual = f"{name}={value}" == "OMP_NUM_THREADS=1"
         if why not in (_ALONE, _ASKED, _MAY_GO) and not is_usual:
             say(f"{name}={value} ({why}).")
-    lent = {name: value for name, (value, _) in variables.items()}
+    values = {name: value for name, (value, _) in variables.items()}
     with (
         tempfile.TemporaryDirectory(prefix="accelfn-launch-") as log_dir,
-        _environment(lent),
+        _environment(values),
         _signal_handlers_kept(),
         _torch_log_muted(),
     ):
@@ -192,8 +192,8 @@ def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
 def describe_plan(plan: Plan) -> list[str]:
     """Describe a launch in lines, for a dry run."""
     machines = plan.machines
-    what = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
-    lines = [f"starts {what} on this machine"]
+    processes = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
+    lines = [f"starts {processes} on this machine"]
     if machines.rank is not None and machines.endpoint != Machines().endpoint:
         lines.append(
             f"meets as {machines.rank} of {machines.most} at {machines.endpoint}"
@@ -326,19 +326,19 @@ class Watch:
             for local in running - self.stopped
         }
         # the signal would kill a rank that has not made its file: it has no handler yet
-        asked = {local: file for local, file in files.items() if arguments.exists(file)}
-        for local in asked:
+        ready = {local: file for local, file in files.items() if arguments.exists(file)}
+        for local in ready:
             os.kill(self.pids[local], ASKS_WHERE)
-        self.stacks = self._answers(asked)
+        self.stacks = self._answers(ready)
 
     def _answers(self, files: Mapping[int, Path]) -> dict[int, str]:
         until = time.monotonic() + _ANSWER_SECONDS
-        found: dict[int, str] = {}
-        while len(found) < len(files) and time.monotonic() < until:
+        answers: dict[int, str] = {}
+        while len(answers) < len(files) and time.monotonic() < until:
             time.sleep(0.02)
             texts = {local: _read_text(file) for local, file in files.items()}
-            found = {local: text for local, text in texts.items() if _is_whole(text)}
-        return {local: _users(text) for local, text in found.items()}
+            answers = {local: text for local, text in texts.items() if _is_whole(text)}
+        return {local: _users(text) for local, text in answers.items()}
 
     def _running(self) -> set[int]:
         return {local for local, pid in self.pids.items() if _status(pid) is None}
@@ -348,10 +348,10 @@ def _status(pid: int) -> int | None:
     """Return how a child process ended, without reaping the process; None while it runs."""
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
-        found = os.waitid(os.P_PID, pid, options)
+        status = os.waitid(os.P_PID, pid, options)
     except ChildProcessError:  # it was waited for, and had not failed
         return 0
-    return None if found is None else found.si_status
+    return None if status is None else status.si_status
 
 
 def _is_stopped(pid: int) -> bool:
@@ -377,7 +377,7 @@ def _is_whole(stack: str) -> bool:
 def _users(stack: str) -> str:
     """Return a stack without the frames that lead to the user's script."""
     _, *frames = stack.splitlines()
-    leads = tuple(f'  File "{each}' for each in (*LEADS, "<frozen "))
+    leads = tuple(f'  File "{lead}' for lead in (*LEADS, "<frozen "))
     return "\n".join(frame for frame in frames if not frame.startswith(leads))
 
 
@@ -484,26 +484,21 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
     Ranks that were stopped or did not arrive raised nothing: they come after ranks that raised,
     and before ranks that waited for them.
     """
-    noticed = [Failure.from_torch(r, failure, watch) for r, failure in failures.items()]
-    first = min((each.at for each in noticed if not each.ended_by_us), default=0.0)
-    noticed = [
-        evolve(
-            each, ended_by_us=each.ended_by_us and not (each.error and each.at < first)
-        )
-        for each in noticed
+    rows = [Failure.from_torch(r, failure, watch) for r, failure in failures.items()]
+    first = min((f.at for f in rows if not f.ended_by_us), default=0.0)
+    rows = [
+        evolve(f, ended_by_us=f.ended_by_us and not (f.error and f.at < first))
+        for f in rows
     ]
-    if all(each.lost_peer for each in noticed if not each.ended_by_us):
-        noticed = [
-            evolve(each, did_not_arrive=each.ended_by_us and not each.error)
-            for each in noticed
-        ]
+    if all(f.lost_peer for f in rows if not f.ended_by_us):
+        rows = [evolve(f, did_not_arrive=f.ended_by_us and not f.error) for f in rows]
 
     def key(failure: Failure) -> tuple[bool, bool, bool, float]:
         is_blamed = failure.was_stopped or failure.did_not_arrive
         ended_by_us = failure.ended_by_us and not is_blamed
         return ended_by_us, failure.lost_peer, is_blamed, failure.at
 
-    return sorted(noticed, key=key)
+    return sorted(rows, key=key)
 
 
 def all_left_on_signal(failures: Sequence[Failure]) -> bool:
@@ -513,37 +508,35 @@ def all_left_on_signal(failures: Sequence[Failure]) -> bool:
     )
 
 
-def report(
-    failures: Sequence[Failure], *, ranks: Collection[int], started: float
-) -> str:
+def report(failures: Sequence[Failure], *, ranks: Collection[int], start: float) -> str:
     """Return the report of a failed run, which begins with the cause.
 
     Args:
         failures: failures in the order of `by_cause`.
         ranks: the ranks of this machine.
-        started: the start of the run, in seconds since the epoch.
+        start: the start of the run, in seconds since the epoch.
     """
-    first, *others = failures
+    first, *rest = failures
     if all_left_on_signal(failures):
         name = signal.Signals(first.exit_code - 128).name
         return f"all ranks left on {name}, first rank {first.rank}."
     lines = [
         (
             f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
-            f"after {first.at - started:.1f} s"
+            f"after {first.at - start:.1f} s"
         ),
         first.traceback.rstrip() or _why_no_traceback(first),
     ]
-    told = {first.places, ()}
-    for failure in sorted(others, key=lambda f: f.rank):
+    places = {first.places, ()}
+    for failure in sorted(rest, key=lambda f: f.rank):
         lines.append(_one_line(failure))
         # where all lost one another, each waited somewhere, and that is the question
         is_cause = first.lost_peer or not failure.lost_peer
-        if is_cause and failure.places not in told:
+        if is_cause and failure.places not in places:
             lines.append(failure.traceback.rstrip())
-            told.add(failure.places)
-    finished = set(ranks) - {failure.rank for failure in failures}
-    lines += [f"rank {rank} had finished without an error" for rank in sorted(finished)]
+            places.add(failure.places)
+    healthy = set(ranks) - {failure.rank for failure in failures}
+    lines += [f"rank {rank} had finished without an error" for rank in sorted(healthy)]
     return "\n".join(lines)
 
 
@@ -595,11 +588,11 @@ class WholeLines:
 
     def write(self, text: str) -> int:
         """Add a piece of a rank's line after its prefix; pass on text without a prefix."""
-        found = _PREFIXED.match(text)
-        if found is None:
+        match = _PREFIXED.match(text)
+        if match is None:
             return self._stream.write(text)
-        prefix = found.group()
-        line = self._begun.pop(prefix, prefix) + text[found.end() :]
+        prefix = match.group()
+        line = self._begun.pop(prefix, prefix) + text[match.end() :]
         if line.endswith("\n"):
             self._stream.write(line)
         else:

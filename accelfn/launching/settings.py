@@ -225,8 +225,8 @@ class Settings:
     @classmethod
     def of(
         cls,
-        given: Mapping[str, str | None],
-        written: Mapping[str, Any],
+        options: Mapping[str, str | None],
+        table: Mapping[str, Any],
         file: str,
         *,
         is_whole: bool = True,
@@ -234,8 +234,8 @@ class Settings:
         """Combine the command line, a file and the defaults.
 
         Args:
-            given: values of the command line; None for options that it leaves out.
-            written: values of a file, as `read` returns them.
+            options: values of the command line; None for options that it leaves out.
+            table: values of a file, as `read` returns them.
             file: the name of the file.
             is_whole: whether these are all settings; False for a file that a command line
                 will complete.
@@ -243,17 +243,17 @@ class Settings:
         Raises:
             LaunchError: a value is invalid or missing, or values contradict each other.
         """
-        found: dict[str, Setting] = {}
+        by_name: dict[str, Setting] = {}
         for name, option in OPTIONS.items():
-            text = given.get(name)
+            text = options.get(name)
             if text is not None:
                 value = check_setting(name, option.kind.from_text(text), COMMAND_LINE)
-                found[name] = Setting(value, COMMAND_LINE)
-            elif name in written:
-                found[name] = Setting(written[name], file)
+                by_name[name] = Setting(value, COMMAND_LINE)
+            elif name in table:
+                by_name[name] = Setting(table[name], file)
             else:
-                found[name] = Setting(option.default, DEFAULT)
-        settings = cls(found)
+                by_name[name] = Setting(option.default, DEFAULT)
+        settings = cls(by_name)
         settings._check_exclusive()
         settings._check_elastic()
         if is_whole:
@@ -269,17 +269,17 @@ class Settings:
 
     def _check_exclusive(self) -> None:
         """Reject settings that contradict each other."""
-        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
-        if numbered and dynamic:
+        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        if static and dynamic:
             msg = (
-                f"{_join_flags(numbered)} and {_join_flags(dynamic)} exclude each other: machines"
+                f"{_join_flags(static)} and {_join_flags(dynamic)} exclude each other: machines"
                 " have numbers, or get them where they meet."
             )
             raise LaunchError(msg)
 
     def _check_whole(self) -> None:
         """Reject settings that are incomplete or have no effect."""
-        numbered, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
+        static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
         if dynamic:
             self._require(dynamic, ("rdzv_endpoint", "rdzv_id"))
@@ -287,20 +287,18 @@ class Settings:
             msg = f"--num-machines {count} needs --rdzv-endpoint, where they meet."
             raise LaunchError(msg)
         elif count > 1:
-            self._require(numbered, ("machine_rank", "main_address"))
-        elif numbered and self.by_name["num_machines"].source == DEFAULT:
-            msg = (
-                f"{_join_flags(numbered)} without --num-machines has no effect; add it."
-            )
+            self._require(static, ("machine_rank", "main_address"))
+        elif static and self.by_name["num_machines"].source == DEFAULT:
+            msg = f"{_join_flags(static)} without --num-machines has no effect; add it."
             raise LaunchError(msg)
 
     def _check_elastic(self) -> None:
         """Reject settings that an elastic run cannot have."""
-        beside = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
-        given = [name for name in beside if self[name] != OPTIONS[name].default]
-        if self["elastic"] is not None and given:
+        rivals = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
+        names = [name for name in rivals if self[name] != OPTIONS[name].default]
+        if self["elastic"] is not None and names:
             msg = (
-                f"--elastic and {_join_flags(given)} exclude each other: ranks that come and go"
+                f"--elastic and {_join_flags(names)} exclude each other: ranks that come and go"
                 " are MIN to MAX processes of one machine, without axes; and one that was"
                 " killed is replaced, so that not all start again."
             )
@@ -314,12 +312,12 @@ class Settings:
         least, most = self["elastic"].split(":")
         return int(least), int(most)
 
-    def _require(self, given: list[str], names: tuple[str, ...]) -> None:
-        missing = [name for name in names if name not in given]
+    def _require(self, flags: list[str], names: tuple[str, ...]) -> None:
+        missing = [name for name in names if name not in flags]
         if missing:
             why = (
-                _join_flags(given)
-                if given
+                _join_flags(flags)
+                if flags
                 else f"--num-machines {self['num_machines']}"
             )
             verb = "is" if len(missing) == 1 else "are"
@@ -377,8 +375,8 @@ class Settings:
     def lines(self) -> list[str]:
         """Return a line for each setting, with its value and source."""
         rows = [
-            (name, "" if each.value is None else str(each.value), each.source)
-            for name, each in self.by_name.items()
+            (name, "" if s.value is None else str(s.value), s.source)
+            for name, s in self.by_name.items()
         ]
         wide = max(len(value) for _, value, _ in rows)
         return [f"{name:14}{value:{wide}}  {source}" for name, value, source in rows]
@@ -422,9 +420,9 @@ def read(file: Path) -> dict[str, Any]:
             sets the endpoint and another user can write to it.
     """
     try:
-        with file.open("rb") as opened:
-            about = os.fstat(opened.fileno())
-            tables = tomllib.loads(_decode_bounded(opened.read(_MOST_BYTES + 1)))
+        with file.open("rb") as stream:
+            about = os.fstat(stream.fileno())
+            tables = tomllib.loads(_decode_bounded(stream.read(_MOST_BYTES + 1)))
     except (OSError, ValueError) as error:
         msg = f"{file} cannot be read: {error}."
         raise LaunchError(msg) from error
@@ -493,17 +491,17 @@ def configure(
             written.
     """
     file = Path(FILE if named is None else named)
-    found = read(file) if arguments.is_file(file) else {}
+    table = read(file) if arguments.is_file(file) else {}
     if default:
-        begun = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
-        found = {**begun, **found}
+        defaults = {n: o.default for n, o in OPTIONS.items() if o.default is not None}
+        table = {**defaults, **table}
     for assignment in assignments:
-        _assign(found, assignment)
+        _assign(table, assignment)
     if not assignments and not default:
-        for name in _questions(found):
-            _answer(found, name, ask or _terminal())
-    Settings.of({}, found, str(file), is_whole=False)
-    in_order = {name: found[name] for name in OPTIONS if name in found}
+        for name in _questions(table):
+            _answer(table, name, ask or _terminal())
+    Settings.of({}, table, str(file), is_whole=False)
+    in_order = {name: table[name] for name in OPTIONS if name in table}
     text = file.read_text(encoding="utf-8") if arguments.is_file(file) else ""
     part = file.with_name(f".{file.name}.part")
     try:
@@ -519,7 +517,7 @@ def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
     """Return a file's text with new settings; keeps comments, order and blank lines."""
     document = tomlkit.parse(text)
     table: Any = document.setdefault(TABLE, tomlkit.table())
-    for name in [each for each in table if each not in settings]:
+    for name in [key for key in table if key not in settings]:
         table.remove(name)
     for name, value in settings.items():
         if name not in table or table[name] != value:
@@ -527,49 +525,49 @@ def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
     return tomlkit.dumps(document)
 
 
-def _assign(found: dict[str, Any], text: str) -> None:
+def _assign(table: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
         msg = f"--set {text!r}; write it as NAME=VALUE."
         raise LaunchError(msg)
     name = name.strip().replace("-", "_")
     if name in OPTIONS and not value:
-        found.pop(name, None)
+        table.pop(name, None)
         return
     kind = OPTIONS[name].kind if name in OPTIONS else None
-    given = value if kind is None else kind.from_text(value)
-    found[name] = check_setting(name, given, "--set")
+    setting = value if kind is None else kind.from_text(value)
+    table[name] = check_setting(name, setting, "--set")
 
 
-def _questions(found: dict[str, Any]) -> Iterator[str]:
+def _questions(table: dict[str, Any]) -> Iterator[str]:
     """Yield the names of settings to ask for, depending on earlier answers."""
     yield "nproc"
     yield "num_machines"
-    if found.get("num_machines", 1) == 1:
+    if table.get("num_machines", 1) == 1:
         for name in (*NUMBERED, *DYNAMIC):
-            found.pop(name, None)
+            table.pop(name, None)
     else:
         # each machine has its own number, from its command line
-        is_dynamic = isinstance(found["num_machines"], str) or "rdzv_endpoint" in found
+        is_dynamic = isinstance(table["num_machines"], str) or "rdzv_endpoint" in table
         yield from DYNAMIC if is_dynamic else ("main_address", "main_port")
     yield "max_restarts"
 
 
-def _answer(found: dict[str, Any], name: str, ask: Callable[[str], str]) -> None:
+def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None:
     """Ask until the answer is valid; an empty answer keeps the current value."""
     option = OPTIONS[name]
-    kept = found.get(name, option.default)
-    shown = "none" if kept is None else kept
+    current = table.get(name, option.default)
+    default = "none" if current is None else current
     while True:
-        text = ask(f"{name}: {option.help} [{shown}] ").strip()
+        text = ask(f"{name}: {option.help} [{default}] ").strip()
         try:
             if text:
-                kept = check_setting(name, option.kind.from_text(text), "the answer")
+                current = check_setting(name, option.kind.from_text(text), "the answer")
         except LaunchError as error:
             sys.stderr.write(f"{error}\n")
             continue
-        if kept is not None:
-            found[name] = kept
+        if current is not None:
+            table[name] = current
         return
 
 

@@ -67,9 +67,9 @@ def main() -> int:
         record(error, -signal.SIGINT)
         raise
     except BaseException as error:  # noqa: BLE001  it is shown as Python shows it
-        recorded = record(error, 1)
+        report = record(error, 1)
         sys.last_value = error  # as Python does: functions at its exit may ask
-        tell(error, recorded)
+        tell(error, report)
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)
         return 1
     return 0
@@ -130,16 +130,16 @@ def exit_status(error: SystemExit) -> int:
     return 1
 
 
-def tell(error: BaseException, recorded: str) -> None:
+def tell(error: BaseException, report: str) -> None:
     """Show an error by the program's hook, unless the launcher's report shows it.
 
     torch's hook, too, shows what Python's does, with the rank before each line.
     """
-    shown = io.StringIO()
-    with contextlib.redirect_stderr(shown):
+    stream = io.StringIO()
+    with contextlib.redirect_stderr(stream):
         sys.excepthook(type(error), error, error.__traceback__)
-    text = shown.getvalue()
-    if re.sub(r"(?m)^\[rank\d+\]: ?", "", text).split() != recorded.split():
+    text = stream.getvalue()
+    if re.sub(r"(?m)^\[rank\d+\]: ?", "", text).split() != report.split():
         sys.stderr.write(text)
         sys.stderr.flush()
 

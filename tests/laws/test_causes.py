@@ -125,7 +125,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
         assert times == sorted(times)
     assert left == []
     first = found[0]
-    text = report(found, ranks=list(ends), started=0.0)
+    text = report(found, ranks=list(ends), start=0.0)
     assert text.startswith(f"rank {first.rank} failed first (")
     end = ends[first.rank]
     said = {

@@ -122,7 +122,7 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
 )
 def test_what_a_rank_without_a_traceback_may_have_met(how, ending, why):
     """How it ended is told with what ends a process so, and with no other cause."""
-    told = report([how], ranks=[0, 1], started=1.5) + "\n"
+    told = report([how], ranks=[0, 1], start=1.5) + "\n"
     assert told.startswith(f"rank 1 failed first ({ending}, pid 101) after 2.5 s\n")
     assert why in told
     assert told.endswith("\nrank 0 had finished without an error\n")
@@ -135,7 +135,7 @@ def test_ranks_that_all_left_are_no_failure(name):
     """The signal is named, and who was the first, in one line."""
     status = 128 + signal.Signals[name]
     left = [failure(r, status, error=f"SystemExit: {status}") for r in (2, 0)]
-    told = report(left, ranks=[0, 1, 2], started=1.0)
+    told = report(left, ranks=[0, 1, 2], start=1.0)
     assert told == f"all ranks left on {name}, first rank 2."
 
 
@@ -152,7 +152,7 @@ def test_ranks_after_the_first_are_told_in_a_line_each():
             failure(0, 1, error="ValueError: boom", traceback=other),
         ],
         ranks=range(6),
-        started=1.0,
+        start=1.0,
     )
     assert told.splitlines() == [
         "rank 3 failed first (exit code 1, pid 103) after 5.0 s",
@@ -177,7 +177,7 @@ def test_whose_trace_is_shown_beside_a_lost_peer():
                 failure(0, 1, error="second", traceback=lost),
             ],
             ranks=[0, 1],
-            started=0.0,
+            start=0.0,
         )
         assert (lost in told) == is_shown
         assert "rank 0 followed: second" in told

@@ -142,7 +142,7 @@ def test_an_error_of_several_lines_is_told_by_its_first():
         Failure(rank=rank, pid=1, status=1, at=float(rank), error=lines, traceback="")
         for rank in range(2)
     ]
-    said = report(failed, ranks=range(2), started=0.0)
+    said = report(failed, ranks=range(2), start=0.0)
     assert "rank 1 followed: ValueError: it is wrong" in said.splitlines()
 
 
