@@ -412,14 +412,17 @@ def _settle(
 
 
 def _invite(
-    stack: ExitStack, unit: list[Part], guests: Mapping[int, Guest], ahead: Ahead | None
+    stack: ExitStack,
+    unit: list[Part],
+    guests: Mapping[int, Guest],
+    loader: Ahead | None,
 ) -> None:
     """Add hooks to all callable modules of a unit; release all parameters at the end."""
     for guest in guests.values():  # Ctrl-C may have left one away from home
         stack.callback(setattr, guest.param, "data", guest.home)
     for call in [c for part in unit for c in calls_of(part)]:
         some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}
-        let_in(stack, call.module, tuple(some.values()), ahead)
+        let_in(stack, call.module, tuple(some.values()), loader)
 
 
 def _move(
