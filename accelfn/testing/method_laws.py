@@ -49,7 +49,7 @@ from accelfn.testing.laws import (
 )
 from accelfn.testing.simulate import simulate
 
-Seen: TypeAlias = Callable[[str], None]
+Report: TypeAlias = Callable[[str], None]
 """Takes a sentence on each mistake that a watched transform makes."""
 
 _IN_PLACE = frozenset({"after_update", "finalize"})
@@ -57,7 +57,7 @@ _IN_PLACE = frozenset({"after_update", "finalize"})
 _NEW = "Return new tensors instead."
 
 
-def watch_inputs(transform: Any, seen: Seen) -> Any:
+def watch_inputs(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports forbidden changes of its inputs.
 
     A method may change its own slot and its gradients in place, and after an update the
@@ -65,20 +65,20 @@ def watch_inputs(transform: Any, seen: Seen) -> Any:
     batch.
     """
 
-    def watch(field: str, own: str, function: Any, *given: Any, **named: Any) -> Any:
-        keep = _copy_inputs(given, own=own, field=field)
-        returned = function(*given, **named)
+    def watch(field: str, owner: str, function: Any, *args: Any, **named: Any) -> Any:
+        keep = _copy_inputs(args, owner=owner, field=field)
+        result = function(*args, **named)
         for name in keep():
-            seen(f"{transform!r}.{field} changed {name} in place. {_NEW}")
-        return returned
+            report(f"{transform!r}.{field} changed {name} in place. {_NEW}")
+        return result
 
-    def call(field: str, method: Any, self: Any, *given: Any) -> Any:
-        return watch(field, self.name, partial(method, self), *given)
+    def call(field: str, method: Any, self: Any, *args: Any) -> Any:
+        return watch(field, self.name, partial(method, self), *args)
 
     def wrap(
-        field: str, method: Any, self: Any, inner: Callable[..., Any], *given: Any
+        field: str, method: Any, self: Any, inner: Callable[..., Any], *args: Any
     ) -> Any:
-        outer, slot = method(self, inner, *given)
+        outer, slot = method(self, inner, *args)
         return partial(watch, field, "", outer), slot
 
     return intercept(intercept(transform, _METHODS, call), contract.WRAPPERS, wrap)
@@ -88,10 +88,10 @@ def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
     """Return a transform of the same options and name, with other methods or facts."""
     kind = type(transform)
     body = {"__slots__": (), "__module__": kind.__module__, **methods}
-    made = object.__new__(type(kind.__name__, (kind,), body))
+    copy = object.__new__(type(kind.__name__, (kind,), body))
     for field in attrs.fields(kind):
-        object.__setattr__(made, field.name, getattr(transform, field.name))
-    return made
+        object.__setattr__(copy, field.name, getattr(transform, field.name))
+    return copy
 
 
 def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
@@ -105,8 +105,10 @@ def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -
 
         return call_method
 
-    own = {field: getattr(kind, field, None) for field in fields}
-    methods = {field: method_of(field, m) for field, m in own.items() if callable(m)}
+    members = {field: getattr(kind, field, None) for field in fields}
+    methods = {
+        field: method_of(field, m) for field, m in members.items() if callable(m)
+    }
     return with_methods(transform, methods)
 
 
@@ -117,26 +119,28 @@ _METHODS = (
 
 
 def _copy_inputs(
-    given: Iterable[Any], *, own: str, field: str
+    args: Iterable[Any], *, owner: str, field: str
 ) -> Callable[[], list[str]]:
     """Copy protected tensors; return a function that lists the changed ones later."""
     tensors: dict[str, torch.Tensor] = {}
-    for value in given:
-        tensors |= _protected_tensors(value, own=own, field=field)
+    for value in args:
+        tensors |= _protected_tensors(value, owner=owner, field=field)
     copies = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     return lambda: [
         name for name, copy in copies.items() if not _same(copy, tensors[name].detach())
     ]
 
 
-def _protected_tensors(value: Any, *, own: str, field: str) -> dict[str, torch.Tensor]:
+def _protected_tensors(
+    value: Any, *, owner: str, field: str
+) -> dict[str, torch.Tensor]:
     """Return the tensors of one argument that the method must not change, by name."""
     if isinstance(value, TrainState):
-        return _of_state(value, own=own, all_but_slots=field not in _IN_PLACE)
+        return _of_state(value, owner=owner, all_but_slots=field not in _IN_PLACE)
     if isinstance(value, Update):
         if field in _IN_PLACE:  # the state before no longer owns its tensors
-            return _of_slots(value.slots, own)
-        return _of_state(value.state, own=own, all_but_slots=True)
+            return _of_slots(value.slots, owner)
+        return _of_state(value.state, owner=owner, all_but_slots=True)
     if isinstance(value, nn.Module):
         return {f"parameter {n!r}": p for n, p in value.named_parameters()}
     if isinstance(value, Grads) or field in _METHODS:
@@ -148,7 +152,7 @@ def _protected_tensors(value: Any, *, own: str, field: str) -> dict[str, torch.T
 
 
 def _of_state(
-    state: TrainState, *, own: str, all_but_slots: bool
+    state: TrainState, *, owner: str, all_but_slots: bool
 ) -> dict[str, torch.Tensor]:
     parts: dict[str, Any] = {}
     if all_but_slots:
@@ -158,11 +162,11 @@ def _of_state(
         }
         entries = state.opt_state.items()
         parts |= {f"opt_state[{name!r}]": dict(entry) for name, entry in entries}
-    return _of_slots(state.slots, own) | _tensors(parts)
+    return _of_slots(state.slots, owner) | _tensors(parts)
 
 
-def _of_slots(slots: Mapping[str, Any], own: str) -> dict[str, torch.Tensor]:
-    return _tensors({f"slots[{n!r}]": slot for n, slot in slots.items() if n != own})
+def _of_slots(slots: Mapping[str, Any], owner: str) -> dict[str, torch.Tensor]:
+    return _tensors({f"slots[{n!r}]": slot for n, slot in slots.items() if n != owner})
 
 
 def _tensors(parts: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -195,28 +199,28 @@ _LARGE, _LITTLE = 10.0, 0.01
 """Sizes of the first gradient and of later gradients."""
 
 
-def watch_mean(transform: Any, seen: Seen) -> Any:
+def watch_mean(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports results of `reduce` other than the mean."""
 
     def call(
         _: str, method: Any, self: Any, grads: Grads, slot: Any, update: Update
     ) -> Any:
         means = _mean(grads, update.world)
-        returned = method(self, grads, slot, update)
-        reduced: Grads = returned[0]
-        missing = sorted(means.keys() - reduced.tensors.keys())
+        output = method(self, grads, slot, update)
+        new_grads: Grads = output[0]
+        missing = sorted(means.keys() - new_grads.tensors.keys())
         if missing:
-            seen(f"in update {update.num_tried} it leaves out {missing[0]!r}")
-        for name in means.keys() & reduced.tensors.keys():
-            result = reduced.tensors[name].double() / reduced.taken.scale
+            report(f"in update {update.num_tried} it leaves out {missing[0]!r}")
+        for name in means.keys() & new_grads.tensors.keys():
+            result = new_grads.tensors[name].double() / new_grads.taken.scale
             size, error = means[name].norm(), (result - means[name]).norm()
             if not error <= NEAR * size:
-                seen(
+                report(
                     f"in update {update.num_tried}, rank {update.world.rank}, the gradient of"
                     f" {name!r} differs from the weighted mean over all ranks by"
                     f" {float(error / size):.2g} times the mean's norm"
                 )
-        return returned
+        return output
 
     return intercept(transform, ["reduce"], call)
 
@@ -230,25 +234,25 @@ def sends_all(members: Sequence[Any]) -> Law:
             return _sum_reduced(subject.start(world), range(1), _LARGE)
 
         def resume(world: World) -> _Reduced:
-            state, saved = subject.start(world), [slots for *_, slots in first_runs]
-            slots = {} if merging else {**saved[world.rank]}
-            for each in merging:
-                own = tree.clone([slots_of[each.name] for slots_of in saved])
-                slots[each.name] = each.merge(own, world)[1]
+            state, all_slots = subject.start(world), [slots for *_, slots in first_runs]
+            slots = {} if merging else {**all_slots[world.rank]}
+            for member in merging:
+                by_rank = tree.clone([slots_of[member.name] for slots_of in all_slots])
+                slots[member.name] = member.merge(by_rank, world)[1]
             state = attrs.evolve(state, slots={**state.slots, **slots})
             return _sum_reduced(state, range(1, 1 + _ROUNDS), _LITTLE)
 
         first_runs = simulate(subject.size, begin)
         size = (1 if subject.size > 1 else 2) if merging else subject.size
         sums, means, _ = zip(first_runs[0], simulate(size, resume)[0], strict=True)
-        wanted = {name: means[0][name] + means[1][name] for name in means[0]}
-        missing = [sums[0][name] + sums[1][name] - wanted[name] for name in wanted]
-        off = float(get_total_norm(missing) / get_total_norm([*wanted.values()]))
+        targets = {name: means[0][name] + means[1][name] for name in means[0]}
+        missing = [sums[0][name] + sums[1][name] - targets[name] for name in targets]
+        off = float(get_total_norm(missing) / get_total_norm([*targets.values()]))
         if off <= _IN_SUM:
             return None
-        moved = f", the last {_ROUNDS} of them on {size}" if merging else ""
+        note = f", the last {_ROUNDS} of them on {size}" if merging else ""
         return (
-            f"over {1 + _ROUNDS} updates{moved}, the sum of reduce's results differs from that"
+            f"over {1 + _ROUNDS} updates{note}, the sum of reduce's results differs from that"
             f" of the weighted means by {off:.2g} of its norm. Send later what an update leaves"
             " out, and share it among the new ranks in merge; or write"
             ' gives_up = {"sends_all_later": "it is a vote"}.'
@@ -287,11 +291,11 @@ def _mean(grads: Grads, world: World) -> Tensors:
     """Return the weighted mean over all ranks."""
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
-    sums, whole = all_reduce((totals, weight), world, label=_LABEL)
-    return {name: total / whole for name, total in sums.items()}
+    sums, total_weight = all_reduce((totals, weight), world, label=_LABEL)
+    return {name: total / total_weight for name, total in sums.items()}
 
 
-def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
+def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
     """Return the laws about methods that the transforms have, by name."""
 
     def have(*fields: str) -> bool:
@@ -299,27 +303,27 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
             contract.has_field(member, field) for member in members for field in fields
         )
 
-    def reported_by(watch: Callable[[Any, Seen], Any]) -> Law:
+    def reported_by(watch: Callable[[Any, Report], Any]) -> Law:
         """Return the law that watched transforms report no mistake in a run."""
 
         def law(subject: Subject) -> str | None:
-            seen: list[str] = []
+            notes: list[str] = []
             # the run begins in this setup, so that init is watched too
-            subject.within(around([watch(m, seen.append) for m in members])).histories()
-            return seen[0] if seen else None
+            subject.within(build([watch(m, notes.append) for m in members])).histories()
+            return notes[0] if notes else None
 
         return law
 
     given_up = chain(*members).gives_up()
     laws: dict[str, tuple[tuple[str, ...], Law]] = {
         "inputs_unchanged": ((), reported_by(watch_inputs)),
-        "own_slot": ((), _own_slot(members, around)),
+        "own_slot": ((), _own_slot(members, build)),
         "drops_nothing": ((), reported_by(_watch_losses)),
-        "skips_whole": ((), _skips_whole(members, around)),
+        "skips_whole": ((), _skips_whole(members, build)),
         "reduces_to_mean": (("reduce",), reported_by(watch_mean)),
         "groups_apart": (("hyper",), reported_by(_watch_groups)),
         "takes_what_it_is_given": (("grads", "eval_params"), reported_by(_watch_flow)),
-        "passes_on": (("loss", "value_and_grad"), _passes_on(members, around)),
+        "passes_on": (("loss", "value_and_grad"), _passes_on(members, build)),
         "evaluates_purely": (("eval_params", "hyper"), _evaluates_purely),
         "owes_once": (("finalize",), _owes_once),
         "merges_all": (("merge",), _merges_all(members)),
@@ -334,27 +338,27 @@ def method_laws(members: Sequence[Any], around: Around) -> dict[str, Law]:
     }
 
 
-def _own_slot(members: Sequence[Any], around: Around) -> Law:
+def _own_slot(members: Sequence[Any], build: Around) -> Law:
     """Return the law that a transform adds and keeps its own slot, and no other."""
 
     def law(subject: Subject) -> str | None:
-        setup = around(members).transforms
+        setup = build(members).transforms
         names = {transform.name for transform in setup}
-        expected = {t.name for t in setup if contract.has_field(t, "init")}
+        owners = {t.name for t in setup if contract.has_field(t, "init")}
 
         def rank(world: World) -> str | None:
             state = subject.start(world)
-            made = {name for name in expected if state.slots.get(name) is not None}
+            present = {name for name in owners if state.slots.get(name) is not None}
             dtypes = _dtypes(state.slots)
             for after, _ in subject.advance(state, 0, 1):
                 state = after
             foreign = sorted(set(state.slots) - names)
             if foreign:
                 return f"it made the slots {foreign}, not its own."
-            lost = sorted(name for name in made if state.slots.get(name) is None)
-            if lost:
+            missing = sorted(name for name in present if state.slots.get(name) is None)
+            if missing:
                 return (
-                    f"the slot {lost[0]!r}, which init made, was None after an update."
+                    f"the slot {missing[0]!r}, which init made, was None after an update."
                     " Return the slot argument, or the next slot."
                 )
             for path, dtype in _dtypes(state.slots).items():
@@ -378,43 +382,43 @@ def _dtypes(slots: Mapping[str, Any]) -> dict[str, torch.dtype]:
 _NUMBERS = ("step", "num_skipped", "cursor", "seed")
 
 
-def _watch_losses(transform: Any, seen: Seen) -> Any:
+def _watch_losses(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports lost gradients, parameters and numbers."""
 
-    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
-        returned = method(self, value, *given)
-        if mistake := _LOST[field](value, returned):
-            seen(f"{self!r}.{field} {mistake}")
-        return returned
+    def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
+        result = method(self, value, *rest)
+        if mistake := _LOST[field](value, result):
+            report(f"{self!r}.{field} {mistake}")
+        return result
 
     return intercept(transform, _LOST, call)
 
 
-def _lost_gradient(grads: Grads, returned: tuple[Grads, Any]) -> str | None:
-    lost = sorted(grads.tensors.keys() - returned[0].tensors.keys())
-    if not lost:
+def _lost_gradient(grads: Grads, result: tuple[Grads, Any]) -> str | None:
+    missing = sorted(grads.tensors.keys() - result[0].tensors.keys())
+    if not missing:
         return None
     return (
-        f"drops the gradient of {lost[0]!r}, which is then not trained. Return zeros, or"
+        f"drops the gradient of {missing[0]!r}, which is then not trained. Return zeros, or"
         " freeze the parameter: state.with_trainable."
     )
 
 
 def _lost_parameter(
-    params: Mapping[str, Any], returned: tuple[Mapping[str, Any], Any]
+    params: Mapping[str, Any], result: tuple[Mapping[str, Any], Any]
 ) -> str | None:
-    lost = sorted(params.keys() - returned[0].keys())
-    return f"leaves out the parameter {lost[0]!r}." if lost else None
+    missing = sorted(params.keys() - result[0].keys())
+    return f"leaves out the parameter {missing[0]!r}." if missing else None
 
 
-def _changed_number(state: TrainState, returned: tuple[TrainState, Any]) -> str | None:
+def _changed_number(state: TrainState, result: tuple[TrainState, Any]) -> str | None:
     for name in _NUMBERS:
-        if getattr(returned[0], name) != getattr(state, name):
+        if getattr(result[0], name) != getattr(state, name):
             return f"changes state.{name}, which is the step's own. Leave it alone."
     return None
 
 
-def _watch_groups(transform: Any, seen: Seen) -> Any:
+def _watch_groups(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports groups that depend on another group."""
 
     def call(
@@ -425,41 +429,41 @@ def _watch_groups(transform: Any, seen: Seen) -> Any:
         slot: Any,
         update: Update,
     ) -> Any:
-        changed = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
+        variant = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
         with torch.random.fork_rng(devices=[]):  # both calls draw the same numbers
-            other = method(self, MappingProxyType(changed), tree.clone(slot), update)
-        returned = method(self, hyper, slot, update)
+            other = method(self, MappingProxyType(variant), tree.clone(slot), update)
+        result = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
         one, two = (
-            moment.override_hyper(groups, {}, each[0]) for each in (returned, other)
+            moment.override_hyper(groups, {}, pair[0]) for pair in (result, other)
         )
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
-            seen(
+            report(
                 f"{self!r}.hyper gives parameter group 1 other numbers if group 0 has another"
                 " learning rate. Compute each group's from its own: {(group, name): value}."
             )
-        return returned
+        return result
 
     return intercept(transform, ["hyper"], call)
 
 
-def _watch_flow(transform: Any, seen: Seen) -> Any:
+def _watch_flow(transform: Any, report: Report) -> Any:
     """Return an equal transform that reports reading the update's value instead."""
 
-    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
-        slot, update = given
+    def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
+        slot, update = rest
 
         def result(by: int, at: Update) -> Any:
             with torch.random.fork_rng(devices=[]):  # all calls draw the same numbers
-                returned, _ = method(
+                new_value, _ = method(
                     self, _change_numbers(value, by), tree.clone(slot), at
                 )
-            return dict(getattr(returned, "tensors", returned))
+            return dict(getattr(new_value, "tensors", new_value))
 
-        both = result(2, _with_value(update, _change_numbers(value, 2)))
+        with_update = result(2, _with_value(update, _change_numbers(value, 2)))
         plain, only = result(1, update), result(2, update)
-        if first_difference(only, both) and not first_difference(plain, only):
-            seen(
+        if first_difference(only, with_update) and not first_difference(plain, only):
+            report(
                 f"{self!r}.{field} takes the update's value, not its first argument. That"
                 " undoes transforms to its left. Compute from the first argument."
             )
@@ -494,7 +498,7 @@ _LOST: Mapping[str, Callable[..., str | None]] = {
 }
 
 
-def _skips_whole(members: Sequence[Any], around: Around) -> Law:
+def _skips_whole(members: Sequence[Any], build: Around) -> Law:
     """Return the law that a skipped update leaves parameters, optimizer and slots alone."""
     is_moved = any("sees_skips" in contract.facts_of(member) for member in members)
     parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
@@ -502,11 +506,11 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
     def law(subject: Subject) -> str | None:
         def rank(world: World) -> str | None:
             try:
-                tried = subject.within(around([*members, skips_often()]))
+                trial = subject.within(build([*members, skips_often()]))
             except CompositionError:
                 return None  # the transform does not allow skips
-            states = tried.advance(tried.start(world), 0, subject.updates)
-            broken, skipped, kept = None, 0, dict[str, Any]()
+            states = trial.advance(trial.start(world), 0, subject.updates)
+            broken, num_skipped, previous = None, 0, dict[str, Any]()
             for state, _ in islice(states, subject.updates + 3):
                 contents = entries(state, gather=True).items()
                 after = {
@@ -514,9 +518,9 @@ def _skips_whole(members: Sequence[Any], around: Around) -> Law:
                     for n, e in contents  # reports come between updates
                     if n.startswith(parts) and "'reported'" not in n
                 }
-                if kept and state.num_skipped > skipped:
-                    broken = broken or first_difference(kept, after)
-                skipped, kept = state.num_skipped, after
+                if previous and state.num_skipped > num_skipped:
+                    broken = broken or first_difference(previous, after)
+                num_skipped, previous = state.num_skipped, after
             return broken
 
         broken = next(filter(None, simulate(subject.size, rank)), None)
@@ -549,23 +553,23 @@ class skips_often:
         return grads.with_skip(update.num_tried % 5 in (1, 4), agreed=True), slot
 
 
-def _passes_on(members: Sequence[Any], around: Around) -> Law:
+def _passes_on(members: Sequence[Any], build: Around) -> Law:
     """Return the law that wrappers of a loss or a gradient pass on their arguments."""
     splits = any(contract.has_field(member, "data") for member in members)
     outside = None if splits else accumulate(num_micro_batches=2)
 
     def law(subject: Subject) -> str | None:
-        arrived, extras = list[_Arrived](), list[tuple[Any, ...]]()
+        calls, extras = list[_Arrived](), list[tuple[Any, ...]]()
 
-        def loss(model: torch.nn.Module, batch: Any, *given: Any) -> Any:
-            extras.append(given)
+        def loss(model: torch.nn.Module, batch: Any, *args: Any) -> Any:
+            extras.append(args)
             inputs, targets = batch
             return (model(inputs) - targets).square().sum(1).mean()
 
         def rank(world: World) -> None:
             state = subject.start(world)
             try:
-                setup = chain(outside, around(members), _innermost(arrived))
+                setup = chain(outside, build(members), _innermost(calls))
             except CompositionError:
                 return  # the transform does not allow micro-batches
             state = state.with_setup(setup)
@@ -574,18 +578,18 @@ def _passes_on(members: Sequence[Any], around: Around) -> Law:
         try:
             simulate(subject.size, rank)
         except GradsError:  # parts were added after ranks had communicated
-            lost = None if outside is None else _lost_of_parts(arrived)
-            if lost is None:
+            mistake = None if outside is None else _lost_of_parts(calls)
+            if mistake is None:
                 raise
-            return lost
+            return mistake
         except TypeError as error:
             return (
                 "the wrapper of a loss or value_and_grad does not take what it is called with,"
                 f" (model, batch, *extras) or (state, batch, *extras, into=, sync=): {error}"
             )
-        if any(given != (_EXTRA,) for given in extras):
+        if any(args != (_EXTRA,) for args in extras):
             return "a loss was not given the step's extras: pass *extras on."
-        return None if outside is None else _lost_of_parts(arrived)
+        return None if outside is None else _lost_of_parts(calls)
 
     return law
 
@@ -595,25 +599,25 @@ _Arrived: TypeAlias = tuple[bool, bool]
 """Whether the call had gradients to add to, and whether ranks were to communicate."""
 
 
-def _innermost(arrived: list[_Arrived]) -> Any:
+def _innermost(calls: list[_Arrived]) -> Any:
     """Return a transform that records how the innermost function is called."""
 
     @transform_of
     class innermost:
         def value_and_grad(self, inner: Any, slot: Any, update: Any) -> Any:
-            def seeing(*given: Any, into: Any = None, sync: bool = True) -> Any:
-                arrived.append((into is not None, sync))
-                return inner(*given, into=into, sync=sync)
+            def seeing(*args: Any, into: Any = None, sync: bool = True) -> Any:
+                calls.append((into is not None, sync))
+                return inner(*args, into=into, sync=sync)
 
             return seeing, slot
 
     return innermost()
 
 
-def _lost_of_parts(arrived: Sequence[_Arrived]) -> str | None:
-    if arrived and not any(adds for adds, _ in arrived):
+def _lost_of_parts(calls: Sequence[_Arrived]) -> str | None:
+    if calls and not any(adds for adds, _ in calls):
         return "what is to be added to was lost: pass into= on to the inner function."
-    if arrived and all(sync for _, sync in arrived):
+    if calls and all(sync for _, sync in calls):
         return "every micro-batch communicated: pass sync= on to the inner function."
     return None
 
@@ -622,9 +626,9 @@ def _evaluates_purely(subject: Subject) -> str | None:
     """Evaluating between updates does not change the run."""
 
     def advance(
-        states: TrainState, done: int, number: int
+        states: TrainState, offset: int, number: int
     ) -> Iterator[tuple[TrainState, Any]]:
-        for state, metrics in subject.advance(states, done, number):
+        for state, metrics in subject.advance(states, offset, number):
             for _ in range(2):
                 eval_params(state)
                 _ = state.lrs  # which asks hyper
@@ -650,7 +654,7 @@ def _owes_once(subject: Subject) -> str | None:
 
     once, again = zip(*simulate(subject.size, rank, sums="ring"), strict=True)
     params = [
-        [{n: e for n, e in each.items() if n.startswith("params")} for each in history]
+        [{n: e for n, e in row.items() if n.startswith("params")} for row in history]
         for history in once
     ]
     states = "what finalize returns, and finalize of that,"
@@ -670,18 +674,18 @@ def _merges_all(members: Sequence[Any]) -> Law:
             state = subject.start(world)
             for after, _ in subject.advance(state, 0, subject.updates):
                 state = after
-            for each in merging:
-                own = state.slots[each.name]
-                kept, lost = _shares(each, tree.clone(own), world)
-                if kept:
+            for member in merging:
+                slot = state.slots[member.name]
+                change, idle = _shares(member, tree.clone(slot), world)
+                if change:
                     return (
-                        f"{each!r}.merge of {world.size} slots that it made itself, for as many"
-                        f" ranks, gives another slot: {kept}"
+                        f"{member!r}.merge of {world.size} slots that it made itself, for as many"
+                        f" ranks, gives another slot: {change}"
                     )
-                if lost is not None:
-                    entries = list(contract.facts_of(each).get("by_rank", ()))
+                if idle is not None:
+                    entries = list(contract.facts_of(member).get("by_rank", ()))
                     return (
-                        f"{each!r}.merge gives the same, whatever rank {lost} has in {entries},"
+                        f"{member!r}.merge gives the same, whatever rank {idle} has in {entries},"
                         " which is then lost on another number of ranks. Use every slot of the"
                         " argument."
                     )
@@ -701,21 +705,19 @@ def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | 
     def named(slot: Any) -> dict[str, Any]:
         return dict(leaves("merge", slot))
 
-    alike = [slot] * world.size
-    result = merge(alike)
+    copies = [slot] * world.size
+    result = merge(copies)
     again = merge([result[1]] * world.size)
     differences = NEARLY_EQUAL.by_name(named(result[1]), named(again[1]))
-    kept = next((str(difference[0]) for difference in differences.values()), None)
+    change = next((str(difference[0]) for difference in differences.values()), None)
     other = _plus_one(slot, contract.facts_of(transform).get("by_rank", ()))
     for place in range(
         world.size if first_difference(named(slot), named(other)) else 0
     ):
-        changed = [*alike[:place], other, *alike[place + 1 :]]
-        if world.size > 1 and not first_difference(
-            named(result), named(merge(changed))
-        ):
-            return kept, place
-    return kept, None
+        inputs = [*copies[:place], other, *copies[place + 1 :]]
+        if world.size > 1 and not first_difference(named(result), named(merge(inputs))):
+            return change, place
+    return change, None
 
 
 def _plus_one(slot: Any, names: Sequence[str]) -> Any:
@@ -725,8 +727,8 @@ def _plus_one(slot: Any, names: Sequence[str]) -> Any:
         is_number = isinstance(leaf, (int, float, torch.Tensor))
         return leaf + 1 if is_number and not isinstance(leaf, bool) else leaf
 
-    changed = {n: tree.tree_map(plus, each) for n, each in slot.items() if n in names}
-    return {**slot, **changed}
+    sums = {n: tree.tree_map(plus, value) for n, value in slot.items() if n in names}
+    return {**slot, **sums}
 
 
 def _loads_anywhere(subject: Subject) -> str | None:

@@ -255,20 +255,20 @@ def _read_rank(path: Path) -> dict[str, Any]:
         raise CheckpointError(msg)
     tensors = safetensors.torch.load_file(path.with_suffix(".safetensors"))
     for part in ("states", "given"):
-        bundle[part] = [codec.decode(coded, tensors) for coded in bundle[part]]
+        bundle[part] = [codec.decode(code, tensors) for code in bundle[part]]
     return bundle
 
 
-def _plain(given: Any) -> Any:
+def _plain(batch: Any) -> Any:
     """Return a batch, or an extra of the loss, as a tree of tensors and plain data."""
-    if not isinstance(given, Batch):
-        return {"value": given}
-    parts = attrs.asdict(given, recurse=False)
-    for name, cursor in (("start", given.start), ("cursor", given.cursor)):
+    if not isinstance(batch, Batch):
+        return {"value": batch}
+    parts = attrs.asdict(batch, recurse=False)
+    for name, cursor in (("start", batch.start), ("cursor", batch.cursor)):
         parts[name] = None if cursor is None else cursor.to_plain()
     for name in ("parts_indices", "parts_filler"):
         parts[name] = tuple(torch.as_tensor(np.asarray(part)) for part in parts[name])
-    parts["shares"] = None if given.shares is None else [*map(list, given.shares())]
+    parts["shares"] = None if batch.shares is None else [*map(list, batch.shares())]
     return {"batch": parts}
 
 
@@ -299,16 +299,16 @@ def _source_of(make: Make) -> dict[str, str]:
 
 
 def _made_by(source: Mapping[str, str]) -> Make:
-    module = source["module"]
-    if module not in sys.modules and importlib.util.find_spec(module) is None:
-        module = "__main__"
-    if module != "__main__":
-        found = importlib.import_module(module)
+    name = source["module"]
+    if name not in sys.modules and importlib.util.find_spec(name) is None:
+        name = "__main__"
+    if name != "__main__":
+        module = importlib.import_module(name)
     else:  # a script: under another name its `if __name__ == "__main__"` does not run
         spec = importlib.util.spec_from_file_location("replayed", source["file"])
         if spec is None or spec.loader is None:
             msg = f"{source['file']}, which makes the state, cannot be imported."
             raise CheckpointError(msg)
-        found = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(found)
-    return getattr(found, source["name"])
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    return getattr(module, source["name"])

@@ -138,9 +138,8 @@ def check_resume(
     arguments.check_integer("check_resume", "steps", steps, 1, "a number of updates")
     arguments.check_sizes("check_resume", sizes)
 
-    def advance(state: TrainState, done: int, number: int) -> Iterator[tuple[Any, Any]]:
-        del done
-        _, step = _state_and_step(make, state.world)
+    def advance(state: TrainState, _: int, number: int) -> Iterator[tuple[Any, Any]]:
+        step = _state_and_step(make, state.world)[1]
         for batch in islice(batches_of(state), number):
             state, metrics = step(state, batch)
             yield state, metrics
@@ -184,11 +183,11 @@ def _state_and_step(
             raise ArgumentError(msg)
 
 
-def _kinds(made: Any) -> str:
+def _kinds(value: Any) -> str:
     """Return the type of a value, or of each entry of a tuple or list."""
-    if not isinstance(made, (tuple, list)):
-        return type(made).__name__
-    parts = cast("Sequence[Any]", made)
+    if not isinstance(value, (tuple, list)):
+        return type(value).__name__
+    parts = cast("Sequence[Any]", value)
     return f"({', '.join(type(part).__name__ for part in parts)})"
 
 
@@ -199,10 +198,10 @@ def _subject(
     size: int,
     updates: int,
 ) -> Subject:
-    def advance(tree: States, done: int, number: int) -> Iterator[tuple[States, Any]]:
+    def advance(tree: States, offset: int, number: int) -> Iterator[tuple[States, Any]]:
         first = leaves(tree)[0][1]
         source = batches_of(first) if batches is None else batches(first.world)
-        begin = 0 if batches is None else done
+        begin = 0 if batches is None else offset
         count = 0
         for batch in islice(source, begin, begin + number):
             tree, metrics = step(tree, batch)
@@ -213,15 +212,15 @@ def _subject(
             raise ArgumentError(msg)
 
     def start(world: World) -> States:
-        made = states(world)
-        kinds = {type(state) for _, state in leaves(made)}
+        tree = states(world)
+        kinds = {type(state) for _, state in leaves(tree)}
         if not kinds or not all(issubclass(kind, TrainState) for kind in kinds):
             msg = (
-                f"check_step: states(world) returned {_kinds(made)}; expected a TrainState,"
+                f"check_step: states(world) returned {_kinds(tree)}; expected a TrainState,"
                 " or a tuple, dict or list of them."
             )
             raise ArgumentError(msg)
-        return made
+        return tree
 
     return Subject(
         name=f"{size} rank{'s' if size > 1 else ''}",
@@ -232,11 +231,11 @@ def _subject(
     )
 
 
-def _hold(what: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
+def _hold(subject: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> None:
     for name, law in laws.items():
         broken = first_broken(law, subjects)
         if broken:
-            msg = f"{what} breaks the law {name!r}: {broken}"
+            msg = f"{subject} breaks the law {name!r}: {broken}"
             raise LawError(msg)
 
 
@@ -248,9 +247,9 @@ def _returns_states(subject: Subject) -> str | None:
         before = subject.start(world)
         kinds = [type(state).__name__ for _, state in leaves(before)]
         after, _ = next(subject.advance(before, 0, 1))
-        returned = [type(state).__name__ for _, state in leaves(after)]
-        if returned != kinds:
-            broken.append(f"it got {kinds} and returned {returned}.")
+        new_kinds = [type(state).__name__ for _, state in leaves(after)]
+        if new_kinds != kinds:
+            broken.append(f"it got {kinds} and returned {new_kinds}.")
         over = [
             place
             for place, (_, state) in enumerate(leaves(after))
@@ -290,16 +289,16 @@ _FAR = 0.4
 """Allowed relative difference of the way of parameters if gradients are sent later."""
 
 
-def split_law(members: Sequence[Any], around: Around) -> Law:
+def split_law(members: Sequence[Any], build: Around) -> Law:
     """Return the law that a result does not depend on how an update is split.
 
     The reference is one rank with whole updates, without transforms that only split them.
     """
-    made = chain(*members)
-    rough = "reduces_to_mean" in made.gives_up()
+    full = chain(*members)
+    rough = "reduces_to_mean" in full.gives_up()
     lossy = rough or any("apart" in contract.facts_of(member) for member in members)
-    draws = any(made.owners.get(each) or each in made.facts for each in _DRAWING)
-    whole = [member for member in members if lossy or not _only_splits(member)]
+    draws = any(full.owners.get(key) or key in full.facts for key in _DRAWING)
+    base = [member for member in members if lossy or not _only_splits(member)]
 
     def law(subject: Subject) -> str | None:
         if not subject.splits:
@@ -307,21 +306,21 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
         with warnings.catch_warnings():
             # all ranks take the same samples on purpose
             warnings.simplefilter("ignore", AccelfnWarning)
-            wanted = _histories(subject, around(whole), 1)
-            if isinstance(wanted, str):
-                return f"on one rank, the run raised {wanted}"
+            reference = _histories(subject, build(base), 1)
+            if isinstance(reference, str):
+                return f"on one rank, the run raised {reference}"
             for how, setup in _split_setups(
-                members, around, subject.size, lossy=lossy
+                members, build, subject.size, lossy=lossy
             ).items():
-                broken = _compare(subject, setup, wanted[0], rough=rough)
+                broken = _compare(subject, setup, reference[0], rough=rough)
                 if broken and draws:  # other numbers for each rank and micro-batch
-                    again = _histories(subject, around(whole), 1, name="another")
+                    again = _histories(subject, build(base), 1, name="another")
                     if isinstance(again, str) or _differ(
-                        wanted[0], again, NEARLY_EQUAL
+                        reference[0], again, NEARLY_EQUAL
                     ):
                         return None
                 if broken:
-                    advice = "".join(_ADVICE[each] for each in _ADVICE if each in how)
+                    advice = "".join(_ADVICE[key] for key in _ADVICE if key in how)
                     return (
                         f"a run on one rank, and the same run {how}, {broken}{advice}"
                     )
@@ -331,33 +330,33 @@ def split_law(members: Sequence[Any], around: Around) -> Law:
 
 
 def _compare(
-    subject: Subject, setup: chain, wanted: History, *, rough: bool
+    subject: Subject, setup: chain, reference: History, *, rough: bool
 ) -> str | None:
     """Return how a run in a setup differs from the reference, or failed."""
     histories = _histories(subject, setup, subject.size)
     if isinstance(histories, str):
         return f"are not alike: the second raised {histories}"
     if rough:
-        off = max(_distance(wanted, history) for history in histories)
+        off = max(_distance(reference, history) for history in histories)
         text = f"move the parameters differently, by {off:.2g} of their way"
         return text if off > _FAR else None
-    broken = _differ(wanted, histories, NEARLY_EQUAL)
+    broken = _differ(reference, histories, NEARLY_EQUAL)
     if broken and _is_coarse(subject, setup):
         # whether scaled losses overflow depends on how large the sums of a part are
         scales = "loss_scale" in setup.facts
-        broken = None if scales else _differ(wanted, histories, _COARSE)
+        broken = None if scales else _differ(reference, histories, _COARSE)
     return broken and f"differ {broken}"
 
 
-def _distance(wanted: History, found: History) -> float:
+def _distance(reference: History, other: History) -> float:
     """Return the relative difference of two runs' changes of parameters."""
 
     def change_of(history: History) -> torch.Tensor:
         last, names = history[-1], [n for n in history[0] if n.startswith("params[")]
         return torch.cat([(last[n] - history[0][n]).flatten().double() for n in names])
 
-    reference = change_of(wanted)
-    return float((change_of(found) - reference).norm() / reference.norm())
+    change = change_of(reference)
+    return float((change_of(other) - change).norm() / change.norm())
 
 
 def _only_splits(transform: Any) -> bool:
@@ -370,7 +369,7 @@ def _only_splits(transform: Any) -> bool:
 
 
 def _split_setups(
-    members: Sequence[Any], around: Around, size: int, *, lossy: bool
+    members: Sequence[Any], build: Around, size: int, *, lossy: bool
 ) -> Mapping[str, chain]:
     """Return the setups that split updates, by their names in messages.
 
@@ -391,7 +390,7 @@ def _split_setups(
     setups: dict[str, chain] = {}
     for how, parts in options.items():
         try:
-            setups[how] = around(members, **parts)
+            setups[how] = build(members, **parts)
         except CompositionError:
             continue  # the transform rejects this setup
     return setups
@@ -412,9 +411,9 @@ def _histories(
         return attrs.evolve(state, definition=name_of)
 
     def advance(
-        state: TrainState, done: int, number: int
+        state: TrainState, offset: int, number: int
     ) -> Iterator[tuple[TrainState, Any]]:
-        for after, metrics in subject.advance(state, done, number):
+        for after, metrics in subject.advance(state, offset, number):
             yield after, metrics.all_reduce_mean(after.world)
 
     split = attrs.evolve(subject, size=size, start=start, advance=advance)
@@ -428,13 +427,13 @@ _ADDED = "metrics", "slots"
 """Parts of a history to which a transform adds entries."""
 
 
-def _differ(wanted: History, found: Sequence[History], near: Comparison) -> str | None:
+def _differ(ref: History, runs: Sequence[History], margin: Comparison) -> str | None:
     """Return the first difference of ranks' histories from a reference, beyond rounding."""
-    for rank, history in enumerate(found):
-        for update, (one, other) in enumerate(zip(wanted, history, strict=True), 1):
-            where = "at the end" if update == len(wanted) else f"after update {update}"
+    for rank, history in enumerate(runs):
+        for update, (one, other) in enumerate(zip(ref, history, strict=True), 1):
+            where = "at the end" if update == len(ref) else f"after update {update}"
             names = [n for n in other if not n.startswith(OWN)]
-            differences = near.by_name(
+            differences = margin.by_name(
                 {n: one[n] for n in names if n in one},
                 # a transform that only splits is not in the reference
                 {n: other[n] for n in names if n in one or not n.startswith(_ADDED)},
@@ -447,16 +446,16 @@ def _differ(wanted: History, found: Sequence[History], near: Comparison) -> str 
 class _Dtypes(TorchDispatchMode):
     """Records whether an operator returned numbers of 16 bits or less."""
 
-    found = False
+    is_coarse = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Call an operator, and check the dtype of its result."""
-        returned = func(*args, **(kwargs or {}))
-        if isinstance(returned, torch.Tensor) and returned.dtype is not torch.bool:
-            self.found = self.found or returned.dtype.itemsize < 4
-        return returned
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.dtype is not torch.bool:
+            self.is_coarse = self.is_coarse or result.dtype.itemsize < 4
+        return result
 
 
 def _is_coarse(subject: Subject, setup: chain) -> bool:
@@ -468,6 +467,6 @@ def _is_coarse(subject: Subject, setup: chain) -> bool:
         with _Dtypes() as dtypes:
             for _ in within.advance(state, 0, 2):
                 pass
-        return dtypes.found
+        return dtypes.is_coarse
 
     return any(simulate(subject.size, rank))

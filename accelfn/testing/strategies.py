@@ -79,15 +79,15 @@ def chains(
     if field is not None and field not in contract.FIELDS:
         msg = f"chains(field={field!r}): expected one of {', '.join(contract.FIELDS)}."
         raise ArgumentError(msg)
-    musts = [_must(each) for each in include]
+    musts = [_must(member) for member in include]
     present = {type(must.value) if must.value else must.row.cls for must in musts}
     away = {row_of(cls) for cls in exclude}
     free = [row for row in CATALOG if row not in away and row.cls not in present]
     reducers = [row for row in free if _reduces(row)] if reduced else []
-    drawn = [
+    places = [
         _Place(row, field=field) for row in free if field is None or field in row.fields
     ]
-    return _chains(musts, reducers, drawn, max_size)
+    return _chains(musts, reducers, places, max_size)
 
 
 @attrs.frozen(eq=False)
@@ -101,25 +101,25 @@ class _Place:
     value: Transform | None = None
     field: str | None = None
 
-    def composes(self, others: Sequence["_Place"]) -> bool:
+    def composes(self, places: Sequence["_Place"]) -> bool:
         """Whether the transform goes with others, if their options allow it."""
-        mine = self.row.avoids(self.value)
+        rejects = self.row.avoids(self.value)
         return not any(
-            mine & other.row.fields
+            rejects & other.row.fields
             or other.row.avoids(other.value) & self.row.fields
             or (self.row.cls is other.row.cls)
-            for other in others
+            for other in places
         )
 
 
-def _must(each: Any) -> _Place:
-    if isinstance(each, type):
-        return _Place(row_of(each))
-    if not contract.is_transform(each) or isinstance(each, chain):
-        msg = f"chains(include=[{each!r}]): expected a transform, or a class of one."
+def _must(member: Any) -> _Place:
+    if isinstance(member, type):
+        return _Place(row_of(member))
+    if not contract.is_transform(member) or isinstance(member, chain):
+        msg = f"chains(include=[{member!r}]): expected a transform, or a class of one."
         raise ArgumentError(msg)
-    known = [row for row in CATALOG if row.cls is type(each)]
-    return _Place(known[0] if known else Row(type(each), st.just({})), each)
+    rows = [row for row in CATALOG if row.cls is type(member)]
+    return _Place(rows[0] if rows else Row(type(member), st.just({})), member)
 
 
 def _reduces(row: Row) -> bool:
@@ -138,11 +138,11 @@ def _chains(
     able = [row for row in reducers if _Place(row).composes(chosen)]
     if able:
         chosen.append(_Place(draw(st.sampled_from(able))))
-    fixed = len(chosen)
+    num_musts = len(chosen)
     order = draw(st.permutations([*chosen, *rows]))
     for place in order:
-        wanted = place not in chosen and draw(st.booleans())
-        if wanted and len(chosen) < fixed + max_size and place.composes(chosen):
+        take = place not in chosen and draw(st.booleans())
+        if take and len(chosen) < num_musts + max_size and place.composes(chosen):
             chosen.append(place)
     return chain(
         *[_draw_transform(draw, place, chosen) for place in order if place in chosen]
@@ -154,16 +154,16 @@ def _draw_transform(
 ) -> Transform:
     if place.value is not None:
         return place.value
-    beside = {
+    methods = {
         field
         for other in places
         if other is not place
         for field in fields_of(other.row.cls)
     }
-    field, drawn = place.field, place.row.transforms(beside)
+    field, strategy = place.field, place.row.transforms(methods)
     if field is not None:
-        drawn = drawn.filter(lambda made: contract.has_field(made, field))
-    return draw(drawn)
+        strategy = strategy.filter(lambda t: contract.has_field(t, field))
+    return draw(strategy)
 
 
 # Records that print as the call that makes them, so that a failing example can be pasted.
@@ -171,22 +171,22 @@ def _draw_transform(
 
 def as_code(self: Any) -> str:
     """Return the call that makes a record, without defaults."""
-    shown: list[str] = []
+    codes: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
         if field.default is not attrs.NOTHING and value == field.default:
             continue
         name = arguments.qualname(value)
-        shown.append(f"{field.name}={name}" if field.kw_only else name)
-    return f"{type(self).__name__}({', '.join(shown)})"
+        codes.append(f"{field.name}={name}" if field.kw_only else name)
+    return f"{type(self).__name__}({', '.join(codes)})"
 
 
 def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's protocol
     """Print the repr in a failing example of hypothesis, as `_repr_pretty_`."""
     del cycle
-    first, *others = repr(self).splitlines()
+    first, *rest = repr(self).splitlines()
     p.text(first)
-    for line in others:
+    for line in rest:
         p.break_()
         p.text(line)
 
@@ -246,8 +246,8 @@ class Samples:
 
     def __repr__(self) -> str:
         """Return the call that makes the samples, with rows as lists."""
-        shown = [[list(row) for row in table] for table in (self.inputs, self.targets)]
-        return f"Samples({shown[0]}, {shown[1]})"
+        lists = [[list(row) for row in table] for table in (self.inputs, self.targets)]
+        return f"Samples({lists[0]}, {lists[1]})"
 
 
 def _tensor(numbers: Any) -> torch.Tensor:
@@ -296,8 +296,8 @@ def _samples(
     sizes = st.integers(min_size, max_size)
     rows = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
     return rows.map(
-        lambda drawn: Samples(
-            [row[:inputs] for row in drawn], [row[inputs:] for row in drawn]
+        lambda table: Samples(
+            [row[:inputs] for row in table], [row[inputs:] for row in table]
         )
     )
 
@@ -309,11 +309,11 @@ Drawn = Mapping[str, st.SearchStrategy[Any]]
 
 
 def field_strategies(
-    given: Mapping[str, Any], drawn: Drawn
+    fields: Mapping[str, Any], defaults: Drawn
 ) -> dict[str, st.SearchStrategy[Any]]:
     """Return a strategy for every field; given fields replace drawn fields."""
-    constant = {name: _strategy(value) for name, value in given.items()}
-    return {**drawn, **constant}
+    constant = {name: _strategy(value) for name, value in fields.items()}
+    return {**defaults, **constant}
 
 
 def _strategy(value: Any) -> st.SearchStrategy[Any]:
@@ -364,17 +364,17 @@ class Criterion:
         inputs, targets = batch
         outputs = model(inputs)
         errors = (outputs - targets).square() if self.squared else outputs * targets
-        each = errors.sum(1)
+        sample_losses = errors.sum(1)
         if self.reduction == "mean":
-            return each.mean()
+            return sample_losses.mean()
         if self.reduction == "sum":
-            return Loss(each.sum(), len(each))
+            return Loss(sample_losses.sum(), len(sample_losses))
         if self.reduction == "weighted":
             weights = targets[:, 0].abs()
             size = (inputs.sum(), float(len(inputs)))
-            return Loss((each * weights).sum(), weights.sum(), size=size)
+            return Loss((sample_losses * weights).sum(), weights.sum(), size=size)
         counts = targets[:, 0] > 0
-        return Loss(each[counts].sum(), counts.sum())
+        return Loss(sample_losses[counts].sum(), counts.sum())
 
 
 def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
@@ -684,17 +684,17 @@ class Program:
         self, state: TrainState, updates: int | None = None
     ) -> tuple[TrainState, list[Metrics]]:
         """Return the state after some updates, by default all, and the metrics of each."""
-        wanted = self.updates if updates is None else updates
-        seen: list[Metrics] = []
-        if wanted == 0:
-            return state, seen
+        count = self.updates if updates is None else updates
+        history: list[Metrics] = []
+        if count == 0:
+            return state, history
         step = make_step(self.loss)
         for batch in batches(state):
             state, metrics = step(state, batch)
-            seen.append(metrics)
-            if len(seen) == wanted:
+            history.append(metrics)
+            if len(history) == count:
                 break
-        return state, seen
+        return state, history
 
 
 def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program]:
@@ -749,43 +749,43 @@ def _programs(
     fields: Mapping[str, st.SearchStrategy[Any]],
     values: Collection[str],
 ) -> Program:
-    made = {name: draw(field) for name, field in fields.items()}
-    if "dataset" not in made:
-        net = made["model"]
-        known = isinstance(net, Net)
-        sides = {"inputs": net.inputs, "outputs": net.outputs} if known else {}
-        made["dataset"] = draw(datasets(dyadic=exact or None, **sides))
-    n = len(Data(made["dataset"], global_batch_size=1))
-    if "batch_size" not in made:
+    args = {name: draw(field) for name, field in fields.items()}
+    if "dataset" not in args:
+        net = args["model"]
+        is_net = isinstance(net, Net)
+        sides = {"inputs": net.inputs, "outputs": net.outputs} if is_net else {}
+        args["dataset"] = draw(datasets(dyadic=exact or None, **sides))
+    n = len(Data(args["dataset"], global_batch_size=1))
+    if "batch_size" not in args:
         powers = [size for size in (1, 2, 4, 8) if size <= n]
-        made["batch_size"] = draw(st.sampled_from(powers) if exact else _BATCH_SIZES)
-    if "remainder" not in made:
-        whole = made["batch_size"] <= n
-        kinds = ["drop"] if exact else ["short", "pad", *(["drop"] if whole else [])]
-        made["remainder"] = draw(st.sampled_from(kinds))
-    return Program(**_with_unused_found(made, values))
+        args["batch_size"] = draw(st.sampled_from(powers) if exact else _BATCH_SIZES)
+    if "remainder" not in args:
+        fits = args["batch_size"] <= n
+        kinds = ["drop"] if exact else ["short", "pad", *(["drop"] if fits else [])]
+        args["remainder"] = draw(st.sampled_from(kinds))
+    return Program(**_with_unused_found(args, values))
 
 
 _BATCH_SIZES = st.integers(1, 8)
 
 
-def _with_unused_found(made: dict[str, Any], values: Collection[str]) -> dict[str, Any]:
+def _with_unused_found(args: dict[str, Any], values: Collection[str]) -> dict[str, Any]:
     """Let DistributedDataParallel look for unused parameters, or draw a model without."""
-    net, setup = made["model"], chain(made["setup"])
+    net, setup = args["model"], chain(args["setup"])
     blind = [
         transform
         for transform in setup
         if isinstance(transform, wrap_ddp) and not transform.find_unused_parameters
     ]
     if not (blind and isinstance(net, Net) and net.unused):
-        return made
+        return args
     if "setup" not in values:
         finds = attrs.evolve(blind[0], find_unused_parameters=True, static_graph=False)
-        found = [finds if transform is blind[0] else transform for transform in setup]
-        return {**made, "setup": chain(*found)}
+        parts = [finds if transform is blind[0] else transform for transform in setup]
+        return {**args, "setup": chain(*parts)}
     if "model" not in values:
-        return {**made, "model": attrs.evolve(net, unused=False)}
-    return made
+        return {**args, "model": attrs.evolve(net, unused=False)}
+    return args
 
 
 # Simulated worlds: their size, the orders of turns and sums, and a fault.

@@ -57,8 +57,8 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
         ArgumentError: the runs do not tell.
     """
     if len(logs) < 3:
-        known = " and ".join(map(str, logs))
-        _refuse(ranks, f"it ran on {known} only, and three points tell a straight line")
+        sizes = " and ".join(map(str, logs))
+        _refuse(ranks, f"it ran on {sizes} only, and three points tell a straight line")
     _check_same_calls(logs, ranks)
     return [
         _foreseen(dict(zip(logs, entries, strict=True)), ranks)
@@ -68,7 +68,7 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
 
 def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
     """Raise for programs with other calls on another number of ranks."""
-    (first, calls), *others = logs.items()
+    (first, calls), *rest = logs.items()
     for size, entries in logs.items():
         for entry in entries:
             if len(entry.ranks) < size:
@@ -77,7 +77,7 @@ def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
                     ranks,
                     f"{_describe_call(entry)} is not of all ranks, but of {among}",
                 )
-    for size, entries in others:
+    for size, entries in rest:
         for a, b in zip(calls, entries, strict=False):
             if _known_by(a) != _known_by(b):
                 on = f"{_describe_call(a)} on {first} ranks is {_describe_call(b)} on {size}"
@@ -96,24 +96,24 @@ def _known_by(entry: Entry) -> tuple[object, ...]:
 
 def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     """Return the payload of one collective on a number of ranks."""
-    found = {size: payload_of(entry) for size, entry in entries.items()}
-    like = next(iter(found.values()))
+    loads = {size: payload_of(entry) for size, entry in entries.items()}
+    like = next(iter(loads.values()))
     parts = _PARTS.get(like.kind, lambda _: 1)
-    part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in found.items()}, ranks)
+    part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in loads.items()}, ranks)
     most = None if part is None else part * parts(ranks)
-    if all(each.most * size == each.total for size, each in found.items()):
+    if all(load.most * size == load.total for size, load in loads.items()):
         total = None if most is None else most * ranks  # ranks give alike
-    elif all(each.most == each.total for each in found.values()):
+    elif all(load.most == load.total for load in loads.values()):
         total = most  # one of them gives
     else:
         total = _on_a_line(
-            {n: Fraction(each.total) for n, each in found.items()}, ranks
+            {n: Fraction(load.total) for n, load in loads.items()}, ranks
         )
     if total is None or most is None:
-        told = ", ".join(f"{each.total:,} on {size}" for size, each in found.items())
+        text = ", ".join(f"{load.total:,} on {size}" for size, load in loads.items())
         entry = next(iter(entries.values()))
         _refuse(
-            ranks, f"the bytes that ranks give to {_describe_call(entry)} are {told}"
+            ranks, f"the bytes that ranks give to {_describe_call(entry)} are {text}"
         )
     return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
 
@@ -128,8 +128,8 @@ def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
     slope = (other_y - y) / (other_x - x)
     if slope < 0 or any(y + slope * (n - x) != value for n, value in values.items()):
         return None
-    found = y + slope * (at - x)
-    return found if found.denominator == 1 else None
+    point = y + slope * (at - x)
+    return point if point.denominator == 1 else None
 
 
 def _describe_call(entry: Entry) -> str:
@@ -161,8 +161,8 @@ def _at_least(least: float, *, above: bool = False) -> Any:
             value > least if above else value >= least
         )
         if not good:
-            what = f"above {least:g}" if above else f"of at least {least:g}"
-            msg = f"Link({field.name}={value!r}): expected a number {what}."
+            limit = f"above {least:g}" if above else f"of at least {least:g}"
+            msg = f"Link({field.name}={value!r}): expected a number {limit}."
             raise ArgumentError(msg)
 
     return attrs.field(validator=check, kw_only=True)
@@ -199,8 +199,8 @@ class Link:
 
     def seconds(self, cost: Cost) -> float:
         """Return the seconds of a collective on such links."""
-        sent = cost.busiest * (1 + self.overhead)
-        return cost.rounds * self.latency + sent / self.bandwidth
+        num_bytes = cost.busiest * (1 + self.overhead)
+        return cost.rounds * self.latency + num_bytes / self.bandwidth
 
     @classmethod
     def measured(cls, world: World) -> "Link":
@@ -215,9 +215,9 @@ class Link:
             WorldError: the world has one rank, or is simulated.
         """
         if world.size == 1 or world.connection.simulated is not None:
-            what = "one rank" if world.size == 1 else "simulated ranks"
+            ranks = "one rank" if world.size == 1 else "simulated ranks"
             msg = (
-                f"Link.measured: a world of {what} has no links. Call it on all ranks of a"
+                f"Link.measured: a world of {ranks} has no links. Call it on all ranks of a"
                 " real world, or write Link(latency=..., bandwidth=...)."
             )
             raise WorldError(msg)
@@ -242,8 +242,8 @@ def _time_sum(count: int, world: World) -> float:
     start = time.perf_counter()
     collectives.sum_(values, world, label=_LABEL)
     values[:1].tolist()  # wait for the device
-    taken = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    return float(all_reduce(taken.to(world.device), world, "max", label=_LABEL))
+    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
+    return float(all_reduce(seconds.to(world.device), world, "max", label=_LABEL))
 
 
 # Traffic as lines of text.
@@ -271,10 +271,10 @@ def format_table(
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
     rows = [("bytes an update", *head)]
     for label in labels:
-        sent = [
+        cells = [
             _per_update(column.get(label, 0), updates) for column in columns.values()
         ]
-        rows.append((_NO_LABEL if label is None else label, *sent))
+        rows.append((_NO_LABEL if label is None else label, *cells))
     totals = [sum(column.values()) for column in columns.values()]
     rows.append((_TOTAL, *(_per_update(total, updates) for total in totals)))
     shares = zip(totals, columns, strict=True)
@@ -285,15 +285,15 @@ def format_table(
 
 
 def _per_update(total: int, parts: int) -> str:
-    whole, rest = divmod(total, parts)
-    return f"{whole:,}" if not rest else f"{total / parts:,.1f}"
+    quotient, rest = divmod(total, parts)
+    return f"{quotient:,}" if not rest else f"{total / parts:,.1f}"
 
 
 def _align_columns(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
-    for first, *others in rows:
-        cells = [o.rjust(w) for o, w in zip(others, widths[1:], strict=True)]
+    for first, *rest in rows:
+        cells = [o.rjust(w) for o, w in zip(rest, widths[1:], strict=True)]
         lines.append("  ".join([first.ljust(widths[0]), *cells]))
     return "\n".join(lines)
 
@@ -389,12 +389,12 @@ class Traffic:
             )
             raise ArgumentError(msg)
         calls = self._calls(ranks, algorithm, of_updates=True)
-        whole = all(len(call.ranks) == ranks for call in calls)
+        is_global = all(len(call.ranks) == ranks for call in calls)
         slowest = max(
             _wait_seconds(
                 [c for c in calls if rank in c.ranks], link, compute * overlap
             )
-            for rank in (range(1) if whole else range(ranks))
+            for rank in (range(1) if is_global else range(ranks))
         )
         return compute + slowest / max(1, self.updates)
 
@@ -463,9 +463,9 @@ class Traffic:
                 label=entry.label,
                 step=entry.step,
                 ranks=entry.ranks if ranks in logs else range(ranks),
-                cost=cost(what, algorithm),
+                cost=cost(payload, algorithm),
             )
-            for entry, what in zip(entries, calls, strict=True)
+            for entry, payload in zip(entries, calls, strict=True)
         ]
 
     def _part(self, log: Log, *, of_updates: bool) -> Log:
@@ -480,22 +480,22 @@ def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
     by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
     for call in calls:
         by_step[call.step].append(call)
-    waited = 0.0
+    seconds = 0.0
     for update in by_step.values():
         buckets = [c.cost for c in update if c.label == _BESIDE_BACKWARD]
-        others = [c.cost for c in update if c.label != _BESIDE_BACKWARD]
-        waited += sum(link.seconds(other) for other in others)
-        waited += _after_backward(buckets, link, backward)
-    return waited
+        rest = [c.cost for c in update if c.label != _BESIDE_BACKWARD]
+        seconds += sum(link.seconds(other) for other in rest)
+        seconds += _after_backward(buckets, link, backward)
+    return seconds
 
 
 def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> float:
     """Return the seconds of sending buckets after the end of the backward pass."""
-    whole = sum(bucket.num_bytes for bucket in buckets) or 1
-    there = accumulate(bucket.num_bytes for bucket in buckets)
+    total = sum(bucket.num_bytes for bucket in buckets) or 1
+    sums = accumulate(bucket.num_bytes for bucket in buckets)
     now = 0.0
-    for bucket, num_bytes in zip(buckets, there, strict=True):
-        now = max(now, backward * num_bytes / whole) + link.seconds(bucket)
+    for bucket, num_bytes in zip(buckets, sums, strict=True):
+        now = max(now, backward * num_bytes / total) + link.seconds(bucket)
     return max(0.0, now - backward)
 
 
@@ -552,10 +552,10 @@ def communication(
     runs = {size: simulate(size, fn, axes=axes, device=device) for size in sizes}
     updates = {size: run.updates for size, run in runs.items()}
     if len(set(updates.values())) > 1:
-        told = ", ".join(f"{count} on {size}" for size, count in updates.items())
+        text = ", ".join(f"{count} on {size}" for size, count in updates.items())
         msg = (
             f"communication: the program takes another number of updates on another number of"
-            f" ranks: {told}. Let it take the same, so that updates can be compared."
+            f" ranks: {text}. Let it take the same, so that updates can be compared."
         )
         raise ArgumentError(msg)
     logs = {size: run.log for size, run in runs.items()}
@@ -583,15 +583,15 @@ def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterato
         ArgumentError: an argument is malformed, the function does not exist, or an error of
             `communication`.
     """
-    sizes, joined = _sizes(ranks), None if link is None else _link(link)
+    sizes, network = _sizes(ranks), None if link is None else _link(link)
     twice = {name for name in programs if programs.count(name) > 1}
     if twice:
         msg = f"{min(twice)} is there twice; name each program once."
         raise ArgumentError(msg)
     named = {name: _program(name) for name in programs}
-    found = {name: communication(program) for name, program in named.items()}
-    for name, traffic in found.items():
-        yield f"{name}\n{traffic.table(sizes, link=joined)}\n"
+    traffics = {name: communication(program) for name, program in named.items()}
+    for name, traffic in traffics.items():
+        yield f"{name}\n{traffic.table(sizes, link=network)}\n"
 
 
 def _sizes(ranks: str) -> list[int]:
@@ -625,14 +625,14 @@ def _program(word: str) -> Program:
         )
         raise ArgumentError(msg)
     module = _file(Path(source)) if source.endswith(".py") else _module(source)
-    found: Any = getattr(module, name, None)
-    if not callable(found):
+    function: Any = getattr(module, name, None)
+    if not callable(function):
         msg = (
             f"{source} has no function {name!r}; name one that takes a World and trains some"
             " updates, as `simulate` takes it."
         )
         raise ArgumentError(msg)
-    return found
+    return function
 
 
 def _file(path: Path) -> ModuleType:

@@ -100,9 +100,9 @@ def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
             acts.setdefault(name, set()).add(update[rank])
 
         get = _note_options(transform, _options(transform), acts)
-        seen = intercept(transform, (*_ACTS, "finalize"), _note_method(note))
-        seen = intercept(seen, _WRAPS, _note_wrapper(note))
-        return with_methods(seen, {"__getattribute__": get})
+        watcher = intercept(transform, (*_ACTS, "finalize"), _note_method(note))
+        watcher = intercept(watcher, _WRAPS, _note_wrapper(note))
+        return with_methods(watcher, {"__getattribute__": get})
 
     def rank(world: World) -> None:
         # record all collectives, not only the latest
@@ -125,7 +125,7 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
     change their arguments.
     """
     methods = [
-        method_name(transform, field, skipped=field in _seeing_skips(transform))
+        method_name(transform, field, in_skip=field in _seeing_skips(transform))
         for transform in transforms
         for field in (*_ACTS, *_WRAPS)
         if contract.has_field(transform, field) and callable(getattr(transform, field))
@@ -141,7 +141,7 @@ def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
         for transform in transforms
         for option in _options(transform)
     ]
-    names = [f"{each!r}.{option}" for each, option in options]
+    names = [f"{t!r}.{option}" for t, option in options]
     return [name for name in names if name not in acts]
 
 
@@ -184,38 +184,36 @@ def _seeing_skips(transform: Any) -> Sequence[str]:
     return ["after_update"] if "sees_skips" in contract.facts_of(transform) else []
 
 
-def method_name(transform: Any, field: str, *, skipped: bool) -> str:
+def method_name(transform: Any, field: str, *, in_skip: bool) -> str:
     """Return the name of a transform's method in messages."""
-    return f"{transform!r}.{field}{' of a skipped update' if skipped else ''}"
+    return f"{transform!r}.{field}{' of a skipped update' if in_skip else ''}"
 
 
 def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
     """Return a call of a method that records whether it acted."""
     busy: set[int] = set()
 
-    def call(field: str, method: Any, self: Any, value: Any, *given: Any) -> Any:
-        slot, update = given
+    def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
+        slot, update = rest
         world = update.world
         if world.rank in busy:  # a method of the transform calls another
             return method(self, value, slot, update)
         busy.add(world.rank)
         # after a skip, without this method, the slot before the update would stay
-        kept = update.state.slots.get(self.name) if update.skipped else slot
+        old_slot = update.state.slots.get(self.name) if update.skipped else slot
         # counting until ranks next communicate is not the method's purpose
         counts = field == "after_update" and "apart" in contract.facts_of(self)
-        before = _copy_values(field, value, kept, counts=counts)
+        before = _copy_values(field, value, old_slot, counts=counts)
         num_calls = len(world.connection.activity.trail)
-        returned = method(self, value, slot, update)
+        result = method(self, value, slot, update)
         busy.discard(world.rank)
-        if field == "hyper" and not returned[0]:  # it overrides nothing
-            returned = value, returned[1]
-        changed = first_difference(
-            before, _copy_values(field, *returned, counts=counts)
-        )
-        changed = changed or (field == "eval_params" and returned[0] is not value)
-        if len(world.connection.activity.trail) > num_calls or changed:
-            note(method_name(self, field, skipped=update.skipped), world.rank)
-        return returned
+        if field == "hyper" and not result[0]:  # it overrides nothing
+            result = value, result[1]
+        change = first_difference(before, _copy_values(field, *result, counts=counts))
+        change = change or (field == "eval_params" and result[0] is not value)
+        if len(world.connection.activity.trail) > num_calls or change:
+            note(method_name(self, field, in_skip=update.skipped), world.rank)
+        return result
 
     return call
 
@@ -223,12 +221,12 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
 def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
     """Return a call of a wrapper that records whether it returned another object."""
 
-    def call(field: str, method: Any, self: Any, inner: Any, *given: Any) -> Any:
-        returned = method(self, inner, *given)
-        outer = returned if field == "data" else returned[0]
+    def call(field: str, method: Any, self: Any, inner: Any, *rest: Any) -> Any:
+        result = method(self, inner, *rest)
+        outer = result if field == "data" else result[0]
         if outer is not inner and outer != inner:
-            note(method_name(self, field, skipped=False), 0)
-        return returned
+            note(method_name(self, field, in_skip=False), 0)
+        return result
 
     return call
 
@@ -248,7 +246,7 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
             "skip": None if skip is None else skip.flag,
         }
     elif field == "hyper":
-        value = {str(where): each for where, each in value.items()}
+        value = {str(where): v for where, v in value.items()}
     values |= {path: copy_leaf(leaf) for path, leaf in leaves(field, value)}
     return {n: e for n, e in values.items() if not (counts and n.startswith("slot"))}
 
@@ -256,18 +254,18 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
 # Whether the facts that a transform declares are true.
 
 
-def fact_law(members: Sequence[Any], around: Around) -> Law:
+def fact_law(members: Sequence[Any], build: Around) -> Law:
     """Return the law that declared facts are true, and true facts declared."""
-    declared = {fact for member in members for fact in contract.facts_of(member)}
+    facts = {fact for member in members for fact in contract.facts_of(member)}
     laws: Mapping[str, Law] = {
         "by_rank": lambda subject: _no_entry(subject, members),
         "judges_finite": _not_judged,
-        "micro_batches": lambda subject: _other_parts(subject, members, around),
+        "micro_batches": lambda subject: _other_parts(subject, members, build),
     }
 
     def law(subject: Subject) -> str | None:
-        broken = (fact(subject) for name, fact in laws.items() if name in declared)
-        return _recomputes(subject, declared) or next(filter(None, broken), None)
+        broken = (fact(subject) for name, fact in laws.items() if name in facts)
+        return _recomputes(subject, facts) or next(filter(None, broken), None)
 
     return law
 
@@ -314,14 +312,14 @@ def _not_judged(subject: Subject) -> str | None:
     )
 
 
-def _recomputes(subject: Subject, declared: set[str]) -> str | None:
+def _recomputes(subject: Subject, facts: set[str]) -> str | None:
     """Modules run again in the backward pass if and only if that is declared."""
-    if "compiles" in declared:
+    if "compiles" in facts:
         return None  # a graph calls no function
     recomputes = _run_again(subject, None) > _run_again(subject, chain())
-    if recomputes and "recomputes" not in declared:
+    if recomputes and "recomputes" not in facts:
         return "it runs modules again, and does not declare recomputes."
-    if not recomputes and "recomputes" in declared:
+    if not recomputes and "recomputes" in facts:
         return "it declares recomputes, but no module ran again."
     return None
 
@@ -357,9 +355,7 @@ def _run_again(subject: Subject, setup: chain | None) -> int:
     return simulate(1, rank)[0]
 
 
-def _other_parts(
-    subject: Subject, members: Sequence[Any], around: Around
-) -> str | None:
+def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str | None:
     """The number of backward passes is the declared number of parts of a batch."""
     losses = 0
 
@@ -369,7 +365,7 @@ def _other_parts(
         return _loss(model, batch, 1.0)
 
     def rank(world: World) -> int:
-        state = subject.start(world).with_setup(around(members))
+        state = subject.start(world).with_setup(build(members))
         batch = next(iter(batches(state)))
         (parts_of,) = state.setup.facts["micro_batches"]
         make_step(loss)(state, batch)
@@ -468,10 +464,10 @@ rank, up to rounding |
     laws = {**_own_laws(members), **COMMON}
     for name in filter(laws.__contains__, _LAST):
         laws[name] = laws.pop(name)
-    known = sorted({*laws, "acts", "options_read", "new_process"})
-    unknown = sorted(given_up.keys() - set(known))
+    names = sorted({*laws, "acts", "options_read", "new_process"})
+    unknown = sorted(given_up.keys() - set(names))
     if unknown:
-        msg = f"{transform!r} gives up {unknown}; the laws are {known}."
+        msg = f"{transform!r} gives up {unknown}; the laws are {names}."
         raise ArgumentError(msg)
     arguments.check_sizes("check_transform", sizes)
     if updates is not None:
@@ -487,10 +483,10 @@ rank, up to rounding |
         for problem in problems
         for size in sizes
     ]
-    here = _subject(members, other, max(sizes), number)
+    subject = _subject(members, other, max(sizes), number)
     laws["new_process"] = partial(_new_process, anew)
     for name, law in laws.items():
-        broken = first_broken(law, [here] if name == "new_process" else subjects)
+        broken = first_broken(law, [subject] if name == "new_process" else subjects)
         if broken and name not in given_up:
             msg = f"{transform!r} breaks the law {name!r}: {broken}"
             raise LawError(msg)
@@ -508,20 +504,20 @@ def _resume_runs(
     return _subject(members, problem, size, updates).resume_from(1, folder)
 
 
-def _new_process(anew: bytes, here: Subject) -> str | None:
+def _new_process(anew: bytes, subject: Subject) -> str | None:
     """A run continues in a new process as in this one.
 
     Only the first run in a process can show a difference, so this problem is a new one.
     """
     with tempfile.TemporaryDirectory() as name:
-        heads = here.save_after(1, Path(name))
+        heads = subject.save_after(1, Path(name))
         try:
-            tails = call_anew(anew, here.updates, Path(name))
+            tails = call_anew(anew, subject.updates, Path(name))
         except RankError as error:
             return f"loaded in a new process, the run raised {error}"
-    resumed = [head + tail for head, tail in zip(heads, tails, strict=True)]
+    histories = [head + tail for head, tail in zip(heads, tails, strict=True)]
     runs = "a run that continues in a new process, and the same run here,"
-    broken = differ(resumed, here.plain, runs)
+    broken = differ(histories, subject.plain, runs)
     return f"{broken} {REMEMBER}" if broken else None
 
 
@@ -553,34 +549,34 @@ def _acting(
     updates: int | None,
 ) -> tuple[dict[str, Law], int]:
     """Return the laws that methods act and options are read, and the number of updates."""
-    tried, acts, idlers = 0, dict[str, set[int]](), list[str]()
-    for tried in _TRIED if updates is None else (updates,):
+    number, acts, idlers = 0, dict[str, set[int]](), list[str]()
+    for number in _TRIED if updates is None else (updates,):
         for problem in problems:
-            subject = _subject(members, problem, min(size, 2), tried)
+            subject = _subject(members, problem, min(size, 2), number)
 
             def start(
-                world: World, observed: Any, problem: Problem = problem
+                world: World, watch: Any, problem: Problem = problem
             ) -> TrainState:
                 return problem.state(
-                    world, _setup([observed(member) for member in members])
+                    world, _setup([watch(member) for member in members])
                 )
 
             try:
-                seen = observe_acts(subject, start)
+                new_acts = observe_acts(subject, start)
             except Exception as error:
                 error.add_note(f"It was tried with {subject.name}.")
                 raise
-            for name, when in seen.items():
+            for name, when in new_acts.items():
                 acts.setdefault(name, set()).update(when)
         idlers = idle_methods(members, acts, size)
         if not idlers:
             break
-    plural = "s" if tried > 1 else ""
-    idle, unread = (
-        next((text.format(name, tried, plural) for name in names), None)
+    plural = "s" if number > 1 else ""
+    method, option = (
+        next((text.format(name, number, plural) for name in names), None)
         for text, names in ((_IDLE, idlers), (_UNREAD, unread_options(members, acts)))
     )
-    laws: dict[str, Law] = {"acts": lambda _: idle, "options_read": lambda _: unread}
+    laws: dict[str, Law] = {"acts": lambda _: method, "options_read": lambda _: option}
     return laws, updates or _count_updates(acts)
 
 
@@ -595,8 +591,8 @@ _UNREAD = "nothing reads {}, so this option has no effect. Use it, or remove it.
 def _count_updates(acts: Acted) -> int:
     """Return a number of updates in which each method acts, with work for `finalize`."""
     ends = [name for name in acts if name.endswith(".finalize")]
-    others = [min(acts[name]) for name in acts if name not in ends]
-    least = max([_LEAST, *(first + 1 for first in others)])
+    firsts = [min(acts[name]) for name in acts if name not in ends]
+    least = max([_LEAST, *(first + 1 for first in firsts)])
     owing = [at for name in ends for at in acts[name] if at >= least]
     return min(owing, default=least)
 
@@ -619,11 +615,11 @@ def _subject(
 
 def _final_values(state: Any) -> dict[str, Any]:
     """Return the parameters for evaluation, and those after `finalize`."""
-    evaluated = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
-    evaluated = {n: p.clone() for n, p in _gather(evaluated, state).items()}
+    evals = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
+    evals = {n: p.clone() for n, p in _gather(evals, state).items()}
     params = finalize(state).params.items()
     final = {f"finalize.params[{name!r}]": param for name, param in params}
-    return evaluated | _gather(final, state)
+    return evals | _gather(final, state)
 
 
 def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
@@ -649,7 +645,7 @@ def _not_a_value(transform: Any) -> str | None:
     if same != transform:
         return "a copy with the same options is not equal to it."
     try:
-        alike = hash(same) == hash(transform)
+        same_hash = hash(same) == hash(transform)
     except TypeError as error:
         return f"it has no hash ({error}). Make its options values, such as tuples."
-    return None if alike else "equal values of it have different hashes."
+    return None if same_hash else "equal values of it have different hashes."
