@@ -194,7 +194,7 @@ def check_data(
             for name in diffs[:_SHOWN]
         )
         msg = (
-            f"{folder} was saved with other data:\n{lines}\nIf that is meant, say so:"
+            f"{folder} was saved with other data:\n{lines}\nTo accept that, write"
             f" af.load(..., allow={quote(tuple(diffs))})."
         )
         raise CheckpointError(msg)
@@ -351,7 +351,7 @@ def warn_of_changes(
     if rows:
         lines = "\n".join(rows[:_SHOWN])
         advise(
-            f"{where} was saved by a run that trained otherwise:\n{lines}\nTo continue that"
+            f"{where} was saved by a run with other training options:\n{lines}\nTo continue that"
             f" run, {' and '.join(hints.values())}. If the difference is meant, write"
             f" af.load(..., allow={(*hints,)!r})."
         )

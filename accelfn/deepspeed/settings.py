@@ -27,7 +27,7 @@ _OURS: Mapping[str, str] = {
     "csv_monitor": "af.CSVTracker tracks metrics",
     "data_types": "gradients are accumulated as they are",
     "dataloader_drop_last": "af.Data says how an epoch ends",
-    "fp16": 'take af.autocast("bf16"), or af.wrap_fsdp() beside af.autocast("fp16")',
+    "fp16": 'take af.autocast("bf16"), or af.wrap_fsdp() with af.autocast("fp16")',
     "gradient_accumulation_steps": "af.accumulate(...) says how many micro-batches there are",
     "gradient_clipping": "af.clip_grad_norm(max_norm) says the bound",
     "optimizer": "TrainState.create(optimizer=...) makes it",
@@ -169,7 +169,7 @@ def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> N
         matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{call}: {where}[{key!r}] is none of the settings that can be given"
+            f"{call}: {where}[{key!r}] is not among the settings that can be given"
             f" ({', '.join(choices)}).{hint}"
         )
         raise ArgumentError(msg)
@@ -181,7 +181,7 @@ def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> N
 Patch: TypeAlias = tuple[Any, str, Any]
 """A module or class, an attribute's name, and its temporary value."""
 _MISSING = (
-    "{call}: DeepSpeed is not installed. Install it beside torch: pip install setuptools wheel"
+    "{call}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
     " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 

@@ -150,9 +150,9 @@ class wrap_deepspeed:
         "eight_bits": "has DeepSpeed lend the weights, and {other!r} keeps copies of them in 8"
         " bits. Leave out one of the two.",
         "splits_layers": "has DeepSpeed cut parameters, of which {other!r} gives ranks parts."
-        " Take af.wrap_fsdp() beside it.",
+        " Take af.wrap_fsdp() with it.",
         "splits_sequences": "has DeepSpeed average over all ranks, and under {other!r} some have"
-        " parts of the same sample. Take af.wrap_fsdp() beside it.",
+        " parts of the same sample. Take af.wrap_fsdp() with it.",
     }
     stage: Literal[1, 2, 3] = attrs.field(validator=_is_stage)
     config: Mapping[str, Any] = attrs.field(
@@ -224,7 +224,7 @@ class wrap_deepspeed:
         axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
         if axes:
             msg = (
-                f"{self!r}: splits over all ranks, and the world has axes beside dp_shard:"
+                f"{self!r}: splits over all ranks, and the world has other axes than dp_shard:"
                 f" {axes}. Take af.wrap_fsdp() there."
             )
             raise WorldError(msg)
@@ -244,7 +244,7 @@ class wrap_deepspeed:
                 hint = (
                     " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
                     if type(owner).__name__ == "clip_grad_norm"
-                    else " Take af.wrap_fsdp() beside it, which shows them."
+                    else " Take af.wrap_fsdp() with it, which shows them."
                 )
                 msg = (
                     f"{self!r}: has DeepSpeed hold the gradients until the update, and {owner!r}"

@@ -104,7 +104,7 @@ def check_fields(cls: type) -> None:
         matches = difflib.get_close_matches(name, FIELDS, n=1)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{cls.__name__}.{name} is no field of a transform ({', '.join(FIELDS)})."
+            f"{cls.__name__}.{name} is not a field of a transform ({', '.join(FIELDS)})."
             f"{hint} Start the names of helper methods with an underscore."
         )
         raise ArgumentError(msg)
@@ -551,7 +551,7 @@ def transform(cls: type[T]) -> type[T]:
     init = vars(cls).get("__init__")
     if init is not None and not isinstance(init, WrapperDescriptorType):
         msg = (
-            f"@af.transform: {cls.__name__} must not have an __init__ of its own. Write each"
+            f"@af.transform: {cls.__name__} must not define __init__. Write each"
             " option as a line of the class, such as scale: float = 1.0."
         )
         raise ArgumentError(msg)

@@ -426,7 +426,7 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiles: bool) -
         chosen = getattr(layer, "process_group", None)
         if chosen is not None and chosen is not ranks.group:
             msg = (
-                f"{owner}: {path!r} is a SyncBatchNorm over a process group of its own."
+                f"{owner}: {path!r} is a SyncBatchNorm over its own process group."
                 " Leave out one of the two."
             )
             raise ModelError(msg)

@@ -397,7 +397,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
     several = {match["mp"] for match in matches if match and int(match["mp"])}
     problem = ""
     if any(file.startswith("expp_rank_") or "_expert_" in file for file in files):
-        problem = "has a mixture of experts, which are cut over ranks of their own"
+        problem = "has a mixture of experts, which are cut over other ranks"
     elif any(file.startswith("layer_") for file in files):
         problem = "was saved by a pipeline, by the layers of its stages"
     elif several:
@@ -405,7 +405,7 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
             f"is of a model that was split over ranks, as mp_rank_{min(several)} says"
         )
     elif "offloaded_tensors" in files:
-        problem = "has an optimizer whose tensors were on NVMe, in files of their own"
+        problem = "has an optimizer whose tensors were on NVMe, in other files"
     elif "zero" in files and not any(PART_FILE.fullmatch(file) for file in files):
         problem = "is a universal checkpoint; the folder it was made from is read"
     if problem:

@@ -231,7 +231,7 @@ class _Records(pickle.Unpickler):
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        msg = f"it brings {module}.{name} along, which is none of torch's records"
+        msg = f"it brings {module}.{name} along, which is not one of torch's records"
         raise pickle.UnpicklingError(msg)
 
 

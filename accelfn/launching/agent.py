@@ -122,7 +122,7 @@ class Crew:
             self._members = members
             self._start(place)
             self._say(
-                f"{message}; {len(members)} go on, and another takes its place (pid"
+                f"{message}; {len(members)} continue, and a new rank replaces it (pid"
                 f" {self._pid(place)})."
             )
         else:

@@ -552,7 +552,9 @@ def _one_line(failure: Failure) -> str:
 def _why_no_traceback(failure: Failure) -> str:
     if failure.did_not_arrive and not failure.was_stopped:
         where = f" It was here, most recent call first:\n{failure.stack}"
-        return f"It had not failed, and was ended.{where if failure.stack else ''}"
+        return (
+            f"It had not failed; the launcher ended it.{where if failure.stack else ''}"
+        )
     if failure.was_stopped:
         why = "someone, or a debugger, stopped this process and did not continue it."
     elif failure.status == -signal.SIGKILL:

@@ -207,7 +207,7 @@ def _hint(runs: Sequence[Held], comparison: Comparison) -> str:
         return ""
     return (
         "\nThe loss of the first update differs already. Look at what it divides by: a plain"
-        ' loss is taken for a mean over samples, and one made with reduction="sum" is none,'
+        ' loss is taken for a mean over samples, and a loss with reduction="sum" is not a mean,'
         " so it depends on how samples are split. Return its mean, or af.Loss(total, weight)."
         " Draws and batch statistics depend on that, too."
     )

@@ -37,7 +37,7 @@ _LOOK_AT = {
     "batch": "the order and size of batches, shuffling, and a short last batch",
     "loss": (
         "what the loss divides by over samples and micro-batches (a plain loss is taken for"
-        ' a mean; one made with reduction="sum" is none), dropout and other draws,'
+        ' a mean; a loss with reduction="sum" is not a mean), dropout and other draws,'
         " training or evaluation mode, precision"
     ),
     "grads": "what divides them (samples, micro-batches, ranks), clipping, zero_grad",

@@ -140,7 +140,7 @@ def _describe_call(entry: Entry) -> str:
 
 def _refuse(ranks: int, why: str) -> NoReturn:
     msg = (
-        f"What the program sends on {ranks} ranks cannot be foreseen: {why}. Let it run on"
+        f"accelfn cannot predict the traffic on {ranks} ranks: {why}. Let it run on"
         f" as many simulated ranks: communication(fn, ranks=[{ranks}])."
     )
     raise ArgumentError(msg)

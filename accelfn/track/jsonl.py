@@ -56,7 +56,7 @@ class _Jsonl:
         except BlockingIOError:
             msg = (
                 f"af.track.jsonl: another tracker writes to {self.backend}; close it, or"
-                " give each run a file of its own."
+                " give each run its own file."
             )
             raise TrackingError(msg) from None
         except OSError:  # a file system without locks

@@ -93,7 +93,7 @@ class clip_grad_norm:
                     f"{self!r}: the optimizer's parameter groups {index_of[label]} and {i} are"
                     f" both called {label!r}, and both norms would be"
                     f' metrics["grad_norm.{label}"]. A group without a "name" is called by'
-                    " its number. Give each a name of its own."
+                    " its number. Give each its own name."
                 )
                 raise OptimizerError(msg)
 

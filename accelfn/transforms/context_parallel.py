@@ -208,7 +208,7 @@ class _Sequence:
         size = max(float(total.abs()), float(table[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > tol * size:
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} is not the same in parts. Of the first"
+                f"af.context_parallel: {qualname(loss_fn)} differs between parts and whole. Of the first"
                 f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
                 f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
                 f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"

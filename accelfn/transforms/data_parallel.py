@@ -670,7 +670,7 @@ class wrap_fsdp:
             if "apart" in facts and "stays" not in facts:
                 msg = (
                     f"{self!r}: has one model that is split over the ranks, and under {owner!r}"
-                    " each rank has a model of its own. Leave out one of the two."
+                    " each rank has its own model. Leave out one of the two."
                 )
                 raise CompositionError(msg)
 

@@ -119,7 +119,7 @@ class tensor_parallel:
 
     refuses: ClassVar[Mapping[str, str]] = {
         "apart": "has one model that is split over the ranks, and under {other!r} each rank"
-        " has a model of its own. Leave out one of the two.",
+        " has its own model. Leave out one of the two.",
         "compiles": "has ranks add up in the midst of a model, which {other!r} cannot trace."
         " Leave out one of the two.",
         "compression": "has parts of parameters, and {other!r} remembers what it left out of"
@@ -240,8 +240,8 @@ def _check(
     if bool(rows[:, 2].any()):
         where = differing or "a row layer, on another rank,"
         msg = (
-            f"af.tensor_parallel: {name} is not that of whole layers: {where!r} is not given"
-            f" this rank's features of what it is given in one piece. {_WAY}"
+            f"af.tensor_parallel: {name} differs from the loss of full layers: {where!r} does not"
+            f" get this rank's features of what it is given in one piece. {_WAY}"
         )
         raise LossError(msg)
     if still_open is not None:

@@ -175,7 +175,7 @@ def check_name(call: str, name: object) -> None:
     if name not in AXES:
         matches = difflib.get_close_matches(str(name), AXES, n=1, cutoff=0.4)
         meant = f" Did you mean {matches[0]!r}?" if matches else ""
-        msg = f"{call}: {name!r} is no axis; they are {', '.join(AXES)}.{meant}"
+        msg = f"{call}: {name!r} is not an axis; the axes are {', '.join(AXES)}.{meant}"
         raise ArgumentError(msg)
 
 

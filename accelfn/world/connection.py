@@ -446,7 +446,7 @@ class Connection:
 
 def _refuse_alone(update: int) -> None:
     msg = (
-        "This rank was started in the place of one that is gone, and would train alone, from"
+        "This rank replaces one that is gone, and would train alone, from"
         f" update {update}. Let it come in before the first step: state = af.regroup(state)."
     )
     raise WorldError(msg)

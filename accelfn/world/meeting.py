@@ -251,7 +251,7 @@ def _meet(meeting: Meeting) -> dist.Store:
     if wrong:
         msg = (
             f"{place.size} processes came, {' and '.join(wrong)}. Give each a RANK of its"
-            " own, and each run a MASTER_PORT of its own."
+            " own, and each run its own MASTER_PORT."
         )
         raise WorldError(msg)
     return store

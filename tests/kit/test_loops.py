@@ -292,7 +292,7 @@ def test_what_a_refusal_says():
         "Agree: batch.",
         (
             "Look at what the loss divides by over samples and micro-batches (a plain loss is"
-            ' taken for a mean; one made with reduction="sum" is none), dropout and other'
+            ' taken for a mean; a loss with reduction="sum" is not a mean), dropout and other'
             " draws, training or evaluation mode, precision."
         ),
     ]

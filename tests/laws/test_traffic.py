@@ -343,7 +343,7 @@ def dist_send(world: af.World) -> None:
 
 
 def refused(traffic: Traffic, ranks: int, named: str) -> None:
-    with pytest.raises(af.errors.ArgumentError, match="cannot be foreseen") as error:
+    with pytest.raises(af.errors.ArgumentError, match="cannot predict") as error:
         traffic.bytes(ranks)
     assert named in str(error.value)
     assert f"communication(fn, ranks=[{ranks}])" in str(error.value)

@@ -126,7 +126,7 @@ def test_a_rank_that_hangs_is_the_culprit():
     assert report[0].startswith("rank 1 failed first (the others waited for it, pid ")
     assert (
         report[1]
-        == "It had not failed, and was ended. It was here, most recent call first:"
+        == "It had not failed; the launcher ended it. It was here, most recent call first:"
     )
     assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in fail', report[2])
     assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in <module>', report[-3])

@@ -52,8 +52,8 @@ BAD = {
     "too large a product": ({"dp_shard": 8}, "do not multiply to the world's 4 ranks"),
     "what is left": ({"dp_shard": -1, "tp": 3}, "do not multiply"),
     "two are left": ({"dp_shard": -1, "tp": -1}, "so one axis can have it"),
-    "a name": ({"dp_shards": 4}, "'dp_shards' is no axis.*Did you mean 'dp_shard'"),
-    "no name": ({3: 4}, "3 is no axis"),
+    "a name": ({"dp_shards": 4}, "'dp_shards' is not an axis.*Did you mean 'dp_shard'"),
+    "no name": ({3: 4}, "3 is not an axis"),
     "a pipeline": ({"pp": 2, "tp": 2}, '"pp" would split the model into stages'),
     "no size": ({"tp": 0}, "expected a number of ranks, 1 or more, or -1"),
     "a truth": ({"tp": True}, "expected a number of ranks"),
@@ -97,7 +97,7 @@ def test_axes_between_which_another_stands_have_no_group():
 
     with pytest.raises(af.errors.ArgumentError, match="expected neighboring axes"):
         simulate(8, between, axes=axes)
-    with pytest.raises(af.errors.ArgumentError, match="'dp' is no axis"):
+    with pytest.raises(af.errors.ArgumentError, match="'dp' is not an axis"):
         simulate(8, lambda world: world.along("dp"), axes=axes)
 
 

@@ -122,7 +122,7 @@ def test_axes_of_several_machines_are_the_worlds(capsys, machines):
     ("axes", "said"),
     [
         ("dp_shard=3", "the sizes, 3, do not multiply to the world's 2 ranks"),
-        ("dp_shards=2", "'dp_shards' is no axis; they are dp_replicate, "),
+        ("dp_shards=2", "'dp_shards' is not an axis; the axes are dp_replicate, "),
         ("dp_shard=two", "'dp_shard' is 'two'; expected a number of ranks, 1 or more"),
         ("dp_shard=0", "'dp_shard' is 0; expected a number of ranks"),
         ("dp_shard=1.5", "'dp_shard' is '1.5'; expected a number of ranks"),
@@ -144,13 +144,13 @@ def test_axes_that_cannot_be_are_refused_before_anything_starts(capsys, axes, sa
 
 def test_axes_in_a_file_are_refused_as_on_the_command_line(capsys):
     """What does not depend on the number of ranks is refused by `config` and `env`, too."""
-    assert "'dp' is no axis" in refused(capsys, "config", "--set", "axes=dp=2")
+    assert "'dp' is not an axis" in refused(capsys, "config", "--set", "axes=dp=2")
     Path("accelfn.toml").write_text('[launch]\naxes = "dp=2"\n')
     err = refused(capsys, "launch", "train.py")
-    assert "accelfn.toml: axes dp=2: 'dp' is no axis" in err
+    assert "accelfn.toml: axes dp=2: 'dp' is not an axis" in err
     assert main(["env", "--json"]) == 0
     error = json.loads(capsys.readouterr().out)["settings"]["error"]
-    assert "'dp' is no axis" in error
+    assert "'dp' is not an axis" in error
 
 
 def test_what_other_machines_start_is_theirs_to_say(capsys):

@@ -206,8 +206,8 @@ def test_who_takes_a_place_is_told_who_it_is(run):
         run.end(1, by_signal=signal.SIGKILL)
         if times == "1":
             assert before.closed
-            assert "pid 101) was killed by SIGKILL; 2 go on, and" in run.said[0]
-            assert run.said[0].endswith(f"takes its place (pid {pid}).")
+            assert "pid 101) was killed by SIGKILL; 2 continue, and" in run.said[0]
+            assert run.said[0].endswith(f"replaces it (pid {pid}).")
             assert (run.workers[1].id, run.handlers[1].proc.pid) == (pid, pid)
             assert (run.envs[0]["RANK"], run.envs[0]["ACCELFN_ELASTIC"]) == ("1", times)
             run.words.ask_in("1.1")

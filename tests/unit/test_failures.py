@@ -115,7 +115,7 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
         (
             failure(1, -signal.SIGKILL, did_not_arrive=True),
             "the others waited for it",
-            "It had not failed, and was ended.\n",
+            "It had not failed; the launcher ended it.\n",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -115,7 +115,7 @@ def test_a_number_of_ranks(size):
         ({"timeout": "x"}, "timeout='x'"),
         ({"timeout": True}, "timeout=True"),
         ({"axes": {"dp_shard": 3}}, "af.launch.*3, do not multiply to"),
-        ({"axes": {"dp": 2}}, "'dp' is no axis"),
+        ({"axes": {"dp": 2}}, "'dp' is not an axis"),
         ({"device": "foo"}, "device='foo'.*not known to torch"),
         ({"device": 1.5}, "device=1.5.*not known to torch"),
         ({"device": "meta"}, "device='meta'.*expected cpu or an accelerator"),

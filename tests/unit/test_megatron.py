@@ -202,7 +202,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
     ("model", "said"),
     [
         (Open, "'up' is a column layer, and no row layer follows"),
-        (Heads, "'down' is not given this rank's features"),
+        (Heads, "'down' does not get this rank's features"),
     ],
 )
 def test_a_model_that_is_another_in_parts_is_refused(model, said):

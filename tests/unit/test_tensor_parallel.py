@@ -271,8 +271,8 @@ def test_an_optimizer_of_rows_is_refused():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Heads, "'down' is not given this rank's features"),
-        (Normed, "'down' is not given this rank's features"),
+        (Heads, "'down' does not get this rank's features"),
+        (Normed, "'down' does not get this rank's features"),
         (Fixed, "fails where layers are split: shape"),
         (Open, "'up' is a column layer, and no row layer follows"),
         (Leaking, "of whole layers and"),

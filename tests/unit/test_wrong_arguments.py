@@ -262,7 +262,7 @@ def test_a_transform_keeps_its_options():
         af.ema(0.5).decay = 0.9
     body = {"__init__": lambda self, scale: setattr(self, "scale", scale)}
     with pytest.raises(
-        af.errors.ArgumentError, match=r"Scaled must not have an __init__.*scale: float"
+        af.errors.ArgumentError, match=r"Scaled must not define __init__.*scale: float"
     ):
         af.transform(type("Scaled", (), body))
 
