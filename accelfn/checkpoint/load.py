@@ -58,6 +58,7 @@ _CHANGES = {
         "write state.with_trainable(predicate) after the load, as the run did",
     ),
     "setup.": ("options", "absent", "give the transforms the options that were saved"),
+    "name": ("name", "", "give TrainState.create the name that was saved"),
 }
 """By prefix in a manifest's definition: the word of `allow`, the default, and the advice."""
 
@@ -345,7 +346,8 @@ def warn_of_changes(
     for begin, (word, default, hint) in _CHANGES.items():
         for name in dict.fromkeys((*old_facts, *now)):
             old, new = (facts.get(name, default)[:_LONG] for facts in (old_facts, now))
-            if name.startswith(begin) and old != new and word not in allow:
+            is_known = bool(old) or begin != "name"  # older checkpoints have no name
+            if name.startswith(begin) and old != new and is_known and word not in allow:
                 rows.append(f"  {name[:_LONG]}: {old}, now {new}")
                 hints[word] = hint
     if rows:

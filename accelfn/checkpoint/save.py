@@ -324,7 +324,8 @@ def definition_of(state: TrainState) -> dict[str, str]:
         if any(has_field(transform, field) for field in acting)
         and not has_field(transform, "layout")
     }
-    return {**{f"params.{name}": "frozen" for name in sorted(frozen)}, **options}
+    frozen_params = {f"params.{name}": "frozen" for name in sorted(frozen)}
+    return {**frozen_params, **options, "name": state.name}
 
 
 def optimizer_name(state: TrainState) -> str:

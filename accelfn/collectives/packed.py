@@ -732,14 +732,15 @@ def check_stand_ins(call: str, world: World) -> None:
         raise LossError(msg)
 
 
-def warn_of_parts(world: World) -> None:
-    """Warn in a loss on one of several micro-batches: the gather covers only its samples."""
+def warn_of_parts(world: World, label: str) -> None:
+    """Warn in a loss on one of several micro-batches: a collective covers only its samples."""
     samples = world.connection.activity.samples
     if samples is not None and not samples.is_whole:
         advise(
-            "af.all_gather(grad=True) ran in an update of several micro-batches: the loss couples"
-            " only the samples of one micro-batch, so it depends on their number. Leave out"
-            " af.accumulate, or use af.checkpoint_activations() to save memory."
+            f"A loss calls the collective {label!r} in an update of several micro-batches: the"
+            " loss couples only the samples of one micro-batch, so it depends on their number."
+            " Compute the statistic of the whole batch before the step, or leave out"
+            " af.accumulate, and use af.checkpoint_activations() to save memory."
         )
 
 

@@ -101,7 +101,7 @@ def all_gather(
     if not grad:
         tensors = all_gather_rows(rows, counts, ready, label=label)
         return tree.with_leaves(values, tensors)
-    warn_of_parts(world)
+    warn_of_parts(world, label)
     pairs = zip(rows, counts, strict=True)
     tensors = [gather_with_grad(row, n, (ready, world), label) for row, n in pairs]
     return tree.with_leaves(values, tensors)
@@ -163,6 +163,7 @@ def all_reduce(
         count = counts[world.rank]
         weight = weight if count and weight is not None else count
     _warn_of_lost_gradients(leaves, label, world)
+    warn_of_parts(world, label)
     if weight is not None:
         ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
         means = [mean.clone() for mean in map(as_floats, leaves)]

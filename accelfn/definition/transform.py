@@ -399,7 +399,10 @@ def check_own_name(name: str, setup: Collection[str]) -> None:
         msg = f"with_slot({name!r}): expected a name of letters, digits, '.', '_' and '-'."
         raise StateError(msg)
     if name in setup:
-        msg = f"with_slot({name!r}): the transform of that name in the setup owns this slot."
+        msg = (
+            f"with_slot({name!r}): the transform of that name in the setup owns this slot. Use"
+            " another name, which the transform can read as update.state.slots[name]."
+        )
         raise StateError(msg)
 
 

@@ -272,12 +272,14 @@ def _plan(update: Update) -> tuple[Assignments, bool, Update]:
     if not owners:
         return assignments, is_over, update
     groups = definition.optimizer.param_groups
+    rates = {(i, "lr"): group["lr"] for i, group in enumerate(groups) if "lr" in group}
     try:
         with shared_draws(state, "hyper"), torch.no_grad():
             for owner in owners:
                 definition.cache.planned = assignments
                 slot = update.slots.get(owner.name)
-                result = owner.hyper(MappingProxyType(assignments), slot, update)
+                so_far = MappingProxyType({**rates, **assignments})
+                result = owner.hyper(so_far, slot, update)
                 hyper, new_slot = split_result(owner, "hyper", result, Mapping)
                 assignments = override_hyper(groups, assignments, hyper)
                 named.update(w if isinstance(w, str) else w[-1] for w in hyper)

@@ -443,12 +443,31 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     if start is None or after is None:
         return before
     if start == before or (start == state.cursor and before is None):
+        _check_size(state, batch)
         return after
     # or another part of the last one
     if before is not None and (start == state.cursor or after == before):
         is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
         return after if is_later else before
     return _reject_batch(state, start)
+
+
+def _check_size(state: TrainState, batch: Batch) -> None:
+    """Raise if a batch has another size than the state's data say, as after `with_data`.
+
+    Raises:
+        BatchError: it has.
+    """
+    size = None if state.data is None else state.data.global_batch_size
+    if not isinstance(size, int) or batch.num_samples == size:
+        return
+    if batch.num_samples > size or not batch.ends_epoch:
+        msg = (
+            f"This batch has {batch.num_samples} samples, but the state's data have batches of"
+            f" {size}. After state.with_data(...), end the loop over af.batches, and start"
+            " af.batches(state) again."
+        )
+        raise BatchError(msg)
 
 
 def _reject_batch(state: TrainState, start: Cursor) -> NoReturn:

@@ -228,7 +228,10 @@ NEARLY_EQUAL = Comparison(rtol=1e-4, atol=1e-6)
 """Allows for rounding errors of sums and divisions."""
 Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
-REMEMBER = "Keep memory in the state's slot, not in an attribute or a closure."
+REMEMBER = (
+    "Keep memory in the state's slot, not in an attribute or a closure, and draw from torch's"
+    " default generator."
+)
 _DRAW = (
     "Draw inside the loss, or from af.fork_rng(state). In the module of a transform, draw when"
     " the layer is called. If a transform draws, do not declare draws_nothing."

@@ -208,8 +208,8 @@ class _Sequence:
         size = max(float(total.abs()), float(table[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > tol * size:
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} differs between parts and whole. Of the first"
-                f" {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
+                f"af.context_parallel: {qualname(loss_fn)} differs between parts and whole. Of"
+                f" the first {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
                 f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
                 f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"
                 " position by position: give positions with the batch, and shift labels before"

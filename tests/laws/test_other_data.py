@@ -107,3 +107,13 @@ def test_what_is_no_seed_name_or_data_is_rejected(call, words):
     """The error names the argument."""
     with pytest.raises(af.errors.ArgumentError, match=words):
         call(create())
+
+
+def test_a_batch_of_another_size_is_rejected():
+    """With other data in the midst of a loop, the loop's batches are the old ones."""
+    state, step = create(), af.make_step(loss_of)
+    batches = iter(af.batches(state))
+    state, _ = step(state, next(batches))
+    state = state.with_data(attrs.evolve(state.data, global_batch_size=4))
+    with pytest.raises(af.errors.BatchError, match=r"start af\.batches\(state\) again"):
+        step(state, next(batches))
