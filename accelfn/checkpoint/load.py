@@ -49,7 +49,7 @@ from accelfn.state.state import TrainState, check_state
 _SHOWN = 10
 _LONG = 200
 """Characters shown of a name; names in a file can have any length."""
-_MEANT = ("trainable", "options", "opt_state", "slots")
+_MEANT = ("trainable", "options", "name", "opt_state", "slots")
 """Words that `allow` takes in addition to the facts of the data."""
 _CHANGES = {
     "params.": (
@@ -633,8 +633,8 @@ def load(
             that were saved together, pass all of them by name; `load` then returns a dict.
         directory: a directory that `save` wrote.
         allow: differences to accept: in the data "samples", "batch_size", "remainder", "order"
-            and "fingerprint"; also "trainable", "options" (of transforms), and the kinds and
-            shapes of "opt_state" and "slots".
+            and "fingerprint"; also "trainable", "options" (of transforms), "name", and the kinds
+            and shapes of "opt_state" and "slots".
         verify: whether to compare every byte with its digest.
 
     If the model is split among ranks, all ranks load or none does: a file that one rank cannot

@@ -260,7 +260,7 @@ def check(case: str, seed: int) -> str:
             state = fresh(case, world)
             error = ""
             try:
-                loaded = af.load(state, copied, allow=("trainable", "options"))
+                loaded = af.load(state, copied, allow=("trainable", "options", "name"))
             except af.errors.Error as raised:
                 error = str(raised)
                 assert len(error) < 5000
