@@ -163,7 +163,8 @@ def all_reduce(
         count = counts[world.rank]
         weight = weight if count and weight is not None else count
     _warn_of_lost_gradients(leaves, label, world)
-    warn_of_parts(world, label)
+    if op == "mean":
+        warn_of_parts(world, label)
     if weight is not None:
         ready = check_same_call(world, "all_reduce by weight", label, values, op=op)
         means = [mean.clone() for mean in map(as_floats, leaves)]

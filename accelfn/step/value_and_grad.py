@@ -458,8 +458,11 @@ def _check_size(state: TrainState, batch: Batch) -> None:
     Raises:
         BatchError: it has.
     """
-    size = None if state.data is None else state.data.global_batch_size
-    if not isinstance(size, int) or batch.num_samples == size:
+    data = state.data
+    if data is None or data.is_stream or data.global_batch_size == batch.num_samples:
+        return
+    size = data.global_batch_size
+    if not isinstance(size, int):
         return
     if batch.num_samples > size or not batch.ends_epoch:
         msg = (

@@ -60,10 +60,10 @@ step_generator = af.make_step(generator_loss)
 def gan_step(players: Any, batch: Any) -> Any:
     generator, discriminator = players
     discriminator, first = step_discriminator(
-        discriminator, batch, af.snapshot_model(generator)
+        discriminator, batch, af.snapshot_model(generator, at="eval")
     )
     generator, second = step_generator(
-        generator, batch, af.snapshot_model(discriminator)
+        generator, batch, af.snapshot_model(discriminator, at="eval")
     )
     return (generator, discriminator), {"d": first["loss"], "g": second["loss"]}
 
@@ -107,7 +107,7 @@ step_student = af.make_step(teacher_loss)
 
 def teacher_step(pair: Any, batch: Any) -> Any:
     student, metrics = step_student(
-        pair["student"], batch, af.snapshot_model(pair["teacher"])
+        pair["student"], batch, af.snapshot_model(pair["teacher"], at="eval")
     )
     old = pair["teacher"]
     mean = {

@@ -78,9 +78,11 @@ def by_command(state: af.TrainState, path: Path, *options: str) -> None:
 WRITERS: dict[str, Callable[[af.TrainState, Path], object]] = {
     "save": af.save,
     "a store": partial(by_store, async_=False),
-    "export_model": af.export_model,
-    "export_model, in several files": partial(af.export_model, max_shard_size=16),
-    "save_pretrained": af.save_pretrained,
+    "export_model": partial(af.export_model, at="eval"),
+    "export_model, in several files": partial(
+        af.export_model, max_shard_size=16, at="eval"
+    ),
+    "save_pretrained": partial(af.save_pretrained, at="eval"),
     "accelfn checkpoint export": by_command,
     "accelfn checkpoint export --format dcp": lambda state, path: by_command(
         state, path, "--format", "dcp"

@@ -127,7 +127,7 @@ def trained(
         state, metrics = step(state, batch)
         seen.append(metrics.all_reduce_mean(world)["loss"])
     measured = af.evaluate(state, af.Data(ROWS[:n], global_batch_size=size), loss)
-    return seen, dict(af.full_params(state)), measured
+    return seen, dict(af.full_params(state, at="eval")), measured
 
 
 @settings(max_examples=max(6, settings().max_examples // 20))
@@ -369,7 +369,7 @@ def test_the_value_of_an_empty_share_needs_its_batch():
         step = af.make_step(lambda model, x: model(x).square().mean())
         for batch in af.batches(first, until_epoch=1):
             other, _ = step(other, batch if whole else batch.value)
-        return af.full_params(other)["weight"]
+        return af.full_params(other, at="eval")["weight"]
 
     one, *others = (
         simulate(n, lambda world: train(world, whole=True))[0] for n in (1, 2, 4)

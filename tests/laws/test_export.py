@@ -161,11 +161,11 @@ def test_files_hold_what_they_may(kind: str, limit: int, exactly: int | None) ->
     Nor has one room for the first tensor of the next, though it be filled to the last byte.
     """
     state = trained(kind, af.World.single(device="cpu"))
-    order = af.snapshot_model(state).state_dict()
+    order = af.snapshot_model(state, at="eval").state_dict()
     if exactly is not None:  # as much as the first tensors together
         limit = sum(t.nbytes for t in [*order.values()][: exactly % len(order) + 1])
     with folder() as exported:
-        af.export_model(state, exported, max_shard_size=limit)
+        af.export_model(state, exported, max_shard_size=limit, at="eval")
         held: dict[str, dict[str, int]] = {}
         for path in exported.glob("*.safetensors"):
             with safe_open(path, framework="pt") as file:

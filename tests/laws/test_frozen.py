@@ -88,7 +88,7 @@ def do(act: str, i: int, history: History, kin: list[Kin], held: list[Kept]) -> 
             for name, param in module.named_parameters():
                 assert torch.equal(param, state.params[name])
         else:
-            module = af.snapshot_model(state)
+            module = af.snapshot_model(state, at="eval")
             for name, param in af.eval_params(state).items():
                 assert torch.equal(dict(module.named_parameters())[name], param)
         held.append(keep(module, "module" if way == "trained" else way))

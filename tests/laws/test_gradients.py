@@ -259,7 +259,7 @@ def test_gradients_are_those_of_the_mean(
         grads = read(grads, ways[1])
         shown = grads.tensors if grads.reduced else {}
         seen = {n: whole(g).clone() for n, g in shown.items()}
-        return seen, dict(af.full_params(af.apply_grads(state, grads)))
+        return seen, dict(af.full_params(af.apply_grads(state, grads), at="eval"))
 
     (alone,) = simulate(1, go)
     split = [af.shard_data(), reduce, af.accumulate(num_micro_batches=parts)]

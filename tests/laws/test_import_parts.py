@@ -80,7 +80,7 @@ def imported(
     state = af.import_state(state, folder).state
     count = bytes_read() - before
     has = sum(local(each).nbytes for each in state.params.values())
-    return af.full_params(state), has, count
+    return af.full_params(state, at="eval"), has, count
 
 
 @given(
@@ -135,7 +135,7 @@ def test_however_it_lay_it_comes_as_it_was(
         state = af.TrainState.create(
             model=small, optimizer=torch.optim.SGD, setup=af.chain(*setup), world=world
         )
-        return af.full_params(af.import_state(state, folder).state)
+        return af.full_params(af.import_state(state, folder).state, at="eval")
 
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

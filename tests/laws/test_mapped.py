@@ -27,7 +27,7 @@ def write(model: nn.Module, folder: Path, *, padding: int | None) -> Path:
     """Write a model as accelfn does; or as safetensors, what is padded beginning anywhere."""
     if padding is None:
         state = af.TrainState.create(model=lambda: model, optimizer=torch.optim.SGD)
-        af.export_model(state, folder / "model")
+        af.export_model(state, folder / "model", at="eval")
         return folder / "model" / "model.safetensors"
     file = folder / "model.safetensors"
     safetensors.torch.save_file(model.state_dict(), file, {"said": "x" * padding})

@@ -201,7 +201,7 @@ def test_tied_stays_tied(run: Run, setup: object) -> None:
         with af.borrow_model(each, at="train") as net:
             assert net.second.weight is net.first.weight
             assert torch.equal(net.first.weight, state.params["first.weight"])
-        lent = af.snapshot_model(each)
+        lent = af.snapshot_model(each, at="eval")
         assert lent.second.weight is lent.first.weight
 
 

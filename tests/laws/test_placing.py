@@ -111,7 +111,9 @@ def test_a_placed_model_computes_the_same(
         if empty:
             model.train()(x)  # buffers that are not those of the beginning
             af.export_model(
-                af.TrainState.create(model=lambda: model, optimizer=SGD), state
+                af.TrainState.create(model=lambda: model, optimizer=SGD),
+                state,
+                at="eval",
             )
             if last:
                 rename(state / "model.safetensors", Node(tree))

@@ -434,9 +434,9 @@ def test_an_overflow_in_rows_of_one_rank_skips_the_update_of_all(
 
         step, taken = af.make_step(loss_fn), 0
         for column, batch in zip(columns, af.batches(state), strict=False):
-            before = af.full_params(state)
+            before = af.full_params(state, at="eval")
             state, _ = step(state, batch, column)
-            after = af.full_params(state)
+            after = af.full_params(state, at="eval")
             taken += column is None
             assert (state.step, state.num_skipped) == (taken, state.num_tried - taken)
             same = all(torch.equal(before[name], after[name]) for name in before)
