@@ -264,7 +264,7 @@ def check_told(transform: Any) -> None:
 
 
 def _refuse_near(attribute: str, name: str, names: Sequence[str]) -> None:
-    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.8)
+    matches = difflib.get_close_matches(name, names, n=1, cutoff=0.85)
     if matches:
         msg = f"{attribute}: did you mean {matches[0]!r}? Known are {', '.join(names)}."
         raise ArgumentError(msg)

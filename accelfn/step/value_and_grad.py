@@ -22,7 +22,7 @@ from accelfn.base.arguments import (
 )
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.collectives.packed import sum_named
-from accelfn.data import Batch
+from accelfn.data import Batch, Data
 from accelfn.data.plan import Cursor
 from accelfn.definition.definition import Definition
 from accelfn.definition.transform import facts_of
@@ -443,7 +443,9 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     if start is None or after is None:
         return before
     if start == before or (start == state.cursor and before is None):
-        _check_size(state, batch)
+        data = state.definition.data
+        if data is not None and data.global_batch_size != batch.num_samples:
+            _check_size(data, batch)
         return after
     # or another part of the last one
     if before is not None and (start == state.cursor or after == before):
@@ -452,17 +454,14 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
     return _reject_batch(state, start)
 
 
-def _check_size(state: TrainState, batch: Batch) -> None:
+def _check_size(data: Data, batch: Batch) -> None:
     """Raise if a batch has another size than the state's data say, as after `with_data`.
 
     Raises:
         BatchError: it has.
     """
-    data = state.data
-    if data is None or data.is_stream or data.global_batch_size == batch.num_samples:
-        return
     size = data.global_batch_size
-    if not isinstance(size, int):
+    if not isinstance(size, int) or data.is_stream:
         return
     if batch.num_samples > size or not batch.ends_epoch:
         msg = (

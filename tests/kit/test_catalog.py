@@ -78,7 +78,7 @@ def test_two_compose_unless_one_avoids_the_other(data, pair):
 @given(data=st.data(), row=st.sampled_from(CATALOG), field=st.sampled_from(FIELDS))
 def test_drawn_beside_a_field_it_stands_beside_it(data, row, field):
     """Drawn to stand beside a field, a transform avoids it only if every one of it does."""
-    drawn = data.draw(row.transforms(beside=[field]))
+    drawn = data.draw(row.transforms(methods=[field]))
     assert (field in row.avoids(drawn)) == (field in row.avoids())
 
 

@@ -284,7 +284,7 @@ def test_a_loss_that_is_a_sum_is_seen(kind, parts, size, batch_size):
     split = af.accumulate(num_micro_batches=parts)
     options = {"make": make, "sizes": [size], "rtol": 1e-9}
     if kind == "sum":
-        assert 'made with reduction="sum"' in refused(split, None, **options)[-1]
+        assert 'a loss with reduction="sum"' in refused(split, None, **options)[-1]
     else:
         assert_equivalent(split, None, **options)
 

@@ -228,7 +228,6 @@ COUNTS = {
     "testing.Corrupt(element=)": Count(lambda n: Corrupt(0, element=n), 0),
 }
 OTHERS = {
-    "af.Grads(weight=)": "any number, 0 or more",
     "af.World(rank=)": "below its size",
     "af.World(size=)": "more than one has a group",
     "af.broadcast(root=)": "below the world's size",

@@ -118,7 +118,7 @@ def test_a_norm_over_a_group_of_its_own_is_refused_when_built(is_own):
         simulate(2, build)
         return
     with pytest.raises(
-        af.errors.ModelError, match="'1' is a SyncBatchNorm over a process"
+        af.errors.ModelError, match="'1' is a SyncBatchNorm over its own process"
     ):
         simulate(2, build)
 
