@@ -319,7 +319,7 @@ def test_what_is_on_the_host_is_looked_at_as_on_the_device(
         x = run.data().dataset[0].to(world.device)
         with af.borrow_model(state, at="train", gather=True) as module:
             lent = module.eval()(x).detach()
-        frozen = af.snapshot_model(state)(x)
+        frozen = af.snapshot_model(state, at="eval")(x)
         assert {lent.device.type, frozen.device.type} == {tested_device.NAME}
         whole = af.full_params(state, at="eval")
         assert {each.device.type for each in whole.values()} == {"cpu"}

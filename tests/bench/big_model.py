@@ -39,7 +39,7 @@ def written() -> Iterator[tuple[Path, Path, torch.Tensor]]:
         model.save_pretrained(root / "others")
         CONFIG.save_pretrained(root / "ours")
         state = af.TrainState.create(model=model, optimizer=torch.optim.SGD)
-        af.export_model(state, root / "export")
+        af.export_model(state, root / "export", at="eval")
         (root / "export" / "model.safetensors").rename(
             root / "ours" / "model.safetensors"
         )

@@ -31,4 +31,4 @@ with af.World.from_env() as world:
         state, metrics = step(state, batch)
         record.update(metrics["loss"].item(), len(batch.value[1]))
     # end
-    record.write(af.snapshot_model(state))
+    record.write(af.snapshot_model(state, at="eval"))
