@@ -82,7 +82,7 @@ def test_ranks_that_come_and_go_train_what_simulated_ones_do(
     ]
     assert sorted(map(str, found)) == sorted(map(str, expected))
     assert f"the process at place {victim} (pid " in run.stderr
-    assert f"was killed by SIGKILL; {size - 1} go on" in run.stderr
+    assert f"was killed by SIGKILL; {size - 1} continue" in run.stderr
 
 
 @pytest.mark.ranks(2)
