@@ -502,11 +502,11 @@ def _is_container(tree: Any) -> bool:
 def rows(tree: Any, start: int, stop: int) -> Any:
     """Slice the rows of a tree's tensors; leaves without rows are kept."""
 
-    def cut(leaf: Any) -> Any:
+    def take_rows(leaf: Any) -> Any:
         has_rows = isinstance(leaf, torch.Tensor) and leaf.ndim
         return leaf[start:stop] if has_rows else leaf
 
-    return tree_map(cut, tree)
+    return tree_map(take_rows, tree)
 
 
 def num_rows(tree: Any) -> int:

@@ -328,11 +328,11 @@ def _fresh_state(state: TrainState, world: World) -> TrainState:
 def _slots_on_device(slots: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Return slots on a device, except for sharded tensors."""
 
-    def put(leaf: Any) -> Any:
+    def copy_part(leaf: Any) -> Any:
         is_whole = isinstance(leaf, torch.Tensor) and not is_shard(leaf)
         return leaf.to(device) if is_whole else leaf
 
-    return {name: tree.tree_map(put, slot) for name, slot in slots.items()}
+    return {name: tree.tree_map(copy_part, slot) for name, slot in slots.items()}
 
 
 # Regrouping: continue in the world of all present ranks.

@@ -499,14 +499,14 @@ def start_reduce_same(
         result_dtype = flat.dtype
     metas = [torch.empty_like(tensor, device="meta") for tensor in same]
 
-    def finished() -> Sequence[torch.Tensor]:
+    def finish() -> Sequence[torch.Tensor]:
         if wait is not None:
             wait()
         result = _floats(flat, dtype) if as_integers else flat
         result = result / world.size if op == "mean" else result
         return split_vector(result.to(result_dtype), metas)
 
-    return finished
+    return finish
 
 
 def _start_all_reduce(

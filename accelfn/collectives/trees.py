@@ -246,12 +246,12 @@ def broadcast(values: T, world: World, *, root: int = 0, label: str = "broadcast
     ready = check_same_call(world, "broadcast", label, values, root=root)
     _warn_of_lost_gradients(leaves, label, world)
 
-    def given(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    def broadcast_same(same: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         flat = pack(same)
         broadcast_([flat], ready, label=label, root=root)
         return split_vector(flat, same)
 
-    return _by_dtype(values, leaves, given)
+    return _by_dtype(values, leaves, broadcast_same)
 
 
 def pad_across(
@@ -292,13 +292,13 @@ def pad_across(
     )
     longest = torch.stack(all_gather_list(lengths, world, label=label)).amax(0).tolist()
 
-    def padded(leaf: torch.Tensor, size: int) -> torch.Tensor:
+    def pad_leaf(leaf: torch.Tensor, size: int) -> torch.Tensor:
         missing = list(leaf.shape)
         missing[dim] = size - leaf.shape[dim]
         filling = leaf.new_full(missing, value)
         return torch.cat([filling, leaf] if first else [leaf, filling], dim)
 
-    return tree.with_leaves(values, map(padded, leaves, longest))
+    return tree.with_leaves(values, map(pad_leaf, leaves, longest))
 
 
 def _check_holds(dtype: torch.dtype, value: Any) -> None:

@@ -192,7 +192,7 @@ def reshard_tree(
     """
     leaves: list[tuple[torch.Tensor, str | None]] = []
 
-    def noted(tensor: torch.Tensor, name: str | None) -> None:
+    def note_draw(tensor: torch.Tensor, name: str | None) -> None:
         leaves.append((tensor, name))
 
     def laid(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
@@ -200,7 +200,7 @@ def reshard_tree(
             return tensor
         return layout.cut(name, tensor)
 
-    _map_named(values, shapes, noted)
+    _map_named(values, shapes, note_draw)
     parts = {str(i): t for i, (t, _) in enumerate(leaves) if tree.is_shard(t)}
     results = {str(i): laid(*e) for i, e in enumerate(leaves) if str(i) not in parts}
     for some in by_calls(parts, world, label="lay out anew"):

@@ -382,7 +382,7 @@ class _Drawing:
         if not matches:
             return
         blanks = {name: _unset(meta) for name, meta in matches.items()}
-        with self._placed(blanks, matches), draws.seeded(key, _CPU), torch.no_grad():
+        with self._place_params(blanks, matches), draws.seeded(key, _CPU), torch.no_grad():
             init()
         for name in matches:
             values = blanks.pop(name).detach()
@@ -393,7 +393,7 @@ class _Drawing:
                 self.kept[name] = self.keep(name, values)
 
     @contextmanager
-    def _placed(
+    def _place_params(
         self, params: Mapping[str, torch.Tensor], metas: Mapping[str, torch.Tensor]
     ) -> Generator[None]:
         self.bare.put(params)

@@ -647,7 +647,7 @@ def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
     """
     ours, copies = threading.get_ident(), WeakIdKeyDictionary()
 
-    def moved(
+    def move_param(
         module: nn.Module, name: str, param: nn.Parameter | None
     ) -> nn.Parameter | None:
         if param is None or param.is_meta or threading.get_ident() != ours:
@@ -666,7 +666,7 @@ def parameters_on_meta(on_move: Moved | None = None) -> Generator[None]:
                 on_move(param, empty)
         return copies[param]
 
-    hook = cast("Callable[..., None]", moved)  # torch's type lacks the parameter
+    hook = cast("Callable[..., None]", move_param)  # torch's type lacks the parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
         yield

@@ -730,14 +730,14 @@ def place_opt_state(
         for param in group["params"]
     }
 
-    def put(name: str, key: str, value: Any) -> Any:
+    def put_value(name: str, key: str, value: Any) -> Any:
         if name not in params or not isinstance(value, torch.Tensor) or is_shard(value):
             return value
         on_host = is_count(key, value) and name not in counted_there
         return value.to("cpu" if on_host else params[name].device)
 
     return {
-        name: {key: put(name, key, value) for key, value in entry.items()}
+        name: {key: put_value(name, key, value) for key, value in entry.items()}
         for name, entry in opt_state.items()
     }
 

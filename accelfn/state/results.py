@@ -595,7 +595,7 @@ class Grads:
         if taken is None:
             weight = _count_samples(batch) if weight is None else weight
             divisor = _whole_weight(weight, "af.Grads")
-            tensors = _without_weight(_detached(tensors), divisor)
+            tensors = _without_weight(_detach_grads(tensors), divisor)
             is_positive = not isinstance(divisor, torch.Tensor) and divisor > 0
             start = None if batch is None else batch.start
             cursor = None if batch is None else batch.cursor
@@ -787,7 +787,7 @@ class Grads:
         )
 
 
-def _detached(tensors: Any) -> dict[str, torch.Tensor]:
+def _detach_grads(tensors: Any) -> dict[str, torch.Tensor]:
     """Return a user's gradients without their graphs.
 
     Raises:

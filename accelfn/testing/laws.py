@@ -114,7 +114,7 @@ class Subject:
         def rank(world: World) -> History:
             return self._run(self.start(world), 0, self.updates)
 
-        return list(self._simulated(rank, seed=seed, schedule=schedule))
+        return list(self._simulation(rank, seed=seed, schedule=schedule))
 
     def run_cut(self, at: int, folder: Path) -> list[History]:
         """Return each rank's history, saved and loaded after some updates."""
@@ -135,7 +135,7 @@ class Subject:
                 save(state, folder / name)
             return history
 
-        return list(self._simulated(rank))
+        return list(self._simulation(rank))
 
     def resume_from(self, at: int, folder: Path) -> list[History]:
         """Load saved states, run the other updates, and return each rank's history."""
@@ -146,7 +146,7 @@ class Subject:
             states = tree.tree_map(lambda new: load(new, next(paths)), start)
             return self._run(states, at, self.updates - at)
 
-        return list(self._simulated(rank))
+        return list(self._simulation(rank))
 
     def fork(self) -> list[History]:
         """Return each rank's history with a copy after update 1, next to a twin.
@@ -166,10 +166,10 @@ class Subject:
                 history.append(state_contents(after, metrics))
             return history
 
-        return list(self._simulated(rank))
+        return list(self._simulation(rank))
 
     @property
-    def _simulated(self) -> Callable[..., Sequence[Any]]:
+    def _simulation(self) -> Callable[..., Sequence[Any]]:
         return partial(simulate, self.size, sums="ring")
 
     def _run(self, states: States, offset: int, number: int) -> History:

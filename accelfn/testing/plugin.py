@@ -71,7 +71,7 @@ def _on_every_rank(
     """Return the test as a function of the world's size; `last` gets the world's log."""
 
     @functools.wraps(test)
-    def simulated(*args: Any, world: int, **kwargs: Any) -> Any:
+    def run_simulated(*args: Any, world: int, **kwargs: Any) -> Any:
         __tracebackhide__ = True
 
         def rank(rank_world: World) -> Any:
@@ -87,7 +87,7 @@ def _on_every_rank(
             last[:] = logs.get(0, [])
         return next((value for value in run if value is not None), None)
 
-    return simulated
+    return run_simulated
 
 
 def _format_report(
@@ -137,7 +137,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
     """
     source = _source_of(make)
 
-    def bundled(states: Any, batch: Any, /, *extras: Any, **named: Any) -> Any:
+    def run_bundled(states: Any, batch: Any, /, *extras: Any, **named: Any) -> Any:
         try:
             return step(states, batch, *extras, **named)
         except Exception as error:
@@ -148,7 +148,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
                 error.add_note(f"No crash bundle was written: {other!r}")
             raise
 
-    return bundled
+    return run_bundled
 
 
 def replay(directory: str | os.PathLike[str]) -> None:

@@ -345,7 +345,7 @@ class Traffic:
         Raises:
             ArgumentError: there is no forecast for a call; the text names the call.
         """
-        return self._sent(ranks, algorithm, of_updates=True)
+        return self._bytes_by_label(ranks, algorithm, of_updates=True)
 
     def start(self, ranks: int, *, algorithm: Algorithm = "ring") -> dict[Label, int]:
         """Return the bytes that all ranks together send before the first update, by label.
@@ -353,7 +353,7 @@ class Traffic:
         Raises:
             ArgumentError: there is no forecast for a call.
         """
-        return self._sent(ranks, algorithm, of_updates=False)
+        return self._bytes_by_label(ranks, algorithm, of_updates=False)
 
     def seconds(
         self,
@@ -432,7 +432,7 @@ class Traffic:
         """Return the table for the numbers of ranks of the runs."""
         return self.table(self.logs)
 
-    def _sent(
+    def _bytes_by_label(
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
     ) -> dict[Label, int]:
         totals: defaultdict[Label, int] = defaultdict(int)

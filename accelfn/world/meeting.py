@@ -458,7 +458,7 @@ class Launched:
         world.connection.close()
         activity = Activity() if self.is_newcomer else world.connection.activity
         names = self._next()
-        while (connection := self._joined(names, activity)) is None:
+        while (connection := self._join_ranks(names, activity)) is None:
             names = self._next()
         return world.followed(names.index(self.name), len(names), connection)
 
@@ -509,10 +509,10 @@ class Launched:
             time.sleep(_ASKS_EVERY if absent else 0)
         return True
 
-    def _joined(self, names: list[str], activity: Activity) -> Connection | None:
+    def _join_ranks(self, names: list[str], activity: Activity) -> Connection | None:
         """Return what joins those who make a world; None where one is gone meanwhile."""
         store = dist.PrefixStore(f"accelfn world {self.number}", self.store)
-        if not (self._all_arrive(names) and self._opened(names, store)):
+        if not (self._all_arrive(names) and self._open_group(names, store)):
             return None
         self.is_newcomer = False
         if len(names) == 1:
@@ -525,7 +525,7 @@ class Launched:
             regrouping=self,
         )
 
-    def _opened(self, names: list[str], store: dist.Store) -> bool:
+    def _open_group(self, names: list[str], store: dist.Store) -> bool:
         """Let torch join those who have arrived; return whether all of them lived so long.
 
         Raises:
@@ -535,7 +535,7 @@ class Launched:
             return True
         try:
             open_default_group(
-                self._watched(store, names),
+                self._watch_store(store, names),
                 names.index(self.name),
                 len(names),
                 backend=self.backend,
@@ -548,7 +548,7 @@ class Launched:
             return False
         return True
 
-    def _watched(self, store: dist.Store, names: list[str]) -> dist.Store:
+    def _watch_store(self, store: dist.Store, names: list[str]) -> dist.Store:
         """Return a store at which nobody waits for one of these who is gone.
 
         Where a device is no processor, its backend goes on to use a store in threads of its

@@ -254,7 +254,7 @@ class World:
 
         Cost: at first a process group for each part; by="node" gathers 8 bytes at each call.
         """
-        return self._parted("World.split", size, by)
+        return self._split_world("World.split", size, by)
 
     def across(
         self, *, size: int | None = None, by: Literal["node"] | None = None
@@ -267,9 +267,9 @@ class World:
         Raises:
             WorldError: machines run different numbers of ranks; and as `split`.
         """
-        return self._parted("World.across", size, by)
+        return self._split_world("World.across", size, by)
 
-    def _parted(self, call: str, size: int | None, by: str | None) -> "World":
+    def _split_world(self, call: str, size: int | None, by: str | None) -> "World":
         usage = check_given(call, size, by, self.size)
         if self._whole is not None:
             msg = f"{usage}: this is a part of a world. Split the whole: world.whole."

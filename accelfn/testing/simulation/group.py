@@ -110,7 +110,7 @@ class SimulatedGroup(dist.ProcessGroup):
         """Gather every rank's tensor, into a list."""
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         calls = [
-            self._call("all_gather", [send], self._alike(fills, send))
+            self._call("all_gather", [send], self._per_rank_like(fills, send))
             for send, fills in zip(_list(inputs), lists, strict=True)
         ]
         return self._post(calls, [fill for fills in lists for fill in fills])
@@ -140,14 +140,14 @@ class SimulatedGroup(dist.ProcessGroup):
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
         """Gather every rank's tensor at the root."""
         sends = _list(inputs)
-        fills = self._alike(outputs[0], sends[0]) if outputs else []
+        fills = self._per_rank_like(outputs[0], sends[0]) if outputs else []
         call = self._call("gather", sends, fills, root=_root(opts))
         return self._post([call], fills)
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
         """Give each rank one of the root's tensors."""
         fills = _list(outputs)
-        sends = self._alike(inputs[0], fills[0]) if inputs else []
+        sends = self._per_rank_like(inputs[0], fills[0]) if inputs else []
         call = self._call("scatter", sends, fills, root=_root(opts))
         return self._post([call], fills)
 
@@ -155,7 +155,7 @@ class SimulatedGroup(dist.ProcessGroup):
         """Reduce a list of tensors; each rank gets one of them."""
         op = _op(opts)
         calls = [
-            self._call("reduce_scatter", self._alike(sends, fill), [fill], op=op)
+            self._call("reduce_scatter", self._per_rank_like(sends, fill), [fill], op=op)
             for fill, sends in zip(_list(outputs), inputs, strict=True)
         ]
         return self._post(calls, _list(outputs))
@@ -179,8 +179,8 @@ class SimulatedGroup(dist.ProcessGroup):
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
         """Give each rank its tensor of a list."""
-        fills = self._each(outputs)
-        call = self._call("all_to_all", self._each(inputs), fills)
+        fills = self._per_rank(outputs)
+        call = self._call("all_to_all", self._per_rank(inputs), fills)
         return self._post([call], fills)
 
     def all_to_all_single(
@@ -296,14 +296,14 @@ class SimulatedGroup(dist.ProcessGroup):
             site=collectives.site(),
         )
 
-    def _each(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _per_rank(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return a list of one tensor per rank."""
         if len(tensors) != self._size:
             msg = f"Expected {self._size} tensors, one per rank, got {len(tensors)}."
             raise ArgumentError(msg)
         return list(tensors)
 
-    def _alike(
+    def _per_rank_like(
         self, tensors: Sequence[torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
         """Return a list of one tensor per rank, each of the same shape and dtype as `like`."""
@@ -314,7 +314,7 @@ class SimulatedGroup(dist.ProcessGroup):
                     f" {collectives.format_tensor(like)}."
                 )
                 raise ArgumentError(msg)
-        return self._each(tensors)
+        return self._per_rank(tensors)
 
     def _parts(self, full: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
         """Return views of one tensor, one part per rank, each shaped like `like`."""
@@ -336,7 +336,7 @@ class SimulatedGroup(dist.ProcessGroup):
                 msg = f"{num_rows} rows do not divide evenly among {self._size} ranks."
                 raise ArgumentError(msg)
             splits = [num_rows // self._size] * self._size
-        return self._each(full.detach().split(list(splits)))
+        return self._per_rank(full.detach().split(list(splits)))
 
 
 def _list(tensors: Tensors) -> list[torch.Tensor]:
