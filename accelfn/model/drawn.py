@@ -382,7 +382,11 @@ class _Drawing:
         if not matches:
             return
         blanks = {name: _unset(meta) for name, meta in matches.items()}
-        with self._place_params(blanks, matches), draws.seeded(key, _CPU), torch.no_grad():
+        with (
+            self._place_params(blanks, matches),
+            draws.seeded(key, _CPU),
+            torch.no_grad(),
+        ):
             init()
         for name in matches:
             values = blanks.pop(name).detach()

@@ -184,10 +184,14 @@ def apply_transforms(
     """
     state = update.state
     owners = state.definition.setup.owners[field]
-    owners = owners[::-1] if field in WRAPPERS else owners
+    if not owners:
+        return value, update
+    wraps = field in WRAPPERS
+    owners = owners[::-1] if wraps else owners
     is_profiling = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
     is_drawing = field in state.definition.setup.drawing
-    with draws_for(state, field) if is_drawing else NOTHING, torch.no_grad():
+    draws_of_field = draws_for(state, field) if is_drawing else NOTHING
+    with draws_of_field, NOTHING if wraps else torch.no_grad():
         for owner in owners:
             slot = update.slots.get(owner.name)
             with span("accelfn", field, owner.name) if is_profiling else NOTHING:

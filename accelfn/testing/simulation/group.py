@@ -155,7 +155,9 @@ class SimulatedGroup(dist.ProcessGroup):
         """Reduce a list of tensors; each rank gets one of them."""
         op = _op(opts)
         calls = [
-            self._call("reduce_scatter", self._per_rank_like(sends, fill), [fill], op=op)
+            self._call(
+                "reduce_scatter", self._per_rank_like(sends, fill), [fill], op=op
+            )
             for fill, sends in zip(_list(outputs), inputs, strict=True)
         ]
         return self._post(calls, _list(outputs))
