@@ -746,7 +746,7 @@ def _equal_batches(items: Iterator[Any], ranks: World, ends: str) -> Iterator[Ba
                 " a rank's micro-batches, at least one. Leave the batch out."
             )
             raise BatchError(msg)
-        yield _lockstep_batch(last, flags, ranks.rank).note_stand_ins(ranks)
+        yield _lockstep_batch(last, flags, ranks.rank)
         number += 1
 
 
