@@ -80,11 +80,11 @@ def rows(programs: Iterable[str] = PROGRAMS) -> list[list[str]]:
         for update in SHOWN:
             losses = (f"{each['losses'][update - 1]:.6f}" for each in run)
             table.append([f"{on}: loss of update {update}", *losses])
-        table.append([f"{on}: loss held out", *(f"{r['held_out']:.6f}" for r in run)])
-        table.append([f"{on}: ms a step", *(f"{r['ms']:.2f}" for r in run)])
-        table.append([f"{on}: MiB at most", *(f"{r['mib']:.0f}" for r in run)])
+        table.append([f"{on}: held-out loss", *(f"{r['held_out']:.6f}" for r in run)])
+        table.append([f"{on}: ms per step", *(f"{r['ms']:.2f}" for r in run)])
+        table.append([f"{on}: peak memory, MiB", *(f"{r['mib']:.0f}" for r in run)])
     table.append(
-        ["the last 97 of an epoch, on 2", *(last(found[n, 2]) for n in programs)]
+        ["samples for the last 97, on 2", *(last(found[n, 2]) for n in programs)]
     )
     return table
 
