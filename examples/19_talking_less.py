@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One idea more: what each way of talking less sends, and what it costs in accuracy.
+"""Compare seven communication methods: the bytes that each sends, and its accuracy.
 
-Ranks are simulated, so that one process counts every byte.
+Ranks are simulated, so one process counts every byte.
 """
 
 from functools import partial
@@ -19,13 +19,13 @@ from accelfn.testing import simulate
 
 RANKS, EPOCHS = 2, 15
 WAYS = {
-    "gradients of every update": af.wrap_ddp(),
-    "the same in 16 bits": af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
-    "averages": af.local_sgd(sync_every=8),
-    "an outer optimizer": af.diloco(sync_every=8),
-    "in 8 bits": af.diloco(sync_every=8, bits=8),
-    "in 4 bits": af.diloco(sync_every=8, bits=4),
-    "in fragments, late": af.diloco(sync_every=8, fragments=2, delay=1, mix=0.5),
+    "DDP": af.wrap_ddp(),
+    "DDP in 16 bits": af.chain(af.wrap_ddp(), af.compress_grads("bf16")),
+    "local SGD": af.local_sgd(sync_every=8),
+    "DiLoCo": af.diloco(sync_every=8),
+    "DiLoCo in 8 bits": af.diloco(sync_every=8, bits=8),
+    "DiLoCo in 4 bits": af.diloco(sync_every=8, bits=4),
+    "DiLoCo, delayed": af.diloco(sync_every=8, fragments=2, delay=1, mix=0.5),
 }
 
 
@@ -54,7 +54,7 @@ def loss_fn(model: nn.Module, batch: list[Tensor]) -> af.Loss:
 
 
 def train(world: af.World, way: af.Transform, seed: int = 0) -> dict[str, float]:
-    """Return loss and accuracy on what was held out; only the setup knows the way."""
+    """Train with a communication method; return loss and accuracy on the held-out images."""
     data, held_out = digits()
     state = af.TrainState.create(
         model=net,
@@ -72,8 +72,8 @@ def train(world: af.World, way: af.Transform, seed: int = 0) -> dict[str, float]
 
 
 def main(ranks: int = RANKS) -> None:
-    """Print a row for each way."""
-    table = Table("what crosses", "MB of a rank", "held-out loss", "right")
+    """Print a row for each method."""
+    table = Table("method", "MB per rank", "held-out loss", "accuracy")
     for says, way in WAYS.items():
         run = simulate(ranks, partial(train, way=way))
         sent = sum(each.num_bytes for each in run.log if each.step is not None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One idea more: which way of training fits a cable, for a model that fits nowhere near here.
+"""Estimate the traffic of five methods on three networks, for a model too large to load.
 
-Ranks are simulated on torch's meta device: tensors have shapes and no values.
+Ranks are simulated on torch's meta device, where tensors have shapes but no values.
 """
 
 from functools import partial
@@ -19,21 +19,21 @@ from accelfn.testing import Link, communication
 RANKS, PERIOD, LAYERS = 2, 8, 32  # 32 layers of Llama's are 6.7 billion parameters
 CABLES = {n: Link(latency=0.001, bandwidth=n * 125e6) for n in (0.1, 1, 10)}  # Gbit/s
 METHODS = {
-    "gradients of every update": (af.wrap_ddp(), 1),
-    "the same in 16 bits": (af.chain(af.wrap_ddp(), af.compress_grads("bf16")), 1),
-    "parts of layers, gathered": (af.wrap_fsdp(LlamaDecoderLayer), 1),
-    "averages": (af.local_sgd(sync_every=PERIOD), PERIOD),
-    "averages in 4 bits": (af.diloco(sync_every=PERIOD, bits=4), PERIOD),
+    "DDP": (af.wrap_ddp(), 1),
+    "DDP in 16 bits": (af.chain(af.wrap_ddp(), af.compress_grads("bf16")), 1),
+    "FSDP": (af.wrap_fsdp(LlamaDecoderLayer), 1),
+    "local SGD": (af.local_sgd(sync_every=PERIOD), PERIOD),
+    "DiLoCo in 4 bits": (af.diloco(sync_every=PERIOD, bits=4), PERIOD),
 }
 
 
 def loss_fn(model: LlamaForCausalLM, tokens: Tensor) -> Tensor:
-    """Return the loss of the next token; with a mask, Transformers looks at no values."""
+    """Return the loss; with a mask, Transformers does not read values of the tokens."""
     return model(tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
 
 
 def train(world: af.World, setup: af.Transform, updates: int, layers: int) -> None:
-    """Train for some updates, as on machines."""
+    """Train for some updates, as on real machines."""
     config = LlamaConfig(num_hidden_layers=layers, attn_implementation="eager")
     state = af.TrainState.create(
         model=partial(LlamaForCausalLM, config),
@@ -48,7 +48,7 @@ def train(world: af.World, setup: af.Transform, updates: int, layers: int) -> No
 
 def main(ranks: int = RANKS, layers: int = LAYERS) -> None:
     """Print a row for each method."""
-    table = Table("an update", "GB of a rank", *(f"s at {n} Gbit/s" for n in CABLES))
+    table = Table("method", "GB per rank", *(f"s at {n} Gbit/s" for n in CABLES))
     for says, (setup, updates) in METHODS.items():
         program = partial(train, setup=setup, updates=updates, layers=layers)
         traffic = communication(program, ranks=[ranks], device="meta")

@@ -629,10 +629,10 @@ def test_talking_less_costs_little():
         run = simulate(2, partial(talking.train, way=way))
         sent[says] = sum(each.num_bytes for each in run.log if each.step is not None)
         assert run[0]["accuracy"] >= 0.95, says
-    every = sent["gradients of every update"]
-    assert sent["the same in 16 bits"] == pytest.approx(every / 2, rel=0.01)
-    assert sent["averages"] == pytest.approx(every / 8, rel=0.03)
-    assert sent["an outer optimizer"] == pytest.approx(every / 8, rel=0.03)
+    every = sent["DDP"]
+    assert sent["DDP in 16 bits"] == pytest.approx(every / 2, rel=0.01)
+    assert sent["local SGD"] == pytest.approx(every / 8, rel=0.03)
+    assert sent["DiLoCo"] == pytest.approx(every / 8, rel=0.03)
 
 
 def test_what_fits_a_cable_is_told_without_the_model(capsys):

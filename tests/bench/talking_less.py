@@ -74,12 +74,12 @@ def main() -> None:
     torch.set_num_threads(1)
     head = (
         "ranks",
-        "what crosses",
+        "method",
         "held-out loss",
-        "right",
-        "least",
-        "MB of a rank",
-        "s",
+        "accuracy",
+        "lowest accuracy",
+        "MB per rank",
+        "seconds",
     )
     lines = ["| " + " | ".join(head) + " |", "| --- " * len(head) + "|"]
     talking = example()
