@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`check_step` and `check_resume`: check that your step keeps the laws of all steps."""
 
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from pathlib import Path
 from typing import Any, TypeAlias, cast
 
 import attrs
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from accelfn import TrainState, World, accumulate, chain, wrap_fsdp
+from accelfn import Batch, TrainState, Update, World, accumulate, chain, wrap_fsdp
 from accelfn import batches as batches_of
+from accelfn import transform as transform_of
 from accelfn.errors import AccelfnWarning, ArgumentError, CompositionError, LawError
 from accelfn.plug import arguments
 from accelfn.plug import transform as contract
-from accelfn.testing.comparing import Comparison
+from accelfn.testing.comparing import Comparison, first_difference
 from accelfn.testing.laws import (
     COMMON,
     NEARLY_EQUAL,
@@ -312,7 +315,8 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
             for how, setup in _split_setups(
                 members, build, subject.size, lossy=lossy
             ).items():
-                broken = _compare(subject, setup, reference[0], rough=rough)
+                runs = _histories(subject, setup, subject.size)
+                broken = _compare(subject, setup, reference[0], runs, rough=rough)
                 if broken and draws:  # other numbers for each rank and micro-batch
                     again = _histories(subject, build(base), 1, name="another")
                     if isinstance(again, str) or _differ(
@@ -324,16 +328,24 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
                     return (
                         f"a run on one rank, and the same run {how}, {broken}{advice}"
                     )
+            if lossy and subject.size > 1:
+                return _counts_samples(
+                    subject, members, build, reference[0], rough=rough
+                )
         return None
 
     return law
 
 
 def _compare(
-    subject: Subject, setup: chain, reference: History, *, rough: bool
+    subject: Subject,
+    setup: chain,
+    reference: History,
+    histories: list[History] | str,
+    *,
+    rough: bool,
 ) -> str | None:
-    """Return how a run in a setup differs from the reference, or failed."""
-    histories = _histories(subject, setup, subject.size)
+    """Return how runs in a setup differ from the reference, or failed."""
     if isinstance(histories, str):
         return f"are not alike: the second raised {histories}"
     if rough:
@@ -346,6 +358,77 @@ def _compare(
         scales = "loss_scale" in setup.facts
         broken = None if scales else _differ(reference, histories, _COARSE)
     return broken and f"differ {broken}"
+
+
+def _counts_samples(
+    subject: Subject,
+    members: Sequence[Any],
+    build: Around,
+    reference: History,
+    *,
+    rough: bool,
+) -> str | None:
+    """Return how ranks without samples change the run of the rank that has all samples.
+
+    The run is also saved on all ranks and resumed on one.
+    """
+    setup = build(members, shares=None, outside=rank_0_takes_all())
+    runs = _histories(subject, setup, subject.size)
+    first = runs if isinstance(runs, str) else runs[:1]
+    how = (
+        "a run on one rank, and the same run on ranks of which only rank 0 has samples,"
+    )
+    broken = _compare(subject, setup, reference, first, rough=rough)
+    if broken:
+        return f"{how} {broken}{_WEIGHTS}"
+    if isinstance(runs, str) or _differ(reference, first, NEARLY_EQUAL):
+        return None  # it rounds anew for each number of ranks
+    within = subject.within(setup)
+    for at in within.cuts[1:-1]:
+        params = [_params(run[at - 1]) for run in runs]
+        if "replicas_agree" in setup.gives_up() and not first_difference(*params[:2]):
+            continue  # after an average, each rank still has its own optimizer state
+        with tempfile.TemporaryDirectory() as folder:
+            within.save_after(at, Path(folder))
+            alone = attrs.evolve(within, size=1)
+            rest = alone.resume_from(at, Path(folder))
+        broken = _differ(reference[at:], rest, NEARLY_EQUAL)
+        if broken:
+            cut = f"saved after {at} updates and resumed on one rank,"
+            return f"{how} {cut} differ {broken}{_MERGE}"
+    return None
+
+
+def _params(contents: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: leaf for name, leaf in contents.items() if name.startswith("params[")}
+
+
+@transform_of
+class rank_0_takes_all:
+    """Gives every sample to rank 0, and none to the others."""
+
+    def value_and_grad(self, inner: Any, slot: Any, update: Update) -> tuple[Any, Any]:
+        """Give batches the weight 0 on other ranks."""
+
+        def compute(state: Any, batch: Batch, *args: Any, **options: Any) -> Any:
+            world = update.world
+            empty = [0] * len(batch.weights)
+
+            def shares() -> Any:
+                return [batch.weights, *[empty] * (world.size - 1)]
+
+            weights = batch.weights if world.rank == 0 else tuple(empty)
+            batch = attrs.evolve(batch, weights=weights, shares=shares)
+            return inner(state, batch, *args, **options)
+
+        return compute, slot
+
+
+_WEIGHTS = " Weight each rank's part by its number of samples: add up update.weight in the slot."
+_MERGE = (
+    " In merge, give each rank its number of samples as weight, and give a sum that is not yet"
+    " sent to the new ranks in equal parts: divide it by world.size."
+)
 
 
 def _distance(reference: History, other: History) -> float:

@@ -830,6 +830,84 @@ class ForgetsTheRest:
 
 
 @af.transform
+class AveragesRanks:
+    """Averages ranks every third update, and does not weight them in one of two places.
+
+    Correct if both are weighted.
+    """
+
+    weights_average: bool = True
+    weights_merge: bool = True
+    reduce: ClassVar[None] = None
+    gives_up: ClassVar[dict[str, str]] = {"replicas_agree": "between averages"}
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("weight", "steps")}
+
+    def init(self, state):
+        return {"weight": 0.0, "steps": 0}
+
+    def after_update(self, state, slot, update):
+        weight = slot["weight"] + float(update.weight)
+        slot = {"weight": weight, "steps": slot["steps"] + 1}
+        return state, slot if slot["steps"] < 3 else self._average(state, slot, update)
+
+    def finalize(self, state, slot, update):
+        return state, self._average(state, slot, update) if slot["steps"] else slot
+
+    def _average(self, state, slot, update):
+        means = self._means(state.params, slot, update)
+        for name in state.trainable:
+            state.params[name].copy_(means[name])
+        return self.init(state)
+
+    def eval_params(self, params, slot, update):
+        return (self._means(params, slot, update) if slot["steps"] else params), slot
+
+    def _means(self, params, slot, update):
+        weight = slot["weight"] if self.weights_average else 1.0
+        weight = torch.tensor(weight, dtype=torch.float64)
+        part = weight / af.all_reduce(weight, update.world)
+        parts = {n: params[n] * float(part) for n in update.state.trainable}
+        return {**params, **af.all_reduce(parts, update.world)}
+
+    def merge(self, slots, world):
+        weights = [slot["weight"] if self.weights_merge else 1.0 for slot in slots]
+        steps = max(slot["steps"] for slot in slots)
+        return weights, {"weight": sum(weights) / world.size, "steps": steps}
+
+
+@af.transform
+class Rounds:
+    """Rounds gradients, and adds the rest to the next; correct if it divides by new ranks."""
+
+    by_new: bool = True
+    gives_up: ClassVar[dict[str, str]] = {"reduces_to_mean": "the rest comes later"}
+    tells: ClassVar[dict[str, Any]] = {"by_rank": ("rest",)}
+
+    def init(self, state):
+        return {"rest": {n: torch.zeros_like(state.params[n]) for n in state.trainable}}
+
+    def reduce(self, grads, slot, update):
+        owed = {n: g + slot["rest"][n] for n, g in grads.tensors.items()}
+        sent = {n: o.div(0.05).round() * 0.05 for n, o in owed.items()}
+        rest = {n: owed[n] - sent[n] for n in owed}
+        sums = af.all_reduce((sent, weight_of(grads, update.world)), update.world)
+        return grads.with_sums(*sums), {"rest": rest}
+
+    def merge(self, slots, world):
+        number = world.size if self.by_new else len(slots)
+        rests = [slot["rest"] for slot in slots]
+        rest = {n: sum(each[n] for each in rests) / number for n in rests[0]}
+        return [1.0] * len(slots), {"rest": rest}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transform", [AveragesRanks(), Rounds()])
+def test_methods_that_count_samples_pass(transform):
+    """D: the twins of the planted ones below, without their faults, keep all laws."""
+    check_transform(transform, sizes=(2,))
+
+
+@af.transform
 class MergesTheFirst:
     """Loads what rank 0 owed, and loses what others did."""
 
@@ -1033,11 +1111,18 @@ class NumbersOfNorms:
             "sends_all_later",
             "over 201 updates, the sum of reduce's results",
         ),
+        (SendsTheLargest(), "splits_alike", "divide it by world.size"),
         (
-            SendsTheLargest(),
-            "sends_all_later",
-            "the last 200 of them on 1, the sum",
+            AveragesRanks(weights_average=False),
+            "splits_alike",
+            "on ranks of which only rank 0 has samples, differ after update 3",
         ),
+        (
+            AveragesRanks(weights_merge=False),
+            "splits_alike",
+            "saved after 1 updates and resumed on one rank",
+        ),
+        (Rounds(by_new=False), "splits_alike", "divide it by world.size"),
         (MergesTheFirst(), "merges_all", "whatever rank 1 has in ['owed']"),
         (MergesSums(), "merges_all", "merge of 2 slots that it made itself"),
         (MovesAtOnce(), "skips_whole", "['seen']: 1.0 and 2.0, difference 1"),
