@@ -12,7 +12,7 @@ from typing import Any
 import accelfn as af
 from tests.internals import FACTS, chain, facts_of
 
-PAGE = Path(__file__).parents[1] / "docs" / "reference" / "transforms.md"
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "transforms-custom.md"
 DEEPSPEED = PAGE.with_name("deepspeed.md")
 _PART = re.compile(r"(<!-- facts -->\n).*?(<!-- end of facts -->)", flags=re.DOTALL)
 _CARD = re.compile(r"^## `af\.(\w+)`\n(.*?)(?=^## |\Z)", flags=re.MULTILINE | re.DOTALL)
@@ -74,8 +74,11 @@ def transforms_table(transforms: list[Any]) -> str:
 def page(path: Path) -> str:
     """Return a page with the tables as they are now."""
     text = path.read_text(encoding="utf-8")
-    tables = facts_table() if path == PAGE else ""
-    tables += transforms_table(shown(text))
+    tables, cards = "", text
+    if path == PAGE:
+        tables = facts_table()
+        cards = "".join(map(Path.read_text, sorted(PAGE.parent.glob("transforms*.md"))))
+    tables += transforms_table(shown(cards))
     return _PART.sub(lambda found: f"{found[1]}{tables}{found[2]}", text)
 
 

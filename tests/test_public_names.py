@@ -67,9 +67,14 @@ DOCUMENTED = [
 ]
 
 
-def cards(page: str) -> list[str]:
-    """Return the names that have a section of their own on a page of the reference."""
-    return HEADING.findall((REFERENCE / page).read_text())
+def text_of(pages: str) -> str:
+    """Return the text of the reference pages that a pattern matches."""
+    return "\n".join(path.read_text() for path in sorted(REFERENCE.glob(pages)))
+
+
+def cards(pages: str) -> list[str]:
+    """Return the names that have a section of their own on these pages of the reference."""
+    return HEADING.findall(text_of(pages))
 
 
 def is_transform(name: str) -> bool:
@@ -163,16 +168,16 @@ def test_every_transform_has_its_card():
     """A transform is documented among the transforms, in the table too."""
     transforms = {name for name in NAMES if is_transform(name) and name[0].islower()}
     page = (REFERENCE / "transforms.md").read_text()
-    assert transforms <= set(cards("transforms.md"))
+    assert transforms <= set(cards("transforms*.md"))
     assert set() == {name for name in transforms if f"[`{name}`]" not in page}
 
 
 @pytest.mark.parametrize("part", ["Does", "Acts on", "Law", "Cost", "When not"])
 def test_a_card_is_whole(part):
     """The card of a transform has every part that a card has."""
-    page = (REFERENCE / "transforms.md").read_text()
+    text = text_of("transforms*.md")
     sections = dict(
-        re.findall(r"^## `af\.(\w+)`$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+        re.findall(r"^## `af\.(\w+)`$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     )
     transforms = [name for name in NAMES if is_transform(name) and name[0].islower()]
     assert [name for name in transforms if f"- **{part}**" not in sections[name]] == []
@@ -182,7 +187,7 @@ def test_every_error_is_among_the_errors():
     """Each error class has its section, and each but the root its row."""
     errors = {name for name in DOCUMENTED if name.startswith("errors.")}
     page = (REFERENCE / "errors.md").read_text()
-    assert errors == set(cards("errors.md"))
+    assert errors == set(cards("errors*.md"))
     assert set() == {
         name
         for name in errors - {"errors.Error"}
@@ -192,7 +197,7 @@ def test_every_error_is_among_the_errors():
 
 def test_the_fields_of_a_transform_are_in_the_table():
     """The table of the reference lists the fields that the decorator accepts."""
-    section = (REFERENCE / "transforms.md").read_text().split("## `af.transform`")[1]
+    section = text_of("transforms-custom.md").split("## `af.transform`")[1]
     table = section.split("| fields | in which order |")[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
     with pytest.raises(af.errors.ArgumentError) as refused:
@@ -208,7 +213,7 @@ def test_the_fields_of_a_transform_are_in_the_table():
 
 def test_the_names_for_tests_are_exported_once_and_documented():
     """Each name of `accelfn.testing` is one object of accelfn's, on its page."""
-    page = (REFERENCE / "testing.md").read_text()
+    page = text_of("testing*.md")
     assert sorted(testing.__all__, key=lambda n: (n[0].islower(), n)) == testing.__all__
     for name in testing.__all__:
         value = getattr(testing, name)

@@ -49,7 +49,7 @@ QUIET = (
     *("--disable-component-update", "--window-size=1300,900"),
     *("--enable-logging=stderr", "--remote-debugging-port=0"),
 )
-PAGES = "", "api/transforms/", "how-to/resume/"
+PAGES = "", "reference/transforms/", "how-to/resume/"
 PROBE = """<!DOCTYPE html><title>probe</title><body><script>
 const told = {pages: {}}, home = "/VERSION/";
 const until = async (found) => {
@@ -242,12 +242,19 @@ def test_every_picture_has_words(pages):
     assert [each["src"] for each in pictures if len(each.get("alt") or "") < 40] == []
 
 
-def test_a_transform_has_the_signature_that_users_call(site):
-    """It is what `@transform` made, by keyword and with `name=`."""
-    page = (site.parents[1] / "docs/api/transforms.md").read_text()
-    assert "af.ema(decay: float, *, name: str = 'ema')\n" in page
-    assert "    num_micro_batches: int | None = None,\n" in page
-    assert re.findall(r"^#+ .*\b_\w+|at 0x|<class|<function", page, re.MULTILINE) == []
+def test_the_reference_shows_signatures_and_arguments(site):
+    """A name has the signature that users call, and a table with linked types."""
+    pages = site.parents[1] / "docs/reference"
+    text = (pages / "transforms-optimization.md").read_text()
+    assert "af.ema(decay: float, *, name: str = 'ema')\n" in text
+    assert "| `decay` | <code>float</code> | required | " in text
+    text = (pages / "transforms-parallel.md").read_text()
+    assert "    num_micro_batches: int | None = None,\n" in text
+    assert "### `af.World.from_env`\n" in (pages / "world.md").read_text()
+    assert '<a href="world.md#afworld">World</a>' in (pages / "state.md").read_text()
+    bad = re.compile(r"^#+ .*\b_\w+|at 0x|<function|accelfn\.\w+\.\w+ \|", re.MULTILINE)
+    found = {page.name: bad.findall(page.read_text()) for page in pages.glob("*.md")}
+    assert {name: each for name, each in found.items() if each} == {}
 
 
 @pytest.mark.parametrize("words", NEWCOMERS_WORDS)
@@ -277,7 +284,7 @@ def test_a_browser_shows_the_site(site, tmp_path, scheme):
         assert page["wide"] <= 0, name
         assert len(page["text"]) > 500, name
         assert (brightness(page["back"]) > 0.5) == (scheme == "light"), name
-    assert f"/{VERSION}/reference/transforms/" in told["found"]
+    assert f"/{VERSION}/reference/transforms-parallel/" in told["found"]
     assert told["versions"] == [f"/{VERSION}/", "/0.1.0/"]
     assert len(told["copied"]) >= 3
     prompts = re.compile(r">>>|^\.\.\. |^\$ |Traceback", re.MULTILINE)

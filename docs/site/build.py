@@ -23,6 +23,7 @@ from typing import Any
 
 import reference
 import tomlkit
+from finish import finish
 from last_run import foot
 from packaging.version import Version
 
@@ -37,8 +38,10 @@ ELSEWHERE = {
 }
 """Pages that are not in docs/, and what they are called on the site."""
 PICTURES = {".svg", ".png"}
-UNSOUGHT = "---\nsearch:\n  exclude: true\n---\n"
-"""What keeps a page out of the search: files of the repository, which have all words."""
+OUT_OF_SEARCH = "---\nsearch:\n  exclude: true\n---\n"
+"""Begins a page that the search leaves out."""
+LISTS = {"benchmarks.md", "changes.md", "law-tests.md"}
+"""Long lists, which contain every word. The search leaves them out."""
 TO_NEWEST = '<!doctype html><meta http-equiv="refresh" content="0; url={}/">\n'
 """What leads from the address of all versions to the newest one."""
 PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
@@ -67,8 +70,6 @@ def build(folder: Path) -> Path:
         _write(pages / place, _page(source, place, named))
     for path in sorted(named):
         _write(pages / _place(path), _shown(path))
-    for name, text in reference.pages().items():
-        _write(pages / f"api/{name}.md", text + foot(text, version))
     _write(folder / "zensical.toml", _config())
     command = "-m", "zensical", "build", "--strict", "--clean"
     done = subprocess.run(  # noqa: S603 - the generator
@@ -82,11 +83,13 @@ def build(folder: Path) -> Path:
     if done.returncode or "arning" in said:
         msg = f"Zensical is not content with {pages}:\n{said}"
         raise SystemExit(msg)
-    _list(versions)
+    for page in (versions / version).rglob("*.html"):
+        page.write_text(finish(page.read_text()))
+    _list_versions(versions)
     return versions
 
 
-def _list(versions: Path) -> None:
+def _list_versions(versions: Path) -> None:
     """Write what the switch between versions reads, the newest first, and lead to that."""
     there = (each.name for each in versions.iterdir() if each.is_dir())
     newest, *older = sorted(there, key=Version, reverse=True)
@@ -142,10 +145,12 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
         _block(part) if part.startswith("```") else LINK.sub(leads, part)
         for part in PARTS.split(_text(source))
     )
+    if source.parent == reference.REFERENCE:
+        text = reference.add_signatures(text)
     if url := address("source"):
         text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
     text += foot(text, package()["version"])
-    return text
+    return OUT_OF_SEARCH + text if place in LISTS else text
 
 
 def _text(source: Path) -> str:
@@ -182,7 +187,7 @@ def _block(block: str) -> str:
 def _shown(path: Path) -> str:
     """Return a page that shows a file, or what is in a folder."""
     name = path.relative_to(ROOT).as_posix()
-    hidden = "" if name.startswith("examples/") else UNSOUGHT
+    hidden = "" if name.startswith("examples/") else OUT_OF_SEARCH
     if path.is_dir():
         inside = sorted(each.name for each in path.iterdir() if each.suffix == ".py")
         return f"{hidden}# {name}\n\n" + "".join(f"- `{each}`\n" for each in inside)
