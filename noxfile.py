@@ -81,12 +81,13 @@ def run(session: nox.Session, *command: str) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check style, formatting, the layers of imports, and spelling."""
+    """Check style, formatting, the layers of imports, spelling, words and sizes."""
     install(session, "ruff", "import-linter", "codespell")
     session.run("ruff", "check")
     session.run("ruff", "format", "--check")
     session.run("lint-imports")
     session.run("codespell")
+    session.run("python", "-m", "tests.style")
 
 
 @nox.session

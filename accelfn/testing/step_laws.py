@@ -390,8 +390,8 @@ def _counts_samples(
             continue  # after an average, each rank still has its own optimizer state
         with tempfile.TemporaryDirectory() as folder:
             within.save_after(at, Path(folder))
-            alone = attrs.evolve(within, size=1)
-            rest = alone.resume_from(at, Path(folder))
+            on_one = attrs.evolve(within, size=1)
+            rest = on_one.resume_from(at, Path(folder))
         broken = _differ(reference[at:], rest, NEARLY_EQUAL)
         if broken:
             cut = f"saved after {at} updates and resumed on one rank,"

@@ -11,8 +11,7 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
-
-import attrs
+from typing import NamedTuple
 
 _RULES = {
     r"\b(?:of|in|at|by|over|on|under|from|to|with|through) (?:which|whom|whose)\b": (
@@ -42,8 +41,7 @@ LONGEST = 30
 """Words in a sentence."""
 
 
-@attrs.frozen
-class Finding:
+class Finding(NamedTuple):
     """A phrase, its line, and what to write instead."""
 
     line: int
