@@ -394,8 +394,8 @@ def _counts_samples(
             rest = on_one.resume_from(at, Path(folder))
         broken = _differ(reference[at:], rest, NEARLY_EQUAL)
         if broken:
-            cut = f"saved after {at} updates and resumed on one rank,"
-            return f"{how} {cut} differ {broken}{_MERGE}"
+            end = f"resumed on one rank, differ {broken}{_MERGE}"
+            return f"{how} saved after {at} updates and {end}"
     return None
 
 
