@@ -54,7 +54,7 @@ def shown(text: str) -> list[Any]:
 def facts_table() -> str:
     """Return the meaning of each fact."""
     rows = [f"| `{fact}` | {meaning} |" for fact, meaning in FACTS.items()]
-    return "\n".join(["| fact | says |", "| --- | --- |", *rows, "", ""])
+    return "\n".join(["| fact | meaning |", "| --- | --- |", *rows, "", ""])
 
 
 def transforms_table(transforms: list[Any]) -> str:

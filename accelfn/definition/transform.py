@@ -155,42 +155,42 @@ def check_returned(
 
 
 FACTS: Mapping[str, str] = {
-    "apart": "ranks hold different parameters between averages; it follows from"
-    " `gives_up` of `replicas_agree`, and from `reduce = None`",
-    "buckets": "gradients cross the ranks in DistributedDataParallel's buckets",
-    "by_rank": "names of entries of its slot that differ by rank",
-    "clips": "the bound of the gradients' global 2-norm, for an engine that holds gradients itself",
-    "compiles": "a function of `module -> runner` and a state that returns another such function,"
-    " whose runner runs the loss compiled",
-    "compression": "a function of a state that returns how buckets cross the ranks",
-    "computes_in": "the dtype in which torch computes the loss's products",
-    "draws_nothing": "its methods draw no random numbers, so none are made ready",
+    "apart": "ranks have different parameters between averages. A transform with"
+    " `replicas_agree` in `gives_up`, or with `reduce = None`, has this fact",
+    "buckets": "DistributedDataParallel sends the gradients in its buckets",
+    "by_rank": "a tuple of names: the entries of the slot that differ between ranks",
+    "clips": "the maximum 2-norm of all gradients, for an engine that keeps gradients itself",
+    "compiles": "a function that gets a function `module -> runner` and a state, and returns"
+    " another such function, whose runner runs the loss compiled",
+    "compression": "a function that gets a state, and returns how buckets are sent",
+    "computes_in": "the dtype of matrix products in the loss function",
+    "draws_nothing": "the methods use no random numbers, so accelfn does not seed any",
     "eight_bits": "linear layers multiply in 8 bits",
-    "finds_unused": "parameters may take no part in the loss, by an option that is named",
-    "judges_finite": "it looks at the gradients, so that a loss may be infinite",
-    "loss_scale": "a function of a state that returns the factor of its losses before the backward"
-    " pass; gradients are divided by it",
-    "micro_batches": "a function of a batch that returns its parts, each of which has its"
-    " backward pass",
-    "offloads": "parts of parameters lie in the host's memory, and are computed with elsewhere",
-    "one_graph": "the loss is traced as one graph",
-    "owes": "a function of a state and its slot that returns whether ranks hold other"
-    " parameters until `finalize` is called",
+    "finds_unused": "the name of the option that allows parameters that the loss does not use",
+    "judges_finite": "the transform checks the gradients, so a loss may be infinite or NaN",
+    "loss_scale": "a function that gets a state, and returns the factor for losses before the"
+    " backward pass. Gradients are divided by this factor",
+    "micro_batches": "a function that gets a batch, and returns its micro-batches. Each"
+    " micro-batch has its own backward pass",
+    "offloads": "shards of parameters are in host memory, and another device computes with them",
+    "one_graph": "torch.compile traces the whole loss function as one graph",
+    "owes": "a function that gets a state and its slot, and returns whether the parameters of"
+    " the ranks differ until `finalize` is called",
     "recomputes": "modules run again in the backward pass",
-    "sees_skips": "its `after_update` is called after a skipped update, too",
-    "skips_alone": "its `grads` does no more than leave out updates that are not finite, for an"
-    " engine that does so itself",
-    "skips_on_device": "its `after_update` runs also after updates that only the device knows to"
-    " be skipped",
+    "sees_skips": "accelfn also calls `after_update` after a skipped update",
+    "skips_alone": "the method `grads` only skips updates that are not finite. An engine can do"
+    " this instead",
+    "skips_on_device": "accelfn also calls `after_update` if only the device knows whether the"
+    " update is skipped",
     "small_buckets": "buckets are smaller than 1 MiB",
-    "splits_layers": 'a function of a module and a world that gives ranks along "tp" parts of its'
-    " layers",
-    "splits_sequences": 'ranks along "cp" take parts of the same sequences',
-    "stays": "gradients stay on their rank, or in its copy of the model; it follows"
-    " from `reduce = None`",
-    "steps_in_backward": "the optimizer steps while the backward pass runs",
-    "within": "gradients are averaged along this axis alone",
-    "whole_gradients": "until the last micro-batch each rank has all of every gradient",
+    "splits_layers": "a function that gets a module and a world, and splits the layers over the"
+    ' ranks along "tp"',
+    "splits_sequences": 'each rank along "cp" gets a part of every sequence',
+    "stays": "gradients are not reduced over all ranks, at most within a copy of the model. A"
+    " transform with `reduce = None` has this fact",
+    "steps_in_backward": "the optimizer updates parameters during the backward pass",
+    "within": "gradients are averaged only along this axis",
+    "whole_gradients": "each rank keeps full gradients until the last micro-batch",
 }
 """The meaning of each fact of a transform."""
 
