@@ -71,14 +71,16 @@ def transforms_table(transforms: list[Any]) -> str:
     return "\n".join(rows) + "\n"
 
 
+def cards() -> str:
+    """Return the text of all pages about transforms."""
+    return "".join(map(Path.read_text, sorted(PAGE.parent.glob("transforms*.md"))))
+
+
 def page(path: Path) -> str:
     """Return a page with the tables as they are now."""
     text = path.read_text(encoding="utf-8")
-    tables, cards = "", text
-    if path == PAGE:
-        tables = facts_table()
-        cards = "".join(map(Path.read_text, sorted(PAGE.parent.glob("transforms*.md"))))
-    tables += transforms_table(shown(cards))
+    tables = facts_table() if path == PAGE else ""
+    tables += transforms_table(shown(cards() if path == PAGE else text))
     return _PART.sub(lambda found: f"{found[1]}{tables}{found[2]}", text)
 
 

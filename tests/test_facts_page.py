@@ -26,14 +26,14 @@ def test_the_table_of_deepspeed_is_that_of_the_code():
 
 def test_every_public_transform_is_shown():
     """Each card begins with an example, and each variant has a card."""
-    shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
+    shown = facts.shown(facts.cards())
     assert {type(each) for each in shown} == facts.public() - {af.wrap_deepspeed}
     assert all(each in shown for each in facts.VARIANTS)
 
 
 def test_every_fact_is_told_by_one():
     """A fact that no transform of accelfn's tells would be nobody's to try."""
-    shown = facts.shown(facts.PAGE.read_text(encoding="utf-8"))
+    shown = facts.shown(facts.cards())
     told = {fact for each in shown for fact in facts.facts_of(each)}
 
     assert told == set(facts.FACTS)
