@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -45,6 +46,12 @@ LISTS = {"benchmarks.md", "changes.md", "law-tests.md"}
 TO_NEWEST = '<!doctype html><meta http-equiv="refresh" content="0; url={}/">\n'
 """What leads from the address of all versions to the newest one."""
 PARTS = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
+HEADED_BLOCKS = re.compile(
+    r"(?:^\*\*[^*\n]+\*\*\n\n```\w*\n(?:(?!```).*\n)*```\n\n?){2,}", re.MULTILINE
+)
+"""Code blocks that follow each other, each below its name in bold. They become tabs."""
+DIFF = re.compile(r"^```diff\n((?:(?!```).*\n)*)```\n", re.MULTILINE)
+"""The change of a script that leaves Accelerate."""
 LINK = re.compile(r"(\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 
 
@@ -145,12 +152,36 @@ def _page(source: Path, place: str, named: set[Path]) -> str:
         _block(part) if part.startswith("```") else LINK.sub(leads, part)
         for part in PARTS.split(_text(source))
     )
+    text = HEADED_BLOCKS.sub(_tabs, DIFF.sub(_tabs_of_diff, text))
     if source.parent == reference.REFERENCE:
         text = reference.add_signatures(text)
     if url := address("source"):
         text += f"\n[Edit this page]({url}/edit/main/{source.relative_to(ROOT)})\n"
     text += foot(text, package()["version"])
     return OUT_OF_SEARCH + text if place in LISTS else text
+
+
+def _tabs(blocks: re.Match[str]) -> str:
+    """Return named code blocks as tabs."""
+    named = re.findall(r"^\*\*(.+)\*\*\n\n((?:(?!\*\*).*\n)*)", blocks[0], re.MULTILINE)
+    return "".join(
+        f'=== "{name}"\n\n{textwrap.indent(block.strip(), " " * 4)}\n\n'
+        for name, block in named
+    )
+
+
+def _tabs_of_diff(diff: re.Match[str]) -> str:
+    """Return a diff as tabs: the diff, and the script before and after it."""
+    lines = diff[1].splitlines()
+    before, after = (
+        "\n".join(line[1:] for line in lines if not line.startswith(sign))
+        for sign in "+-"
+    )
+    return (
+        f"**Difference**\n\n{diff[0]}\n"
+        f"**Accelerate**\n\n```py\n{before}\n```\n\n"
+        f"**accelfn**\n\n```py\n{after}\n```\n"
+    )
 
 
 def _text(source: Path) -> str:

@@ -4,7 +4,7 @@
 import re
 from html import unescape
 
-LONG = 88
+LONG = 84
 """Output with a longer line wraps. Shorter lines fit, and may be aligned in columns."""
 _OUTPUT = re.compile(
     r'<div class="language-(?:pycon|console|text) (highlight)">.*?</div>', re.DOTALL
