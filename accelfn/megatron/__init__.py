@@ -150,7 +150,7 @@ def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
     """
     if importlib.util.find_spec("megatron") is None:
         msg = (
-            "af.megatron.layers: the layers are megatron-core's. Install it: pip install"
+            "af.megatron.layers needs megatron-core. Install it: pip install"
             " 'accelfn[megatron]'."
         )
         raise ArgumentError(msg)

@@ -92,27 +92,27 @@ class Megatron(SelfSplittingLayer):
         made_for = self._made[1]["config"].tensor_model_parallel_size
         if made_for != size:
             msg = (
-                f'{caller}: {place!r} was made for {made_for} ranks along "tp", and the state\'s'
-                f" world has {size}. Make the layers of its world: af.megatron.layers(world)."
+                f'{caller}: {place!r} was made for {made_for} ranks along "tp", but the state\'s'
+                f" world has {size}. Make the layers for that world: af.megatron.layers(world)."
             )
             raise ModelError(msg)
         if sequence and size > 1:
             msg = (
-                f"{caller}: {place!r} is a layer of Megatron's, which puts the first dim of"
-                " activations together where sequences are split, and gathers them on GPUs"
-                " alone. Leave out sequence=True, or make the model of torch's layers."
+                f"{caller}: {place!r} is a Megatron layer, and accelfn does not support"
+                " sequence=True for Megatron layers: they gather sequences along dim 0, and only"
+                " on GPUs. Remove sequence=True, or build the model from torch.nn layers."
             )
             raise ModelError(msg)
         dim = self.cuts["weight"]
         count = self.weight.shape[dim]
         if count % size:
             nouns = (
-                "words" if self.word == "vocabulary" else "output features",
+                "rows" if self.word == "vocabulary" else "output features",
                 "input features",
             )
             msg = (
-                f"{caller}: {place!r} has {count} {nouns[dim]}, which {size} ranks along"
-                ' "tp" cannot share alike. Make them a multiple.'
+                f"{caller}: {place!r} has {count} {nouns[dim]}, which do not divide evenly among"
+                f' the {size} ranks of "tp". Use a multiple of {size}.'
             )
             raise ModelError(msg)
 
@@ -163,9 +163,9 @@ class Column(Linear, ColumnParallelLinear):
         """Create the whole layer."""
         if gather_output and options["skip_bias_add"]:
             msg = (
-                "af.megatron.layers: a column layer has gather_output=True and"
-                " skip_bias_add=True, and would give the features of all ranks and the biases"
-                " of one. Leave out one of the two."
+                "af.megatron.layers: a column layer with gather_output=True and"
+                " skip_bias_add=True would return the features of all ranks, but the bias of"
+                " only one rank. Leave out one of the two options."
             )
             raise ArgumentError(msg)
         self.gathers = gather_output

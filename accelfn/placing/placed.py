@@ -168,9 +168,9 @@ def let_in(
             current.send()
         if torch.is_grad_enabled():
             msg = (
-                "af.on_devices: gradients are on in its block, and parameters are gone before"
-                " a backward pass. Leave out torch.enable_grad(); a model that is trained over"
-                " several devices is split by af.wrap_fsdp()."
+                "af.on_devices: gradients are enabled in a forward pass, but offloaded parameters"
+                " are released before a backward pass could use them. Remove torch.enable_grad()."
+                " To train a model over several devices, use af.wrap_fsdp()."
             )
             raise ModelError(msg)
 
@@ -244,8 +244,8 @@ def on_devices(
 def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
     if not isinstance(plan, DeviceMap):
         msg = (
-            f"af.on_devices(model, plan={plan!r}): expected what af.plan_devices(model, budgets)"
-            " gives."
+            f"af.on_devices(model, plan={plan!r}): expected the result of af.plan_devices(model,"
+            " budgets)."
         )
         raise ArgumentError(msg)
     part_names = {part.name for unit in units for part in unit}
@@ -253,24 +253,25 @@ def _check_plan(plan: DeviceMap, units: list[list[Part]]) -> None:
     gaps = [name or "the model's own tensors" for name in part_names - {*plan_names}]
     if gaps:
         msg = (
-            f"af.on_devices(model, plan): the plan leaves out {', '.join(sorted(gaps)[:10])}. Make"
-            " it for this model: af.plan_devices(model, budgets)."
+            f"af.on_devices(model, plan): the plan does not have {', '.join(sorted(gaps)[:10])} of"
+            " this model. Make a plan for this model: af.plan_devices(model, budgets)."
         )
         raise ArgumentError(msg)
     unknown = sorted({*plan_names} - part_names)
     if unknown or len(plan_names) != len({*plan_names}):
         twice = sorted({name for name in plan_names if plan_names.count(name) > 1})
         msg = (
-            f"af.on_devices(model, plan): the plan has {', '.join([*unknown, *twice][:10])}, which"
-            " the model does not have, or once only."
+            "af.on_devices(model, plan): the plan has modules that this model does not have, or"
+            f" has them twice: {', '.join([*unknown, *twice][:10])}. Make a plan for this model:"
+            " af.plan_devices(model, budgets)."
         )
         raise ArgumentError(msg)
     name_sets = [{part.name for part in unit} for unit in units]
     for unit in plan.units:
         if {*unit.names} not in name_sets or unit.device not in plan.budgets:
             msg = (
-                f"af.on_devices(model, plan): {unit.shown} on {unit.device!r} is no unit of this"
-                " model, or on no device of the plan's budgets."
+                f"af.on_devices(model, plan): the plan puts {unit.shown} on {unit.device!r}, but"
+                " this is not a unit of the model, or the plan has no budget for the device."
             )
             raise ArgumentError(msg)
 
@@ -284,17 +285,17 @@ def _values(
     empty = [name for name, tensor in named.items() if tensor.is_meta]
     if not empty and weights is not None:
         msg = (
-            f"af.on_devices(weights={str(weights)!r}): {type(model).__name__} has values of its"
-            " own, which are placed. Leave out weights=, or build it under"
-            " af.empty_weights()."
+            f"af.on_devices(weights={str(weights)!r}): the model {type(model).__name__} already"
+            " has values. Leave out weights=, or create the model under af.empty_weights()."
         )
         raise ArgumentError(msg)
     if not empty:
         return {}
     if weights is None:
         msg = (
-            f"af.on_devices: {', '.join(empty[:5])} of {type(model).__name__} have no values. Say"
-            " where they are: af.on_devices(model, plan, weights=folder)."
+            f"af.on_devices: parameters of {type(model).__name__} have no values:"
+            f" {', '.join(empty[:5])}. Pass the files with their values:"
+            " af.on_devices(model, plan, weights=folder)."
         )
         raise ModelError(msg)
     sources = importing.map_weights(
@@ -305,14 +306,14 @@ def _values(
         old = named[name]
         value = values.get(id(old))
         if value is None or not isinstance(old, nn.Parameter):
-            msg = f"{weights}: no values for {name}, which has none in the model."
+            msg = f"{weights}: {name} has no values in the model, and none can be read for it."
             raise CheckpointError(msg)
         new = value.tensor
         if (new.shape, new.dtype) != (old.shape, old.dtype):
             msg = (
-                f"{weights}: {name} is {new.dtype} of {tuple(new.shape)}, and"
-                f" {old.dtype} of {tuple(old.shape)} in the model. Build it in that dtype, for"
-                " what is mapped is not converted."
+                f"{weights}: {name} is a {new.dtype} tensor of shape {tuple(new.shape)} in the"
+                f" file, and {old.dtype} of shape {tuple(old.shape)} in the model. Create the"
+                " model in the dtype of the file: memory-mapped values are not converted."
             )
             raise CheckpointError(msg)
     _fill_buffers(model, sources, weights)
@@ -340,8 +341,8 @@ def _fill_buffers(
         if name not in sources or sources[name].tensor.shape != buffer.shape:
             has = sources[name].tensor.shape if name in sources else None
             msg = (
-                f"{weights}: no values for the buffer {name} of {tuple(buffer.shape)}, which"
-                f" belongs to the weights; it has {'none' if has is None else tuple(has)}."
+                f"{weights}: the buffer {name} needs values of shape {tuple(buffer.shape)}, but"
+                f" the files have {'none' if has is None else f'shape {tuple(has)}'}."
             )
             raise CheckpointError(msg)
         buffer.copy_(sources[name].tensor)
@@ -490,8 +491,9 @@ def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
         other = owners.setdefault(storage.data_ptr(), name) if param.numel() else name
         if other != name or storage.nbytes() != param.numel() * param.itemsize:
             msg = (
-                f"af.on_devices: {name} shares its memory with {other if other != name else 'more'}"
-                " and cannot go to the disk alone. Make them one nn.Parameter, or clone it."
+                f"af.on_devices: {name} shares its memory with"
+                f" {other if other != name else 'another tensor'}, so it cannot be moved to the"
+                " disk separately. Use one nn.Parameter for both, or clone one of them."
             )
             raise ModelError(msg)
 

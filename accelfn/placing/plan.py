@@ -195,16 +195,16 @@ class DeviceMap:
                     [] if device != self.computes else _at_once(self._offloaded_units())
                 )
                 coming = (
-                    f", of which {' and '.join(unit.shown for unit in guests)} of"
-                    f" {arguments.format_bytes(_coming(guests))} come from elsewhere to compute"
+                    f", with room for {arguments.format_bytes(_coming(guests))} of offloaded units"
+                    f" that compute there ({', '.join(unit.shown for unit in guests)})"
                     if guests
                     else ""
                 )
                 msg = (
                     f"af.plan_devices(budgets={{{device!r}: ...}}):"
                     f" {arguments.format_bytes(budget)}"
-                    f" is too small: it would hold {arguments.format_bytes(need)}{coming}. Units"
-                    " are never split."
+                    f" is too small. The device needs {arguments.format_bytes(need)}{coming}."
+                    " Units are never split."
                 )
                 raise ArgumentError(msg)
 
@@ -243,11 +243,15 @@ class DeviceMap:
             ArgumentError: the name or the device is unknown, or a budget is too small.
         """
         if device not in self.budgets:
-            msg = f"moved({name!r}, {device!r}): there is a budget for {[*self.budgets]} only."
+            places = ", ".join(map(repr, self.budgets))
+            msg = (
+                f"moved({name!r}, {device!r}): the plan has budgets only for {places}."
+            )
             raise ArgumentError(msg)
         if not any(name in unit.names for unit in self.units):
             names = [name for unit in self.units for name in unit.names]
-            msg = f"moved({name!r}, ...): no unit of this name; there are {names[:20]}."
+            some = ", ".join(map(repr, names[:20]))
+            msg = f"moved({name!r}, ...): there is no unit of this name. The units are {some}."
             raise ArgumentError(msg)
         units = [
             attrs.evolve(unit, device=device) if name in unit.names else unit
@@ -359,9 +363,9 @@ def _too_small(unit: Unit, limits: Mapping[str, int | Path]) -> str:
         if isinstance(b, int)
     )
     return (
-        f"af.plan_devices(budgets={{{sizes}}}): too small for the unit {unit.shown!r} of"
-        f" {arguments.format_bytes(unit.num_bytes)}, after those before it. Units are never"
-        ' split; give more, or "disk": a folder.'
+        f"af.plan_devices(budgets={{{sizes}}}): after the units before it, no device has room for"
+        f" the unit {unit.shown!r} of {arguments.format_bytes(unit.num_bytes)}. Units are never"
+        ' split. Increase a budget, or add "disk": folder.'
     )
 
 
@@ -379,8 +383,9 @@ def _unit(parts: Iterable[Part]) -> Unit:
 def _limits(budgets: object) -> dict[str, int | Path]:
     if not isinstance(budgets, Mapping) or not budgets or {*budgets} == {DISK}:
         msg = (
-            f'af.plan_devices(budgets={budgets!r}): expected bytes by device, as {{"cuda:0":'
-            ' "20GiB", "cpu": "60GiB", "disk": folder}; one at least computes.'
+            f"af.plan_devices(budgets={budgets!r}): expected bytes by device, such as"
+            ' {"cuda:0": "20GiB", "cpu": "60GiB", "disk": folder}, with at least one device'
+            " other than the disk."
         )
         raise ArgumentError(msg)
     limits: dict[str, int | Path] = {}
@@ -389,17 +394,17 @@ def _limits(budgets: object) -> dict[str, int | Path]:
         if name == DISK:
             limits[DISK] = folder = arguments.as_path(where, budget, "a folder")
             if not arguments.is_directory(folder):
-                msg = f"{where}: there is no such folder."
+                msg = f"{where}: the folder does not exist."
                 raise ArgumentError(msg)
             continue
         try:
             device = torch.device(name)
             torch.empty(0, device=device)
         except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
-            msg = f"{where}: {name!r} is no device that is here: {error}"
+            msg = f"{where}: this machine has no device {name!r}: {error}"
             raise ArgumentError(msg) from error
         if device.type == "meta":
-            msg = f"{where}: meta tensors have no values."
+            msg = f"{where}: tensors on the meta device have no values. Name a real device."
             raise ArgumentError(msg)
         limits[str(device)] = arguments.parse_bytes(where, budget)
     return limits

@@ -28,16 +28,16 @@ from accelfn.model.optimizer import STRUCTURE, Assignments, scratch_of
 
 
 _PLATEAU = (
-    "What follows a metric is no function of the update number: put"
-    " af.reduce_lr_on_plateau(...) into the setup, and give it the metric by"
+    "A schedule can depend only on the update number, not on a metric. Put"
+    " af.reduce_lr_on_plateau(...) into the setup instead, and report the metric with"
     " state = af.report_metric(state, value)."
 )
 
 _BY_COUNT = (
-    "It is not an LRScheduler of torch's, like all schedulers of timm. Use"
-    " af.schedules.warmup_cosine(num_warmup, num_updates) or another of af.schedules, or"
-    " let the factory return an LRScheduler of yours, whose get_lr calls"
-    " step_update(self.last_epoch) of this one and returns the groups' lr."
+    "It is not a torch LRScheduler; the schedulers of timm are not. Use a schedule of accelfn,"
+    " such as af.schedules.warmup_cosine(num_warmup, num_updates). Or let the factory return an"
+    " LRScheduler with a get_lr that calls step_update(self.last_epoch) of the given scheduler"
+    " and returns the lr of all groups."
 )
 
 
@@ -106,10 +106,10 @@ class from_torch:
             ArgumentError: always.
         """
         msg = (
-            f"schedules.from_torch(...)({step!r}): its learning rates are those of an"
-            " optimizer's groups, and no factors. Give it to TrainState.create(schedule=),"
-            " and read state.lrs; what is to be computed of several schedulers, compute in"
-            " the factory, by torch.optim.lr_scheduler.SequentialLR or LambdaLR."
+            f"schedules.from_torch(...)({step!r}): you cannot call it, because it has learning"
+            " rates for an optimizer's groups instead of one factor. Pass it to"
+            " TrainState.create(schedule=...), and read state.lrs. To combine schedulers, use"
+            " torch.optim.lr_scheduler.SequentialLR or LambdaLR in the factory."
         )
         raise ArgumentError(msg)
 
@@ -170,7 +170,7 @@ class TorchRates:
             num_groups = len(self._optimizer.param_groups)
             msg = (
                 f"schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
-                f" with {num_groups} parameter groups: {error}"
+                f" with {num_groups} parameter groups: {type(error).__name__}: {error}"
             )
             raise ArgumentError(msg) from error
         _check(scheduler, self._optimizer)
@@ -192,7 +192,7 @@ class TorchRates:
                 self._is_whole = True
         if self._ended is not None:
             msg = (
-                f"schedules.from_torch: {type(self._scheduler).__name__} has no rate for"
+                f"schedules.from_torch: {type(self._scheduler).__name__} has no learning rate for"
                 f" update {self._num_known}: {self._ended}"
             )
             raise ArgumentError(msg) from self._ended
@@ -245,17 +245,16 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
     if names:
         follows_metric = names[0] != "epoch" or "plateau" in kind.lower()
         advice = _PLATEAU if follows_metric else _BY_COUNT
-        why = f"whose step needs {', '.join(names)}. {advice}"
+        why = f"with a step method that needs {', '.join(names)}. {advice}"
     elif not isinstance(scheduler, LRScheduler):
-        why = "expected an LRScheduler of torch's."
+        why = "but it must return a torch LRScheduler."
     elif scheduler.optimizer is not optimizer:
         why = (
-            "which is on another optimizer than the given one, so rates would never change."
-            " Make the scheduler in the factory: lambda optimizer: StepLR(optimizer,"
-            " 10)."
+            "but for another optimizer than its argument, so the learning rates would never"
+            " change. Use the argument: lambda optimizer: StepLR(optimizer, 10)."
         )
     if why:
-        msg = f"schedules.from_torch: the factory gave {kind}, {why}"
+        msg = f"schedules.from_torch: the factory returned {kind}, {why}"
         raise ArgumentError(msg)
 
 
@@ -335,7 +334,7 @@ class warmup_cosine:
             msg = (
                 f"schedules.warmup_cosine(num_warmup={self.num_warmup},"
                 f" num_updates={self.num_updates}): the warm-up must be shorter than"
-                " the whole."
+                " the whole schedule."
             )
             raise ArgumentError(msg)
 
@@ -403,15 +402,15 @@ class join:
         schedules = [p[-1] if _is_part(p) else p for p in cast("Any", parts)]
         if any(isinstance(schedule, from_torch) for schedule in schedules):
             msg = (
-                "schedules.join: from_torch gives learning rates, not factors of them. Join"
-                " torch's schedulers inside its factory, by"
+                "schedules.join joins factors, but from_torch has learning rates. Join torch's"
+                " schedulers inside the factory of from_torch, with"
                 " torch.optim.lr_scheduler.SequentialLR."
             )
             raise ArgumentError(msg)
         if not all(map(_is_part, pairs)) or not callable(last):
             msg = (
                 f"schedules.join{parts!r}: expected (num_updates, schedule) pairs, and then a"
-                " schedule of all the rest."
+                " schedule for all later updates."
             )
             raise ArgumentError(msg)
         self.__attrs_init__(parts=tuple(pairs), last=last)  # type: ignore[attr-defined]
@@ -468,9 +467,9 @@ class FactorRates:
             if "lr" not in group:
                 options = sorted(group.keys() - STRUCTURE)
                 msg = (
-                    f"schedule: the optimizer's parameter group {i} has no 'lr', only"
-                    f" {options}. Leave the schedule out, or set these options by a"
-                    " transform's hyper."
+                    "TrainState.create(schedule=...): a schedule sets 'lr', but parameter group"
+                    f" {i} of the optimizer has only {', '.join(map(repr, options)) or 'params'}."
+                    " Leave out the schedule, or set options in the method hyper of a transform."
                 )
                 raise OptimizerError(msg)
             self._rates.append(((i, "lr"), group["lr"]))
@@ -485,8 +484,8 @@ class FactorRates:
         is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
         if not is_number or factor < 0:
             msg = (
-                f"The schedule gave {factor!r} for update {update}; expected a finite"
-                " number, 0 or more, the factor of the learning rate."
+                f"The schedule returned {factor!r} for update {update}. Expected a factor of the"
+                " learning rate: a finite number, 0 or more."
             )
             raise ArgumentError(msg)
         return {at: rate * factor for at, rate in self._rates}
@@ -505,9 +504,10 @@ def _check_pure(factor: Schedule) -> None:
     numbers = isinstance(first, (int, float)) and isinstance(again, (int, float))
     if numbers and repr(first) != repr(again):
         msg = (
-            f"The schedule gave {first!r} for update 0, and {again!r} when it was asked again;"
-            " expected a function of the update number alone, that counts no calls and draws"
-            " nothing. To follow losses, use af.reduce_lr_on_plateau or a transform's hyper."
+            f"The schedule returned {first!r} for update 0, and {again!r} when it was called again"
+            " for update 0. It must depend only on the update number, not on earlier calls or"
+            " random numbers. To follow a loss, use af.reduce_lr_on_plateau or the method hyper"
+            " of a transform."
         )
         raise ArgumentError(msg)
 
@@ -531,9 +531,9 @@ def advise_of_rates(schedule: Schedule) -> None:
     if 0 < peak < _LEAST_PEAK:
         name = qualname(schedule)
         advise(
-            f"schedule={name} gives factors of the optimizer's learning rate, and the largest"
-            f" is {peak:g}: all updates would use only this part of it. If they are learning"
-            f" rates, give the optimizer lr={peak:g}, and divide by it:"
+            f"schedule={name}: a schedule returns factors of the optimizer's learning rate, and"
+            f" the largest factor here is only {peak:g}. If the function returns learning rates,"
+            f" pass lr={peak:g} to the optimizer, and divide by it:"
             f" schedule=lambda update: rate(update) / {peak:g}."
         )
 
@@ -559,9 +559,9 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
     while not _is_zero(rates, first):
         first += 1
     advise(
-        f"The schedule's learning rate is 0 from update {first} on, and this is update"
-        f" {update}: the optimizer changes nothing any more. Make the schedule as long as the"
-        " run, af.schedules.linear(epochs * data.updates_per_epoch) say, let it end above 0,"
+        f"The schedule's learning rate is 0 since update {first}, and this is update {update}:"
+        " the optimizer no longer changes the parameters. Make the schedule as long as the run,"
+        " for example af.schedules.linear(epochs * data.updates_per_epoch), let it end above 0,"
         " or end the run."
     )
     return math.inf

@@ -254,8 +254,8 @@ def row_of(cls: Any) -> Row:
             return row
     names = ", ".join(row.cls.__name__ for row in CATALOG)
     msg = (
-        f"{cls!r} is not a class of the catalog ({names}). Pass your transform as a value,"
-        " with the options that you test."
+        f"{cls!r}: accelfn can draw options only for these classes: {names}. Instead of the"
+        " class of your own transform, pass a transform with the options that you test."
     )
     raise ArgumentError(msg)
 

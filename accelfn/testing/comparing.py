@@ -387,7 +387,7 @@ def assert_states_equal(
     if diffs:
         entries = "entry" if len(diffs) == 1 else "entries"
         msg = (
-            f"The states differ in {len(diffs)} {entries} (the first, the second):"
+            f"The states differ in {len(diffs)} {entries} (first state and second state):"
             f"{format_differences(diffs)}"
         )
         raise LawError(msg)
@@ -517,8 +517,9 @@ def assert_collectives(
         return
     if not arguments.exists(file):
         msg = (
-            f"There is no {file} to compare with. Call assert_collectives(run, path,"
-            f" update=True) once to write it, and keep it. It would be:\n\n{text}"
+            f"assert_collectives: there is no file {file}. Call assert_collectives(run, path,"
+            " update=True) once to write the file, and keep it with the test. Its text would"
+            f" be:\n\n{text}"
         )
         raise LawError(msg)
     snapshot = file.read_text(encoding="utf-8")
@@ -527,8 +528,9 @@ def assert_collectives(
             snapshot.splitlines(), text.splitlines(), "expected", "found", lineterm=""
         )
         msg = (
-            f"The collectives of the run are not those of {file}. If they should be, call"
-            " assert_collectives(run, path, update=True) once.\n" + "\n".join(lines)
+            f"The collectives of the run differ from those in {file}. If the change is intended,"
+            " call assert_collectives(run, path, update=True) once.\n"
+            + "\n".join(lines)
         )
         raise LawError(msg)
 

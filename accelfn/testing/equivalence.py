@@ -87,7 +87,10 @@ def assert_equivalent(
         accelfn.errors.LawError: The setups do not train alike: in a world of 1, on rank 0, ...
     """
     if make is not None and optimizer is not None:
-        msg = "assert_equivalent(make=, optimizer=): the state that make returns has its own."
+        msg = (
+            "assert_equivalent(make=, optimizer=): the state that make returns already has an"
+            " optimizer. Leave out optimizer=."
+        )
         raise ArgumentError(msg)
     arguments.check_integer(
         "assert_equivalent", "updates", updates, 1, "a number of updates"
@@ -105,7 +108,7 @@ def assert_equivalent(
             if diffs:
                 when = f"after update {moment} (counted from 0)"
                 when = when if moment < updates else "after af.finalize"
-                where = f"in a world of {size}, on rank {rank}, {when}"
+                where = f"in a world of size {size}, on rank {rank}, {when}"
                 hint = _hint(contents, comparison) if moment == 0 and is_own else ""
                 raise LawError(_format_error(pair, where, diffs) + hint)
 
@@ -132,8 +135,8 @@ def _check_made(state: TrainState, world: World, setup: chain) -> None:
     """Raise unless the state has this world and setup."""
     if state.world is not world or state.setup != setup:
         msg = (
-            "assert_equivalent(make=): the state that make(world, setup) returns has"
-            " another world or setup. Give both to TrainState.create."
+            "assert_equivalent(make=): the state that make(world, setup) returns has another"
+            " world or setup. Write TrainState.create(..., setup=setup, world=world)."
         )
         raise ArgumentError(msg)
 
@@ -189,9 +192,9 @@ def _format_error(
     codes = [f"af.chain({', '.join(map(repr, setup))})" for setup in pair]
     lines = [difference for differences in diffs.values() for difference in differences]
     return (
-        f"The setups do not train alike: {where}, they differ in {', '.join(diffs)} (the"
-        f" first, the second):{format_differences(lines)}\nThe first is {codes[0]}, the second"
-        f" {codes[1]}."
+        f"The two setups train differently: {where}, these values differ: {', '.join(diffs)}"
+        f" (first setup and second setup):{format_differences(lines)}\nThe first setup is"
+        f" {codes[0]}, the second setup is {codes[1]}."
     )
 
 
@@ -206,10 +209,10 @@ def _hint(runs: Sequence[Held], comparison: Comparison) -> str:
     if len(losses) < len(runs) or not comparison.by_name(*losses):
         return ""
     return (
-        "\nThe loss of the first update differs already. Look at what it divides by: a plain"
-        ' loss is taken for a mean over samples, and a loss with reduction="sum" is not a mean,'
-        " so it depends on how samples are split. Return its mean, or af.Loss(total, weight)."
-        " Draws and batch statistics depend on that, too."
+        "\nThe loss of the first update already differs. Check its divisor: accelfn treats a"
+        ' plain loss as a mean over samples, but a loss with reduction="sum" is a sum, so it'
+        " changes with the split of the samples. Return the mean, or af.Loss(total, weight)."
+        " Dropout and batch statistics also change with the split."
     )
 
 

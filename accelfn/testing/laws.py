@@ -229,19 +229,20 @@ NEARLY_EQUAL = Comparison(rtol=1e-4, atol=1e-6)
 Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
 REMEMBER = (
-    "Keep memory in the state's slot, not in an attribute or a closure, and draw from torch's"
-    " default generator."
+    "Store values that later updates need in a slot of the state, not in an attribute or a"
+    " closure. Draw random numbers from torch's default generator."
 )
 _DRAW = (
-    "Draw inside the loss, or from af.fork_rng(state). In the module of a transform, draw when"
-    " the layer is called. If a transform draws, do not declare draws_nothing."
+    "Draw random numbers inside the loss, or in a block `with af.fork_rng(state, purpose):`. A"
+    " module that a transform adds must draw in its forward pass. A transform that draws must"
+    " not declare the fact draws_nothing."
 )
 
 
 def memory_in_state(subject: Subject) -> str | None:
     """The same states give the same run each time."""
     again = subject.histories()
-    broken = differ(subject.plain, again, "two runs from the same beginning")
+    broken = differ(subject.plain, again, "two runs from the same state")
     return f"{broken} {REMEMBER}" if broken else None
 
 
@@ -254,9 +255,7 @@ def trains(subject: Subject) -> str | None:
         if "params[" in name
     ):
         return None
-    return (
-        f"no parameter changed in updates 2 to {subject.updates}: nothing is trained."
-    )
+    return f"no parameter changed in updates 2 to {subject.updates}, so nothing is trained."
 
 
 def keeps_frozen(subject: Subject) -> str | None:
@@ -272,13 +271,13 @@ def keeps_frozen(subject: Subject) -> str | None:
 
     broken = next(filter(None, simulate(subject.size, rank)), None)
     advice = "Change only the parameters in state.trainable."
-    return f"it changes a frozen parameter, {broken} {advice}" if broken else None
+    return f"it changed a frozen parameter: {broken}. {advice}" if broken else None
 
 
 def forks_apart(subject: Subject) -> str | None:
     """A copy trains like its original while another copy trains in turns."""
     plain = [history[:-1] for history in subject.plain]
-    runs = "a run, and a copy of it that took turns with another copy,"
+    runs = "a run, and its copy that trained in turns with another copy,"
     broken = differ(plain, subject.fork(), runs)
     return f"{broken} {REMEMBER}" if broken else None
 
@@ -291,7 +290,7 @@ def leaves_settings(subject: Subject) -> str | None:
             pass
         for name, (get, _, value) in _SETTINGS.items():
             if get() != value:
-                return f"it sets {name} to {get()}, for all that runs in the process."
+                return f"it changed {name} to {get()} for the whole process."
         return None
 
     with _settings_as_tried():  # once, because ranks share them
@@ -319,7 +318,7 @@ def no_environment(subject: Subject) -> str | None:
             how = f"with {text or 'no RANK'} in the environment"
             broken = _attempt(plain, subject.histories, how)
         if broken:
-            return f"{broken} Take the rank from the world."
+            return f"{broken} Read the rank from the world, not from the environment."
     return None
 
 
@@ -339,7 +338,7 @@ def own_randomness(subject: Subject) -> str | None:
         return [name for name in before if before[name] != after[name]]
 
     rngs = [name for names in simulate(subject.size, rank) for name in names]
-    return f"it moves {rngs[0]}'s random generator. {_DRAW}" if rngs else None
+    return f"it advanced {rngs[0]}'s global generator. {_DRAW}" if rngs else None
 
 
 def any_schedule(subject: Subject) -> str | None:
@@ -362,14 +361,14 @@ def replicas_agree(subject: Subject) -> str | None:
     shared = [
         [_replicated_entries(entry) for entry in history] for history in subject.plain
     ]
-    states = "the states that rank 0 and another rank hold"
+    states = "the states of rank 0 and of another rank"
     broken = differ(shared[:1] * subject.size, shared, states)
     return broken and broken + (_BY_RANK if ": slots[" in broken else "")
 
 
 _BY_RANK = (
-    " Declare the entries of a slot that differ by rank:"
-    ' tells = {"by_rank": ("rest",)}.'
+    " If an entry of the slot, such as rest, may differ between ranks, declare it in the"
+    ' transform: tells = {"by_rank": ("rest",)}.'
 )
 
 
@@ -401,7 +400,7 @@ COMMON: Mapping[str, Law] = {
 def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
     """Return how the first subject that breaks a law does, with its name; or None."""
     for subject in subjects:
-        note = f"It was tried with {subject.name}."
+        note = f"This happened with {subject.name}."
         try:
             broken = law(subject)
         except Exception as error:
@@ -421,7 +420,7 @@ def differ(one: Histories, two: Histories, runs: str) -> str | None:
                 where = (
                     "at the end" if update == len(history) else f"after update {update}"
                 )
-                return f"{runs} differ {where} on rank {rank}: {broken}"
+                return f"{runs} differ {where} on rank {rank}: {broken}."
     return None
 
 
@@ -431,18 +430,18 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         torch.float32,
     ),
     "torch's number of threads": (torch.get_num_threads, torch.set_num_threads, 1),
-    "torch's deterministic algorithms": (
+    "torch's deterministic mode": (
         *(
             torch.are_deterministic_algorithms_enabled,
             torch.use_deterministic_algorithms,
         ),
         False,
     ),
-    "torch's precision of products": (
+    "torch's precision of matrix products": (
         *(devices.precisions, devices.set_precisions),
         ("ieee", "ieee"),
     ),
-    "whether gradients are taken": (
+    "torch's grad mode": (
         *(torch.is_grad_enabled, torch.set_grad_enabled),
         True,
     ),
@@ -500,8 +499,8 @@ def _attempt(
     try:
         other = again()
     except Exception as error:  # noqa: BLE001 - the plain run raised nothing
-        return f"{how} the run raised {type(error).__name__}: {error}"
-    return differ(plain, other, f"a run and the same run {how}")
+        return f"{how}, the run raised {type(error).__name__}: {error}"
+    return differ(plain, other, f"a run, and the same run {how},")
 
 
 # Small training problems for the laws.

@@ -36,18 +36,18 @@ _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _LOOK_AT = {
     "batch": "the order and size of batches, shuffling, and a short last batch",
     "loss": (
-        "what the loss divides by over samples and micro-batches (a plain loss is taken for"
-        ' a mean; a loss with reduction="sum" is not a mean), dropout and other draws,'
-        " training or evaluation mode, precision"
+        "the divisor of the loss over samples and micro-batches (accelfn treats a plain loss"
+        ' as a mean; a loss with reduction="sum" is a sum), dropout and other random numbers,'
+        " training or evaluation mode, and precision"
     ),
-    "grads": "what divides them (samples, micro-batches, ranks), clipping, zero_grad",
-    "lr": "the schedule: its shape and length, and that it steps once an update",
-    "hyper": "the options that the optimizer is given",
-    "opt_state": "the gradients: what divides them, clipping, zero_grad",
-    "params": "the gradients (what divides them, clipping, zero_grad), and weight decay",
+    "grads": "their divisor (samples, micro-batches, ranks), clipping, and zero_grad",
+    "lr": "the schedule: its shape and length, and whether it steps once per update",
+    "hyper": "the options that you pass to the optimizer",
+    "opt_state": "the gradients: their divisor, clipping, and zero_grad",
+    "params": "the gradients (their divisor, clipping, zero_grad), and weight decay",
     "buffers": "running statistics: which forward passes update them, and how often",
 }
-_BEGINNING = "what the loops begin with: build both on copies of one model"
+_BEGINNING = "the initial models: build both loops on copies of one model"
 
 
 @attrs.frozen(kw_only=True)
@@ -173,7 +173,7 @@ def quantities(
         values["grads"] = _gradients(values["grads"])
     if isinstance(source, TrainState):
         if optimizer is not None:
-            msg = "quantities(state, optimizer): a state has its own; leave it out."
+            msg = "quantities(state, optimizer): a state has an optimizer. Leave out yours."
             raise ArgumentError(msg)
         values |= _of_state(source)
     elif source is not None or optimizer is not None:
@@ -189,8 +189,8 @@ def _of_module(source: Any, optimizer: Optimizer | None) -> dict[str, Any]:
     model = _unwrap(source)
     if not isinstance(model, nn.Module):
         msg = (
-            f"quantities({source!r}): expected a torch module, with or without its"
-            " optimizer, or a TrainState."
+            f"quantities({source!r}): expected a TrainState, or a torch.nn.Module and"
+            " optionally its optimizer."
         )
         raise ArgumentError(msg)
     values: dict[str, Any] = {
@@ -275,9 +275,9 @@ def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) 
     """Raise if two reports differ; report 0 is that of the beginning."""
     if count == 0 and ("loss" in one or "loss" in two):
         msg = (
-            "compare_loops: a loop first yields what it begins with, in which there can"
-            " be no loss. Before the loop, yield quantities(model, optimizer), or"
-            " quantities(state)."
+            "compare_loops: the first values that a loop yields are those before training, so"
+            " they cannot have a loss. Before the first update, yield quantities(model,"
+            " optimizer) or quantities(state)."
         )
         raise ArgumentError(msg)
     diffs = _differing(one, two, tolerance)
@@ -289,12 +289,12 @@ def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) 
     when = when if count else "Before the first update"
     begins = not count and first not in ("lr", "hyper")
     look = _BEGINNING if begins else _LOOK_AT.get(first)
-    named = f"{when}, {first} is the first to differ (the old loop, the new loop):"
+    named = f"{when}, {first} is the first to differ (old loop and new loop):"
     lines = [
         named + format_differences(diffs[first]),
-        f"Differ too: {', '.join(rest)}." if rest else "",
-        f"Agree: {', '.join(agree)}." if agree else "",
-        f"Look at {look}." if look else "",
+        f"Also different: {', '.join(rest)}." if rest else "",
+        f"Not different: {', '.join(agree)}." if agree else "",
+        f"Check {look}." if look else "",
     ]
     raise LawError("\n".join(line for line in lines if line))
 
@@ -306,14 +306,14 @@ def _check_lengths(old: int, count: int, next_of_new: Any, steps: int) -> None:
     if count == old and next_of_new is None:
         msg = (
             f"compare_loops(steps={steps}): both loops ended after {updates} updates."
-            " Compare as many, or let them run longer."
+            " Pass fewer steps, or let the loops run longer."
         )
         raise ArgumentError(msg)
     short, other = ("new", "old") if count < old else ("old", "new")
     msg = (
-        f"The {short} loop ended after {updates} updates, the {other} one goes"
-        " on; up to there they agree. Look at the number of epochs, and at what becomes of"
-        " a short last batch."
+        f"The {short} loop ended after {updates} updates, but the {other} loop continues. Until"
+        " then they agree. Check the number of epochs, and whether both loops use a short last"
+        " batch."
     )
     raise LawError(msg)
 

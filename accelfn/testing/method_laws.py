@@ -210,15 +210,17 @@ def watch_mean(transform: Any, report: Report) -> Any:
         new_grads: Grads = output[0]
         missing = sorted(means.keys() - new_grads.tensors.keys())
         if missing:
-            report(f"in update {update.num_tried} it leaves out {missing[0]!r}")
+            report(
+                f"in update {update.num_tried}, reduce returned no gradient for {missing[0]!r}."
+            )
         for name in means.keys() & new_grads.tensors.keys():
             result = new_grads.tensors[name].double() / new_grads.taken.scale
             size, error = means[name].norm(), (result - means[name]).norm()
             if not error <= NEAR * size:
                 report(
-                    f"in update {update.num_tried}, rank {update.world.rank}, the gradient of"
-                    f" {name!r} differs from the weighted mean over all ranks by"
-                    f" {float(error / size):.2g} times the mean's norm"
+                    f"in update {update.num_tried} on rank {update.world.rank}, the gradient of"
+                    f" {name!r} that reduce returned differs from the weighted mean over all"
+                    f" ranks by {float(error / size):.2g} times the mean's norm."
                 )
         return output
 
@@ -250,12 +252,13 @@ def sends_all(members: Sequence[Any]) -> Law:
         off = float(get_total_norm(missing) / get_total_norm([*targets.values()]))
         if off <= _IN_SUM:
             return None
-        note = f", the last {_ROUNDS} of them on {size}" if merging else ""
+        plural = "s" * (size > 1)
+        note = f" (the last {_ROUNDS} on {size} rank{plural})" if merging else ""
         return (
-            f"over {1 + _ROUNDS} updates{note}, the sum of reduce's results differs from that"
-            f" of the weighted means by {off:.2g} of its norm. Send later what an update leaves"
-            " out, and share it among the new ranks in merge; or write"
-            ' gives_up = {"sends_all_later": "it is a vote"}.'
+            f"over {1 + _ROUNDS} updates{note}, the sum of reduce's results differs from the sum"
+            f" of the weighted means by {off:.2g} times its norm. Keep the unsent rest of a"
+            " gradient in the slot, send it later, and divide it among the new ranks in merge."
+            ' Or write gives_up = {"sends_all_later": "it is a vote"}.'
         )
 
     return law
@@ -354,16 +357,17 @@ def _own_slot(members: Sequence[Any], build: Around) -> Law:
                 state = after
             foreign = sorted(set(state.slots) - names)
             if foreign:
-                return f"it made the slots {foreign}, not its own."
+                slots = ", ".join(map(repr, foreign))
+                return f"it added the slots {slots}. Store values only in its own slot."
             missing = sorted(name for name in present if state.slots.get(name) is None)
             if missing:
                 return (
-                    f"the slot {missing[0]!r}, which init made, was None after an update."
-                    " Return the slot argument, or the next slot."
+                    f"init created the slot {missing[0]!r}, but after an update the slot is"
+                    " None. Return the slot argument, or a new slot, from each method."
                 )
             for path, dtype in _dtypes(state.slots).items():
                 if dtypes.get(path, dtype) != dtype:
-                    return f"{path} was of {dtypes[path]}, and is of {dtype} after an update."
+                    return f"an update changed the dtype of {path} from {dtypes[path]} to {dtype}."
             return None
 
         return simulate(subject.size, rank)[0]
@@ -399,8 +403,8 @@ def _lost_gradient(grads: Grads, result: tuple[Grads, Any]) -> str | None:
     if not missing:
         return None
     return (
-        f"drops the gradient of {missing[0]!r}, which is then not trained. Return zeros, or"
-        " freeze the parameter: state.with_trainable."
+        f"returns no gradient for {missing[0]!r}, so this parameter is not trained. Return"
+        " zeros, or freeze the parameter with state.with_trainable."
     )
 
 
@@ -408,13 +412,13 @@ def _lost_parameter(
     params: Mapping[str, Any], result: tuple[Mapping[str, Any], Any]
 ) -> str | None:
     missing = sorted(params.keys() - result[0].keys())
-    return f"leaves out the parameter {missing[0]!r}." if missing else None
+    return f"does not return the parameter {missing[0]!r}." if missing else None
 
 
 def _changed_number(state: TrainState, result: tuple[TrainState, Any]) -> str | None:
     for name in _NUMBERS:
         if getattr(result[0], name) != getattr(state, name):
-            return f"changes state.{name}, which is the step's own. Leave it alone."
+            return f"changes state.{name}. Only the step may change it."
     return None
 
 
@@ -439,8 +443,9 @@ def _watch_groups(transform: Any, report: Report) -> Any:
         )
         if any(n[0] and one.get(n) != two.get(n) for n in {**one, **two}):
             report(
-                f"{self!r}.hyper gives parameter group 1 other numbers if group 0 has another"
-                " learning rate. Compute each group's from its own: {(group, name): value}."
+                f"{self!r}.hyper returns other values for parameter group 1 if the learning rate"
+                " of group 0 changes. Compute the values of a group only from values of the same"
+                " group, and return {(group, name): value}."
             )
         return result
 
@@ -464,8 +469,9 @@ def _watch_flow(transform: Any, report: Report) -> Any:
         plain, only = result(1, update), result(2, update)
         if first_difference(only, with_update) and not first_difference(plain, only):
             report(
-                f"{self!r}.{field} takes the update's value, not its first argument. That"
-                " undoes transforms to its left. Compute from the first argument."
+                f"{self!r}.{field} reads the {field} of the update instead of its first argument."
+                " This undoes the transforms before it in the chain. Compute from the first"
+                " argument."
             )
         return method(self, value, slot, update)
 
@@ -527,9 +533,9 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
         if not broken:
             return None
         return (
-            f"an update that another transform skipped changed {broken} Before after_update,"
-            " return a new slot and leave the slot argument unchanged;"
-            " in after_update, ask update.skipped."
+            f"an update that another transform skipped changed {broken}. In methods that run"
+            " before after_update, return a new slot and do not change the slot argument in"
+            " place. In after_update, check update.skipped."
         )
 
     return law
@@ -584,11 +590,12 @@ def _passes_on(members: Sequence[Any], build: Around) -> Law:
             return mistake
         except TypeError as error:
             return (
-                "the wrapper of a loss or value_and_grad does not take what it is called with,"
-                f" (model, batch, *extras) or (state, batch, *extras, into=, sync=): {error}"
+                "the function that loss or value_and_grad returned must accept the arguments"
+                " (model, batch, *extras) or (state, batch, *extras, into=, sync=), but it"
+                f" raised: {error}"
             )
         if any(args != (_EXTRA,) for args in extras):
-            return "a loss was not given the step's extras: pass *extras on."
+            return "the loss did not get the step's extras. Pass *extras to the inner function."
         return None if outside is None else _lost_of_parts(calls)
 
     return law
@@ -616,9 +623,11 @@ def _innermost(calls: list[_Arrived]) -> Any:
 
 def _lost_of_parts(calls: Sequence[_Arrived]) -> str | None:
     if calls and not any(adds for adds, _ in calls):
-        return "what is to be added to was lost: pass into= on to the inner function."
+        return "gradients of earlier micro-batches were lost. Pass into= to the inner function."
     if calls and all(sync for _, sync in calls):
-        return "every micro-batch communicated: pass sync= on to the inner function."
+        return (
+            "ranks communicated in every micro-batch. Pass sync= to the inner function."
+        )
     return None
 
 
@@ -635,9 +644,9 @@ def _evaluates_purely(subject: Subject) -> str | None:
             yield state, metrics
 
     again = attrs.evolve(subject, advance=advance).histories()
-    runs = "a run and the same run, evaluated between updates,"
+    runs = "a run, and the same run with an evaluation between updates,"
     broken = differ(subject.plain, again, runs)
-    advice = " Return new tensors from eval_params. In hyper, which state.lrs asks, change nothing."
+    advice = " Return new tensors from eval_params. Change nothing in hyper: state.lrs calls it."
     return f"{broken}{advice}" if broken else None
 
 
@@ -657,11 +666,11 @@ def _owes_once(subject: Subject) -> str | None:
         [{n: e for n, e in row.items() if n.startswith("params")} for row in history]
         for history in once
     ]
-    states = "what finalize returns, and finalize of that,"
+    states = "the states after one and after two calls of finalize"
     return differ(once, again, states) or differ(
         params[:1] * subject.size,
         params,
-        "what finalize leaves on rank 0 and on another rank",
+        "the parameters of rank 0 and of another rank after finalize",
     )
 
 
@@ -679,15 +688,14 @@ def _merges_all(members: Sequence[Any]) -> Law:
                 change, idle = _shares(member, tree.clone(slot), world)
                 if change:
                     return (
-                        f"{member!r}.merge of {world.size} slots that it made itself, for as many"
-                        f" ranks, gives another slot: {change}"
+                        f"{member!r}.merge changes its own result: it merged {world.size} copies"
+                        f" of a merged slot into a different slot: {change}."
                     )
                 if idle is not None:
-                    entries = list(contract.facts_of(member).get("by_rank", ()))
+                    names = ", ".join(contract.facts_of(member).get("by_rank", ()))
                     return (
-                        f"{member!r}.merge gives the same, whatever rank {idle} has in {entries},"
-                        " which is then lost on another number of ranks. Use every slot of the"
-                        " argument."
+                        f"{member!r}.merge does not use rank {idle}'s values of {names}. They"
+                        " would be lost on another number of ranks. Use all slots of the argument."
                     )
             return None
 
@@ -741,8 +749,8 @@ def _loads_anywhere(subject: Subject) -> str | None:
                 other.resume_from(2, Path(folder))
             except Exception as error:  # noqa: BLE001 - any error breaks the law
                 return (
-                    f"saved on {subject.size} and resumed on {size}, the run raised"
-                    f" {type(error).__name__}: {error} If ranks hold different slots, return"
-                    " a weight for each and one slot for all from merge(slots)."
+                    f"a run saved on {subject.size} and loaded on {size} ranks raised"
+                    f" {type(error).__name__}: {error} If slots differ between ranks, define"
+                    " merge(slots, world) -> (weights, slot)."
                 )
     return None

@@ -97,7 +97,7 @@ def _format_report(
     latest = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
     lines += [note for note in getattr(error, "__notes__", []) if _REPEAT in note]
-    lines.append(f"Of {len(log)} collectives that were carried out, the last:")
+    lines.append(f"The last of {len(log)} completed collectives:")
     lines += [f"  {entry}" for entry in latest]
     return "\n".join(lines if latest else lines[:-1])
 
@@ -143,7 +143,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
         except Exception as error:
             try:
                 path = _write(Path(directory), source, states, (batch, *extras), error)
-                error.add_note(f"What the step was given is in {path}.")
+                error.add_note(f"The arguments of the step are in {path}.")
             except Exception as other:  # noqa: BLE001 - the step's error is the one to show
                 error.add_note(f"No crash bundle was written: {other!r}")
             raise
@@ -173,8 +173,8 @@ def replay(directory: str | os.PathLike[str]) -> None:
 
     simulate(len(bundles), rank)
     msg = (
-        f"{folder} did not raise again. It had raised"
-        f" {first['error']['kind']}: {first['error']['message']}"
+        f"replay({str(folder)!r}): this time the step raised no error. When the bundle was"
+        f" written, it raised {first['error']['kind']}: {first['error']['message']}"
     )
     raise SimulationError(msg)
 
@@ -224,7 +224,7 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     """Return every rank's bundle, decoded."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
-        msg = f"There is no crash bundle in {folder}."
+        msg = f"{folder} contains no crash bundle (rank-*.json)."
         raise CheckpointError(msg)
     bundles = {b["rank"]: b for b in map(_read_rank, paths)}
     size = next(iter(bundles.values()))["size"]
@@ -233,8 +233,9 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     missing = [rank for rank in range(size) if rank not in ranks]
     if missing:
         msg = (
-            f"{folder}: of {size} ranks, {missing} left no bundle; were they killed? A"
-            " step cannot be run again without its peers."
+            f"{folder}: there is no bundle of rank {', '.join(map(str, missing))} (of {size}"
+            " ranks). A killed process writes no bundle. The step cannot run again without the"
+            " bundles of all ranks."
         )
         raise CheckpointError(msg)
     return [bundles[rank] for rank in range(size)]
@@ -244,13 +245,15 @@ def _read_rank(path: Path) -> dict[str, Any]:
     bundle = cast("dict[str, Any]", json.loads(path.read_text()))
     if bundle.get("format") != FORMAT:
         msg = (
-            f"{path} has format {bundle.get('format')!r}; this version reads {FORMAT}."
+            f"{path} has the format {bundle.get('format')!r}, but this version of accelfn reads"
+            f" only {FORMAT}. Replay the bundle with the version that wrote it."
         )
         raise CheckpointError(msg)
     if bundle["states"] is None:
         msg = (
-            f"{path}: the step raised in the midst of its update, so its state was partly"
-            f" updated and is not here. It had raised:\n{bundle['error']['traceback']}"
+            f"{path}: the bundle has no state, because the step raised in the middle of an"
+            f" update and the state was partly updated. The error of the step was:\n"
+            f"{bundle['error']['traceback']}"
         )
         raise CheckpointError(msg)
     tensors = safetensors.torch.load_file(path.with_suffix(".safetensors"))
@@ -292,7 +295,7 @@ def _source_of(make: Make) -> dict[str, str]:
     if not name.isidentifier() or file is None:
         msg = (
             f"crash_bundles(make={make!r}): expected a function at the top level of a"
-            " file, so that a replay finds it by name."
+            " file, so that replay can import it by name."
         )
         raise ArgumentError(msg)
     return {"module": module, "name": name, "file": str(Path(file).absolute())}
@@ -307,7 +310,10 @@ def _made_by(source: Mapping[str, str]) -> Make:
     else:  # a script: under another name its `if __name__ == "__main__"` does not run
         spec = importlib.util.spec_from_file_location("replayed", source["file"])
         if spec is None or spec.loader is None:
-            msg = f"{source['file']}, which makes the state, cannot be imported."
+            msg = (
+                f"replay: Python cannot import {source['file']}, which defines make. Move make"
+                " to a file with the suffix .py, and write the bundle again."
+            )
             raise CheckpointError(msg)
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)

@@ -119,7 +119,7 @@ def _check(size: int, fn: object, timeout: float) -> None:
         msg = f"run_processes({size!r}, ...): expected a number of ranks, 1 or more."
         raise ArgumentError(msg)
     if not callable(fn):
-        msg = f"run_processes({size}, {fn!r}): expected a function of a World."
+        msg = f"run_processes({size}, {fn!r}): expected a function that takes a World."
         raise ArgumentError(msg)
     arguments.check_seconds("run_processes", "timeout", timeout)
 
@@ -164,8 +164,8 @@ def _how_it_ended(code: int | None) -> str:
         return f"The process ended with exit code {code}."
     name = signal.Signals(-code).name
     gloo = (
-        " Gloo aborts a process that receives more than it expects; in a simulated world"
-        " the program would say which collectives do not match."
+        " Gloo aborts a process that receives more bytes than it expects. Run the program with"
+        " simulate: its error names the collectives that do not match."
     )
     return f"The process was ended by {name}.{gloo if name == 'SIGABRT' else ''}"
 
@@ -206,8 +206,9 @@ class Pool:
         late = [rank for rank in range(size) if rank not in answers]
         if late:
             msg = (
-                f"Of {size} ranks, {late} did not return within {timeout:g} s. In a"
-                " simulated world the program would say where each stands."
+                f"run_processes: rank {', '.join(map(str, late))} of {size} did not return within"
+                f" {timeout:g} s. Run the program with simulate: if ranks wait for each other,"
+                " its error shows the call of each rank."
             )
             raise RankError(msg)
         return [pickle.loads(answers[rank].result) for rank in range(size)]  # noqa: S301
@@ -237,7 +238,7 @@ class Pool:
 def _report(failures: Mapping[int, Answer], size: int) -> str:
     first, *rest = sorted(failures, key=lambda rank: failures[rank].at)
     lines = [f"Rank {first} of {size} failed first:\n{failures[first].failure}".strip()]
-    lines += [f"Rank {r} of {size}, after it: {failures[r].last_line}" for r in rest]
+    lines += [f"Rank {r} of {size} failed later: {failures[r].last_line}" for r in rest]
     return "\n".join(lines)
 
 
@@ -307,14 +308,14 @@ def check_comparable(plan: Plan) -> None:
     """
     if plan.faults:
         msg = (
-            f'simulate(also="processes", faults={list(plan.faults)}): faults happen in a'
-            " simulated world only. Leave out one of the two."
+            f'simulate(also="processes", faults={list(plan.faults)}): real processes cannot'
+            " have planned faults. Leave out also= or faults=."
         )
         raise ArgumentError(msg)
     if plan.device.type != "cpu":
         msg = (
-            f'simulate(also="processes", device={str(plan.device)!r}): processes are joined'
-            " by Gloo, on the CPU. Leave out one of the two."
+            f'simulate(also="processes", device={str(plan.device)!r}): real processes use Gloo'
+            " and run on the CPU. Leave out also= or device=."
         )
         raise ArgumentError(msg)
     try:
@@ -350,16 +351,16 @@ def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> 
         )
     except RankError as error:
         msg = (
-            "The program ran in a simulated world, but not on processes joined by Gloo."
-            f" {error}\nThe run: {plan}"
+            "The program succeeded in a simulated world, but failed on real processes with"
+            f" Gloo. {error}\nThe run: {plan}"
         )
         raise LawError(msg) from error
     for rank, (ours, theirs) in enumerate(zip(results, real, strict=True)):
         diffs = list(_differences(ours, theirs))
         if diffs:
             msg = (
-                f"Rank {rank} of {plan.size} returns one thing in a simulated world and"
-                " another on processes joined by Gloo (simulated, on processes):"
+                f"Rank {rank} of {plan.size} returned different results in a simulated world and"
+                " on real processes with Gloo (simulated value and real value):"
                 f"{format_differences(diffs)}\nThe run: {plan}"
             )
             raise LawError(msg)
@@ -452,7 +453,7 @@ def _key(path: str, key: Any) -> Any:
         type(key) is tuple and all(type(k) in _KEYS for k in key)
     ):
         return key
-    place = f"A key of {path}"
+    place = f"a key of {path}"
     raise _incomparable(place, key)
 
 
@@ -474,8 +475,8 @@ def _array(path: str, array: Any) -> torch.Tensor:
 
 def _incomparable(path: str, value: Any) -> ArgumentError:
     msg = (
-        f"{path} is a {type(value).__qualname__} ({describe_value(value)}), which cannot be"
-        " compared with that of another process. Return dense tensors, arrays and plain data, in"
-        " containers or records, or a TrainState."
+        f'simulate(also="processes"): {path} is a {type(value).__qualname__}'
+        f" ({describe_value(value)}), and accelfn cannot compare it between processes. Return a"
+        " TrainState, or dense tensors, NumPy arrays and plain data in containers or records."
     )
     return ArgumentError(msg)

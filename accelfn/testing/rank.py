@@ -46,7 +46,7 @@ def pack(value: object) -> bytes:
     except ArgumentError:
         raise
     except Exception as error:
-        msg = f"This cannot be sent to another process: {value!r}: {error}"
+        msg = f"pickle cannot send {value!r} to another process: {error}"
         raise ArgumentError(msg) from error
     return into.getvalue()
 
@@ -59,9 +59,9 @@ class _Packer(pickle.Pickler):
         why = _unimportable(obj) if isinstance(obj, (FunctionType, type)) else None
         if why is not None:
             msg = (
-                f"{why}, so no other process can import it. Define it with `def` or"
-                " `class` at the top of a module, and pass what it needs as arguments or"
-                " with functools.partial."
+                f"{why}, so another process cannot import it. Define it with `def` or `class`"
+                " at the top level of a module, and pass the values that it needs as arguments"
+                " or with functools.partial."
             )
             raise ArgumentError(msg)
         return NotImplemented
@@ -74,7 +74,7 @@ def _unimportable(named: FunctionType | type) -> str | None:
     if "<locals>" in named.__qualname__:
         return f"{named.__module__}.{named.__qualname__} is defined in a function"
     if named.__module__ == "__main__":
-        return f"{named.__qualname__} is defined in the script or session that runs"
+        return f"{named.__qualname__} is defined in the running script or session"
     return None
 
 
@@ -201,7 +201,10 @@ def _result(
         if not gc.get_freeze_count():
             gc.freeze()  # what was imported would be gone through by each collection
     except Exception as error:
-        msg = f"The rank cannot import what it is to run: {error!r}. Is it on sys.path?"
+        msg = (
+            "run_processes: a rank cannot import the function or one of its arguments:"
+            f" {error!r}. Is the module on sys.path?"
+        )
         raise ArgumentError(msg) from error
     connection = connections.Connection(group)
     for names, part in _groups(rank, axes).items():

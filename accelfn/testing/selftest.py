@@ -72,14 +72,14 @@ def _collectives(world: World) -> str:
     rank = ranks[world.rank]
     _check(
         int(all_reduce(rank, world, "sum")) == int(ranks.sum()),
-        "reduce does not add up what the ranks give.",
+        "all_reduce does not return the sum of the ranks' numbers.",
     )
     _check(
         all_gather_objects({"rank": world.rank}, world)
         == [{"rank": int(r)} for r in ranks],
-        "gather_objects does not return what the ranks give, in order.",
+        "all_gather_objects does not return the ranks' objects in rank order.",
     )
-    return "reduce, gather and barrier are right"
+    return "all_reduce, all_gather_objects and barrier work"
 
 
 def _state(world: World) -> TrainState:
@@ -106,8 +106,8 @@ def _training(world: World) -> str:
     state, _ = make_step(_loss_fn)(state, batch)
     assert_replicas_agree(state)
     trains = any(not torch.equal(state.params[n], before[n]) for n in before)
-    _check(trains, "a step with DistributedDataParallel changes no parameter.")
-    return "a step with DistributedDataParallel; all ranks agree after it"
+    _check(trains, "a step with DistributedDataParallel changed no parameter.")
+    return "after a step with DistributedDataParallel, all ranks have the same state"
 
 
 def _checkpoint(world: World) -> str:
@@ -122,10 +122,10 @@ def _checkpoint(world: World) -> str:
         same = all(torch.equal(copy.params[n], p) for n, p in state.params.items())
         _check(
             all_ranks(same and copy.step == state.step, world),
-            "what is loaded is not what was saved.",
+            "the loaded state differs from the saved state.",
         )
         barrier(world)  # before the folder goes
-    return "saved and loaded, bit by bit"
+    return "the loaded state is bitwise equal to the saved state"
 
 
 _TESTS: dict[str, Callable[[World], str]] = {

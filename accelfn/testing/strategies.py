@@ -116,7 +116,7 @@ def _must(member: Any) -> _Place:
     if isinstance(member, type):
         return _Place(row_of(member))
     if not contract.is_transform(member) or isinstance(member, chain):
-        msg = f"chains(include=[{member!r}]): expected a transform, or a class of one."
+        msg = f"chains(include=[{member!r}]): expected a transform, or a public transform's class."
         raise ArgumentError(msg)
     rows = [row for row in CATALOG if row.cls is type(member)]
     return _Place(rows[0] if rows else Row(type(member), st.just({})), member)
@@ -226,8 +226,8 @@ class Samples:
         """Compare the numbers of rows."""
         if len(self.inputs) != len(self.targets):
             msg = (
-                f"Samples: {len(self.inputs)} rows of inputs but"
-                f" {len(self.targets)} of targets; expected one of each per sample."
+                f"Samples: {len(self.inputs)} rows of inputs, but {len(self.targets)} rows of"
+                " targets. Expected one row of each per sample."
             )
             raise ArgumentError(msg)
 
@@ -451,7 +451,7 @@ class Net:
     def __attrs_post_init__(self) -> None:
         """Raise for statistics of one number."""
         if self.norm and self.inputs < 2:
-            msg = f"{self!r}: norm=True takes the statistics of 2 inputs or more."
+            msg = f"{self!r}: norm=True normalizes over a sample's inputs. Pass inputs=2 or more."
             raise ArgumentError(msg)
 
     @property
@@ -564,8 +564,8 @@ class TorchOptimizer:
         cls = getattr(torch.optim, name, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             msg = (
-                f"TorchOptimizer({name!r}): torch.optim has no optimizer of that name;"
-                ' expected one such as "SGD".'
+                f"TorchOptimizer({name!r}): torch.optim has no optimizer of this name. Expected"
+                ' a name such as "SGD".'
             )
             raise ArgumentError(msg)
         self.__attrs_init__(name=name, options=tuple(sorted(options.items())))  # type: ignore[attr-defined]

@@ -58,7 +58,8 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
     """
     if len(logs) < 3:
         sizes = " and ".join(map(str, logs))
-        _refuse(ranks, f"it ran on {sizes} only, and three points tell a straight line")
+        why = f"the program ran only on {sizes} ranks, and a prediction needs three numbers"
+        _refuse(ranks, why)
     _check_same_calls(logs, ranks)
     return [
         _foreseen(dict(zip(logs, entries, strict=True)), ranks)
@@ -72,21 +73,25 @@ def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
     for size, entries in logs.items():
         for entry in entries:
             if len(entry.ranks) < size:
-                among = entry.group or "two ranks"
+                among = f"the axis {entry.group!r}" if entry.group else "two ranks"
                 _refuse(
                     ranks,
-                    f"{_describe_call(entry)} is not of all ranks, but of {among}",
+                    f"{_describe_call(entry)} is a call among {among}, not among all ranks",
                 )
     for size, entries in rest:
         for a, b in zip(calls, entries, strict=False):
             if _known_by(a) != _known_by(b):
-                on = f"{_describe_call(a)} on {first} ranks is {_describe_call(b)} on {size}"
-                _refuse(ranks, on)
+                _refuse(
+                    ranks,
+                    f"the program calls {_describe_call(a)} on {first} ranks, but"
+                    f" {_describe_call(b)} on {size}",
+                )
         if len(calls) != len(entries):
             shorter, longer = sorted((calls, entries), key=len)
-            more = first if longer is calls else size
+            more, fewer = (first, size) if longer is calls else (size, first)
+            call = _describe_call(longer[len(shorter)])
             _refuse(
-                ranks, f"{_describe_call(longer[len(shorter)])} is on {more} ranks only"
+                ranks, f"the program calls {call} on {more} ranks, but not on {fewer}"
             )
 
 
@@ -113,7 +118,9 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
         text = ", ".join(f"{load.total:,} on {size}" for size, load in loads.items())
         entry = next(iter(entries.values()))
         _refuse(
-            ranks, f"the bytes that ranks give to {_describe_call(entry)} are {text}"
+            ranks,
+            f"the bytes of {_describe_call(entry)} do not grow linearly with the number of ranks"
+            f" ({text} ranks)",
         )
     return attrs.evolve(like, ranks=ranks, most=int(most), total=int(total))
 
@@ -140,8 +147,8 @@ def _describe_call(entry: Entry) -> str:
 
 def _refuse(ranks: int, why: str) -> NoReturn:
     msg = (
-        f"accelfn cannot predict the traffic on {ranks} ranks: {why}. Let it run on"
-        f" as many simulated ranks: communication(fn, ranks=[{ranks}])."
+        f"accelfn cannot predict the traffic on {ranks} ranks: {why}. Run the program on"
+        f" {ranks} simulated ranks: communication(fn, ranks=[{ranks}])."
     )
     raise ArgumentError(msg)
 
@@ -217,8 +224,8 @@ class Link:
         if world.size == 1 or world.connection.simulated is not None:
             ranks = "one rank" if world.size == 1 else "simulated ranks"
             msg = (
-                f"Link.measured: a world of {ranks} has no links. Call it on all ranks of a"
-                " real world, or write Link(latency=..., bandwidth=...)."
+                f"Link.measured: a world of {ranks} has no network link. Call Link.measured on"
+                " all ranks of a real world, or write Link(latency=..., bandwidth=...)."
             )
             raise WorldError(msg)
         _time_sum(1, world)
@@ -269,7 +276,7 @@ def format_table(
         dict.fromkeys(label for column in columns.values() for label in column)
     )
     head = [f"{size} rank{'s' * (size != 1)}" for size in columns]
-    rows = [("bytes an update", *head)]
+    rows = [("bytes per update", *head)]
     for label in labels:
         cells = [
             _per_update(column.get(label, 0), updates) for column in columns.values()
@@ -278,9 +285,11 @@ def format_table(
     totals = [sum(column.values()) for column in columns.values()]
     rows.append((_TOTAL, *(_per_update(total, updates) for total in totals)))
     shares = zip(totals, columns, strict=True)
-    rows.append(("of these, a rank", *(_per_update(t, updates * n) for t, n in shares)))
+    rows.append(
+        ("of these, per rank", *(_per_update(t, updates * n) for t, n in shares))
+    )
     if seconds is not None:
-        rows.append(("seconds an update", *(f"{s:.3g}" for s in seconds.values())))
+        rows.append(("seconds per update", *(f"{s:.3g}" for s in seconds.values())))
     return _align_columns(rows)
 
 
@@ -384,9 +393,7 @@ class Traffic:
             msg = f"Traffic.seconds(compute={compute!r}): expected seconds, 0 or more."
             raise ArgumentError(msg)
         if not arguments.is_number(overlap) or not 0 <= overlap <= 1:
-            msg = (
-                f"Traffic.seconds(overlap={overlap!r}): expected a share, from 0 to 1."
-            )
+            msg = f"Traffic.seconds(overlap={overlap!r}): expected a fraction from 0 to 1."
             raise ArgumentError(msg)
         calls = self._calls(ranks, algorithm, of_updates=True)
         is_global = all(len(call.ranks) == ranks for call in calls)
@@ -444,7 +451,7 @@ class Traffic:
         self, ranks: int, algorithm: Algorithm, *, of_updates: bool
     ) -> list[_Call]:
         if not arguments.is_integer(ranks, 1):
-            msg = f"Traffic: {ranks!r} ranks; expected a number of ranks, 1 or more."
+            msg = f"Traffic: expected a number of ranks, 1 or more, got {ranks!r}."
             raise ArgumentError(msg)
         check_algorithm("Traffic", algorithm)
         logs = {
@@ -552,10 +559,10 @@ def communication(
     runs = {size: simulate(size, fn, axes=axes, device=device) for size in sizes}
     updates = {size: run.updates for size, run in runs.items()}
     if len(set(updates.values())) > 1:
-        text = ", ".join(f"{count} on {size}" for size, count in updates.items())
+        text = ", ".join(f"{count} on {size} ranks" for size, count in updates.items())
         msg = (
-            f"communication: the program takes another number of updates on another number of"
-            f" ranks: {text}. Let it take the same, so that updates can be compared."
+            f"communication: the number of updates depends on the number of ranks: {text}. Let"
+            " the program make the same number of updates on any number of ranks."
         )
         raise ArgumentError(msg)
     logs = {size: run.log for size, run in runs.items()}
@@ -586,7 +593,7 @@ def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterato
     sizes, network = _sizes(ranks), None if link is None else _link(link)
     twice = {name for name in programs if programs.count(name) > 1}
     if twice:
-        msg = f"{min(twice)} is there twice; name each program once."
+        msg = f"{min(twice)} is named twice. Name each program once."
         raise ArgumentError(msg)
     named = {name: _program(name) for name in programs}
     traffics = {name: communication(program) for name, program in named.items()}
@@ -597,7 +604,7 @@ def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterato
 def _sizes(ranks: str) -> list[int]:
     words = ranks.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
-        msg = f"--ranks is {ranks!r}; give numbers of ranks, as in 2,8,64."
+        msg = f"--ranks {ranks!r}: expected numbers of ranks, such as 2,8,64."
         raise ArgumentError(msg)
     return [int(word) for word in words]
 
@@ -607,7 +614,7 @@ def _link(link: str) -> Link:
         megabits, milliseconds = map(float, link.split(","))
     except ValueError:
         msg = (
-            f"--link is {link!r}; give megabits a second and milliseconds of latency, as in"
+            f"--link {link!r}: expected megabits per second and milliseconds of latency, such as"
             " 1000,0.1."
         )
         raise ArgumentError(msg) from None
@@ -620,16 +627,14 @@ def _program(word: str) -> Program:
     """Return the function that an argument names."""
     source, _, name = word.rpartition(":")
     if not source or not name:
-        msg = (
-            f"{word!r} names no program; write FILE.py:FUNCTION, as in train.py:train."
-        )
+        msg = f"{word!r} is not a program. Write FILE.py:FUNCTION, such as train.py:train."
         raise ArgumentError(msg)
     module = _file(Path(source)) if source.endswith(".py") else _module(source)
     function: Any = getattr(module, name, None)
     if not callable(function):
         msg = (
-            f"{source} has no function {name!r}; name one that takes a World and trains some"
-            " updates, as `simulate` takes it."
+            f"{source} has no function {name!r}. Name a function that takes a World and trains"
+            " for a few updates."
         )
         raise ArgumentError(msg)
     return function
@@ -640,7 +645,7 @@ def _file(path: Path) -> ModuleType:
     name = f"foreseen {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not arguments.is_file(path):
-        msg = f"There is no file {path}; name one from this directory."
+        msg = f"There is no file {path}. Write the path from the current directory."
         raise ArgumentError(msg)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # where dataclasses look for their own module
@@ -656,5 +661,8 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name.split(".", maxsplit=1)[0] and error.name != name:
             raise
-        msg = f"There is no module {name}; name a file, as in train.py:train."
+        msg = (
+            f"Python finds no module {name!r}. Check the spelling, or name a file and a function"
+            " in it, such as train.py:train."
+        )
         raise ArgumentError(msg) from None

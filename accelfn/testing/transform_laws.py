@@ -282,7 +282,7 @@ def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
             slot = slots.get(member.name)
             if slot is not None and not (isinstance(slot, Mapping) and name in slot):
                 return (
-                    f"it declares that {name!r} differs by rank, but its slot lacks it."
+                    f"its fact by_rank names {name!r}, but its slot has no such entry."
                 )
     return None
 
@@ -307,8 +307,8 @@ def _not_judged(subject: Subject) -> str | None:
     if all(simulate(subject.size, rank)):
         return None
     return (
-        "it declares judges_finite, but an infinite loss made parameters infinite. Skip"
-        " updates with gradients that are not finite."
+        "it declares the fact judges_finite, but an infinite loss made parameters infinite or"
+        " NaN. Skip updates with gradients that are not finite."
     )
 
 
@@ -318,9 +318,9 @@ def _recomputes(subject: Subject, facts: set[str]) -> str | None:
         return None  # a graph calls no function
     recomputes = _run_again(subject, None) > _run_again(subject, chain())
     if recomputes and "recomputes" not in facts:
-        return "it runs modules again, and does not declare recomputes."
+        return "modules run again in the backward pass. Declare the fact recomputes."
     if not recomputes and "recomputes" in facts:
-        return "it declares recomputes, but no module ran again."
+        return "it declares the fact recomputes, but no module ran again in the backward pass."
     return None
 
 
@@ -374,7 +374,9 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
     parts = simulate(1, rank)[0]
     if parts == losses:
         return None
-    return f"it declares {parts} micro_batches, and had {losses} backward passes."
+    return (
+        f"its fact micro_batches says {parts}, but there were {losses} backward passes."
+    )
 
 
 _LEAST = 4  # an epoch has three, so the last begins the second epoch
@@ -457,7 +459,10 @@ rank, up to rounding |
         >>> check_transform(af.clip_grad_norm(1.0), sizes=[2])
     """
     if not contract.is_transform(transform):
-        msg = f"check_transform({transform!r}): expected a transform; see af.transform."
+        msg = (
+            f"check_transform({transform!r}): expected a transform with its options, such as"
+            " af.ema(0.9), or a chain. See af.transform."
+        )
         raise ArgumentError(msg)
     members = transform.transforms if isinstance(transform, chain) else (transform,)
     given_up = chain(*members).gives_up()
@@ -467,7 +472,10 @@ rank, up to rounding |
     names = sorted({*laws, "acts", "options_read", "new_process"})
     unknown = sorted(given_up.keys() - set(names))
     if unknown:
-        msg = f"{transform!r} gives up {unknown}; the laws are {names}."
+        msg = (
+            f"{transform!r}: gives_up names unknown laws: {', '.join(unknown)}. The laws are"
+            f" {', '.join(names)}."
+        )
         raise ArgumentError(msg)
     arguments.check_sizes("check_transform", sizes)
     if updates is not None:
@@ -492,8 +500,8 @@ rank, up to rounding |
             raise LawError(msg)
         if not broken and name in given_up and max(sizes) > 1:
             msg = (
-                f"{transform!r} says that it gives up {name!r} ({given_up[name]}), but"
-                f" keeps it in all {len(subjects)} cases. Remove it from gives_up."
+                f"{transform!r} names the law {name!r} in gives_up ({given_up[name]}), but keeps"
+                f" this law in all {len(subjects)} cases. Remove the law from gives_up."
             )
             raise LawError(msg)
 
@@ -514,9 +522,9 @@ def _new_process(anew: bytes, subject: Subject) -> str | None:
         try:
             tails = call_anew(anew, subject.updates, Path(name))
         except RankError as error:
-            return f"loaded in a new process, the run raised {error}"
+            return f"the run failed after it was loaded in a new process: {error}"
     histories = [head + tail for head, tail in zip(heads, tails, strict=True)]
-    runs = "a run that continues in a new process, and the same run here,"
+    runs = "a run that continues in a new process, and the same run in this process,"
     broken = differ(histories, subject.plain, runs)
     return f"{broken} {REMEMBER}" if broken else None
 
@@ -564,7 +572,7 @@ def _acting(
             try:
                 new_acts = observe_acts(subject, start)
             except Exception as error:
-                error.add_note(f"It was tried with {subject.name}.")
+                error.add_note(f"This happened with {subject.name}.")
                 raise
             for name, when in new_acts.items():
                 acts.setdefault(name, set()).update(when)
@@ -581,11 +589,11 @@ def _acting(
 
 
 _IDLE = (
-    "{} changed nothing and did not communicate in {} update{}, so no law has tried it. Choose"
-    " options that let it act sooner, or more updates=. If it only reads, write"
-    ' gives_up = {{"acts": "it only reads"}}.'
+    "{} changed nothing and did not communicate in {} update{}, so the laws did not test it."
+    " Choose options with which the method acts sooner, or pass more updates=. If the method"
+    ' only reads, write gives_up = {{"acts": "it only reads"}}.'
 )
-_UNREAD = "nothing reads {}, so this option has no effect. Use it, or remove it."
+_UNREAD = "no code reads {}, so this option has no effect. Use it, or remove it."
 
 
 def _count_updates(acts: Acted) -> int:
@@ -643,9 +651,9 @@ def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
 def _not_a_value(transform: Any) -> str | None:
     same = attrs.evolve(transform)
     if same != transform:
-        return "a copy with the same options is not equal to it."
+        return "a copy with the same options is not equal to the transform."
     try:
         same_hash = hash(same) == hash(transform)
     except TypeError as error:
-        return f"it has no hash ({error}). Make its options values, such as tuples."
-    return None if same_hash else "equal values of it have different hashes."
+        return f"it has no hash ({error}). Use hashable options, such as a tuple for a list."
+    return None if same_hash else "two equal copies of it have different hashes."

@@ -53,12 +53,12 @@ def test_local_sgd_with_a_period_of_one_is_ddp_for_plain_sgd():
     assert_equivalent(DDP, local, optimizer=SGD)
     lines = refused(DDP, local)
     assert lines[0] == (
-        "The setups do not train alike: in a world of 2, on rank 0, after update 0 (counted"
-        " from 0), they differ in opt_state (the first, the second):"
+        "The two setups train differently: in a world of size 2, on rank 0, after update 0"
+        " (counted from 0), these values differ: opt_state (first setup and second setup):"
     )
     assert lines[1].startswith("  opt_state['head.weight']['momentum_buffer']: 6 of 6 ")
     assert lines[-1] == (
-        "The first is af.chain(af.shard_data(), af.wrap_ddp()), the second"
+        "The first setup is af.chain(af.shard_data(), af.wrap_ddp()), the second setup is"
         " af.chain(af.shard_data(), af.local_sgd(sync_every=1))."
     )
 
@@ -77,7 +77,7 @@ def test_a_transform_of_a_users_own_is_equivalent_to_the_built_in_one():
     """Their names and slots may differ; what they do may not."""
     assert_equivalent(clamp(0.25), af.clip_grad_value(0.25))
     lines = refused(clamp(0.25), af.clip_grad_value(0.125))
-    assert " in opt_state, params (the first, the second):" in lines[0]
+    assert " differ: opt_state, params (first setup and second setup):" in lines[0]
 
 
 @af.transform
@@ -105,9 +105,9 @@ def test_what_is_evaluated_counts():
     """An average that training does not see is seen by evaluation."""
     assert_equivalent(average(0.5), af.ema(0.5))
     (head, *_) = refused(average(0.5, late=True), af.ema(0.5))
-    assert ", they differ in eval_params (" in head
+    assert ", these values differ: eval_params (" in head
     (head, *_) = refused(average(0.5), None)
-    assert ", they differ in eval_params (" in head
+    assert ", these values differ: eval_params (" in head
 
 
 def test_slots_of_transforms_that_both_have_count():
@@ -157,7 +157,7 @@ def test_a_difference_of_one_rank_after_one_update_is_placed(where):
     own = disturb(size, rank=rank, update=update)
     lines = refused(own, None, sizes=[size])
     assert (
-        f"in a world of {size}, on rank {rank}, after update {update} (counted from 0),"
+        f"in a world of size {size}, on rank {rank}, after update {update} (counted from 0),"
         in lines[0]
     )
     assert re.match(
@@ -168,7 +168,7 @@ def test_a_difference_of_one_rank_after_one_update_is_placed(where):
 def test_every_size_is_tried():
     """In the order given, by default 1, 2 and 4."""
     own = disturb(4, rank=2, update=3)
-    assert "in a world of 4, on rank 2, after update 3" in refused(own, None)[0]
+    assert "in a world of size 4, on rank 2, after update 3" in refused(own, None)[0]
     assert_equivalent(own, None, sizes=[1, 2, 3])
 
 
@@ -182,7 +182,7 @@ def test_what_is_owed_at_the_end_counts():
             return state, slot
 
     lines = refused(Owes(), None)
-    assert "in a world of 1, on rank 0, after af.finalize, they differ" in lines[0]
+    assert "in a world of size 1, on rank 0, after af.finalize, these" in lines[0]
     assert lines[1].startswith("  params['head.bias']: ")
     late, later = (
         af.chain(af.shard_data(), af.local_sgd(sync_every=n)) for n in (4, 9)
@@ -206,9 +206,12 @@ def test_a_mean_of_means_is_no_mean():
     """It depends on how the update is split, over micro-batches and over ranks."""
     split = af.chain(af.accumulate(num_micro_batches=3), mean_of_means())
     (head, *_) = refused(split, mean_of_means(), sizes=[1])
-    assert "after update 0 (counted from 0), they differ in metrics, opt_state" in head
+    assert (
+        "after update 0 (counted from 0), these values differ: metrics, opt_state"
+        in head
+    )
     (head, *_) = refused(mean_of_means(), None)
-    assert "in a world of 2, on rank 0, after update 1" in head
+    assert "in a world of size 2, on rank 0, after update 1" in head
 
 
 def test_metrics_of_both_count():
@@ -316,7 +319,7 @@ def test_counts_are_checked(options):
 
 def test_an_optimizer_belongs_to_the_problem():
     """A user's own problem has its own."""
-    with pytest.raises(af.errors.ArgumentError, match="has its own"):
+    with pytest.raises(af.errors.ArgumentError, match="already has an"):
         assert_equivalent(None, None, make=perceptron, optimizer=SGD)
 
 

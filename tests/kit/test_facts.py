@@ -112,15 +112,15 @@ class OtherParts:
 
 
 LIES = {
-    "draws_nothing": (DrawsAllTheSame(), "do not declare draws_nothing"),
-    "by_rank": (NamesNoEntry(), "'reminder' differs by rank, but its slot lacks it"),
+    "draws_nothing": (DrawsAllTheSame(), "not declare the fact draws_nothing"),
+    "by_rank": (NamesNoEntry(), "names 'reminder', but its slot has no such entry"),
     "judges_finite": (JudgesNothing(), "an infinite loss made"),
     "recomputes": (RunsAgain(says=True, does=False), "no module ran again"),
     "recomputes, untold": (
         RunsAgain(says=False, does=True),
-        "does not declare recomputes",
+        "Declare the fact recomputes",
     ),
-    "micro_batches": (OtherParts(), "declares 1 micro_batches, and had 2"),
+    "micro_batches": (OtherParts(), "micro_batches says 1, but there were 2"),
 }
 
 
@@ -288,7 +288,7 @@ def test_looking_at_rates_says_nothing():
         warnings.simplefilter("error")
         assert state.lrs == (0.0,)
     assert state.definition.cache.looks_at == looks
-    with pytest.warns(af.errors.AccelfnWarning, match="changes nothing any more"):
+    with pytest.warns(af.errors.AccelfnWarning, match="no longer changes"):
         af.make_step(_total)(state, torch.ones(1, 1))
 
 

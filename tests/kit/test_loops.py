@@ -26,7 +26,7 @@ ROWS, PARTS, LENGTH = 24, 3, 16
 generator = torch.Generator().manual_seed(0)
 INPUTS = torch.randn(ROWS, 3, generator=generator, dtype=torch.float64)
 TARGETS = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
-FIRST = "is the first to differ (the old loop, the new loop):"
+FIRST = "is the first to differ (old loop and new loop):"
 
 
 def drawn_model(seed: int) -> nn.Module:
@@ -246,7 +246,7 @@ def test_a_mistake_of_a_port_is_named_where_it_begins(mistake):
     assert lines[0] == f"{where} {FIRST}"
     name = where.split()[-1]
     assert lines[1].startswith(f"  {name}")
-    assert any(line.startswith("Look at ") for line in lines)
+    assert any(line.startswith("Check ") for line in lines)
     assert compare_loops(
         partial(by_hand, **two), partial(by_hand, **two), steps=3
     ).is_exact
@@ -288,12 +288,12 @@ def test_what_a_refusal_says():
     assert str(caught.value).splitlines() == [
         f"After update 0 (counted from 0), loss {FIRST}",
         "  loss: 0.5 and 0.25, difference 0.25",
-        "Differ too: params.",
-        "Agree: batch.",
+        "Also different: params.",
+        "Not different: batch.",
         (
-            "Look at what the loss divides by over samples and micro-batches (a plain loss is"
-            ' taken for a mean; a loss with reduction="sum" is not a mean), dropout and other'
-            " draws, training or evaluation mode, precision."
+            "Check the divisor of the loss over samples and micro-batches (accelfn treats a"
+            ' plain loss as a mean; a loss with reduction="sum" is a sum), dropout and other'
+            " random numbers, training or evaluation mode, and precision."
         ),
     ]
 
@@ -337,9 +337,13 @@ def test_the_tolerance_is_relative_to_the_largest_element():
 def test_a_loop_that_ends_early_is_a_difference():
     """As where one drops the short last batch."""
     short = partial(by_hand, updates=2)
-    with pytest.raises(LawError, match="The old loop ended after 2 updates, the new"):
+    with pytest.raises(
+        LawError, match="The old loop ended after 2 updates, but the new"
+    ):
         compare_loops(short, by_hand, steps=3)
-    with pytest.raises(LawError, match="The new loop ended after 2 updates, the old"):
+    with pytest.raises(
+        LawError, match="The new loop ended after 2 updates, but the old"
+    ):
         compare_loops(by_hand, short, steps=3)
     compare_loops(by_hand, short, steps=2)
 
@@ -363,9 +367,7 @@ def test_loops_that_both_end_early_are_not_compared_in_silence():
 def test_a_loop_must_say_what_it_begins_with():
     """Else another beginning would be taken for another loss."""
     loop = [{"loss": 1.0}, {"loss": 2.0}]
-    with pytest.raises(
-        af.errors.ArgumentError, match="first yields what it begins with"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match="those before training"):
         compare_loops(lambda: iter(loop), lambda: iter(loop), steps=1)
 
 
@@ -528,10 +530,10 @@ def test_what_quantities_cannot_read_is_refused():
     """An optimizer without its module, a state with one, a state dict."""
     optimizer = torch.optim.SGD(MODEL.parameters())
     state = af.TrainState.create(model=copy.deepcopy(MODEL), optimizer=torch.optim.SGD)
-    with pytest.raises(af.errors.ArgumentError, match="leave it out"):
+    with pytest.raises(af.errors.ArgumentError, match="Leave out yours"):
         quantities(state, optimizer)
     for source in (MODEL.state_dict(), None):
-        with pytest.raises(af.errors.ArgumentError, match="expected a torch module"):
+        with pytest.raises(af.errors.ArgumentError, match="expected a TrainState"):
             quantities(source, optimizer)
 
 

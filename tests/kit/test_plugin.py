@@ -106,7 +106,7 @@ def test_wrong(world):
                 "*simulated world call*",
                 "To repeat the test: pytest '*::test_wrong[[]2ranks]'",
                 "*accelfn.testing.simulate(2, test_wrong, schedule=[[]1], seed=3)",
-                "Of 13 collectives that were carried out, the last:",
+                "The last of 13 completed collectives:",
                 *["  all_reduce SUM *, 4 bytes (*.py:*)"] * 10,
             ],
             consecutive=False,
@@ -157,7 +157,7 @@ def test_worlds():
                 "*number=7,*",
                 "To repeat the test: pytest '*::TestSum::test_sum[[]4ranks]'",
                 "*simulate(4, TestSum.test_sum)",
-                "Of 1 collectives *",
+                "The last of 1 completed collectives*",
             ]
         )
 
@@ -204,7 +204,7 @@ def test_parted(world):
         [
             (
                 "simulated(0)",
-                "*takes numbers of ranks, and faults, schedule, seed, sums; not 0.",
+                "*numbers of ranks*faults, schedule, seed, sums*0.",
             ),
             ("simulated('2')", "*not '2'."),
             ("simulated(True)", "*not True."),

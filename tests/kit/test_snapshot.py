@@ -237,8 +237,8 @@ def test_a_refusal_is_a_diff(tmp_path):
     text_of(logged(entry()), tmp_path)
     assert refused(logged(entry(num_bytes=16)), path).splitlines() == [
         (
-            f"The collectives of the run are not those of {path}. If they should be, call"
-            " assert_collectives(run, path, update=True) once."
+            f"The collectives of the run differ from those in {path}. If the change is intended,"
+            " call assert_collectives(run, path, update=True) once."
         ),
         "--- expected",
         "+++ found",
@@ -256,7 +256,7 @@ def test_a_missing_file_is_not_written_by_itself(tmp_path):
     """A test that writes what it compares with cannot fail."""
     path = tmp_path / "collectives.txt"
     said = refused(logged(entry()), path)
-    assert f"There is no {path} to compare with." in said
+    assert f"there is no file {path}." in said
     assert "update=True" in said
     assert said.endswith("\n  all_reduce SUM, 8 bytes, 'grads'\n")
     assert not path.exists()

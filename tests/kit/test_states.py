@@ -142,7 +142,9 @@ def test_a_change_of_one_leaf_is_found_and_named(state, data):
     ):
         assert len(lines) == 2
         assert lines[1].startswith(f"  {field}[")
-        assert lines[0] == "The states differ in 1 entry (the first, the second):"
+        assert (
+            lines[0] == "The states differ in 1 entry (first state and second state):"
+        )
 
 
 @given(state=states(), field=st.sampled_from(["step", "seed", "epoch", "samples"]))
@@ -251,7 +253,7 @@ def test_many_differences_are_counted():
     """At most 20 lines, and how many more there are."""
     one, two = state_of(x=list(range(50))), state_of(x=list(range(1, 51)))
     lines = refused(one, two)
-    assert lines[0] == "The states differ in 50 entries (the first, the second):"
+    assert lines[0] == "The states differ in 50 entries (first state and second state):"
     assert len(lines) == 22
     assert lines[-1] == "  and 30 more"
     one, two = state_of(x=list(range(21))), state_of(x=list(range(1, 22)))

@@ -66,9 +66,12 @@ def test_what_cannot_be_regrouped_is_refused():
     with pytest.raises(af.errors.WorldError, match="accelfn launch --elastic MIN:MAX"):
         af.regroup(training.state(None))
     for options, said in (
-        ({"elastic": 3}, r"elastic=3\): expected the fewest ranks .* 1 to 2"),
+        (
+            {"elastic": 3},
+            r"elastic=3\): expected the smallest number of ranks .* 1 to 2",
+        ),
         ({"elastic": 1, "axes": {"dp_shard": 2}}, "Leave out axes= or elastic="),
-        ({"faults": [Crash(1, step=1, returns=2)]}, "may continue: elastic=1"),
+        ({"faults": [Crash(1, step=1, returns=2)]}, "Pass elastic=1, the smallest"),
     ):
         with pytest.raises(af.errors.ArgumentError, match=said):
             simulate(2, not_elastic, **options)
@@ -89,7 +92,7 @@ def test_a_part_of_a_model_that_is_gone_is_missed():
 def test_a_return_that_is_not_reached_is_an_error():
     """Of a planned fault nothing is left out in silence."""
     training = Training(setup=af.wrap_ddp(), every=1, updates=6)
-    with pytest.raises(SimulationError, match="Rank 1 did not come back: .* update 99"):
+    with pytest.raises(SimulationError, match="Rank 1 did not return, .* update 99"):
         simulate(
             3,
             lambda world: elastic(world, training),
@@ -130,7 +133,9 @@ def test_whoever_comes_back_in_vain_is_told_of():
             training.train(state.copy(), 2)
         training.train(af.regroup(state), 5)
 
-    with pytest.raises(SimulationError, match="Rank 1 came back, and the others ended"):
+    with pytest.raises(
+        SimulationError, match="Rank 1 returned, but the other ranks ended"
+    ):
         simulate(3, fn, faults=[Crash(1, step=1, returns=3)], elastic=1)
 
 

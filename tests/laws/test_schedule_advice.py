@@ -60,7 +60,7 @@ def test_rates_for_factors_are_told(shape: str, rate: float, wraps: bool) -> Non
     assert [update for update, _ in found] == [0]
     said = found[0][1]
     assert "factors" in said
-    assert f"largest is {max(map(absolute, range(99))):g}" in said
+    assert f"the largest factor here is only {max(map(absolute, range(99))):g}" in said
 
 
 @st.composite
@@ -136,7 +136,7 @@ def test_a_schedule_that_ends_before_the_run(end: int, by: str) -> None:
     assert len(found) == 1
     ((update, said),) = found
     assert end + 10 <= update <= end + 21
-    assert f"0 from update {end} on" in said
+    assert f"0 since update {end}, and" in said
 
 
 @given(where=st.sampled_from(["lr", (0, "lr"), ("all", "lr")]))

@@ -216,7 +216,7 @@ def test_an_error_is_told_again_or_costs_nothing(
     else:
         said = lrs(state, 8)
         assert isinstance(said, str)
-        assert f"has no rate for update {at}: " in said
+        assert f"has no learning rate for update {at}: " in said
         expected[at:] = [said] * (9 - at)
     assert [expected[update] for update in later] == [lrs(state, u) for u in later]
     assert expected == [lrs(state, update) for update in range(9)]

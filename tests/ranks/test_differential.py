@@ -254,7 +254,7 @@ def test_a_program_that_reads_its_rank_from_the_environment_is_found():
 
 
 def test_what_gloo_does_wrong_is_found():
-    """A tensor with gaps is reduced as it should be in a simulated world only."""
+    """A tensor with gaps is reduced as it should be in a cannot have planned."""
     with pytest.raises(LawError, match=r"at \[2\]: 8.0 and 4.0"):
         simulate(2, differences.strided, also="processes")
 
@@ -262,7 +262,7 @@ def test_what_gloo_does_wrong_is_found():
 def test_faults_are_refused():
     """They cannot happen to processes."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"Raise\(rank=1.*simulated world only"
+        af.errors.ArgumentError, match=r"Raise\(rank=1.*cannot have planned"
     ):
         simulate(2, differences.draws, faults=[Raise(1)], also="processes")
 

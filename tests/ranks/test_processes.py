@@ -93,8 +93,10 @@ def unmade() -> Callable[..., None]:
         pytest.param(
             partial(programs.total, values=lambda: 1), (), "is a lambda", id="partial"
         ),
-        pytest.param(programs.total, (threading.Lock(),), "cannot be sent", id="lock"),
-        pytest.param("place", (), "a function of a World", id="no function"),
+        pytest.param(
+            programs.total, (threading.Lock(),), "pickle cannot send", id="lock"
+        ),
+        pytest.param("place", (), "a function that takes a World", id="no function"),
     ],
 )
 def test_what_cannot_be_sent_is_refused(fn, args, said):
@@ -119,7 +121,7 @@ def test_a_timeout_is_a_number_of_seconds(timeout):
 
 def test_a_result_that_cannot_be_sent_is_refused():
     """The error names it."""
-    with pytest.raises(RankError, match="(?s)ArgumentError.*cannot be sent.*lock"):
+    with pytest.raises(RankError, match="(?s)ArgumentError.*pickle cannot send.*lock"):
         run_processes(2, programs.unsendable)
 
 
@@ -207,7 +209,7 @@ def test_a_script_needs_no_guard_and_ends():
     )
     first, second = done.stdout.splitlines()
     assert first == "[0, 1]"
-    assert second.startswith("mine is defined in the script or session that runs")
+    assert second.startswith("mine is defined in the running script or session")
     assert done.stderr == ""
 
 

@@ -304,7 +304,7 @@ def test_faults_are_values(fault):
         (lambda: Stall(0, seconds=float("nan")), "seconds=nan: expected virtual"),
         (lambda: Raise(0, error=KeyboardInterrupt), "error=.*: expected an exception"),
         (lambda: Raise(0, error="boom"), "error='boom': expected an exception"),
-        (lambda: simulate(2, three_sums, faults=[Crash(2)]), "no such rank"),
+        (lambda: simulate(2, three_sums, faults=[Crash(2)]), "the last rank is 1"),
     ],
 )
 def test_faults_that_cannot_be(make, message):

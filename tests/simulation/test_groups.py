@@ -39,7 +39,7 @@ def test_a_mismatch_shows_the_group():
     text = str(caught.value)
     assert "rank 2: #0 all_reduce  SUM (3,) float32 among tp of ranks 2, 3" in text
     assert "rank 3: #0 all_reduce  SUM (2,) float32 among tp of ranks 2, 3" in text
-    assert "rank 0" not in text.partition("Completed before")[0]
+    assert "rank 0" not in text.partition("Collectives completed before")[0]
 
 
 def test_a_dead_lock_shows_the_groups():

@@ -186,7 +186,7 @@ def test_any_fault_ends_with_a_report(drawn):
     assert f"rank {fault.rank}" in text.lower() or f"{fault!r}" in text
     assert "To repeat the run" in error.__notes__[-1]
     if isinstance(fault, Raise):
-        assert f"planned: {fault!r}" in text
+        assert f"planned fault: {fault!r}" in text
     if isinstance(fault, (Crash, Terminate)):
         assert isinstance(error, af.errors.RankCrashedError)
 

@@ -693,7 +693,7 @@ def test_a_schedule_that_raises_behind_its_zeros_has_ended(last):
         for update in range(20, 60):
             looks_at = factors.advise_of_end(rates, update, looks_at)
     (said,) = told
-    assert "rate is 0 from update 20 on" in str(said.message)
+    assert "rate is 0 since update 20" in str(said.message)
 
 
 @given(

@@ -68,7 +68,7 @@ def test_a_difference_is_told_by_its_place(one, two, told):
 def test_a_key_that_may_not_be_found_again_is_refused(key):
     """Floats, and what holds other things than plain data, name no place."""
     with pytest.raises(
-        af.errors.ArgumentError, match="A key of result is a .*be compared"
+        af.errors.ArgumentError, match="a key of result is a .*cannot compare it"
     ):
         simulate(2, partial(planted, one={key: 1}, two={key: 1}), also="processes")
 
@@ -78,11 +78,11 @@ def test_a_key_that_may_not_be_found_again_is_refused(key):
     [
         (
             {"faults": [Raise(1)]},
-            r"faults=\[.*Raise.* happen in a simulated world only",
+            r"faults=\[.*Raise.* cannot have planned faults",
         ),
         (
             {"device": "meta"},
-            "device='meta'.*: processes are joined by Gloo, on the CPU",
+            "device='meta'.*: real processes use Gloo and run on the CPU",
         ),
     ],
 )
@@ -107,9 +107,9 @@ def nested() -> Any:
 @pytest.mark.parametrize(
     ("fn", "told"),
     [
-        (lambda world: world.rank, "is a lambda, so no other process"),
+        (lambda world: world.rank, "is a lambda, so another process"),
         (nested(), "nested.<locals>.inside is defined in a function, so"),
-        (partial(planted, one=1, two=threading.Lock()), "cannot be sent"),
+        (partial(planted, one=1, two=threading.Lock()), "pickle cannot send"),
     ],
     ids=["lambda", "inner", "lock"],
 )
@@ -124,7 +124,7 @@ def test_what_a_script_defines_cannot_be_imported(monkeypatch):
     monkeypatch.setattr(planted, "__module__", "__main__")
     monkeypatch.setitem(sys.modules["__main__"].__dict__, "planted", planted)
     with pytest.raises(
-        af.errors.ArgumentError, match="planted is defined in the script or ses"
+        af.errors.ArgumentError, match="planted is defined in the running script"
     ):
         run_processes(2, planted, 1, 2)
 

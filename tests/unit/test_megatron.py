@@ -109,7 +109,7 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("model", "plan", "options", "said"),
     [
-        (Net, {}, {"sequence": True}, "'words' is a layer of Megatron's, which puts"),
+        (Net, {}, {"sequence": True}, "'words' is a Megatron layer, and accelfn does"),
         (
             Net,
             {"up": "column"},
@@ -163,7 +163,7 @@ def test_layers_of_another_world_are_refused():
             world=world,
         )
 
-    with pytest.raises(ModelError, match='made for 1 ranks along "tp", and the state'):
+    with pytest.raises(ModelError, match='made for 1 ranks along "tp", but the state'):
         on_two(fn)
 
 

@@ -41,11 +41,11 @@ def test_a_table_has_a_row_a_label_and_a_column_a_world():
     traffic = communication(program)
     assert traffic.updates == 2
     assert traffic.table([1, 2, 8], link=LINK).splitlines() == [
-        "bytes an update                   1 rank  2 ranks  8 ranks",
+        "bytes per update                  1 rank  2 ranks  8 ranks",
         "DistributedDataParallel backward       0       48      336",
         "all                                    0       48      336",
-        "of these, a rank                       0       24       42",
-        "seconds an update                      0  0.00221   0.0144",
+        "of these, per rank                     0       24       42",
+        "seconds per update                     0  0.00221   0.0144",
     ]
     assert str(traffic) == traffic.table([2, 3, 5])
     assert "all" in str(communication(nothing))
@@ -57,7 +57,9 @@ def test_what_has_no_label_says_so():
     assert traffic.updates == 0
     assert traffic.bytes(4) == {None: 72}
     assert traffic.start(4) == {}
-    assert str(traffic).splitlines()[1] == "no label               24       48       96"
+    assert (
+        str(traffic).splitlines()[1] == "no label                 24       48       96"
+    )
 
 
 def test_parts_that_do_not_divide_evenly_have_a_decimal():
@@ -92,7 +94,7 @@ def test_what_is_no_link_is_refused(make, says):
 @pytest.mark.parametrize(
     ("call", "says"),
     [
-        (lambda t: t.bytes(0), "0 ranks"),
+        (lambda t: t.bytes(0), "1 or more, got 0"),
         (lambda t: t.bytes(2, algorithm="star"), "'ring', 'tree', 'gloo'"),
         (lambda t: t.seconds(LINK, ranks=2, compute=-1), "compute=-1"),
         (lambda t: t.seconds(LINK, ranks=2, overlap=2), "from 0 to 1"),
@@ -111,13 +113,17 @@ def test_other_numbers_of_updates_are_refused():
         for _ in range(6 // world.size):
             program(world)
 
-    with pytest.raises(af.errors.ArgumentError, match="6 on 2, 4 on 3, 2 on 5"):
+    with pytest.raises(
+        af.errors.ArgumentError, match="6 on 2 ranks, 4 on 3 ranks, 2 on 5 ranks"
+    ):
         communication(fewer)
 
 
 def test_a_simulated_link_is_not_measured():
     """Ranks that take turns have no link, nor has one alone."""
-    with pytest.raises(af.errors.WorldError, match="simulated ranks has no links"):
+    with pytest.raises(
+        af.errors.WorldError, match="simulated ranks has no network link"
+    ):
         simulate(2, Link.measured)
-    with pytest.raises(af.errors.WorldError, match="one rank has no links"):
+    with pytest.raises(af.errors.WorldError, match="one rank has no network link"):
         Link.measured(af.World.single(device="cpu"))

@@ -64,21 +64,21 @@ def test_it_prints_what_is_foreseen(script, capsys):
     sent = communication(averages).bytes(64)["an average"]
     assert f"{sent:,}" in said
     assert f"{2 * sent:,}" in said
-    assert "seconds an update" in said
+    assert "seconds per update" in said
 
 
 @pytest.mark.parametrize(
     ("words", "told"),
     [
         (["nowhere.py:train"], "no file nowhere.py"),
-        (["no_such_module:train"], "no module no_such_module"),
-        (["SCRIPT"], "names no program"),
+        (["no_such_module:train"], "no module 'no_such_module'"),
+        (["SCRIPT"], "is not a program"),
         (["SCRIPT:nothing"], "has no function 'nothing'"),
         (["SCRIPT:number"], "has no function 'number'"),
-        (["SCRIPT:averages", "SCRIPT:averages"], "is there twice"),
-        (["SCRIPT:averages", "--ranks", "2,many"], "--ranks is '2,many'"),
-        (["SCRIPT:averages", "--ranks", "0"], "--ranks is '0'"),
-        (["SCRIPT:averages", "--link", "8"], "--link is '8'"),
+        (["SCRIPT:averages", "SCRIPT:averages"], "is named twice"),
+        (["SCRIPT:averages", "--ranks", "2,many"], "--ranks '2,many'"),
+        (["SCRIPT:averages", "--ranks", "0"], "--ranks '0'"),
+        (["SCRIPT:averages", "--link", "8"], "--link '8'"),
         (["SCRIPT:averages", "--link", "0,1"], "bandwidth"),
     ],
 )
@@ -110,4 +110,4 @@ def test_an_error_of_the_program_is_its_own(tmp_path, monkeypatch, capsys):
         main(["traffic", "lacks_one:train"])
     (tmp_path / "whole_one.py").touch()
     assert main(["traffic", "whole_one.inner:train"]) == 2
-    assert "There is no module whole_one.inner" in capsys.readouterr().err
+    assert "no module 'whole_one.inner'" in capsys.readouterr().err

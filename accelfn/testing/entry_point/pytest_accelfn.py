@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 _MARKER = (
-    "simulated(*sizes, seed=0, schedule=None, faults=(), sums='ranks'): run the test, which"
-    " takes `world`, on every rank of a simulated world of each size (default 1, 2 and 4)."
+    "simulated(*sizes, seed=0, schedule=None, faults=(), sums='ranks'): run the test on every"
+    " rank of a simulated world of each size (default 1, 2 and 4). The test takes `world`."
 )
 _SIZES = (1, 2, 4)
 _OPTIONS = frozenset({"seed", "schedule", "faults", "sums"})
@@ -82,7 +82,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("accelfn").addoption(
         "--update-collectives",
         action="store_true",
-        help="write what `collectives_snapshot` compares with, instead of comparing",
+        help="write the files of `collectives_snapshot` instead of comparing with them",
     )
 
 
@@ -115,15 +115,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     unknown = sorted(marker.kwargs.keys() - _OPTIONS)
     if wrong or unknown:
         msg = (
-            f"{metafunc.definition.nodeid}: @pytest.mark.simulated takes numbers of"
-            f" ranks, and {', '.join(sorted(_OPTIONS))}; not"
+            f"{metafunc.definition.nodeid}: @pytest.mark.simulated accepts numbers of ranks, and"
+            f" the options {', '.join(sorted(_OPTIONS))}, not"
             f" {', '.join(map(repr, [*wrong, *unknown]))}."
         )
         raise pytest.Collector.CollectError(msg)
     if "world" not in metafunc.fixturenames:
         msg = (
-            f"{metafunc.definition.nodeid}: a test under @pytest.mark.simulated takes the"
-            " argument `world`, the rank's own."
+            f"{metafunc.definition.nodeid}: a test with @pytest.mark.simulated takes the argument"
+            " `world`, the World of its rank. Add this argument."
         )
         raise pytest.Collector.CollectError(msg)
     metafunc.parametrize("world", sizes, ids=[f"{size}ranks" for size in sizes])

@@ -376,7 +376,7 @@ def _is_duration(_: object, __: object, value: object) -> None:
 def _is_error(_: object, __: object, value: object) -> None:
     kind = value if isinstance(value, type) else type(value)
     if not issubclass(kind, Exception):
-        msg = f"error={value!r}: expected an exception or a class of exceptions."
+        msg = f"error={value!r}: expected an exception or an exception class."
         raise ArgumentError(msg)
 
 
@@ -508,7 +508,7 @@ def strike(fault: Fault, call: "Call | None" = None) -> None:
         case Raise(error=Exception() as error):
             raise error
         case Raise(error=type() as kind):
-            msg = f"planned: {fault!r}"
+            msg = f"planned fault: {fault!r}"
             raise kind(msg)
         case Leave():
             how = "left early, as planned,"

@@ -434,8 +434,9 @@ class Exchange:
                 {call.rank: call.row() for call in reversed(waiting)}
             )
             failure = CollectiveMismatchError(
-                "All ranks have ended, and other ranks neither joined these calls nor"
-                f" waited for them. The first call of each rank:\n{rows}\n{self._recent()}"
+                "All ranks have ended, but some calls were not completed: other ranks did not"
+                " make the matching calls. The first such call of each rank:\n"
+                f"{rows}\n{self._recent()}"
             )
         self.turns = self._failure = None
         self._matching, self._status = CallMatching(), RankStatus(self.size)
@@ -459,7 +460,9 @@ class Exchange:
             return
         self._raised[rank].append(self._failure(rank))
         if len(self._raised[rank]) > _PATIENCE:
-            how = "called on after the world had broken, and was unwound"
+            how = (
+                "kept calling collectives after an error of its world, and was stopped"
+            )
             self._gone[rank] = Crashed(how)
             raise self._gone[rank] from self._raised[rank][0]
         raise self._raised[rank][-1]
@@ -472,7 +475,7 @@ class Exchange:
             peer, how = crash
             why = f"{how}. Continue with the remaining ranks: af.regroup(state)."
         elif peer is not None:
-            why = "has given up the process group."
+            why = "has closed this process group."
         else:
             return
         msg = (
@@ -485,16 +488,16 @@ class Exchange:
         rank = call.rank
         if self.turns is None:
             msg = (
-                f"{call.kind} by rank {rank} of {self.size}: its simulated world has"
-                " ended. Call collectives inside the function that simulate was given."
+                f"Rank {rank} of {self.size} called {call.kind} after its simulated world had"
+                " ended. Call collectives only in the function that you pass to simulate."
             )
             raise SimulationError(msg)
         if not self.turns.has_turn(rank):
             msg = (
-                f"Rank {rank} of {self.size} called {call.kind} in a thread that is not"
-                f" the rank's: {current_thread().name}. Call collectives in the thread that"
-                " simulate started for the rank. Ranks share modules and classes: keep no"
-                " group or DTensor there."
+                f"Rank {rank} of {self.size} called {call.kind} in another thread:"
+                f" {current_thread().name}. Call collectives in the thread that simulate started"
+                " for the rank. Simulated ranks share modules and classes, so do not keep a group"
+                " or a DTensor in a global variable or class attribute."
             )
             raise SimulationError(msg)
 
@@ -537,8 +540,8 @@ class Exchange:
         faults = [fault for fault in self.faults if is_of_update(fault)]
         if faults:
             msg = (
-                f"{faults[0]!r} did not happen: rank {faults[0].rank} of {self.size} began no"
-                f" update {faults[0].step}. Plan the fault for an update that the rank takes."
+                f"{faults[0]!r} did not happen: rank {faults[0].rank} of {self.size} did not begin"
+                f" update {faults[0].step}. Plan the fault for an update that the rank makes."
             )
             raise SimulationError(msg)
         self.regroup.check_returned()
@@ -605,7 +608,7 @@ class Exchange:
         text = f"{', '.join(wrong)}:\n{rows}\n{self._recent()}"
         self._break(
             lambda rank: CollectiveMismatchError(
-                f"Rank {rank} of {self.size}: the ranks met in calls of different {text}"
+                f"Rank {rank} of {self.size}: the ranks' calls do not match in {text}"
             )
         )
 
@@ -620,7 +623,7 @@ class Exchange:
         if not self.log:
             return "No collective was completed before."
         lines = "".join(f"\n  {entry}" for entry in self.log[-5:])
-        return f"Completed before, latest last:{lines}"
+        return f"Collectives completed before, the latest last:{lines}"
 
 
 def _repr(error: BaseException) -> str:

@@ -246,9 +246,9 @@ class SimulatedGroup(dist.ProcessGroup):
     def new_group(self, *args: object, **named: object) -> NoReturn:
         """Raise: torch's new groups are unknown to the simulation."""
         msg = (
-            f"Rank {self._rank} of {self._size}: a simulated world has only the groups of its"
-            " axes and parts. Call world.split(size=...), or simulate(size, fn, axes={...})"
-            " and world.along(name). Use world.mesh as the DeviceMesh."
+            f"Rank {self._rank} of {self._size}: a simulated world cannot have new process"
+            " groups of torch. Use world.split(size=...), or simulate(size, fn, axes={...}) and"
+            " world.along(name). As a DeviceMesh, use world.mesh."
         )
         raise SimulationError(msg)
 
@@ -275,12 +275,17 @@ class SimulatedGroup(dist.ProcessGroup):
     ) -> Call:
         for name, rank in (("root", root), ("peer", peer)):
             if rank is not None and not 0 <= rank < self._size:
-                msg = f"{kind}: {name} {rank} is not one of the {self._size} ranks."
+                msg = (
+                    f"{kind}: {name} is {rank}, but there are only {self._size} ranks."
+                )
                 raise ArgumentError(msg)
         for tensor in sends:
             if not can_carry_out(kind, op, tensor):
                 call = kind if op is None else f"{op} in {kind}"
-                msg = f"Gloo has no {call} of a tensor such as {collectives.format_tensor(tensor)}."
+                msg = (
+                    f"Gloo does not support {call} for this tensor:"
+                    f" {collectives.format_tensor(tensor)}. So a simulated world rejects it."
+                )
                 raise ArgumentError(msg)
         return Call(
             rank=self._rank,
@@ -323,9 +328,9 @@ class SimulatedGroup(dist.ProcessGroup):
         fits = full.numel() == self._size * like.numel() and full.dtype is like.dtype
         if not fits or not full.is_contiguous():
             msg = (
-                f"Expected a contiguous tensor of {self._size} times the elements of"
+                f"Expected a contiguous tensor with {self._size} times as many elements as"
                 f" {collectives.format_tensor(like)}, got {collectives.format_tensor(full)}"
-                f" of strides {full.stride()}."
+                f" with strides {full.stride()}."
             )
             raise ArgumentError(msg)
         return list(full.detach().view(self._size, *like.shape))
@@ -465,7 +470,7 @@ def _refuse(calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> NoReturn:
         f"Rank {call.rank} of a simulated world called {call.kind} on torch's default"
         " process group, which a simulated world does not have. Pass group=world.group to"
         " collectives, process_group=world.group to DistributedDataParallel, and"
-        " mesh=world.mesh to functions of a mesh."
+        " mesh=world.mesh to functions that take a DeviceMesh."
     )
     raise DefaultGroupError(msg)
 
@@ -541,9 +546,9 @@ def explain_meta_error(error: BaseException) -> BaseException:
     if not is_torchs or "meta" not in str(first).lower():
         return error
     msg = (
-        f"{_line_of(error)} reads a value, and tensors on the meta device have no values:"
-        f" {str(first).splitlines()[0].rstrip('.;!')}. Leave out calls such as float(loss),"
-        " metrics.all_reduce_mean(world) or a transform that decides by values; or run with"
+        f"{_line_of(error)} reads the value of a tensor, but tensors on the meta device have no"
+        f" values: {str(first).splitlines()[0].rstrip('.;!')}. Remove calls such as float(loss)"
+        " or metrics.all_reduce_mean(world), and transforms that depend on values. Or run with"
         ' device="cpu".'
     )
     meta_error = SimulationError(msg)

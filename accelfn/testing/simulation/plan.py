@@ -122,13 +122,13 @@ class Plan:
             sizes = arithmetic.resolve_axes("simulate", self.axes, size)
             object.__setattr__(self, "axes", sizes)
         if not callable(self.fn):
-            msg = f"simulate({size}, {self.fn!r}): expected a function of a World."
+            msg = f"simulate({size}, {self.fn!r}): expected a function that takes a World."
             raise ArgumentError(msg)
         error = arguments.call_mismatch(self.fn, None)
         if error is not None:
             msg = (
-                f"simulate({size}, {self.fn!r}): each rank calls fn(world), and fn does not"
-                f" take this call: {error}. Bind other arguments with functools.partial."
+                f"simulate({size}, {self.fn!r}): each rank calls fn(world), but fn does not"
+                f" accept this call: {error}. Bind other arguments with functools.partial."
             )
             raise ArgumentError(msg) from error
         if not all(arguments.is_integer(turn, 0) for turn in self.schedule):
@@ -149,15 +149,16 @@ class Plan:
         size, elastic = self.size, self.elastic
         for fault in self.faults:
             if not isinstance(fault, get_args(Fault)):
-                msg = f"simulate(faults=[{fault!r}]): expected such as Raise(rank=1)."
+                msg = f"simulate(faults=[{fault!r}]): expected faults, such as Raise(rank=1)."
                 raise ArgumentError(msg)
             if fault.rank >= size:
-                msg = f"simulate({size}, faults=[{fault!r}]): no such rank."
+                msg = f"simulate({size}, faults=[{fault!r}]): the last rank is {size - 1}."
                 raise ArgumentError(msg)
             if isinstance(fault, Crash) and fault.returns is not None and not elastic:
                 msg = (
-                    f"simulate({size}, faults=[{fault!r}]): a rank can return only if the others"
-                    " continue without it. Pass the fewest ranks that may continue: elastic=1."
+                    f"simulate({size}, faults=[{fault!r}]): a rank can return only if the other"
+                    " ranks continue without it. Pass elastic=1, the smallest number of ranks that"
+                    " may continue."
                 )
                 raise ArgumentError(msg)
 
@@ -168,14 +169,15 @@ class Plan:
             arguments.is_integer(least, 1) and least <= self.size
         ):
             msg = (
-                f"simulate({self.size}, elastic={least!r}): expected the fewest ranks that may"
-                f" continue without the others, 1 to {self.size}."
+                f"simulate({self.size}, elastic={least!r}): expected the smallest number of ranks"
+                f" that may continue without the others, from 1 to {self.size}."
             )
             raise ArgumentError(msg)
         if least is not None and self.axes:
             msg = (
-                f"simulate(axes={dict(self.axes)}, elastic={least}): a world with axes loses a"
-                " part of the model or of its work with each rank. Leave out axes= or elastic=."
+                f"simulate(axes={dict(self.axes)}, elastic={least}): in a world with axes, the"
+                " other ranks cannot continue without a lost rank's part of the model or the work."
+                " Leave out axes= or elastic=."
             )
             raise ArgumentError(msg)
 

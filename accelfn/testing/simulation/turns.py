@@ -318,14 +318,14 @@ class Regroup:
         """
         for rank, update in self._coming.items():
             msg = (
-                f"Rank {rank} did not come back: no other rank began update {update}. Plan its"
-                " return for an update that they take."
+                f"Rank {rank} did not return, because no other rank began update {update}. In"
+                " Crash(returns=), name an update that the other ranks make."
             )
             raise SimulationError(msg)
         for rank in self._late:
             msg = (
-                f"Rank {rank} came back, and the others ended without it. Call"
-                f" af.regroup(state) on them after the update of its return."
+                f"Rank {rank} returned, but the other ranks ended without it. Let the other ranks"
+                " call af.regroup(state) after the update of Crash(returns=)."
             )
             raise SimulationError(msg)
 
@@ -351,7 +351,7 @@ class Regroup:
         """
         if rank not in self._formed:
             if not self._members:
-                how = "came back when the others had ended,"
+                how = "returned when the other ranks had ended,"
                 self._late.add(rank)
                 raise Left(how)
             self._generation = next(self._numbers)
