@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run_processes`: a distributed program on real processes that Gloo joins, kept warm.
+"""`run_processes`: run a distributed program on real processes that communicate by Gloo.
 
-Importing torch costs seconds, so a fork server imports it once. Ranks of a world of one size
-stay open between programs, so the next program costs milliseconds. A program that fails ends
-its world, and the next call opens a new world.
+The import of torch takes seconds, so a fork server imports torch once. The processes of a
+world stay alive, so the next program on equally many ranks starts in milliseconds. If a
+program fails, its processes end, and the next call starts new processes.
 """
 
 import atexit
@@ -57,13 +57,13 @@ Ts = TypeVarTuple("Ts")
 
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", __name__]
 _GRACE_SECONDS = 0.2
-"""How long after a failure other ranks are heard, to tell which failed first."""
+"""How long to collect other ranks' errors after a failure, to find the first failure."""
 _REAPED_SECONDS = 5.0
-"""How long at most until the fork server knows how a process ended."""
+"""How long to wait at most until the fork server reports how a process ended."""
 
 
 class RankError(Error, RuntimeError):
-    """A program failed on a rank; the text has the traceback of the first that failed."""
+    """A program failed on a rank. The message has the traceback of the rank that failed first."""
 
 
 def run_processes(
@@ -73,35 +73,36 @@ def run_processes(
     timeout: float = 60.0,
     axes: Mapping[str, int] | None = None,
 ) -> list[T]:
-    """Run `fn(world, *args)` on every rank of a world of real processes joined by Gloo.
+    """Run `fn(world, *args)` on every rank of a world of real processes that use Gloo.
 
-    Ranks have the caller's current directory, import path, environment (with torchrun's
-    variables), torch threads, default dtype and modes. Modules stay imported between
-    programs, with all changes that a program makes in them.
+    Each rank has the caller's current directory, import path, environment (with torchrun's
+    variables), number of torch threads, default dtype and torch modes. Modules stay imported
+    between programs, with all changes that a program makes in them.
 
     Args:
         size: the number of ranks.
-        fn: the function of each rank, from a module that ranks can import, or a record or
-            `functools.partial` of such a function. It gets its `World`, on the CPU.
-        args: more arguments of `fn`. Arguments and results travel by pickle.
-        timeout: seconds until ranks that have not returned are killed.
-        axes: the axes of the world, as `World.from_env` takes them.
+        fn: the function that each rank runs: a function of a module that ranks can import, or
+            a callable record or `functools.partial` of such a function. Its first argument is
+            the rank's `World`, on the CPU.
+        args: more arguments of `fn`. Arguments and results are sent by pickle.
+        timeout: the seconds after which ranks that have not returned are killed.
+        axes: the axes of the world, as for `World.from_env`.
 
     Returns:
         The results, by rank.
 
     Raises:
         ArgumentError: `fn` or an argument cannot be sent to another process.
-        RankError: a rank raised, ended or did not return in time.
+        RankError: a rank raised an error, ended, or did not return in time.
 
-    Law: it returns or raises soon after `timeout` seconds, whatever ranks do, and no rank
-    outlives the caller's process.
+    Law: `run_processes` returns or raises soon after `timeout` seconds, whatever ranks do. No
+    rank runs longer than the caller's process.
 
-    Cost: 2.5 s for the first world of a process, 0.4 s for another size or after a failure;
-    else 0.5 ms, and what the program costs.
+    Cost: 2.5 s for the first world of a process, 0.4 s for another size or after a failure,
+    otherwise 0.5 ms, plus the time of the program.
 
-    `simulate` does the same with ranks in one process. It is faster, and names what Gloo
-    answers by waiting, aborting or wrong numbers.
+    `simulate` runs the same program with ranks in one process. It is faster, and it raises an
+    error where Gloo waits, aborts or returns wrong numbers.
     """
     _check(size, fn, timeout)
     sizes = {} if axes is None else arithmetic.resolve_axes("run_processes", axes, size)
@@ -149,7 +150,7 @@ class RankProcess:
             return self.pipe.recv()
         except (EOFError, OSError):
             self.process.join(_REAPED_SECONDS)
-            # what the other ranks say came after it: it is how they noticed
+            # the time is -inf, because errors of the other ranks are consequences of this end
             return Answer(failure=_how_it_ended(self.process.exitcode), at=-math.inf)
 
     def end(self) -> None:
@@ -171,10 +172,10 @@ def _how_it_ended(code: int | None) -> str:
 
 
 class Pool:
-    """The processes of one world; they wait for programs."""
+    """The processes of one world, which wait for programs."""
 
     def __init__(self, size: int) -> None:
-        """Start them."""
+        """Start one process per rank."""
         self._folder = tempfile.TemporaryDirectory(prefix="accelfn-ranks-")
         store = str(Path(self._folder.name) / "store")
         self._ranks: list[RankProcess] = []
@@ -188,14 +189,14 @@ class Pool:
             raise
 
     def is_idle(self) -> bool:
-        """Whether every rank waits for a program; the pipe of one that ended says so."""
+        """Whether every rank waits for a program. The pipe of an ended rank is readable."""
         return not wait([rank.pipe for rank in self._ranks], timeout=0)
 
     def run(self, program: bytes, timeout: float) -> list[Any]:
         """Run a packed program on every rank, and return the results."""
         message = pickle.dumps((Surroundings.of_process(), program))
         for rank in self._ranks:
-            with suppress(OSError):  # a rank that is gone says so in its answer
+            with suppress(OSError):  # the answer of an ended rank reports its end
                 rank.pipe.send_bytes(message)
         size, answers = len(self._ranks), self._answers(timeout)
         failures = {
@@ -214,7 +215,7 @@ class Pool:
         return [pickle.loads(answers[rank].result) for rank in range(size)]  # noqa: S301
 
     def _answers(self, timeout: float) -> dict[int, Answer]:
-        """Return what ranks answer in time; soon after a failure, time is over."""
+        """Return the answers that arrive in time. A failure shortens the time to wait."""
         ends_at = time.monotonic() + timeout
         answers: dict[int, Answer] = {}
         pending: dict[object, int] = {r.pipe: i for i, r in enumerate(self._ranks)}
@@ -229,7 +230,7 @@ class Pool:
     def close(self) -> None:
         """Kill the ranks."""
         for rank in self._ranks:
-            rank.process.kill()  # all before any is waited for
+            rank.process.kill()  # kill all ranks before waiting for the first to end
         for rank in self._ranks:
             rank.end()
         self._folder.cleanup()
@@ -246,7 +247,7 @@ _STARTING = threading.Lock()
 """Held while the caller's main module is replaced."""
 _POOLS: dict[int, Pool] = {}
 _LOCK = threading.Lock()
-"""Held while a program runs: a pool has one set of pipes."""
+"""Held while a program runs, because all programs of a pool share its pipes."""
 
 
 def _pool(size: int) -> Pool:
@@ -271,10 +272,11 @@ def _end_all() -> None:
 
 @contextmanager
 def _nameless_main() -> Generator[None]:
-    """Keep multiprocessing from running the caller's script again in every rank.
+    """Prevent multiprocessing from running the caller's script again in every rank.
 
-    It does so for ranks to find what the script defines; that is refused here, and every
-    script would need a guard against starting ranks without end.
+    multiprocessing runs the script so that ranks find its functions. `run_processes` rejects
+    functions of a script. Without this context, a script without `if __name__ == "__main__"`
+    would start ranks without end.
     """
     with _STARTING:
         main = sys.modules["__main__"]
@@ -285,7 +287,7 @@ def _nameless_main() -> Generator[None]:
             sys.modules["__main__"] = main
 
 
-# The differential test: what a simulated world gives, real processes must give, bit by bit.
+# `simulate(also="processes")`: real processes must give the simulated results, bit by bit.
 
 
 _SECONDS = 600.0
@@ -298,13 +300,14 @@ _KEYS = frozenset({bool, int, str, bytes, type(None)})
 
 
 def check_comparable(plan: Plan) -> None:
-    """Refuse, before anything runs, a run that real processes cannot repeat.
+    """Reject a run that real processes cannot repeat, before the simulation starts.
 
-    A schedule is not refused: results must not depend on it, so processes may have theirs.
+    A schedule is allowed: results must not depend on the schedule, so the order of real
+    processes may differ.
 
     Raises:
-        ArgumentError: faults or a device are planned, or the function cannot be sent to a
-            process.
+        ArgumentError: the plan has faults or a device other than the CPU, or the function
+            cannot be sent to a process.
     """
     if plan.faults:
         msg = (
@@ -326,19 +329,19 @@ def check_comparable(plan: Plan) -> None:
 
 
 def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> None:
-    """Run the same on real processes joined by Gloo, and compare each rank's result.
+    """Run the same program on real processes with Gloo, and compare each rank's result.
 
     `results` has the leaves of each simulated rank's result.
 
-    Compared are trees of dicts, lists, tuples, sets, attrs records and dataclasses: their
-    types, their keys, and what they hold: tensors and numpy arrays by dtype, shape and the
-    bits of each element, numbers by type and bits, and text. Of a `TrainState` it is what
-    is saved. Other types are refused. Not compared are the order of keys, memory layouts,
-    `requires_grad`, and which entries share memory.
+    Results may be trees of dicts, lists, tuples, sets, attrs records and dataclasses. The
+    comparison covers the types and keys of containers, the dtype, shape and bits of tensors
+    and NumPy arrays, the type and bits of numbers, and text. For a `TrainState`, it covers the
+    fields that a checkpoint saves. Other types raise an error. The comparison ignores the order
+    of keys, memory layouts, `requires_grad`, and which entries share memory.
 
     Raises:
-        LawError: a result differs, or processes fail where simulated ranks did not.
-        ArgumentError: a result holds what cannot be compared.
+        LawError: a result differs, or the real processes failed.
+        ArgumentError: a result contains a value that cannot be compared.
     """
     try:
         real = run_processes(
@@ -367,7 +370,7 @@ def compare_with_processes(plan: Plan, results: Sequence[Mapping[str, Any]]) -> 
 
 
 def _run_on_rank(world: World, fn: Callable[[World], Any], seed: int) -> dict[str, Any]:
-    """Run a program as a simulated rank runs it, and return its result's leaves."""
+    """Run a program with the seed of a simulated rank, and return the leaves of its result."""
     seed_rank(seed, world.rank, world.device)
     return leaves_by_path(fn(world))
 
@@ -385,7 +388,7 @@ def _differences(
 
 @attrs.frozen(repr=False)
 class _Kind:
-    """The type at a path: of a container, or of a member of an enum."""
+    """The name of the type at a path: a container with its length, or a member of an enum."""
 
     name: str
 
@@ -394,12 +397,12 @@ class _Kind:
 
 
 def leaves_by_path(result: Any) -> dict[str, Any]:
-    """Return the leaves of a rank's result by their places; see `compare_with_processes`."""
+    """Return the leaves of a rank's result, by path; see `compare_with_processes`."""
     return dict(_leaves("result", result))
 
 
 def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a tree with their places: tensors, plain data, container types."""
+    """Yield the leaves of a tree with their paths: tensors, plain data, container types."""
     kind = type(value)
     if kind in _PLAIN:
         yield path, value
@@ -418,7 +421,7 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _entries(path: str, tree: Any) -> dict[str, Any]:
-    """Return the entries of a container or record, by the code that reaches them."""
+    """Return the entries of a container or record, by the code that accesses each entry."""
     if isinstance(tree, TrainState):
         return {f".{name}": getattr(tree, name) for name in SAVED}
     if isinstance(tree, (Metrics, Pending)):

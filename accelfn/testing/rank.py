@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a world of real processes: it runs the programs that its caller sends.
+"""One rank of `run_processes`: a process that runs the programs that its caller sends.
 
-Programs and results travel by pickle; the caller raises if pickle cannot send one.
+Programs and results are sent by pickle. The caller raises an error if pickle cannot send a
+program or a result.
 """
 
 import gc
@@ -38,7 +39,7 @@ def pack(value: object) -> bytes:
     """Return a value as bytes for another process.
 
     Raises:
-        ArgumentError: another process could not import or rebuild it.
+        ArgumentError: another process could not import or rebuild the value.
     """
     into = io.BytesIO()
     try:
@@ -55,7 +56,7 @@ class _Packer(pickle.Pickler):
     """A pickler that raises for functions and classes that a rank cannot import."""
 
     def reducer_override(self, obj: object) -> Any:
-        """Look at what is sent by name only, and leave all to pickle."""
+        """Reject functions and classes that a rank cannot import; let pickle do the rest."""
         why = _unimportable(obj) if isinstance(obj, (FunctionType, type)) else None
         if why is not None:
             msg = (
@@ -80,7 +81,7 @@ def _unimportable(named: FunctionType | type) -> str | None:
 
 @attrs.frozen
 class Surroundings:
-    """The settings that ranks take from their caller."""
+    """The settings of the caller's process that each rank applies."""
 
     directory: str
     import_path: tuple[str, ...]
@@ -109,7 +110,7 @@ class Surroundings:
         )
 
     def enter(self, rank: int, size: int) -> ExitStack:
-        """Apply the settings with the rank's place; modes end with the returned stack."""
+        """Apply the settings with this rank's variables; modes end with the returned stack."""
         os.chdir(self.directory)
         sys.path[:] = self.import_path
         place = {
@@ -118,7 +119,7 @@ class Surroundings:
             "LOCAL_RANK": rank,
             "LOCAL_WORLD_SIZE": size,
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": 0,  # the group is open: nobody will ask
+            "MASTER_PORT": 0,  # not used, because the process group is already open
         }
         os.environ.clear()  # noqa: TID251 - as a launcher does
         os.environ.update(  # noqa: TID251
@@ -137,7 +138,7 @@ class Surroundings:
 
 @attrs.frozen
 class Answer:
-    """The end of a program on a rank: a pickled result, or the error and its time."""
+    """The outcome of a program on a rank: a pickled result, or the error and its time."""
 
     result: bytes = b""
     failure: str | None = None
@@ -150,8 +151,8 @@ class Answer:
 
 
 def serve(rank: int, size: int, store: str, pipe: Pipe) -> None:
-    """Run programs on this rank until the caller's process goes away."""
-    # an interrupt is the caller's, who then ends the ranks
+    """Run programs on this rank until the caller's process ends."""
+    # ignore Ctrl-C here: the caller's process handles it, and then ends the ranks
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     watch = threading.Thread(target=_end_with_caller, args=(store,), daemon=True)
     watch.start()
@@ -167,7 +168,7 @@ def serve(rank: int, size: int, store: str, pipe: Pipe) -> None:
             with surroundings.enter(rank, size):
                 group = _open(rank, size, store) if group is None else group
                 answer = Answer(_result(rank, size, group, program))
-        except BaseException:  # noqa: BLE001 - told to the caller, who raises
+        except BaseException:  # noqa: BLE001 - sent to the caller, which raises
             answer = Answer(failure=traceback.format_exc(), at=time.monotonic())
         pipe.send(answer)
 
@@ -199,7 +200,7 @@ def _result(
     try:
         fn, args, axes = pickle.loads(program)  # noqa: S301 - the caller's own
         if not gc.get_freeze_count():
-            gc.freeze()  # what was imported would be gone through by each collection
+            gc.freeze()  # otherwise each garbage collection visits all imported modules
     except Exception as error:
         msg = (
             "run_processes: a rank cannot import the function or one of its arguments:"
@@ -224,7 +225,7 @@ def _result(
 
 
 _OPEN_GROUPS: dict[tuple[tuple[str, int], ...], connections.Groups] = {}
-"""The groups of axes, by these: they stay open for the next program, as the world's does."""
+"""The process groups, by axes. They stay open for the next program, like the world's group."""
 
 
 def _groups(rank: int, axes: Mapping[str, int]) -> connections.Groups:

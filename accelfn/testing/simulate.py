@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`simulate`: a distributed program on N ranks in one process, the same every time."""
+"""`simulate`: run a distributed program on N ranks in one process, reproducibly."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -34,59 +34,62 @@ def simulate(
 ) -> Run[T]:
     """Run `fn(world)` on every rank of a simulated world, in this process.
 
-    Each rank is a thread, and one thread runs at a time. The turn passes only when a rank
-    waits in a collective. Collectives run in memory; pass the world's group to torch's
-    DistributedDataParallel and to other code that takes a process group. Each rank has
-    separate torch, numpy and Python random generators, and the process's generators are
-    restored afterwards. Worlds nest; worlds of several threads take turns.
+    Each rank is a thread, and only one of the threads runs at a time. The next rank runs when
+    this rank waits in a collective. Collectives run in memory. Pass `world.group` to torch's
+    DistributedDataParallel and to other code that needs a process group. Each rank has
+    separate torch, NumPy and Python random generators, and the process's generators are
+    restored afterwards. A simulated rank may call `simulate`. If several threads call
+    `simulate`, their worlds run one after the other.
 
     Args:
         size: the number of ranks.
-        fn: the function of each rank; it gets the rank's `World`.
-        schedule: the next rank, each time a rank waits, as an index into the ranks that can
-            continue, counted from the waiting rank. At its end, and by default, the first.
-        faults: the failures and their places: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
-            `Terminate`. Faults that did not happen are in `Run.missed`; a fault whose place
-            is only an update raises instead.
-        sums: the order of additions in a reduction, because the last bits of a float depend
-            on it. "ranks" adds from the first rank to the last. "ring" begins each piece of a
+        fn: the function that each rank runs. Its argument is the rank's `World`.
+        schedule: the order in which ranks continue. Each time a rank waits, the next number of
+            the schedule selects one of the ranks that can continue, counted from the waiting
+            rank. By default, and after the last number, the first of these ranks continues.
+        faults: the planned failures: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
+            `Terminate`. `Run.missed` lists the faults that did not happen. If a fault has only
+            an update as its place and does not happen, `simulate` raises an error.
+        sums: the order of additions in a reduction. The last bits of a float sum depend on this
+            order. "ranks" adds from the first rank to the last. "ring" starts each piece of a
             buffer at another rank, as Gloo and NCCL do. "tree" adds pairs. On 2 ranks all
-            orders give the same.
-        seed: the seed of the ranks' random generators; each rank draws other numbers.
-        axes: the axes of the world, as `World.from_env` takes them: {"dp_shard": 4, "tp": 2}.
-        device: the device of all ranks, "cpu" or a type of torch.accelerator: "cuda", "xpu", ...
-            Ranks share the device, with separate random generators. On "meta" tensors have
-            shapes and no values: communication is the same, and reading a value raises.
-        elastic: the fewest ranks that may continue after others crashed; by default no rank
-            continues. The remaining ranks get a `PeerFailedError` and call `af.regroup`, as
-            under `accelfn launch --elastic`. A rank whose `Crash` has `returns` comes back; a
-            rank that does not has the result None.
-        also: "processes" runs the same on real processes joined by Gloo, and compares the
-            results bit by bit. `fn` must then be importable.
+            orders give the same result.
+        seed: the seed of the ranks' random generators. Each rank draws different numbers.
+        axes: the axes of the world, as for `World.from_env`: {"dp_shard": 4, "tp": 2}.
+        device: the device of all ranks: "cpu", or an accelerator type such as "cuda" or "xpu".
+            Ranks share the device, but have separate random generators. On "meta", tensors have
+            shapes but no values: communication is the same, and reading a value raises an error.
+        elastic: the smallest number of ranks that may continue after other ranks crashed. By
+            default no rank continues. The remaining ranks get a `PeerFailedError` and call
+            `af.regroup`, as under `accelfn launch --elastic`. A rank whose `Crash` has
+            `returns` comes back. The result of a rank that does not come back is None.
+        also: "processes" also runs `fn` on real processes with Gloo, and compares the results
+            bit by bit. The processes must be able to import `fn`.
 
     Raises:
-        CollectiveMismatchError: ranks called different collectives; a table lists the calls.
+        CollectiveMismatchError: ranks called different collectives. The error message has a
+            table of the calls.
         WorldError: the device is not available.
         SimulationError: a fault was planned for an update that its rank did not begin, or a
-            rank read a value on meta.
-        DeadlockError: all ranks wait.
+            rank read the value of a meta tensor.
+        DeadlockError: all ranks wait for each other.
         RankCrashedError: a rank crashed as planned.
         Exception: the first error of a rank, with a note on how to repeat the run.
 
-    Law: the results and the log depend on the arguments alone. The results do not depend on
+    Law: the results and the log depend only on the arguments. The results do not depend on
     `schedule` if ranks share no memory, do not receive from "any rank" and do not poll
     asynchronous calls.
 
-    Cost: on two cores, 0.1 ms per collective on 2 ranks if torch computes in one thread, else
-    twice that; see the benchmarks. With one thread, ranks share a core, and so do processes
-    that they start; a DataLoader warns about that. Starting a training costs as much per rank
-    on 256 ranks as on 2.
+    Cost: on two cores, 0.1 ms per collective on 2 ranks if torch computes in one thread,
+    otherwise 0.2 ms. See the benchmarks. With one torch thread, all ranks run on one core, and
+    so do the processes that ranks start; a DataLoader warns about that. The start of a training
+    run takes as long per rank on 256 ranks as on 2.
 
-    Limits: there is no real network, and ranks do not run at the same time. A collective
-    waits for all work of a device. The only groups are those of `axes`, `world.split` and
-    `world.across`. A future of a collective is always completed. A thread that a rank starts
-    does not belong to the world. Only an interrupt stops a rank that loops without a
-    collective.
+    Limits: there is no real network, and ranks do not run at the same time. A collective waits
+    until the device has finished all work. The only process groups are those of `axes`,
+    `world.split` and `world.across`. The future of a collective is always completed. A thread
+    that a rank starts does not belong to the world. If a rank loops without a collective, only
+    an interrupt (Ctrl-C) stops the rank.
 
     Example:
         >>> import accelfn as af
@@ -105,7 +108,7 @@ def simulate(
 
 def _run_both(plan: Plan) -> Run[Any]:
     """Run a plan in simulation and on real processes, and compare the results."""
-    # imported here: few runs need it, and the import is slow
+    # imported here, because few runs need this module and its import is slow
     from accelfn.testing import processes  # noqa: PLC0415
 
     processes.check_comparable(plan)
@@ -114,7 +117,8 @@ def _run_both(plan: Plan) -> Run[Any]:
     @wraps(plan.fn)
     def fn(world: World) -> Any:
         result = plan.fn(world)
-        leaves[world.rank] = processes.leaves_by_path(result)  # needs the open world
+        # read here, because a result may need the world, which closes after this function
+        leaves[world.rank] = processes.leaves_by_path(result)
         return result
 
     run = run_simulation(attrs.evolve(plan, fn=fn))

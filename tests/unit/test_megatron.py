@@ -132,7 +132,7 @@ def test_what_cannot_be_split_is_refused(model, plan, options, said):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda layers: layers.vocabulary(8, 6), "'0' has 8 words, which 3 ranks"),
+        (lambda layers: layers.vocabulary(8, 6), "'0' has 8 rows, which do not"),
         (lambda layers: layers.column(6, 8), "'0' has 8 output features"),
         (lambda layers: layers.row(8, 6), "'0' has 8 input features"),
     ],

@@ -135,7 +135,7 @@ def test_plans_of_other_models_are_refused(tmp_path):
     with af.empty_weights():
         empty = Net()
     with (
-        pytest.raises(af.errors.ModelError, match="embed.weight.*no values"),
+        pytest.raises(af.errors.ModelError, match="no values: embed.weight"),
         af.on_devices(empty, plan),
     ):
         pass
@@ -284,7 +284,7 @@ def test_a_buffer_of_another_shape_is_refused(tmp_path):
         assert lent[0].running_mean.tolist() == [3.0, 4.0]
     held["1.running_var"] = torch.ones(3)
     save_file(held, tmp_path / "model.safetensors")
-    said = r"buffer 1\.running_var of \(2,\).*it has \(3,\)"
+    said = r"buffer 1\.running_var needs .* \(2,\), but .* shape \(3,\)"
     with (
         pytest.raises(af.errors.CheckpointError, match=said),
         af.on_devices(model, plan, weights=tmp_path),

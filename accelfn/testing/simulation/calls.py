@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls of simulated ranks to collectives, their log entries, sums and planned faults."""
+"""Collective calls of simulated ranks: their data, log entries, reductions and faults."""
 
 import signal
 import sys
@@ -23,9 +23,9 @@ class Members:
     """The ranks of one process group.
 
     Attributes:
-        name: name of the group, such as "tp"; empty for the whole world.
-        ranks: ranks of the run, in ascending order.
-        generation: number of the elastic run's world that the group belongs to.
+        name: the name of the group, such as "tp"; empty for the whole world.
+        ranks: the members as ranks of the run, in ascending order.
+        generation: in an elastic run, the number of the world that the group belongs to.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Members:
     generation: int = 0
 
     def place_of(self, rank: int) -> int:
-        """Return the rank within the group of a rank of the run."""
+        """Return a member's rank in this group, given its rank in the run."""
         return self.ranks.index(rank)
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Members:
 
 @attrs.define(kw_only=True, eq=False)
 class Call:
-    """One rank's part in a collective.
+    """One rank's call of a collective.
 
     Attributes:
         rank: the calling rank.
@@ -55,13 +55,13 @@ class Call:
         fills: the tensors that receive the result.
         op: the reduction, or None.
         root: the one rank that sends or receives, or None.
-        peer: the other rank of a send or recv; None for any rank.
+        peer: the other rank of a send or recv; None if a recv accepts any rank.
         tag: the tag of a send or recv.
         label: accelfn's label of the collective, or None.
-        structure: the containers of the tree that accelfn communicates, or None.
-        step: the update of the step that called, or None.
-        site: file and line of the user's code.
-        at: the rank's virtual time in seconds.
+        structure: the containers (dicts, lists) of the tree that accelfn sends, or None.
+        step: the number of the update that made the call, or None outside a step.
+        site: the file and line of the user's code that made the call.
+        at: the rank's virtual time at the call, in seconds.
         group: the ranks that take part.
     """
 
@@ -93,7 +93,7 @@ class Call:
 
     @property
     def num_bytes_for_others(self) -> int:
-        """The number of those bytes that reach other ranks, as they are or in a sum."""
+        """The bytes of this rank that reach other ranks, unchanged or as part of a sum."""
         is_root = self.rank == self.root
         if self.kind in _FROM_ROOT and not is_root:
             return 0
@@ -108,7 +108,7 @@ class Call:
 
     @property
     def shapes(self) -> str:
-        """Shapes and dtypes: those common to all ranks, or else all of this rank's."""
+        """The shapes and dtypes that all ranks share; for an all_to_all, this rank's."""
         if not self.kind.startswith("all_to_all"):
             return _format_tensors(self._common())
         return (
@@ -121,7 +121,7 @@ class Call:
         return self.kind, self.op, self.root, common, self.structure, self.label
 
     def row(self) -> tuple[str, ...]:
-        """Return the cells of this call in a table of an error."""
+        """Return the cells that describe this call in the table of an error message."""
         root = None if self.root is None else f"root {self.root}"
         peer = {"send": "to", "recv": "from"}.get(self.kind)
         if peer is not None:
@@ -139,7 +139,7 @@ class Call:
         )
 
     def _common(self) -> tuple[torch.Tensor, ...]:
-        if self.kind.startswith("all_to_all"):  # compared pair by pair
+        if self.kind.startswith("all_to_all"):  # `_unequal_splits` compares its tensors
             return ()
         return self.sends if self.kind in _ONE_SENT else self.fills
 
@@ -156,7 +156,7 @@ _ONE_SENT = frozenset(
 
 
 def differing(calls: Sequence[Call]) -> list[str]:
-    """Return the names of facts that must be equal in matched calls, and are not."""
+    """Return the names of the facts that differ in matched calls but must be equal."""
     first, *rest = [call.common_facts() for call in calls]
     if calls[0].is_message:
         return [] if all(other[3] == first[3] for other in rest) else ["shape or dtype"]
@@ -169,7 +169,7 @@ def differing(calls: Sequence[Call]) -> list[str]:
 
 
 def _unequal_splits(calls: Sequence[Call]) -> list[str]:
-    """Compare the tensors that ranks of an all_to_all send with those that they expect."""
+    """Return ["splits"] if a rank sends a tensor that its receiver does not expect, else []."""
     if not calls[0].kind.startswith("all_to_all"):
         return []
     ranks = range(len(calls))
@@ -198,17 +198,17 @@ class Entry:
 
     Attributes:
         kind: torch's name of the collective, such as "all_reduce".
-        label: accelfn's label of the collective; None for a call from elsewhere.
-        step: the update of the step that called; None outside a step.
+        label: accelfn's label of the collective; None for a call outside accelfn.
+        step: the number of the update that made the call; None outside a step.
         num_bytes: the largest number of bytes that one rank sent.
-        shapes: shapes and dtypes common to all ranks.
-        op: the reduction, or None.
+        shapes: the shapes and dtypes that all ranks share.
+        op: the reduction, such as "SUM", or None.
         root: the one rank that sends or receives, or None.
         ranks: the ranks that took part.
-        group: the name of their group, such as "tp"; empty for the whole world.
-        site: file and line of the user's code, of the first rank or of the sender.
+        group: the name of the process group, such as "tp"; empty for the whole world.
+        site: the file and line of the user's code on the first rank, or on the sender.
         for_others: for each of `ranks`, the number of its bytes that reach other ranks,
-            as they are or in a sum.
+            unchanged or as part of a sum.
     """
 
     kind: str
@@ -224,7 +224,7 @@ class Entry:
     for_others: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        """Show it on a line."""
+        """Return the collective as one line of text."""
         label = "" if self.label is None else f" {self.label!r}"
         step = "" if self.step is None else f" at update {self.step}"
         call = " ".join(part for part in (self.kind, self.op, self.shapes) if part)
@@ -257,11 +257,11 @@ def _listed_ranks(ranks: Sequence[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
-# The orders in which ranks' tensors are added up.
+# The orders of additions in a reduction over ranks.
 #
-# The last bits of a float sum depend on the order. A backend takes the fastest order. That
-# order depends on the number of ranks and on an element's place in a buffer, so bitwise
-# claims must hold in all of them.
+# The last bits of a float sum depend on the order of additions. A backend uses its fastest
+# order, which depends on the number of ranks and on an element's position in a buffer. So a
+# test of bitwise equality must pass with every order.
 
 
 Sums: TypeAlias = Literal["ranks", "ring", "tree"]
@@ -282,7 +282,7 @@ _OPERATIONS: Mapping[str, Operation] = {
 
 def reduce_tensors(op: str, parts: Parts, sums: Sums) -> torch.Tensor:
     """Return the reduction (sum, max, ...) of all ranks' tensors."""
-    # a sparse tensor cannot be cut into the pieces of a ring
+    # a sparse tensor cannot be split into the pieces of a ring
     dense = parts[0].layout is torch.strided
     total = (_ORDERS[sums] if dense else _by_rank)(_OPERATIONS[op], parts)
     return total / len(parts) if op == "AVG" else total
@@ -297,7 +297,7 @@ def _by_rank(operate: Operation, parts: Parts) -> torch.Tensor:
 
 
 def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
-    """Reduce each piece of the buffer beginning at another rank, as a ring does."""
+    """Reduce each piece of the buffer, starting at a different rank, as a ring does."""
     size = len(parts)
     pieces = [part.reshape(-1).tensor_split(size) for part in parts]
     totals = [
@@ -308,7 +308,7 @@ def _by_ring(operate: Operation, parts: Parts) -> torch.Tensor:
 
 
 def _by_pairs(operate: Operation, parts: Parts) -> torch.Tensor:
-    """Reduce neighbors first, and then their sums, as a tree does."""
+    """Reduce pairs of neighbors first, then pairs of the results, as a tree does."""
     while len(parts) > 1:
         pairs = zip(parts[::2], parts[1::2], strict=False)
         odd = parts[len(parts) - len(parts) % 2 :]
@@ -323,35 +323,35 @@ _ORDERS: Mapping[Sums, Callable[[Operation, Parts], torch.Tensor]] = {
 }
 
 
-# Faults: failures of a simulated world, planned by rank, place and update.
+# Faults: planned failures of a simulated world.
 #
-# A fault happens once, as its `rank` enters a collective. `at` is the index of the
-# collective among the rank's own, from 0, or a label. With `step` too, the fault happens
-# only at that update. With `step` alone it happens as that update begins, with a collective
-# or without; a `Corrupt` then changes the update's first collective. Without `at` and `step`
-# it happens at the first collective.
+# A fault happens once, when its `rank` enters a collective. `at` is the index of the
+# collective among the calls of this rank, from 0, or a label. With `at` and `step`, the fault
+# happens only in that update. With only `step`, the fault happens when that update begins,
+# even if the update has no collective; a `Corrupt` then changes the update's first
+# collective. Without `at` and `step`, the fault happens at the rank's first collective.
 
 
 class Unwound(BaseException):
-    """Ends a rank at once; `except Exception` does not catch it."""
+    """Ends a rank at once. `except Exception` does not catch this exception."""
 
     def __init__(self, how: str, returns: int | None = None) -> None:
-        """Take the text for the table, and the update at which the rank comes back."""
+        """Initialize with the text for the table, and the update at which the rank returns."""
         super().__init__(how)
         self.how = how
         self.returns = returns
 
 
 class Left(Unwound):
-    """The rank left, as if its function had returned."""
+    """The rank leaves the simulation, as if its function had returned."""
 
 
 class Crashed(Unwound):
-    """The rank crashed, as if killed: it takes part in no further collective."""
+    """The rank crashes as if it were killed. It takes part in no further collective."""
 
 
 class RankFaultError(RuntimeError):
-    """The default error of a planned `Raise`."""
+    """The error that a planned `Raise` raises by default."""
 
 
 def _is_place(_: object, __: object, value: object) -> None:
@@ -390,7 +390,7 @@ _is_step = attrs.validators.optional(_is_count)
 
 @attrs.frozen
 class _Planned:
-    """A fault of one rank, at a collective or an update."""
+    """The base of all faults: a rank, and the collective or update where the fault happens."""
 
     rank: int = attrs.field(validator=_is_count)
     at: int | str | None = attrs.field(default=None, validator=_is_place)
@@ -402,7 +402,7 @@ class Raise(_Planned):
     """The rank raises an exception.
 
     Attributes:
-        error: the exception, or its class, which is called with a text.
+        error: the exception, or an exception class to which accelfn passes a message.
     """
 
     error: Exception | type[Exception] = attrs.field(
@@ -412,16 +412,17 @@ class Raise(_Planned):
 
 @attrs.frozen
 class Leave(_Planned):
-    """The rank leaves early, as if its function had returned None."""
+    """The rank leaves the run early, as if its function had returned None."""
 
 
 @attrs.frozen
 class Crash(_Planned):
-    """The rank is gone, as if killed: its `except Exception` does not run.
+    """The rank stops as if it were killed: no `except Exception` of its function runs.
 
     Attributes:
-        returns: in an elastic run, the update that another rank must have begun before this
-            rank's function is called again, as in a new process; None to stay away.
+        returns: in an elastic run, the number of an update. When another rank has begun this
+            update, the function of the crashed rank is called again, as in a new process. With
+            None the rank does not come back.
     """
 
     returns: int | None = attrs.field(default=None, kw_only=True, validator=_is_step)
@@ -429,7 +430,7 @@ class Crash(_Planned):
 
 @attrs.frozen
 class Stall(_Planned):
-    """The rank is late by virtual seconds; the world loses it beyond its timeout."""
+    """The rank is late by virtual seconds. If that exceeds the timeout, the other ranks raise."""
 
     seconds: float = attrs.field(
         default=float("inf"), kw_only=True, validator=_is_duration
@@ -438,13 +439,13 @@ class Stall(_Planned):
 
 @attrs.frozen
 class Corrupt(_Planned):
-    """One element that the rank receives is off by one.
+    """One element that the rank receives is wrong by 1.
 
-    Integers that DistributedDataParallel exchanges are left alone: DDP uses some of them as
-    places in memory without a check, and a wrong place may end the process.
+    Integers that DistributedDataParallel exchanges are not changed: DDP uses some of them as
+    memory offsets without a check, and a wrong offset may end the process.
 
     Attributes:
-        element: the number of the element among all received tensors, modulo their size.
+        element: the index of the element among all received elements, modulo their number.
     """
 
     element: int = attrs.field(default=0, kw_only=True, validator=_is_count)
@@ -452,11 +453,11 @@ class Corrupt(_Planned):
 
 @attrs.frozen
 class Terminate(_Planned):
-    """The rank gets SIGTERM: the process's handler runs in it, or it ends as if killed.
+    """The rank receives SIGTERM: its signal handler runs, or the rank ends as if killed.
 
-    Python runs signal handlers in the main thread only, and ranks are other threads. So
-    accelfn notifies the rank's `af.stopping`; without one, it calls the handler that
-    `signal.getsignal` returns in the rank's thread.
+    Python runs signal handlers only in the main thread, and ranks are other threads. So
+    accelfn notifies the rank's `af.stopping` block. Without such a block, the rank calls the
+    handler that `signal.getsignal` returns.
     """
 
 
@@ -464,9 +465,10 @@ Fault: TypeAlias = Raise | Leave | Crash | Stall | Corrupt | Terminate
 
 
 def due(faults: list[Fault], call: "Call", *, has_result: bool) -> list[Fault]:
-    """Remove the faults that happen at this call from the plan, and return them.
+    """Remove the faults that happen at this call from the list `faults`, and return them.
 
-    `Corrupt` happens once the call has a result, the others before it is posted.
+    `Corrupt` happens when the call has a result. All other faults happen before the call is
+    posted.
     """
     return _take(
         faults,
@@ -475,7 +477,7 @@ def due(faults: list[Fault], call: "Call", *, has_result: bool) -> list[Fault]:
 
 
 def due_as_begins(faults: list[Fault], rank: int, update: int) -> list[Fault]:
-    """Remove the faults that happen as a rank begins an update, and return them."""
+    """Remove the faults that happen when a rank begins an update, and return them."""
     return _take(
         faults,
         lambda fault: (
@@ -492,13 +494,13 @@ def _take(faults: list[Fault], is_due: Callable[[Fault], bool]) -> list[Fault]:
 
 
 def is_of_update(fault: Fault) -> bool:
-    """Whether a fault happens at the beginning of an update, not at a collective."""
+    """Whether a fault happens when an update begins, not at a collective."""
     alone = fault.at is None and fault.step is not None
     return alone and not isinstance(fault, Corrupt)
 
 
 def strike(fault: Fault, call: "Call | None" = None) -> None:
-    """Let a fault happen: to the rank, or to the tensors that a call received.
+    """Apply a fault to the rank, or to the tensors that a call received.
 
     Raises:
         Unwound: the rank leaves or crashes here.
@@ -520,7 +522,7 @@ def strike(fault: Fault, call: "Call | None" = None) -> None:
             _terminate()
         case Corrupt() if call is not None:
             _corrupt(call.fills, fault.element)
-        case _:  # a Stall delays, and no more
+        case _:  # a Stall only delays the rank, and the caller adds the delay
             pass
 
 
@@ -560,7 +562,7 @@ def _terminate() -> None:
 
 
 def _corrupt(tensors: Sequence[torch.Tensor], number: int) -> None:
-    """Change one element, by its number among all tensors, modulo their size."""
+    """Change one element, given by its index among all elements of the tensors."""
     number %= sum(tensor.numel() for tensor in tensors)
     for tensor in tensors:
         if number < tensor.numel():

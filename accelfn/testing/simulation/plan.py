@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated run: its checked arguments and its results."""
+"""The checked arguments (`Plan`) and the results (`Run`) of a simulated run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, TypeAlias, TypeVar, get_args, overload
@@ -25,12 +25,12 @@ By: TypeAlias = Literal["label", "kind", "step", "group", "site"]
 
 @attrs.frozen
 class Run(Sequence[T], Generic[T]):
-    """The result of a simulated run: a sequence of each rank's result.
+    """The result of a simulated run: a sequence with the result of each rank.
 
     Attributes:
         results: the return value of each rank's function; None for a rank that left early.
-        log: all collectives, in the order of their completion.
-        clock: the virtual seconds that passed; only stalls take time.
+        log: all collectives, in the order in which they were completed.
+        clock: the virtual seconds that passed. Only a `Stall` takes virtual time.
         missed: the planned faults that did not happen.
         updates: the number of updates of accelfn's steps, on the rank with the most.
     """
@@ -56,21 +56,21 @@ class Run(Sequence[T], Generic[T]):
     def sent(
         self, *, by: By = "label", algorithm: Algorithm = "ring"
     ) -> dict[Any, int]:
-        """Return the bytes that all ranks together sent over the wire, by label or kind.
+        """Return the bytes that all ranks together sent over the network, by label or kind.
 
-        An all-reduce of n bytes among N ranks sends 2 (N - 1) n, an all-gather of n bytes per
-        rank N (N - 1) n. The reference lists the other collectives. Network headers are not
-        counted.
+        An all-reduce of n bytes among N ranks sends 2 (N - 1) n bytes. An all-gather of n bytes
+        per rank sends N (N - 1) n bytes. The reference lists the other collectives. Network
+        headers are not counted.
 
         Args:
             by: the attribute of `Entry` to group by.
-            algorithm: "ring" and "tree" send the same. "gloo" counts as torch's Gloo does,
-                which carries out a reduce_scatter as an all_reduce.
+            algorithm: "ring" and "tree" send equally many bytes. "gloo" counts the bytes that
+                torch's Gloo sends: it runs a reduce_scatter as an all_reduce.
 
-        Law: the sum of the totals does not depend on `by`; it is 0 for one rank.
+        Law: the sum over all groups does not depend on `by`. On one rank it is 0.
 
         Raises:
-            ArgumentError: `by` is not such an attribute, or the algorithm is unknown.
+            ArgumentError: `by` is not an attribute to group by, or the algorithm is unknown.
         """
         if by not in get_args(By):
             names = ", ".join(map(repr, get_args(By)))
@@ -86,7 +86,7 @@ class Run(Sequence[T], Generic[T]):
 
 
 def _device(name: str | torch.device) -> torch.device:
-    """Return a device; "meta" is allowed here, but not in a real world."""
+    """Return the device of this name. A real world does not accept "meta", this function does."""
     device = devices.parse_device(name)
     return (
         device if device.type == "meta" else devices.choose_device(name, local_rank=0)
@@ -95,7 +95,7 @@ def _device(name: str | torch.device) -> torch.device:
 
 @attrs.frozen
 class Plan:
-    """The checked arguments of a run; its text is the call that repeats the run."""
+    """The checked arguments of a run. `str(plan)` is the call that repeats the run."""
 
     size: int
     fn: Callable[[World], Any]
@@ -113,7 +113,7 @@ class Plan:
     elastic: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        """Raise for arguments that no run can have."""
+        """Raise an error if an argument is invalid."""
         size = self.size
         if not arguments.is_integer(size, 1):
             msg = f"simulate({size!r}, ...): expected a number of ranks, 1 or more."
@@ -145,7 +145,7 @@ class Plan:
         self._check_faults()
 
     def _check_faults(self) -> None:
-        """Raise for a fault that cannot happen in this run."""
+        """Raise an error if a fault cannot happen in this run."""
         size, elastic = self.size, self.elastic
         for fault in self.faults:
             if not isinstance(fault, get_args(Fault)):
@@ -163,7 +163,7 @@ class Plan:
                 raise ArgumentError(msg)
 
     def _check_elastic(self) -> None:
-        """Raise for `elastic=` that this run cannot have."""
+        """Raise an error if `elastic=` is invalid or does not fit the axes."""
         least = self.elastic
         if least is not None and not (
             arguments.is_integer(least, 1) and least <= self.size
