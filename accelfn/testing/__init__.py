@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated worlds, property-test laws and comparisons for your tests."""
+"""Simulated worlds, laws for property tests, and comparisons, for your tests."""
 
 from accelfn.errors import (
     DeadlockError,

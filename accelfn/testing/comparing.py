@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Describe the differences of two trees of tensors and plain data.
+"""Describe the differences between two trees of tensors and plain data.
 
-A place is named as code would reach it, such as `params['0.weight']`.
+The path of a difference is written like code that accesses it: `params['0.weight']`.
 """
 
 import difflib
@@ -26,23 +26,23 @@ from accelfn.testing.simulation.plan import Run
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_LINES = 20
 _MANY_STEPS = 100_000
-"""Larger counts of floats between two numbers are not shown."""
+"""The number of ulps between two floats is shown only if it is smaller."""
 
 
 @attrs.frozen
 class Difference:
-    """One place where two trees differ.
+    """One difference between two trees.
 
     Attributes:
-        path: the place.
-        text: the values of the first and the second tree.
+        path: the path of the differing entry.
+        text: the values in the first and in the second tree.
     """
 
     path: str
     text: str
 
     def __str__(self) -> str:
-        """Show it on a line."""
+        """Return the path and the text on one line."""
         return f"{self.path}: {self.text}"
 
 
@@ -56,15 +56,15 @@ def _is_tolerance(_owner: object, field: "attrs.Attribute[float]", value: Any) -
 class Comparison:
     """The rules of a comparison, and the names of the two sides.
 
-    Elements of floating-point tensors may differ by `atol + rtol * largest`, where `largest`
-    is the largest finite magnitude in both tensors: the rounding error of a sum is
-    relative to its terms, not to what they leave. NaN is equal to NaN.
+    Elements of floating-point tensors may differ by `atol + rtol * largest`. Here `largest` is
+    the largest finite magnitude in both tensors, because the rounding error of a sum is relative
+    to its terms, not to its result. NaN is equal to NaN.
 
     Attributes:
-        rtol: tolerance relative to a tensor's largest element.
-        atol: absolute tolerance.
-        bitwise: at no tolerance, compare bits and types. Otherwise 0.0 equals -0.0, 1
-            equals 1.0 and a scalar tensor, and a list equals a tuple.
+        rtol: the tolerance relative to a tensor's largest element.
+        atol: the absolute tolerance.
+        bitwise: whether to compare types, and without a tolerance also bits. Otherwise 0.0
+            equals -0.0, 1 equals 1.0 and a scalar tensor, and a list equals a tuple.
         sides: the names of the two sides.
     """
 
@@ -81,7 +81,7 @@ class Comparison:
     def by_name(
         self, one: Mapping[str, Any], two: Mapping[str, Any]
     ) -> dict[str, list[Difference]]:
-        """Return where named trees differ, under the names that do, in the first's order."""
+        """Return the differences of two dicts of trees, by name, in the order of `one`."""
         diffs: dict[str, list[Difference]] = {}
         for name, value in {**one, **two}.items():
             if name in one and name in two:
@@ -93,7 +93,7 @@ class Comparison:
         return diffs
 
     def differences(self, path: str, one: Any, two: Any) -> Iterator[Difference]:
-        """Yield where two trees differ, in the order of the first."""
+        """Yield the differences of two trees, in the order of `one`."""
         ones, twos = _children(path, one), _children(path, two)
         if ones is None or twos is None or not self._are_of_a_kind(one, two):
             text = self._leaves(one, two)
@@ -111,7 +111,7 @@ class Comparison:
         return Difference(path, f"only in {side}: {describe_value(value)}")
 
     def _are_of_a_kind(self, one: Any, two: Any) -> bool:
-        """Whether two containers are compared inside: both mappings, or both sequences."""
+        """Whether two containers are compared entry by entry: two mappings or two sequences."""
         mappings = [isinstance(value, Mapping) for value in (one, two)]
         if any(mappings):
             return all(mappings)
@@ -138,7 +138,7 @@ class Comparison:
         return f"{texts[0]} and {texts[1]}"
 
     def _tensors(self, one: torch.Tensor, two: torch.Tensor) -> str | None:
-        """Return how two tensors differ, on any device."""
+        """Return how two tensors differ, or None if they are equal. Each may be on any device."""
         one, two = _plain(one), _plain(two)
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return f"{_kind(one)} and {_kind(two)}"
@@ -159,7 +159,7 @@ class Comparison:
         return f"{len(places)} of {one.numel()} {at}{distance}"
 
     def _unequal(self, one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-        """Return which elements are not equal, as booleans."""
+        """Return a tensor of booleans that marks the unequal elements."""
         if self.bitwise and self.is_exact:
             if one.is_complex():
                 parts = torch.view_as_real(one), torch.view_as_real(two)
@@ -174,7 +174,7 @@ class Comparison:
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Return one line a difference, at most 20, and how many more there are."""
+    """Return one line per difference, at most 20 lines, and the number of the others."""
     lines = [f"\n  {difference}" for difference in differences[:_MOST_LINES]]
     more = len(differences) - len(lines)
     if more > 0:
@@ -183,7 +183,7 @@ def format_differences(differences: Sequence[Difference]) -> str:
 
 
 def leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf of a tree with its place."""
+    """Yield every leaf of a tree with its path."""
     children = _children(path, tree)
     if children is None:
         yield path, tree
@@ -193,7 +193,7 @@ def leaves(path: str, tree: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _children(path: str, tree: Any) -> dict[Any, tuple[str, Any]] | None:
-    """Return the entries of a container by key, with their places; None for a leaf."""
+    """Return the entries of a container by key, each with its path; None for a leaf."""
     if isinstance(tree, Mapping):
         items = cast("Mapping[Any, Any]", tree).items()
         return {key: (f"{path}[{key!r}]", value) for key, value in items}
@@ -216,7 +216,7 @@ def largest(*tensors: torch.Tensor) -> float:
 
 
 def describe_value(value: Any) -> str:
-    """Say what a value is, on part of a line."""
+    """Return a short description of a value, such as its type and shape."""
     if isinstance(value, torch.Tensor):
         if value.ndim:
             return f"a {_kind(value)}"
@@ -232,7 +232,7 @@ def _are_one_dtype(one: Any, two: Any) -> bool:
 
 
 def _number_or_tensor(value: Any) -> Any:
-    """Return what a scalar tensor, a numpy scalar or a numpy array holds."""
+    """Convert a scalar tensor or NumPy scalar to a number, and a NumPy array to a tensor."""
     if isinstance(value, torch.Tensor) and value.ndim == 0:
         return value.item()
     if isinstance(value, np.generic):
@@ -249,7 +249,7 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values alone: dense, on the CPU, without a graph; of a part, this rank's."""
+    """Return a dense tensor with this rank's values, on the CPU and without autograd."""
     tensor = tree.local(tensor.detach()).cpu()
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
@@ -257,7 +257,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Return floating-point values in the widest type, where no difference is lost."""
+    """Convert floating-point values to double precision, so that no difference is lost."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
@@ -283,7 +283,7 @@ def _dtype(tensor: torch.Tensor) -> str:
 
 
 def _pair(one: torch.Tensor, two: torch.Tensor) -> str:
-    """Show two numbers that are not the same; NaNs by their bits."""
+    """Return the text of two different numbers. If the texts are equal, add the bits."""
     texts = [_element(one), _element(two)]
     if texts[0] == texts[1]:
         texts = [f"{texts[0]} of bits {_hex(number)}" for number in (one, two)]
@@ -291,7 +291,7 @@ def _pair(one: torch.Tensor, two: torch.Tensor) -> str:
 
 
 def _element(element: torch.Tensor) -> str:
-    """Show one number in as many digits as tell it from its neighbours."""
+    """Return a number with enough digits to distinguish it from its neighbors."""
     value = element.item()
     match element.dtype:
         case torch.float32 | torch.float16:
@@ -303,7 +303,7 @@ def _element(element: torch.Tensor) -> str:
 
 
 def _format_distance(one: torch.Tensor, two: torch.Tensor) -> str:
-    """Say how far the farthest two of some elements are apart, where that is a number."""
+    """Return the largest difference of paired elements, or "" if it is not a finite number."""
     if one.dtype is torch.bool:
         return ""
     if not (one.is_floating_point() or one.is_complex()):
@@ -319,7 +319,7 @@ def _format_distance(one: torch.Tensor, two: torch.Tensor) -> str:
 
 
 def _steps(one: torch.Tensor, two: torch.Tensor) -> str:
-    """Return how many numbers of their type two elements are apart, if few."""
+    """Return the distance of two floats in ulps, or "" if the distance is large."""
     if one.is_complex():
         return ""
     places: list[int] = []
@@ -331,36 +331,36 @@ def _steps(one: torch.Tensor, two: torch.Tensor) -> str:
     return str(steps) if steps < _MANY_STEPS else ""
 
 
-# `assert_states_equal`: two states hold the same, in all that is saved of them.
+# `assert_states_equal`: compare the saved fields of two states.
 
 
 SAVED = (
     *("step", "num_skipped", "cursor", "seed"),
     *("params", "buffers", "opt_state", "slots"),
 )
-"""The fields of a state that are saved, numbers first: they explain what follows."""
+"""The saved fields of a state. Plain numbers come first: they may explain later differences."""
 
 
 def assert_states_equal(
     a: TrainState, b: TrainState, *, rtol: float = 0.0, atol: float = 0.0
 ) -> None:
-    """Assert that two states are equal in all that is saved of them.
+    """Assert that two states are equal in all fields that a checkpoint saves.
 
-    Compared are `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`, `opt_state`
-    with its numbers, and `slots`; also dtypes, shapes, and which entries are one tensor. The
-    definition, devices, memory layouts and the order of names are not compared.
+    The comparison covers `step`, `num_skipped`, `cursor`, `seed`, `params`, `buffers`,
+    `opt_state` and `slots`, with dtypes, shapes, and which entries are the same tensor. It
+    ignores the definition, devices, memory layouts and the order of names.
 
-    By default bit by bit: a NaN equals itself, and -0.0 is not 0.0, for they divide
-    differently. With a tolerance, elements of a floating-point tensor may differ by
-    `atol + rtol * largest`, where `largest` is the largest magnitude in the two tensors;
-    NaN equals NaN, and other numbers must be equal.
+    By default the comparison is bitwise: a NaN equals a NaN with the same bits, and -0.0
+    differs from 0.0. With a tolerance, elements of a floating-point tensor may differ by
+    `atol + rtol * largest`. Here `largest` is the largest magnitude in the two tensors. NaN then
+    equals NaN, and numbers that are not floats must be equal.
 
     Raises:
-        LawError: they are not; an `AssertionError` with one line for each entry that
-            differs, at most 20.
-        StateDonatedError: one of them was given to a step.
+        LawError: the states differ. The error is an `AssertionError`, with one line for each
+            entry that differs, at most 20.
+        StateDonatedError: one of the states was passed to a step.
 
-    Law: a state equals itself and its copy; a change of any one bit is found and named.
+    Law: a state equals itself and its copy. A change of a single bit is found and named.
 
     Example:
         >>> import accelfn as af
@@ -403,7 +403,7 @@ def _fields(state: TrainState) -> dict[str, Any]:
 
 
 def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Difference]:
-    """Yield entries that are one tensor with another in one state, and not in the other."""
+    """Yield entries that are the same tensor as another entry in only one of the states."""
     ties = [_first_places(state) for state in (a, b)]
     for path in ties[0]:
         if path not in ties[1] or ties[0][path] == ties[1][path]:
@@ -417,7 +417,7 @@ def _ties(a: TrainState, b: TrainState, comparison: Comparison) -> Iterator[Diff
 
 
 def _first_places(state: TrainState) -> dict[str, str]:
-    """Return where each tensor of a state stands first, by each of its places."""
+    """Return, for the path of each tensor, the first path that has the same tensor."""
     first: dict[int, str] = {}
     places = (
         pair for name, value in _fields(state).items() for pair in leaves(name, value)
@@ -429,16 +429,17 @@ def _first_places(state: TrainState) -> dict[str, str]:
     }
 
 
-# All that a state holds, as a flat table by path; and the first difference of two tables.
+# The saved fields of a state as a flat dict by path, and the first difference of two dicts.
 
 
 _BITWISE = Comparison(bitwise=True, sides=("one", "the other"))
 
 
 def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
-    """Return copies of all saved contents of a state, by path.
+    """Return copies of all saved tensors and values of a state, by path.
 
-    A split tensor is this rank's part, or with `gather=` on all ranks, the whole.
+    For a sharded tensor, return this rank's shard. With `gather=True`, which needs a call on
+    all ranks, return the full tensor.
     """
     contents = {
         path: leaf
@@ -452,46 +453,48 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
-    """Return the first path where two tables differ in a bit, with both values."""
+    """Return the first path at which two dicts differ bitwise, with both values; or None."""
     diffs = _BITWISE.by_name(one, two)
     return str(next(iter(diffs.values()))[0]) if diffs else None
 
 
 def copy_leaf(leaf: Any) -> Any:
-    """Return a copy of a leaf; for an object without equality, its type."""
+    """Return a copy of a leaf; for an object without its own `__eq__`, its type."""
     if isinstance(leaf, torch.Tensor):
         return tree.local(leaf).detach().clone()
     opaque = type(leaf).__eq__ is object.__eq__ and leaf is not None
     return type(leaf) if opaque else leaf
 
 
-# `assert_collectives`: what a run communicates, held to a text file that a person reads.
+# `assert_collectives`: compare the collectives of a run with a text file.
 #
-# The text says of each update which collectives there were, in order: kind, reduction,
-# root, bytes that one rank gives, label. It has no source lines, and columns do not move,
-# so it changes only where communication does.
+# For each update, the file lists the collectives in order: kind, reduction, root, bytes that
+# one rank sends, label. The file has no source lines and no aligned columns, so a line of the
+# file changes only if its collective changes.
 
 
 def assert_collectives(
     run: Run[Any], path: str | os.PathLike[str], *, update: bool = False
 ) -> None:
-    """Assert that a run's collectives are those that a text file lists.
+    """Assert that the collectives of a run are those that a text file lists.
 
-    Write the file with `update=True`, and keep it next to the test. A change that makes an
-    update send more, or call one more collective, then shows as a line in review. The file
-    lists collectives by update, and equal updates once. A collective between two steps
-    belongs to the update before it. Sends between two ranks come after the collectives of
-    their update, in order of ranks, because their order in time depends on the schedule.
+    Write the file with `update=True`, and keep the file next to the test. If a change of your
+    code makes an update send more bytes or call another collective, code review shows it as a
+    changed line of the file. The file lists the collectives of each update, and lists equal
+    updates once. A collective between two steps belongs to the update before it. A `send`
+    between two ranks comes after the collectives of its update, sorted by ranks, because the
+    order of sends in time depends on the schedule.
 
     Args:
-        run: what `simulate` returned.
-        path: of the file, such as `Path(__file__).with_name("collectives.txt")`.
-        update: write the file instead.
+        run: the result of `simulate`.
+        path: the path of the file, such as `Path(__file__).with_name("collectives.txt")`.
+        update: whether to write the file instead of comparing.
 
     Raises:
-        LawError: they differ, with a unified diff; or the file does not exist.
+        LawError: the collectives differ (the message has a unified diff), or the file does not
+            exist.
 
-    Law: the text depends on the program alone, not on the schedule or the machine.
+    Law: the text of the file depends only on the program, not on the schedule or the machine.
 
     Example:
         >>> import accelfn as af
@@ -553,7 +556,7 @@ def _text(run: Run[Any]) -> str:
 
 
 def _block(entries: Sequence[Entry]) -> str:
-    """Return how often and how much was sent, and a line for each run of equal calls."""
+    """Return the number of calls and bytes, and one line per group of equal calls."""
     sends = sorted(map(_line, (entry for entry in entries if entry.kind == "send")))
     lines = [*(_line(entry) for entry in entries if entry.kind != "send"), *sends]
     size = sum(entry.num_bytes for entry in entries)
@@ -580,7 +583,7 @@ def _bytes(number: int) -> str:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Return increasing numbers as ranges: `0 to 3, 5` or `7 to 31 by 8`."""
+    """Return increasing numbers as text with ranges: `0 to 3, 5` or `7 to 31 by 8`."""
     gaps = {after - before for before, after in pairwise(steps)}
     if len(steps) > 2 and len(gaps) == 1 and gaps != {1}:
         return f"{steps[0]} to {steps[-1]} by {gaps.pop()}"

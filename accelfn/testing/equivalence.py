@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`assert_equivalent`: two setups train alike, on any number of ranks."""
+"""`assert_equivalent`: check that two setups give the same training, on any number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,9 +30,9 @@ from accelfn.testing.comparing import Comparison, Difference, format_differences
 from accelfn.testing.simulate import simulate
 
 Make: TypeAlias = Callable[[World, chain], tuple[TrainState, Callable[..., Any]]]
-"""Returns the first state of a world and setup, and its step."""
+"""A function of a world and a setup that returns the initial state and its step."""
 Held: TypeAlias = Mapping[str, Any]
-"""The contents of a rank's state and metrics, by name, causes first."""
+"""A rank's state fields and metrics, by name. Causes of a difference come before effects."""
 
 
 def assert_equivalent(
@@ -48,34 +48,36 @@ def assert_equivalent(
 ) -> None:
     """Assert that two setups give the same training, on any number of ranks.
 
-    Both train in simulated worlds. After every update, and after `af.finalize`, each rank
-    must hold the same under both: the step and cursor, the means of the metrics over all
-    ranks, `opt_state`, `params`, `buffers`, `slots` and `af.eval_params`. Left out are
-    metrics that only one setup reports, and slots of transforms that only one has.
+    Each setup trains in simulated worlds of the given sizes. After every update, and after
+    `af.finalize`, these values must be equal on each rank under both setups: the step and
+    cursor, the mean of each metric over all ranks, `opt_state`, `params`, `buffers`, `slots` and
+    `af.eval_params`. The comparison ignores metrics that only one setup reports, and slots of
+    transforms that only one setup has.
 
-    On several ranks, a setup without an engine and `reduce` gets `af.shard_data()` and
+    On several ranks, a setup without an engine and without `reduce` gets `af.shard_data()` and
     `af.wrap_ddp()`.
 
-    The default problem is *dyadic*: all sums are exact in float64, in any order, so equal
-    setups give equal bits. Its samples have uneven weights, some of them 0, and its last
+    The default problem is *dyadic*: all sums are exact in float64, in any order, so equivalent
+    setups give equal bits. Its samples have different weights, some of them 0, and its last
     batch is short. It has no dropout and no batch statistics, because these depend on how a
     batch is split.
 
     Args:
-        setup_a: a transform, a chain, or None for nothing.
+        setup_a: a transform, a chain, or None for an empty setup.
         setup_b: the other setup.
-        make: your problem, `(world, setup) -> (state, step)`. The state must have data. With
-            the setups `af.accumulate(num_micro_batches=3)` and None, this checks that your
-            loss is a mean.
-        optimizer: the optimizer of the default problem; default SGD with a learning rate of
+        make: a function `(world, setup) -> (state, step)` that creates your own problem. The
+            state must have data. To check that your loss is a mean, compare the setups
+            `af.accumulate(num_micro_batches=3)` and None.
+        optimizer: the optimizer of the default problem. Default: SGD with a learning rate of
             0.5 and a momentum of 0.5. Use powers of two as options, or pass a tolerance.
-        updates: the number of updates; the default problem is exact up to 5.
+        updates: the number of updates. The default problem is exact up to 5 updates.
         sizes: the sizes of the worlds.
-        rtol: tolerance relative to the largest element of a tensor.
-        atol: absolute tolerance.
+        rtol: the tolerance relative to the largest element of a tensor.
+        atol: the absolute tolerance.
 
     Raises:
-        LawError: they differ; the text names the world's size, rank, update and quantities.
+        LawError: the setups differ. The message names the world's size, the rank, the update and
+            the values that differ.
         ArgumentError: both `make` and `optimizer` are given, or a count is not positive.
 
     Example:
@@ -84,7 +86,7 @@ def assert_equivalent(
         >>> assert_equivalent(af.clip_grad_norm(0.5), None)
         Traceback (most recent call last):
         ...
-        accelfn.errors.LawError: The setups do not train alike: in a world of 1, on rank 0, ...
+        accelfn.errors.LawError: The two setups train differently: in a world of size 1, ...
     """
     if make is not None and optimizer is not None:
         msg = (
@@ -114,7 +116,7 @@ def assert_equivalent(
 
 
 def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[Held]]:
-    """Return each rank's contents after each update, and at the end."""
+    """Return each rank's state fields and metrics after each update and after finalize."""
     full_setup = _over_ranks(setup, size)
 
     def train(world: World) -> list[Held]:
@@ -132,7 +134,7 @@ def _runs(make: Make, setup: chain, updates: int, size: int) -> Sequence[list[He
 
 
 def _check_made(state: TrainState, world: World, setup: chain) -> None:
-    """Raise unless the state has this world and setup."""
+    """Raise an error if the state has another world or setup."""
     if state.world is not world or state.setup != setup:
         msg = (
             "assert_equivalent(make=): the state that make(world, setup) returns has another"
@@ -142,7 +144,7 @@ def _check_made(state: TrainState, world: World, setup: chain) -> None:
 
 
 def _over_ranks(setup: chain, size: int) -> chain:
-    """Return the setup, with data sharding and an engine if it has no engine or reduce."""
+    """Add `shard_data` and `wrap_ddp` to a setup that has neither an engine nor `reduce`."""
     if size == 1 or setup.owners["engine"] or setup.owners["reduce"]:
         return setup
     has_sharding = any(isinstance(transform, shard_data) for transform in setup)
@@ -167,7 +169,7 @@ def _state_contents(state: TrainState, metrics: Any) -> Held:
 
 
 def _comparable(runs: Sequence[Held], pair: Sequence[chain]) -> list[Held]:
-    """Leave out metrics and slots that only one setup can have."""
+    """Return the values of both runs without the metrics and slots of only one setup."""
     names = [{transform.name for transform in setup} for setup in pair]
     lone = names[0] ^ names[1]
     evaluates = any(setup.owners["eval_params"] for setup in pair)
@@ -199,7 +201,7 @@ def _format_error(
 
 
 def _hint(runs: Sequence[Held], comparison: Comparison) -> str:
-    """Return advice if the loss of the first update differs."""
+    """Return advice about the loss if it differs in the first update, else an empty text."""
     reports = [run["metrics"] for run in runs]
     losses = [
         {"loss": report["loss"]}
@@ -222,12 +224,12 @@ _WEIGHTS = (
     *(0, 0, 0, 0, 1, 3, 2, 2),
     *(1, 1, 2, 0),
 )
-"""Of samples, a batch a line. Those of a batch, and of its shares on 2 and 4 ranks, add up
-to a power of two or to 0, so that dividing by them is exact; and they are uneven."""
+"""The weights of the samples; each line is a batch. The weights of a batch, and of its shares on
+2 and 4 ranks, add up to a power of two or to 0, so a division by the sum is exact."""
 
 
 class _Dyadic(nn.Module):
-    """A frozen layer that turns its input, and a trained one, of halves and integers."""
+    """A frozen layer that rotates the input, and a trained layer. Weights are multiples of 0.5."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +255,7 @@ def _dyadic_loss(model: nn.Module, batch: tuple[torch.Tensor, ...]) -> Loss:
 def dyadic_problem(
     optimizer: Any | None, world: World, setup: chain
 ) -> tuple[TrainState, Callable[..., Any]]:
-    """Return a state and a step with exact sums in any order."""
+    """Return the state and step of the default problem: all sums are exact in any order."""
     rows = torch.arange(len(_WEIGHTS))
     inputs = torch.stack([rows % 3 - 1, rows // 3 % 3 - 1, rows * rows % 5 % 3 - 1], 1)
     targets = torch.stack([rows % 4 - 2, rows * 3 % 5 - 2], 1)

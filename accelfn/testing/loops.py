@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compare_loops`: a training loop and its port, up to the first quantity that differs."""
+"""`compare_loops`: find the first quantity in which a training loop and its port differ."""
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -21,16 +21,16 @@ from accelfn.plug import optimizer as entries
 from accelfn.testing.comparing import Comparison, Difference, format_differences
 
 Quantities: TypeAlias = Mapping[str, Any]
-"""Trees of tensors and numbers by name, after an update."""
+"""Trees of tensors and numbers, by name, that a loop reports after an update."""
 Loop: TypeAlias = Callable[[], Iterable[Quantities]]
-"""Trains, and yields quantities at the beginning and after each update."""
+"""A function that trains, and yields quantities before training and after each update."""
 
 _SIDES = ("the old loop", "the new loop")
 _CAUSES = (
     *("batch", "loss", None, "grads"),
     *("lr", "hyper", "opt_state", "params", "buffers"),
 )
-"""The order of causes within an update; None means all other names."""
+"""Names in the order in which a difference spreads within an update. None: all other names."""
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options of an optimizer that do not change its result."""
 _LOOK_AT = {
@@ -52,12 +52,12 @@ _BEGINNING = "the initial models: build both loops on copies of one model"
 
 @attrs.frozen(kw_only=True)
 class Agreement:
-    """The result of `compare_loops` for loops that agree.
+    """The result of `compare_loops` if the loops agree.
 
     Attributes:
         num_updates: the number of compared updates.
         quantities: the names of the compared quantities.
-        is_exact: whether all were equal, not only within the tolerance.
+        is_exact: whether all quantities were exactly equal, not only within the tolerance.
     """
 
     num_updates: int
@@ -65,7 +65,7 @@ class Agreement:
     is_exact: bool
 
     def __str__(self) -> str:
-        """Show it on a line."""
+        """Return the result as one line of text."""
         how = "exactly" if self.is_exact else "within the tolerance"
         return (
             f"{self.num_updates} updates agree {how}, in {', '.join(self.quantities)}"
@@ -75,32 +75,33 @@ class Agreement:
 def compare_loops(
     old: Loop, new: Loop, *, steps: int, rtol: float = 1e-4, atol: float = 0.0
 ) -> Agreement:
-    """Compare two training loops, update by update, and name what differs first.
+    """Compare two training loops, update by update, and name the first quantity that differs.
 
-    A loop is a function that trains and yields named quantities: once before the
-    first update, and after every update. `quantities` makes them of a module and its
-    optimizer, or of a state. `old` runs first, then `new`; both begin with the same
-    random state of torch, numpy and Python, which is restored afterwards.
+    A loop is a function that trains and yields a dict of named quantities, once before the
+    first update and once after every update. Use `quantities` to make this dict from a module
+    and its optimizer, or from a state. `old` runs first, then `new`. Both loops start with the
+    same state of the random generators of torch, NumPy and Python, which is restored afterwards.
 
     Within an update, causes are compared before their effects:
     `batch`, `loss`, other reported values, `grads`, `lr`, `hyper`, `opt_state`, `params`,
     `buffers`. Numbers and scalar tensors are compared by value.
 
     Args:
-        old: the trusted loop.
-        new: its port.
+        old: the loop that you trust.
+        new: the port of that loop.
         steps: the number of updates to compare.
-        rtol: tolerance relative to the largest element of a tensor.
-        atol: absolute tolerance.
+        rtol: the tolerance relative to the largest element of a tensor.
+        atol: the absolute tolerance.
 
     Returns:
-        The compared quantities.
+        The number of updates, the names of the compared quantities, and whether all were exact.
 
     Raises:
-        LawError: a quantity differs, or only one loop reports it, or one ends early.
-        ArgumentError: both loops end before `steps` updates, or begin with a loss.
+        LawError: a quantity differs, only one loop reports a quantity, or one loop ends early.
+        ArgumentError: both loops end before `steps` updates, or the first report of a loop
+            has a loss.
 
-    Cost: copies of all reported values, `steps + 1` times.
+    Cost: `steps + 1` copies of all reported values.
 
     Example:
         >>> def loop(lr):
@@ -138,22 +139,24 @@ def quantities(
     /,
     **reported: Any,
 ) -> dict[str, Any]:
-    """Return the quantities of a training loop after an update, for `compare_loops`.
+    """Return a dict of a training loop's values after an update, for `compare_loops`.
 
-    A module gives `params` and `buffers`, and with its optimizer `lr`, `hyper` (weight
-    decay, momentum and so on) and `opt_state`; a state gives all of these. `lr` and
-    `hyper` are those of the next update: yield after the scheduler's step. Reported values
-    are copied unchanged, with two exceptions: `batch` may be an `af.Batch`, and `grads` an
-    `af.Grads` or a module with `.grad`. Empty dicts are left out. Tensors that are split
-    over ranks are gathered: call this on all ranks.
+    From a module, the dict has `params` and `buffers`. With the module's optimizer it also has
+    `lr`, `hyper` (weight decay, momentum and so on) and `opt_state`. From a state, it has all of
+    these. `lr` and `hyper` are the values for the next update, so yield after the scheduler's
+    step. Your own values are copied unchanged, with two exceptions: `batch` may be an
+    `af.Batch`, and `grads` may be an `af.Grads` or a module with `.grad`. Empty dicts are left
+    out. Sharded tensors are gathered, so call `quantities` on all ranks.
 
     Args:
-        source: a module (in DistributedDataParallel or not), or a state.
+        source: a module (with or without DistributedDataParallel), or a state.
         optimizer: the optimizer of the module's parameters.
-        reported: values by name: `loss=loss`, `batch=batch`; `**metrics` of a step.
+        reported: your own values by name, such as `loss=loss`, `batch=batch`, or `**metrics` of
+            a step.
 
     Raises:
-        ArgumentError: the source is something else, or an optimizer has no module.
+        ArgumentError: `source` is neither a module nor a state, or an optimizer is passed
+            without a module.
 
     Cost: a copy of every tensor.
 
@@ -248,7 +251,7 @@ def _unwrap(model: Any) -> Any:
 
 @contextmanager
 def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
-    """Run a loop for some updates; restore the process's random generators."""
+    """Run a loop for `steps` updates, and restore the process's random generators afterwards."""
     with _draws_kept():
         reports = iter(loop())
         try:
@@ -272,7 +275,7 @@ def _draws_kept() -> Generator[None]:
 
 
 def _check(count: int, one: Quantities, two: Quantities, tolerance: Comparison) -> None:
-    """Raise if two reports differ; report 0 is that of the beginning."""
+    """Raise an error if two reports differ. Report 0 is the report before training."""
     if count == 0 and ("loss" in one or "loss" in two):
         msg = (
             "compare_loops: the first values that a loop yields are those before training, so"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of accelfn's pytest plugin that imports torch, and crash bundles.
+"""The code of accelfn's pytest plugin that needs torch, and crash bundles.
 
-Every pytest run imports `pytest_accelfn`, which imports this module for a test with its
-marker.
+Every pytest run imports `pytest_accelfn`. Only for a test with the marker `simulated`,
+`pytest_accelfn` imports this module.
 """
 
 import functools
@@ -37,16 +37,17 @@ __all__ = ["on_ranks", "register_profiles"]
 
 _NUM_SHOWN = 10
 _REPEAT = "To repeat the run: "
-"""Is in the note that `simulate` adds to an error."""
+"""A text in the note that `simulate` adds to an error."""
 
 
 @contextmanager
 def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[None]:
-    """Let every rank of a simulated world run the item's test, as long as this lasts.
+    """In a `with` block: run the item's test on every rank of a simulated world.
 
-    The item's argument `world` is the size. Under `@given` each example runs in a new world,
-    and is drawn before the world starts. Hypothesis's `assume` and `note` belong to the
-    test's thread: use them in strategies. A failing test gets a section on how to repeat it.
+    The item's argument `world` is the size of the world. Under `@given`, each example is drawn
+    before its world starts, and runs in a new world. Hypothesis's `assume` and `note` only work
+    in the main thread of the test, so use them in strategies. The report of a failing test gets
+    a section on how to repeat the test.
     """
     test: Any = item.obj
     is_hypothesis = getattr(test, "is_hypothesis_test", False)
@@ -68,7 +69,7 @@ def on_ranks(item: pytest.Function, options: Mapping[str, Any]) -> Generator[Non
 def _on_every_rank(
     test: Callable[..., Any], options: Mapping[str, Any], last: list[Entry]
 ) -> Callable[..., Any]:
-    """Return the test as a function of the world's size; `last` gets the world's log."""
+    """Return a function of the world's size that runs the test, and fills `last` with the log."""
 
     @functools.wraps(test)
     def run_simulated(*args: Any, world: int, **kwargs: Any) -> Any:
@@ -93,7 +94,7 @@ def _on_every_rank(
 def _format_report(
     item: pytest.Function, error: BaseException, log: Sequence[Entry]
 ) -> str:
-    """Return how to repeat a failed test, and its latest collectives."""
+    """Return a text with the command that repeats a failed test, and the last collectives."""
     latest = log[-_NUM_SHOWN:]
     lines = [f"To repeat the test: pytest {item.nodeid!r}"]
     lines += [note for note in getattr(error, "__notes__", []) if _REPEAT in note]
@@ -107,7 +108,7 @@ def _log_of(world: World) -> list[Entry]:
     return group.log
 
 
-# Crash bundles: the arguments of a step that raised, on disk, to run again in simulation.
+# Crash bundles: files with the arguments of a step that raised, to run it again in simulation.
 
 
 Step: TypeAlias = Callable[..., tuple[Any, Any]]
@@ -117,21 +118,21 @@ FORMAT = 1
 
 
 def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) -> Step:
-    """Return a step that writes its arguments to disk, on every rank, when it raises.
+    """Return a step that, if it raises an error, writes its arguments to disk on every rank.
 
-    A bundle is `rank-00000.json` (the error, setup, latest collectives, place) and
-    `rank-00000.safetensors` (states and batch). It overwrites an older bundle in the
-    directory. `replay(directory)` or `accelfn replay DIR` runs the step again on simulated
-    ranks.
+    A bundle has the files `rank-00000.json` (the error, the setup, the latest collectives, the
+    rank) and `rank-00000.safetensors` (the states and the batch). A new bundle overwrites an
+    older bundle in the directory. `replay(directory)` or `accelfn replay DIR` runs the step again
+    on simulated ranks.
 
     Args:
-        step: `(states, batch, *extras) -> (states, metrics)`.
-        directory: the directory of bundles; created for the first bundle.
-        make: a function at the top level of a file, `make(world) -> (states, step)`; the
-            replay calls it.
+        step: a step `(states, batch, *extras) -> (states, metrics)`.
+        directory: the directory for bundles. The first bundle creates the directory.
+        make: a function `make(world) -> (states, step)` at the top level of a file. `replay`
+            calls it.
 
     Raises:
-        ArgumentError: `make` cannot be found again by its name.
+        ArgumentError: `replay` could not import `make` by its name.
 
     Cost: nothing, until the step raises.
     """
@@ -152,12 +153,12 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
 
 
 def replay(directory: str | os.PathLike[str]) -> None:
-    """Run the step of a crash bundle again, on as many simulated ranks as there were.
+    """Run the step of a crash bundle again, on the same number of simulated ranks.
 
     Raises:
-        CheckpointError: a rank's bundle is missing or holds no state; the text says why.
-        SimulationError: the step did not raise this time.
-        Exception: the step's error, as in the run; step into it with a debugger.
+        CheckpointError: a rank's bundle is missing or has no state. The message says why.
+        SimulationError: the step did not raise an error this time.
+        Exception: the error that the step raised in the run. Inspect it with a debugger.
     """
     folder = Path(directory)
     bundles = _read_bundles(folder)
@@ -186,7 +187,7 @@ def _write(
     args: Sequence[Any],
     error: Exception,
 ) -> Path:
-    """Write one rank's bundle; the JSON comes last and marks it as complete."""
+    """Write one rank's bundle. The JSON file is written last, so it marks a complete bundle."""
     tensors = codec.Table(objects=True)
     flat = [state for _, state in leaves(states)]
     world = flat[0].definition.world
@@ -210,7 +211,7 @@ def _write(
             "traceback": "".join(traceback.format_exception(error)),
         },
         "states": None
-        if over  # it raised in the midst of the update: tensors are partly updated
+        if over  # the step raised in the middle of an update: tensors are partly updated
         else [codec.encode(fields_of(state), tensors, path="state") for state in flat],
         "given": [codec.encode(_plain(arg), tensors, path="batch") for arg in args],
     }
@@ -228,7 +229,7 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
         raise CheckpointError(msg)
     bundles = {b["rank"]: b for b in map(_read_rank, paths)}
     size = next(iter(bundles.values()))["size"]
-    # a run on another number of ranks may have left some before
+    # an earlier run on another number of ranks may have left bundles in the folder
     ranks = {rank for rank, bundle in bundles.items() if bundle["size"] == size}
     missing = [rank for rank in range(size) if rank not in ranks]
     if missing:
@@ -263,7 +264,7 @@ def _read_rank(path: Path) -> dict[str, Any]:
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch, or an extra of the loss, as a tree of tensors and plain data."""
+    """Convert a batch, or an extra argument of the loss, to a tree of tensors and plain data."""
     if not isinstance(batch, Batch):
         return {"value": batch}
     parts = attrs.asdict(batch, recurse=False)
@@ -289,7 +290,7 @@ def _again(plain: Mapping[str, Any]) -> Any:
 
 
 def _source_of(make: Make) -> dict[str, str]:
-    """Return the module, name and file that find a function again."""
+    """Return the module, name and file by which `replay` can import a function."""
     module, name = getattr(make, "__module__", ""), getattr(make, "__qualname__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or file is None:
@@ -307,7 +308,7 @@ def _made_by(source: Mapping[str, str]) -> Make:
         name = "__main__"
     if name != "__main__":
         module = importlib.import_module(name)
-    else:  # a script: under another name its `if __name__ == "__main__"` does not run
+    else:  # import a script under another name, so `if __name__ == "__main__"` does not run
         spec = importlib.util.spec_from_file_location("replayed", source["file"])
         if spec is None or spec.loader is None:
             msg = (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `accelfn test` runs on every rank: a world, collectives, a step, a checkpoint."""
+"""The tests that `accelfn test` runs on every rank: world, collectives, step, checkpoint."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ if TYPE_CHECKING:
 
 _TIMEOUT = 30.0
 _LONGEST = 110
-"""Seconds until the system ends a rank, whatever it waits for."""
+"""Seconds after which the operating system ends a rank, even if it waits."""
 
 
 def main(num_ranks: int) -> None:
-    """Test this machine, and print a line for each thing that works."""
+    """Test this machine, and print one line per successful test."""
     signal.alarm(_LONGEST)
     start = time.monotonic()
     # two ranks cannot share one device
@@ -124,7 +124,7 @@ def _checkpoint(world: World) -> str:
             all_ranks(same and copy.step == state.step, world),
             "the loaded state differs from the saved state.",
         )
-        barrier(world)  # before the folder goes
+        barrier(world)  # wait for all ranks before rank 0 deletes the folder
     return "the loaded state is bitwise equal to the saved state"
 
 

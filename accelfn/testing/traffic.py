@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`communication`: the bytes that a program sends, and their time, without machines."""
+"""`communication`: predict the bytes that a program sends and their time, in simulation."""
 
 import importlib.util
 import sys
@@ -30,10 +30,11 @@ from accelfn.testing.simulation.group import (
     payload_of,
 )
 
-# Forecast: the calls of a program on a number of ranks without a run.
+# Prediction of a program's collective calls for a number of ranks on which it did not run.
 #
-# Calls are the same as in the runs. The payload of each call must lie on a straight line in
-# the number of ranks; other calls raise an error with the name of the call.
+# The prediction has the same calls as the simulated runs. The payload of each call must be a
+# linear function of the number of ranks. Otherwise `foreseen` raises an error that names the
+# call.
 
 
 _PARTS: Mapping[str, Callable[[int], int]] = {
@@ -43,18 +44,18 @@ _PARTS: Mapping[str, Callable[[int], int]] = {
     "all_to_all": lambda size: size - 1,
     "all_to_all_single": lambda size: size - 1,
 }
-"""The number of parts that a rank gives for others, by collective; 1 for the rest."""
+"""For each collective, the number of equal pieces that a rank sends; 1 for the others."""
 
 
 def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
-    """Return the payload of each collective on a number of ranks, in order.
+    """Predict the payload of each collective on a number of ranks, in order.
 
     Args:
         logs: the logs of at least three runs, by the number of ranks.
-        ranks: the number of ranks.
+        ranks: the number of ranks to predict for.
 
     Raises:
-        ArgumentError: the runs do not tell.
+        ArgumentError: the runs do not determine the payloads.
     """
     if len(logs) < 3:
         sizes = " and ".join(map(str, logs))
@@ -68,7 +69,7 @@ def foreseen(logs: Mapping[int, Sequence[Entry]], ranks: int) -> list[Payload]:
 
 
 def _check_same_calls(logs: Mapping[int, Sequence[Entry]], ranks: int) -> None:
-    """Raise for programs with other calls on another number of ranks."""
+    """Raise an error if a program calls other collectives on another number of ranks."""
     (first, calls), *rest = logs.items()
     for size, entries in logs.items():
         for entry in entries:
@@ -100,16 +101,18 @@ def _known_by(entry: Entry) -> tuple[object, ...]:
 
 
 def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
-    """Return the payload of one collective on a number of ranks."""
+    """Predict the payload of one collective on a number of ranks."""
     loads = {size: payload_of(entry) for size, entry in entries.items()}
     like = next(iter(loads.values()))
     parts = _PARTS.get(like.kind, lambda _: 1)
     part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in loads.items()}, ranks)
     most = None if part is None else part * parts(ranks)
     if all(load.most * size == load.total for size, load in loads.items()):
-        total = None if most is None else most * ranks  # ranks give alike
+        total = (
+            None if most is None else most * ranks
+        )  # all ranks send equally many bytes
     elif all(load.most == load.total for load in loads.values()):
-        total = most  # one of them gives
+        total = most  # only one rank sends
     else:
         total = _on_a_line(
             {n: Fraction(load.total) for n, load in loads.items()}, ranks
@@ -126,10 +129,10 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
 
 
 def _on_a_line(values: Mapping[int, Fraction], at: int) -> Fraction | None:
-    """Return the value of a straight line through all points, if it does not fall.
+    """Return the value at `at` of a line through all points; None for a falling or no line.
 
-    A payload that falls is a tensor cut into parts. Padding or a smaller last part depends
-    on the number of ranks, so a line would be wrong.
+    A payload that falls with the number of ranks is one piece of a split tensor. The padding or
+    the smaller last piece depends on the number of ranks, so a line would be wrong.
     """
     (x, y), (other_x, other_y), *_ = ((n, Fraction(y)) for n, y in values.items())
     slope = (other_y - y) / (other_x - x)
@@ -177,14 +180,16 @@ def _at_least(least: float, *, above: bool = False) -> Any:
 
 @attrs.frozen
 class Link:
-    """The network link of each rank: it sends and receives at once, one message at a time.
+    """The network link of each rank.
+
+    A link sends and receives at the same time, one message at a time in each direction.
 
     Args:
-        latency: the seconds of a message of any size.
-        bandwidth: bytes per second, in each direction; 1 Mbit/s is 125,000.
-        overhead: bytes of headers and acknowledgments per byte. TCP over Ethernet frames of
-            1,514 bytes has 0.068: 66 for each 1,448, and 66 for every other frame of the
-            opposite direction.
+        latency: the seconds that each message takes, whatever its size.
+        bandwidth: the bytes per second in each direction. 1 Mbit/s is 125,000.
+        overhead: the bytes of headers and acknowledgments per payload byte. For TCP over
+            Ethernet frames of 1,514 bytes it is 0.068: 66 bytes of headers for each 1,448 bytes,
+            and an acknowledgment of 66 bytes for every second frame.
 
     Raises:
         ArgumentError: a number is negative, or the bandwidth is 0.
@@ -205,21 +210,21 @@ class Link:
             raise ArgumentError(msg)
 
     def seconds(self, cost: Cost) -> float:
-        """Return the seconds of a collective on such links."""
+        """Return the seconds that a collective takes if each rank has this link."""
         num_bytes = cost.busiest * (1 + self.overhead)
         return cost.rounds * self.latency + num_bytes / self.bandwidth
 
     @classmethod
     def measured(cls, world: World) -> "Link":
-        """Measure the link of a real world, by all-reduces of one number and of many.
+        """Measure the link of a real world, with all-reduces of one number and of many numbers.
 
-        Call it on all ranks; each gets the link of the slowest rank. The bandwidth is that of
-        the payload, so `overhead` is 0.
+        Call `Link.measured` on all ranks. Each rank gets the link of the slowest rank. The
+        measured bandwidth counts only payload bytes, so `overhead` is 0.
 
-        Cost: a second or two; on a slow link, three all-reduces of 64 KiB.
+        Cost: one or two seconds; on a slow link, three all-reduces of 64 KiB.
 
         Raises:
-            WorldError: the world has one rank, or is simulated.
+            WorldError: the world has only one rank, or is simulated.
         """
         if world.size == 1 or world.connection.simulated is not None:
             ranks = "one rank" if world.size == 1 else "simulated ranks"
@@ -243,7 +248,7 @@ class Link:
 
 
 def _time_sum(count: int, world: World) -> float:
-    """Return the seconds of the slowest rank for summing `count` floats."""
+    """Return the seconds that the slowest rank needs for an all-reduce of `count` floats."""
     values = torch.zeros(count, device=world.device)
     collectives.sum_(torch.zeros(1, device=world.device), world, label=_LABEL)
     start = time.perf_counter()
@@ -253,7 +258,7 @@ def _time_sum(count: int, world: World) -> float:
     return float(all_reduce(seconds.to(world.device), world, "max", label=_LABEL))
 
 
-# Traffic as lines of text.
+# The traffic of a program as a table of text.
 
 
 _TOTAL = "all"
@@ -268,7 +273,7 @@ def format_table(
     """Return a table of bytes per update, by label and number of ranks.
 
     Args:
-        columns: the bytes of all updates by label, by the number of ranks.
+        columns: for each number of ranks, the bytes of all updates by label.
         updates: the number of updates.
         seconds: the seconds per update, by the number of ranks.
     """
@@ -315,7 +320,7 @@ _BESIDE_BACKWARD = "DistributedDataParallel backward"
 
 @attrs.frozen(kw_only=True)
 class _Call:
-    """A collective of a program, with its ranks and cost."""
+    """One collective of a program, with its ranks and its cost."""
 
     label: Label
     step: int | None
@@ -325,15 +330,16 @@ class _Call:
 
 @attrs.frozen(kw_only=True)
 class Traffic:
-    """The bytes that a program sends on any number of ranks, and their seconds on a link.
+    """The bytes that a program sends on any number of ranks, and the seconds that this takes.
 
-    For numbers of ranks with a run, the bytes are those of the run. For other numbers they are
-    a forecast: the same calls, with payloads on a straight line in the number of ranks.
+    For a number of ranks on which the program ran, the bytes are those of the run. For another
+    number they are a prediction: the same calls, with payloads that are linear in the number of
+    ranks.
 
     Attributes:
         logs: the collectives of each run, by the number of ranks.
-        updates: the number of updates of the program. 0 for a program without accelfn's
-            steps; all its bytes then count as one update's.
+        updates: the number of updates of the program. It is 0 for a program without accelfn's
+            steps; all its bytes then count as one update.
     """
 
     logs: Mapping[int, Log] = attrs.field(repr=lambda logs: f"on {[*logs]} ranks")
@@ -346,13 +352,14 @@ class Traffic:
 
         Args:
             ranks: the number of ranks, 1 or more.
-            algorithm: as in `Run.sent`.
+            algorithm: the algorithm of collectives, as in `Run.sent`.
 
-        Law: `bytes` and `start` together are exactly `simulate(ranks, fn).sent()`; 0 for one
-            rank. `local_sgd(sync_every=k)` sends over k updates as much as `wrap_ddp` in one.
+        Law: the sum of `bytes` and `start` is exactly `simulate(ranks, fn).sent()`. It is 0 for
+            one rank. `local_sgd(sync_every=k)` sends in k updates as many bytes as `wrap_ddp`
+            sends in one update.
 
         Raises:
-            ArgumentError: there is no forecast for a call; the text names the call.
+            ArgumentError: the bytes of a call cannot be predicted. The message names the call.
         """
         return self._bytes_by_label(ranks, algorithm, of_updates=True)
 
@@ -360,7 +367,7 @@ class Traffic:
         """Return the bytes that all ranks together send before the first update, by label.
 
         Raises:
-            ArgumentError: there is no forecast for a call.
+            ArgumentError: the bytes of a call cannot be predicted.
         """
         return self._bytes_by_label(ranks, algorithm, of_updates=False)
 
@@ -373,21 +380,23 @@ class Traffic:
         compute: float = 0.0,
         overlap: float = 0.0,
     ) -> float:
-        """Return the seconds of an update, on average over the program's updates.
+        """Return the average seconds of an update of the program.
 
         Args:
             link: the link of each rank.
             ranks: the number of ranks.
             algorithm: the algorithm of collectives, as in `Run.sent`.
             compute: the seconds that a rank computes per update.
-            overlap: the backward pass's share of `compute`, commonly 2/3. During it
-                DistributedDataParallel sends its buckets; each bucket starts when the pass has
-                covered its share of all bytes. With 0, all communication waits for the end.
+            overlap: the backward pass's fraction of `compute`, commonly 2/3. During the backward
+                pass, DistributedDataParallel sends its buckets. A bucket starts when the pass
+                has computed the same fraction of all bytes. With 0, communication starts only
+                after the computation.
 
-        Law: a larger latency or a smaller bandwidth never gives less; never below `compute`.
+        Law: a larger latency or a smaller bandwidth never gives fewer seconds. The result is
+            never less than `compute`.
 
         Raises:
-            ArgumentError: a number is out of range, or there is no forecast for a call.
+            ArgumentError: a number is out of range, or the bytes of a call cannot be predicted.
         """
         if not arguments.is_number(compute) or not compute >= 0:
             msg = f"Traffic.seconds(compute={compute!r}): expected seconds, 0 or more."
@@ -419,7 +428,7 @@ class Traffic:
         With a link, the table has one more line: the seconds per update.
 
         Raises:
-            ArgumentError: as `bytes` and `seconds`.
+            ArgumentError: for the same reasons as in `bytes` and `seconds`.
         """
         sizes = list(ranks)
         columns = {size: self.bytes(size, algorithm=algorithm) for size in sizes}
@@ -436,7 +445,7 @@ class Traffic:
     _repr_html_ = arguments.text_as_html
 
     def __str__(self) -> str:
-        """Return the table for the numbers of ranks of the runs."""
+        """Return the table for the numbers of ranks on which the program ran."""
         return self.table(self.logs)
 
     def _bytes_by_label(
@@ -461,7 +470,7 @@ class Traffic:
         entries = logs.get(ranks, next(iter(logs.values())))
         if ranks in logs:
             calls = [payload_of(entry) for entry in entries]
-        elif ranks == 1:  # there is nobody to give it to
+        elif ranks == 1:  # a single rank sends nothing
             calls = [attrs.evolve(payload_of(entry), ranks=1) for entry in entries]
         else:
             calls = foreseen(logs, ranks)
@@ -476,14 +485,14 @@ class Traffic:
         ]
 
     def _part(self, log: Log, *, of_updates: bool) -> Log:
-        """Return the log of the updates, or the log before them."""
+        """Return the part of a log during the updates, or the part before the first update."""
         if not self.updates:
             return log if of_updates else ()
         return tuple(e for e in log if (e.step is not None) is of_updates)
 
 
 def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
-    """Return the seconds that a rank waits in its calls of all updates."""
+    """Return the seconds that a rank waits in its collectives, over all updates."""
     by_step: defaultdict[int | None, list[_Call]] = defaultdict(list)
     for call in calls:
         by_step[call.step].append(call)
@@ -497,7 +506,7 @@ def _wait_seconds(calls: Sequence[_Call], link: Link, backward: float) -> float:
 
 
 def _after_backward(buckets: Sequence[Cost], link: Link, backward: float) -> float:
-    """Return the seconds of sending buckets after the end of the backward pass."""
+    """Return the seconds that buckets still take after the end of the backward pass."""
     total = sum(bucket.num_bytes for bucket in buckets) or 1
     sums = accumulate(bucket.num_bytes for bucket in buckets)
     now = 0.0
@@ -513,32 +522,33 @@ def communication(
     axes: Mapping[str, int] | None = None,
     device: str | torch.device = "cpu",
 ) -> Traffic:
-    """Run a program on a few simulated ranks, and return its traffic on any number of ranks.
+    """Run a program on a few simulated ranks, and predict its traffic on any number of ranks.
 
-    Let the program train for some updates, as on machines. Take whole periods of transforms
-    that send only sometimes, such as 8 updates of `local_sgd(sync_every=8)`.
+    Let the program train for a few updates, as on real machines. If a transform communicates
+    only in some updates, train for whole periods: 8 updates of `local_sgd(sync_every=8)`.
 
     Args:
-        fn: the function of each rank, as in `simulate`.
-        ranks: the numbers of ranks to run on; a forecast for others needs three or more.
-        axes: the axes of the world, as in `simulate`. There is no forecast for bytes that are
-            sent along some axes only.
-        device: "meta" gives tensors shapes without values, for a model that does not fit. Its
-            factory then runs on meta, or it is an instance of `af.empty_weights`.
+        fn: the function that each rank runs, as in `simulate`.
+        ranks: the numbers of ranks to simulate. A prediction for other numbers needs at least
+            three of them.
+        axes: the axes of the world, as in `simulate`. Bytes that are sent along only some axes
+            cannot be predicted for other numbers of ranks.
+        device: with "meta", tensors have shapes but no values, for a model that does not fit in
+            memory. The model's factory then runs on meta. A model that is not a factory must be
+            created under `af.empty_weights`.
 
     Raises:
-        ArgumentError: a number is below 2, or the number of updates depends on the number of
-            ranks.
+        ArgumentError: a number of ranks is below 2, or the number of updates depends on the
+            number of ranks.
         ModelError: on meta, a transform compiles the model, or ranks send activations under
             `autocast`.
         SimulationError: on meta, the program or a transform reads a value.
         Exception: an error of `simulate`.
 
-    Law: see `Traffic.bytes`; it is additive over labels. Calls on meta equal those with
-    values.
+    Law: see `Traffic.bytes`. The calls on meta are the same as with values.
 
-    Cost: one run of `simulate` per number of ranks. On meta no memory for the model, and half
-    a second of CPU per rank and update of a Llama of 7 billion parameters.
+    Cost: one run of `simulate` per number of ranks. On meta, no memory for the model, and half a
+    second of CPU time per rank and update for a Llama model of 7 billion parameters.
 
     Example:
         >>> import torch
@@ -569,7 +579,7 @@ def communication(
     return Traffic(logs=logs, updates=max(updates.values()))
 
 
-# `accelfn traffic`: the traffic of programs in a file, as tables.
+# `accelfn traffic`: print the traffic of functions in a file as tables.
 
 
 Program = Callable[[World], object]
@@ -579,11 +589,11 @@ _TCP = 0.068  # bytes of headers and acknowledgments per byte, over Ethernet
 
 
 def foresee(programs: Sequence[str], *, ranks: str, link: str | None) -> Iterator[str]:
-    """Yield a table for each program.
+    """Yield the table of each program.
 
     Args:
-        programs: each `FILE.py:FUNCTION` or `MODULE:FUNCTION`; the function takes a world.
-        ranks: numbers separated by commas.
+        programs: names `FILE.py:FUNCTION` or `MODULE:FUNCTION` of functions that take a world.
+        ranks: numbers of ranks, separated by commas.
         link: megabits per second and milliseconds of latency, separated by a comma.
 
     Raises:
@@ -624,7 +634,7 @@ def _link(link: str) -> Link:
 
 
 def _program(word: str) -> Program:
-    """Return the function that an argument names."""
+    """Return the function that a command-line argument names."""
     source, _, name = word.rpartition(":")
     if not source or not name:
         msg = f"{word!r} is not a program. Write FILE.py:FUNCTION, such as train.py:train."
@@ -641,15 +651,17 @@ def _program(word: str) -> Program:
 
 
 def _file(path: Path) -> ModuleType:
-    """Import a script under another name, so that its `__main__` part does not run."""
+    """Import a script under another name, so that `if __name__ == "__main__"` does not run."""
     name = f"foreseen {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not arguments.is_file(path):
         msg = f"There is no file {path}. Write the path from the current directory."
         raise ArgumentError(msg)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # where dataclasses look for their own module
-    sys.path.insert(0, str(path.parent))  # as `python script.py` finds its neighbours
+    sys.modules[name] = module  # dataclasses look up their module here
+    sys.path.insert(
+        0, str(path.parent)
+    )  # like `python script.py`, for imports of its folder
     spec.loader.exec_module(module)
     return module
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""accelfn's pytest plugin: a marker that runs a test on ranks, and hypothesis profiles.
+"""accelfn's pytest plugin: a marker that runs a test on ranks, and Hypothesis profiles.
 
-Every pytest run imports this file, so it is installed next to the package, and imports
-neither torch nor hypothesis until a test needs them. The rest of the plugin is in
-`accelfn.testing.plugin`. After a change, install the package again.
+Every pytest run imports this file. So it is installed next to the package, and it imports
+torch and Hypothesis only when a test needs them. The rest of the plugin is in
+`accelfn.testing.plugin`. If you change this file, install the package again.
 """
 
 import sys
@@ -32,13 +32,13 @@ _PROFILES: dict[str, dict[str, Any]] = {
 
 
 def register_profiles(*, replace: bool = False) -> None:
-    """Register the hypothesis profiles dev, ci and deep: 25, 60 and 2,000 examples.
+    """Register the Hypothesis profiles dev, ci and deep: 25, 60 and 2,000 examples.
 
-    They have no deadline: the first step of a process costs more than the second. `ci` draws
-    the same examples in every run, and prints how to repeat a failing one.
+    The profiles have no deadline, because the first step of a process takes longer than later
+    steps. `ci` draws the same examples in every run, and prints how to repeat a failing example.
 
     Args:
-        replace: also those that exist under these names, as hypothesis's own `ci` does.
+        replace: whether to replace existing profiles of these names, such as Hypothesis's `ci`.
     """
     from hypothesis import HealthCheck, settings  # noqa: PLC0415 - see above
 
@@ -46,7 +46,7 @@ def register_profiles(*, replace: bool = False) -> None:
         if replace or not _is_registered(name):
             settings.register_profile(
                 name,
-                # not what is loaded: where CI is set, nothing new would be drawn
+                # not the loaded profile: if CI is set, that profile draws no new examples
                 parent=settings.get_profile("default"),
                 deadline=None,
                 suppress_health_check=[
@@ -68,9 +68,9 @@ def _is_registered(name: str) -> bool:
     return True
 
 
-@pytest.hookimpl(tryfirst=True)  # before hypothesis loads the profile that is asked for
+@pytest.hookimpl(tryfirst=True)  # before Hypothesis loads the selected profile
 def pytest_configure(config: pytest.Config) -> None:
-    """Describe the marker, and register profiles where hypothesis is in use."""
+    """Register the marker, and the profiles if Hypothesis is in use."""
     config.addinivalue_line("markers", _MARKER)
     profile = config.getoption("--hypothesis-profile", None)
     if profile in _PROFILES or sys.modules.get("hypothesis"):
@@ -78,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Take whether snapshots are written."""
+    """Add the option `--update-collectives`."""
     parser.getgroup("accelfn").addoption(
         "--update-collectives",
         action="store_true",
@@ -106,7 +106,7 @@ def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str],
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Make one test of a marked one for each size of its world."""
+    """Turn each marked test into one test per size of its world."""
     marker = metafunc.definition.get_closest_marker("simulated")
     if marker is None:
         return
@@ -130,7 +130,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Let hypothesis see that there is a test for each size."""
+    """Mark the test as parametrized, so that Hypothesis knows there is one test per size."""
     marker = item.get_closest_marker("simulated")
     if marker is not None:
         item.add_marker(pytest.mark.parametrize("world", marker.args or _SIZES))
