@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The catalog: every public transform, with rules for drawing its options.
 
-A law about all transforms is drawn from here, so a transform without a row escapes it; a
-test fails when one is missing.
+Property tests draw transforms from this catalog. They cannot test a transform without a row,
+so a test fails if a row is missing.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,20 +19,21 @@ from accelfn.plug import transform as contract
 Arguments: TypeAlias = dict[str, Any]
 
 _ONE_OF = frozenset({"engine", "reduce"})
-"""Fields of which a chain has one at most."""
+"""Methods that at most one transform of a chain may have."""
 
 
 @attrs.frozen(eq=False, repr=False)
 class Row:
-    """A public transform, and how to draw one with useful options.
+    """A public transform, and a strategy that draws useful options for it.
 
     Attributes:
         cls: the transform's class.
-        arguments: draws the options; an option that is left out keeps its default.
-        identity_options: the options that make the transform change nothing, or None.
-        not_beside: methods of other transforms that rule out this one in a chain.
-        default_beside: for an option, the methods of other transforms that rule out values
-            other than its default.
+        arguments: the strategy that draws the options. An option that is not drawn keeps its
+            default.
+        identity_options: the options with which the transform changes nothing, or None.
+        not_beside: methods of other transforms that exclude this transform from a chain.
+        default_beside: for some options, the methods of other transforms with which the option
+            must keep its default.
         not_drawn: options that keep their default because they depend on the model.
     """
 
@@ -47,12 +48,12 @@ class Row:
 
     @property
     def fields(self) -> frozenset[str]:
-        """The methods of the transform."""
+        """The names of the transform's methods."""
         return fields_of(self.cls)
 
     @property
     def gives_up(self) -> Mapping[str, str]:
-        """The laws that it breaks on purpose, with when."""
+        """The laws that the transform breaks on purpose, each with the condition."""
         return getattr(self.cls, "gives_up", {})
 
     def transforms(self, methods: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
@@ -62,7 +63,10 @@ class Row:
         return _draw_transform(self, defaults)
 
     def avoids(self, transform: Any = None) -> frozenset[str]:
-        """Return the methods of others that rule out this transform; default: any options."""
+        """Return the methods of other transforms that exclude this transform from a chain.
+
+        Without `transform`, some options of this transform can be drawn with other methods.
+        """
         away = self.not_beside | (_ONE_OF & self.fields)
         if transform is None:
             return away
@@ -73,7 +77,7 @@ class Row:
         return away
 
     def __repr__(self) -> str:
-        """Name the transform."""
+        """Return a text that names the transform."""
         return f"Row(af.{self.cls.__name__})"
 
 
@@ -111,7 +115,7 @@ CATALOG: tuple[Row, ...] = (
     ),
     Row(
         af.wrap_ddp,
-        # a static graph finds unused parameters by itself, and torch warns of both
+        # static_graph=True finds unused parameters itself, and torch warns if both are set
         _options(**_DDP, find_unused_parameters=st.booleans())
         | _options(**_DDP, static_graph=st.booleans()),
         not_beside=frozenset({"reduce"}),
@@ -215,13 +219,12 @@ NOT_DRAWN: frozenset[type] = frozenset(
         *(af.wrap_fsdp, af.wrap_deepspeed, af.tensor_parallel),
     }
 )
-"""Transforms with which no chain is drawn.
+"""Public transforms that are not drawn.
 
-`compile` takes seconds, `schedule_free` goes with one kind of optimizer alone, `compress_grads`
-with `wrap_ddp`, `optimizer_in_backward` beside few others, and `wrap_deepspeed` runs on real
-processes; under `wrap_fsdp` and
-`tensor_parallel` a state's values are parts, which programs that compare whole ones would have
-to gather.
+`compile` takes seconds. `schedule_free` needs a special optimizer, and `compress_grads` needs
+`wrap_ddp`. `optimizer_in_backward` can be combined with few other transforms. `wrap_deepspeed`
+needs real processes. Under `wrap_fsdp` and `tensor_parallel`, a state has shards, and tests that
+compare full tensors would have to gather them.
 """
 
 
@@ -244,10 +247,10 @@ def fields_of(transform: Any) -> frozenset[str]:
 
 
 def row_of(cls: Any) -> Row:
-    """Return the row of a public transform.
+    """Return the catalog's row of a public transform's class.
 
     Raises:
-        ArgumentError: it is not in the catalog, as a user's own is not.
+        ArgumentError: the class is not in the catalog, such as the class of your own transform.
     """
     for row in CATALOG:
         if row.cls is cls:

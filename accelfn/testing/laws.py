@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws of all training; each returns how a subject breaks it, or None."""
+"""Laws of all training. A law is a function that returns how a subject breaks it, or None."""
 
 import os
 import pickle
@@ -38,7 +38,7 @@ from accelfn.testing.rank import pack
 from accelfn.testing.simulate import simulate
 
 History: TypeAlias = list[Mapping[str, Any]]
-"""The contents of the states and metrics after each update, and at the end."""
+"""The values of the states and metrics after each update, and at the end."""
 States: TypeAlias = Any
 """A TrainState, or a tree of them."""
 Advance: TypeAlias = Callable[[States, int, int], Iterator[tuple[States, Any]]]
@@ -51,19 +51,22 @@ def _nothing(states: States) -> Mapping[str, Any]:
 
 @attrs.frozen(kw_only=True)
 class Subject:
-    """Training on simulated ranks that laws run; sums are in the order of a ring.
+    """A training run on simulated ranks that laws test. Reductions add in the order of a ring.
 
     Attributes:
-        name: the name in messages.
+        name: the name of the run in error messages.
         size: the number of ranks.
         updates: the number of updates.
-        start: returns the states before the first update, from a world.
-        advance: `(states, offset, number)` yields states and metrics of the next updates.
-        begin: returns the first states from a world and a setup; None for a fixed setup.
-        end: returns more contents of the last states to compare, by name.
-        splits: whether the result does not depend on how an update is split. That holds
-            without random draws and batch statistics.
-        num_cuts: the largest number of cuts at which the run is saved and loaded.
+        start: a function of a world that returns the states before the first update.
+        advance: a function `(states, offset, number)` that yields the states and metrics of the
+            next `number` updates.
+        begin: a function of a world and a setup that returns the first states, or None if the
+            setup is fixed.
+        end: a function of the last states that returns more values to compare, by name.
+        splits: whether the result does not depend on how an update is split. This is true
+            without random numbers and batch statistics.
+        num_cuts: the largest number of updates after which the run is saved and loaded; None
+            for all updates.
     """
 
     name: str
@@ -83,7 +86,7 @@ class Subject:
         cuts, most = range(self.updates + 1), self.num_cuts
         if most is None or len(cuts) <= most:
             return cuts
-        # the first, the last three, and evenly spaced ones between
+        # update 0, the last three, and evenly spaced updates between them
         between = range(1, len(cuts) - 3)
         count = max(1, most - 4)
         chosen = {between[len(between) * i // count] for i in range(count)}
@@ -91,13 +94,13 @@ class Subject:
 
     @property
     def plain(self) -> list[History]:
-        """Each rank's history, uninterrupted; run once."""
+        """Each rank's history without interruption. The run happens at the first access."""
         if not self._kept:
             self._kept.append(self.histories())
         return self._kept[0]
 
     def within(self, setup: Any) -> "Subject":
-        """Return the same training in another setup."""
+        """Return the same training run with another setup."""
         assert self.begin is not None  # noqa: S101 - subjects of transforms have it
         begin = self.begin
 
@@ -109,7 +112,7 @@ class Subject:
     def histories(
         self, *, seed: int = 0, schedule: Sequence[int] = ()
     ) -> list[History]:
-        """Return each rank's history, uninterrupted."""
+        """Run without interruption, and return each rank's history."""
 
         def rank(world: World) -> History:
             return self._run(self.start(world), 0, self.updates)
@@ -117,13 +120,13 @@ class Subject:
         return list(self._simulation(rank, seed=seed, schedule=schedule))
 
     def run_cut(self, at: int, folder: Path) -> list[History]:
-        """Return each rank's history, saved and loaded after some updates."""
+        """Save and load the run after `at` updates, and return each rank's history."""
         heads = self.save_after(at, folder)
         tails = self.resume_from(at, folder)
         return [head + tail for head, tail in zip(heads, tails, strict=True)]
 
     def save_after(self, at: int, folder: Path) -> list[History]:
-        """Run the first updates, save the states, and return each rank's history."""
+        """Run the first `at` updates, save the states, and return each rank's history."""
 
         def rank(world: World) -> History:
             states = self.start(world)
@@ -138,7 +141,7 @@ class Subject:
         return list(self._simulation(rank))
 
     def resume_from(self, at: int, folder: Path) -> list[History]:
-        """Load saved states, run the other updates, and return each rank's history."""
+        """Load the states after `at` updates, run the other updates, and return the histories."""
 
         def rank(world: World) -> History:
             start = self.start(world)
@@ -149,9 +152,9 @@ class Subject:
         return list(self._simulation(rank))
 
     def fork(self) -> list[History]:
-        """Return each rank's history with a copy after update 1, next to a twin.
+        """Copy the states twice after update 1, and return each rank's history of one copy.
 
-        The twin has other parameters, and trains in turns with the copy.
+        The other copy, the twin, has other parameters, and trains in turns with the first copy.
         """
 
         def rank(world: World) -> History:
@@ -181,11 +184,11 @@ class Subject:
 
 
 OWN = "own "
-"""Prefix of entries that a transform declares `by_rank`."""
+"""The prefix of slot entries that a transform declares as `by_rank`."""
 
 
 def _twin(state: TrainState) -> TrainState:
-    """Return a copy with other parameters."""
+    """Return a copy of the state with other parameters."""
     params = {
         n: p * 1.25 if p.is_floating_point() else p for n, p in state.params.items()
     }
@@ -193,14 +196,14 @@ def _twin(state: TrainState) -> TrainState:
 
 
 def leaves(states: States) -> list[tuple[str, TrainState]]:
-    """Return the states of a tree, numbered by their place."""
+    """Return the states of a tree in order, each with a numbered name."""
     flat: list[TrainState] = []
     tree.tree_map(flat.append, states)
     return [(f"state-{place}", state) for place, state in enumerate(flat)]
 
 
 def state_contents(states: States, metrics: Any) -> dict[str, Any]:
-    """Return the contents of states and metrics, by name."""
+    """Return copies of the saved values of states, and the metrics, by name."""
     contents: dict[str, Any] = {}
     several = len(leaves(states)) > 1
     for name, state in leaves(states):
@@ -221,11 +224,11 @@ def state_contents(states: States, metrics: Any) -> dict[str, Any]:
 
 
 Law: TypeAlias = Callable[[Subject], str | None]
-"""Returns how a subject breaks the law, or None."""
+"""A function that returns how a subject breaks the law, or None."""
 Around: TypeAlias = Callable[..., chain]
-"""Returns the whole setup around some transforms, with other parts if they are given."""
+"""A function that completes transforms to a setup: it adds data sharding and an engine."""
 NEARLY_EQUAL = Comparison(rtol=1e-4, atol=1e-6)
-"""Allows for rounding errors of sums and divisions."""
+"""A comparison that allows rounding errors of sums and divisions."""
 Histories: TypeAlias = Sequence[Sequence[Mapping[str, Any]]]
 
 REMEMBER = (
@@ -240,7 +243,7 @@ _DRAW = (
 
 
 def memory_in_state(subject: Subject) -> str | None:
-    """The same states give the same run each time."""
+    """Two runs from the same states give the same results."""
     again = subject.histories()
     broken = differ(subject.plain, again, "two runs from the same state")
     return f"{broken} {REMEMBER}" if broken else None
@@ -275,7 +278,7 @@ def keeps_frozen(subject: Subject) -> str | None:
 
 
 def forks_apart(subject: Subject) -> str | None:
-    """A copy trains like its original while another copy trains in turns."""
+    """A copy of the states that trains in turns with another copy gives the same results."""
     plain = [history[:-1] for history in subject.plain]
     runs = "a run, and its copy that trained in turns with another copy,"
     broken = differ(plain, subject.fork(), runs)
@@ -283,7 +286,7 @@ def forks_apart(subject: Subject) -> str | None:
 
 
 def leaves_settings(subject: Subject) -> str | None:
-    """The process's settings, such as torch's default dtype, do not change."""
+    """The run does not change settings of the process, such as torch's default dtype."""
 
     def rank(world: World) -> str | None:
         for _ in subject.advance(subject.start(world), 0, 2):
@@ -293,7 +296,7 @@ def leaves_settings(subject: Subject) -> str | None:
                 return f"it changed {name} to {get()} for the whole process."
         return None
 
-    with _settings_as_tried():  # once, because ranks share them
+    with _settings_as_tried():  # around all ranks, because they share the settings
         return next(filter(None, simulate(subject.size, rank)), None)
 
 
@@ -310,7 +313,7 @@ def _settings_as_tried() -> Generator[None]:
 
 
 def no_environment(subject: Subject) -> str | None:
-    """Environment variables, such as `RANK`, change nothing."""
+    """Environment variables, such as `RANK`, do not change the results."""
     plain = subject.plain
     for values in _ENVIRONMENTS:
         text = " ".join(f"{name}={value}" for name, value in values.items())
@@ -323,7 +326,7 @@ def no_environment(subject: Subject) -> str | None:
 
 
 def own_randomness(subject: Subject) -> str | None:
-    """The process's random generators are neither read nor moved."""
+    """The run neither reads nor advances the process's random generators."""
     how = "with the process's random generators seeded differently"
     broken = _attempt(subject.plain, partial(subject.histories, seed=1), how)
     if broken:
@@ -342,7 +345,7 @@ def own_randomness(subject: Subject) -> str | None:
 
 
 def any_schedule(subject: Subject) -> str | None:
-    """The order of ranks' turns does not change the run."""
+    """The order in which ranks take turns does not change the results."""
     plain = subject.plain
     for schedule in ([1] * 200, [1, 0, 2] * 80):
         other = partial(subject.histories, schedule=schedule)
@@ -353,10 +356,10 @@ def any_schedule(subject: Subject) -> str | None:
 
 
 def replicas_agree(subject: Subject) -> str | None:
-    """Ranks hold the same parameters, optimizer state and slots, bit by bit.
+    """All ranks have bitwise equal parameters, optimizer state and slots.
 
-    Metrics, and entries of slots that a transform declares by_rank, may differ by rank in
-    their values, but not in their names.
+    The values of metrics, and of slot entries that a transform declares as `by_rank`, may
+    differ between ranks. Their names may not.
     """
     shared = [
         [_replicated_entries(entry) for entry in history] for history in subject.plain
@@ -373,7 +376,7 @@ _BY_RANK = (
 
 
 def resumes(subject: Subject) -> str | None:
-    """A run saved and loaded after any update continues bit by bit."""
+    """A run that is saved and loaded after any update continues with bitwise equal results."""
     plain = subject.plain
     for at in subject.cuts:
         with tempfile.TemporaryDirectory() as folder:
@@ -398,7 +401,7 @@ COMMON: Mapping[str, Law] = {
 
 
 def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
-    """Return how the first subject that breaks a law does, with its name; or None."""
+    """Return how the first subject that breaks the law breaks it, with its name; or None."""
     for subject in subjects:
         note = f"This happened with {subject.name}."
         try:
@@ -412,7 +415,7 @@ def first_broken(law: Law, subjects: Sequence[Subject]) -> str | None:
 
 
 def differ(one: Histories, two: Histories, runs: str) -> str | None:
-    """Return the first difference of two runs, rank by rank, or None."""
+    """Return a text on the first difference of two runs, or None if they are equal."""
     for rank, (history, other) in enumerate(zip(one, two, strict=True)):
         for update, pair in enumerate(zip(history, other, strict=True), start=1):
             broken = first_difference(*pair)
@@ -446,7 +449,7 @@ _SETTINGS: Mapping[str, tuple[Callable[[], Any], Callable[[Any], Any], Any]] = {
         True,
     ),
 }
-"""For each setting, functions to read and write it, and its value during the law."""
+"""For each setting: a function that reads it, a function that sets it, and a test value."""
 _ENVIRONMENTS: tuple[dict[str, str], ...] = (
     {},
     {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"},
@@ -457,7 +460,7 @@ _PLACES = (*_ENVIRONMENTS[1], "GROUP_RANK", "NODE_RANK", "SLURM_PROCID")
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Generator[None]:
-    """Set launchers' variables, and remove the others."""
+    """In a `with` block: set these launcher variables, and remove all other launcher variables."""
     before = {name: os.environ.pop(name) for name in _PLACES if name in os.environ}
     os.environ.update(values)
     try:
@@ -479,10 +482,10 @@ def _generators() -> dict[str, Any]:
 
 
 def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the contents that must be equal on all ranks.
+    """Return the values that must be equal on all ranks.
 
-    Values of metrics, buffers and entries declared `by_rank` are left out; the names of
-    metrics are in.
+    Values of metrics, buffers and entries declared as `by_rank` are left out. For metrics, only
+    the names must be equal.
     """
     kinds = ("metrics", "buffers", "own ")
     return {name: "reported" for name in contents if name.startswith("metrics")} | {
@@ -495,7 +498,7 @@ def _replicated_entries(contents: Mapping[str, Any]) -> dict[str, Any]:
 def _attempt(
     plain: Sequence[History], again: Callable[[], Sequence[History]], how: str
 ) -> str | None:
-    """Return how another run differs from the plain run, or the error that it raised."""
+    """Return how a second run differs from the first, or which error it raised; or None."""
     try:
         other = again()
     except Exception as error:  # noqa: BLE001 - the plain run raised nothing
@@ -503,14 +506,14 @@ def _attempt(
     return differ(plain, other, f"a run, and the same run {how},")
 
 
-# Small training problems for the laws.
+# Small training problems that the laws train.
 
 
 _IN, _OUT, _ROWS = 3, 2, 17
 
 
 class _Centred(nn.Module):
-    """Subtracts a running mean: batch statistics that one row can compute."""
+    """Subtracts a running mean: batch statistics that also work for a single row."""
 
     mean: torch.Tensor
 
@@ -525,7 +528,7 @@ class _Centred(nn.Module):
 
 
 class _Net(nn.Module):
-    """Two layers with cases that break transforms: tied and frozen weights, a buffer."""
+    """A model with features that break wrong transforms: tied and frozen weights, a buffer."""
 
     def __init__(self, *, norm: bool, drop: bool) -> None:
         super().__init__()
@@ -560,16 +563,17 @@ def _warmup(update: int) -> float:
 
 @attrs.frozen
 class Problem:
-    """A model, its data and its optimizer: 17 samples, 7 per update.
+    """A small training problem: a model, an optimizer and 17 samples, with 7 per update.
 
-    Shares are uneven on two ranks. On four ranks one share is empty at the end of an epoch.
+    On two ranks, the shares of a batch have different sizes. On four ranks, one share is empty
+    at the end of an epoch.
 
     Attributes:
-        optimizer: "momentum" or "adamw".
-        weighted: whether the loss is a weighted total, an `af.Loss`.
+        optimizer: "momentum" (SGD with momentum) or "adamw".
+        weighted: whether the loss is an `af.Loss` with sample weights.
         norm: whether the model has batch statistics.
-        drop: whether the model draws random numbers.
-        grouped: whether a schedule sets the rates of two parameter groups.
+        drop: whether the model has dropout.
+        grouped: whether the optimizer has two parameter groups, and a schedule.
         seed: the seed of the parameters and of the order of samples.
     """
 
@@ -616,7 +620,9 @@ class Problem:
                 state, metrics = step(state, batch)
                 slots = state.slots.values()
                 if any(isinstance(s, Mapping) and "reported" in s for s in slots):
-                    state = report_metric(state, 1.0)  # the value never improves
+                    state = report_metric(
+                        state, 1.0
+                    )  # a constant metric, which never improves
                 yield state, metrics
                 if state.step >= last:
                     return
@@ -629,16 +635,16 @@ PROBLEMS = (
 )
 
 
-# Calls in a new process.
+# Calls of a function in a new process.
 
 
 _SECONDS = 600.0
 
 
 def freeze(function: Callable[..., Any]) -> bytes:
-    """Return a pickled function for a new process.
+    """Pickle a function for a new process.
 
-    Functions and classes of importable modules travel by name, others with their contents.
+    Functions and classes of importable modules are pickled by name, others with their code.
     """
     return cloudpickle.dumps(function)
 

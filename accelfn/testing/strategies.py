@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hypothesis strategies for property tests of training.
 
-Draw values before a world starts, in the test's thread. Every value prints as the code that
-makes it, and shrinks to the smallest value that still fails.
+Draw all values in the test's thread, before a simulated world starts. A failing example is
+printed as the code that creates it, and shrinks to the smallest value that still fails.
 
     @given(program=programs(), size=worlds(), schedule=schedules(), order=sums())
     def test_replicas_agree(program, size, schedule, order):
@@ -48,7 +48,7 @@ from accelfn.testing.simulation.calls import (
     Terminate,
 )
 
-# Chains of the catalog's transforms, in any order, that compose by construction.
+# Strategies for valid chains of the catalog's transforms, in any order.
 
 
 def chains(
@@ -59,19 +59,20 @@ def chains(
     reduced: bool = False,
     max_size: int = len(CATALOG),
 ) -> st.SearchStrategy[chain]:
-    """Draw chains of public transforms, with options; they shrink to the shortest.
+    """Draw chains of public transforms with options. Examples shrink to shorter chains.
 
     Args:
-        include: the transforms of every chain: classes of the catalog, with drawn options,
-            or your transforms.
-        exclude: classes of the catalog that chains do not have.
-        field: draw only transforms with this method, such as "grads"; `include` may have
-            others.
-        reduced: whether every chain combines gradients over ranks, to train on several.
-        max_size: the largest number of drawn transforms in addition to `include`.
+        include: transforms that every chain has: classes of public transforms, for which options
+            are drawn, or transforms of your own.
+        exclude: classes of public transforms that no chain has.
+        field: draw only transforms with this method, such as "grads". Transforms in `include`
+            need not have it.
+        reduced: whether every chain reduces gradients over ranks. Set it to train on several
+            ranks.
+        max_size: the largest number of drawn transforms, in addition to `include`.
 
     Raises:
-        ArgumentError: an entry of `include` is not a transform, or the field is unknown.
+        ArgumentError: an entry of `include` is not a transform, or the method is unknown.
 
     Example:
         >>> around_mine = chains(include=[af.ema(0.5)], exclude=[af.local_sgd])
@@ -92,9 +93,10 @@ def chains(
 
 @attrs.frozen(eq=False)
 class _Place:
-    """One transform of a chain: a value, or a row of the catalog to draw it from.
+    """One transform of a chain: `value`, or a transform to be drawn from a row of the catalog.
 
-    A drawn transform has the method `field`, if given; that may depend on its options.
+    If `field` is given, only transforms with this method are drawn. Whether a transform has a
+    method may depend on its options.
     """
 
     row: Row
@@ -102,7 +104,7 @@ class _Place:
     field: str | None = None
 
     def composes(self, places: Sequence["_Place"]) -> bool:
-        """Whether the transform goes with others, if their options allow it."""
+        """Whether a chain may have this transform and the others, with suitable options."""
         rejects = self.row.avoids(self.value)
         return not any(
             rejects & other.row.fields
@@ -166,11 +168,11 @@ def _draw_transform(
     return draw(strategy)
 
 
-# Records that print as the call that makes them, so that a failing example can be pasted.
+# Records that print as the call that creates them, so that you can copy a failing example.
 
 
 def as_code(self: Any) -> str:
-    """Return the call that makes a record, without defaults."""
+    """Return the call that creates a record, without arguments that equal their defaults."""
     codes: list[str] = []
     for field in attrs.fields(type(self)):
         value = getattr(self, field.name)
@@ -182,7 +184,7 @@ def as_code(self: Any) -> str:
 
 
 def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's protocol
-    """Print the repr in a failing example of hypothesis, as `_repr_pretty_`."""
+    """Print the repr, as `_repr_pretty_` of records that Hypothesis shows."""
     del cycle
     first, *rest = repr(self).splitlines()
     p.text(first)
@@ -191,7 +193,7 @@ def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPytho
         p.text(line)
 
 
-# Samples that a person can read: small integers with exact sums, or tenths.
+# Datasets that are easy to read: small integers with exact sums, or multiples of 1.1.
 
 
 Table: TypeAlias = tuple[tuple[float, ...], ...]
@@ -223,7 +225,7 @@ class Samples:
     _repr_pretty_ = print_code
 
     def __attrs_post_init__(self) -> None:
-        """Compare the numbers of rows."""
+        """Raise an error if the numbers of rows differ."""
         if len(self.inputs) != len(self.targets):
             msg = (
                 f"Samples: {len(self.inputs)} rows of inputs, but {len(self.targets)} rows of"
@@ -233,7 +235,7 @@ class Samples:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """All inputs and all targets in float64; `af.Data` reads these fastest."""
+        """All inputs and all targets as two float64 tensors, which `af.Data` reads fastest."""
         return _tensor(self.inputs), _tensor(self.targets)
 
     def __len__(self) -> int:
@@ -245,7 +247,7 @@ class Samples:
         return _tensor(self.inputs[index]), _tensor(self.targets[index])
 
     def __repr__(self) -> str:
-        """Return the call that makes the samples, with rows as lists."""
+        """Return the call that creates the samples, with rows as lists."""
         lists = [[list(row) for row in table] for table in (self.inputs, self.targets)]
         return f"Samples({lists[0]}, {lists[1]})"
 
@@ -262,11 +264,11 @@ def datasets(
     min_size: int = 1,
     max_size: int = 12,
 ) -> st.SearchStrategy[Samples]:
-    """Draw a few samples.
+    """Draw small datasets.
 
     Args:
-        dyadic: True for integers from -3 to 3, whose sums and products are exact; False
-            for their 1.1-fold, whose sums are rounded; None for either.
+        dyadic: True for integers from -3 to 3 (their sums and products are exact), False for
+            1.1 times these integers (their sums are rounded), None for either kind.
         inputs: the number of features of a sample.
         outputs: the number of targets of a sample.
         min_size: the smallest number of samples.
@@ -292,7 +294,7 @@ def _samples(
 ) -> st.SearchStrategy[Samples]:
     wide = inputs + outputs
     row = st.lists(numbers, min_size=wide, max_size=wide)
-    # draw the number first: else a list does not shrink to its last row alone
+    # draw the number of rows first: otherwise an example cannot shrink to only its last row
     sizes = st.integers(min_size, max_size)
     rows = sizes.flatmap(lambda n: st.lists(row, min_size=n, max_size=n))
     return rows.map(
@@ -302,7 +304,7 @@ def _samples(
     )
 
 
-# Fields that the caller gives: a value, or a strategy of values.
+# Fields of a record that the caller sets, each to a value or to a strategy that draws values.
 
 
 Drawn = Mapping[str, st.SearchStrategy[Any]]
@@ -311,7 +313,7 @@ Drawn = Mapping[str, st.SearchStrategy[Any]]
 def field_strategies(
     fields: Mapping[str, Any], defaults: Drawn
 ) -> dict[str, st.SearchStrategy[Any]]:
-    """Return a strategy for every field; given fields replace drawn fields."""
+    """Return a strategy for every field. `fields` override `defaults`."""
     constant = {name: _strategy(value) for name, value in fields.items()}
     return {**defaults, **constant}
 
@@ -320,7 +322,7 @@ def _strategy(value: Any) -> st.SearchStrategy[Any]:
     return value if isinstance(value, st.SearchStrategy) else st.just(value)
 
 
-# Losses: a plain mean, and totals with weights.
+# Loss functions that return a plain mean, or a total with a weight.
 
 
 Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -339,13 +341,13 @@ def _is_reduction(_owner: object, _field: object, value: object) -> None:
 
 @attrs.frozen(repr=False)
 class Criterion:
-    """A loss of `(inputs, targets)`.
+    """A loss function of a batch `(inputs, targets)`.
 
     Attributes:
-        reduction: "mean", a tensor; or an `af.Loss`: "sum", over the number of samples;
-            "weighted", with some weights of 0 and more totals; "masked", over the samples
-            that count, possibly zero of them.
-        squared: whether errors are squared distances; else they are products with the
+        reduction: "mean" returns a tensor. The others return an `af.Loss`: "sum" with the number
+            of samples as weight, "weighted" with sample weights (some are 0) and a second
+            metric, "masked" with only some samples, possibly none.
+        squared: whether errors are squared distances. Otherwise they are products of outputs and
             targets, with exact sums on dyadic data.
 
     Example:
@@ -381,7 +383,7 @@ def losses(**fields: Any) -> st.SearchStrategy[Criterion]:
     """Draw losses.
 
     Args:
-        fields: fields of `Criterion`: a value, or a strategy of values.
+        fields: fields of `Criterion`, each a value or a strategy that draws values.
     """
     return st.builds(Criterion, **field_strategies(fields, _OF_LOSSES))
 
@@ -392,7 +394,7 @@ _OF_LOSSES: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-# Small models with cases that break training: ties, frozen and unused parts, buffers.
+# Small models with features that can break training: tied, frozen, unused parameters, buffers.
 
 
 _FEATURES = arguments.integer(1, "a number of features", within="")
@@ -410,20 +412,20 @@ def _is_floating(_owner: object, _field: object, value: object) -> None:
 
 @attrs.frozen(kw_only=True, repr=False)
 class Net:
-    """A recipe of a small model, and its factory: `Net(depth=1)()` is a module.
+    """A factory of a small model: `Net(depth=1)()` returns a module.
 
     Attributes:
         depth: the number of hidden layers.
         width: the number of features of each hidden layer.
         bias: whether layers add a bias.
-        tied: adds two hidden layers that share one weight.
-        frozen: adds a first layer that is not trained.
-        unused: adds a parameter that the output does not depend on.
-        norm: adds batch normalization with buffers. Its one channel is the features, so a
-            batch of one sample has statistics too.
-        dropout: adds dropout, which draws random numbers in training.
-        dyadic: sets weights to -1, 1 and 2; sums of dyadic data are then exact.
-        dtype: the dtype of parameters and buffers; inputs are converted.
+        tied: whether to add two hidden layers that share one weight.
+        frozen: whether to add a first layer that is not trained.
+        unused: whether to add a parameter that the output does not depend on.
+        norm: whether to add batch normalization, with buffers. All features form one channel,
+            so a batch with a single sample also has statistics.
+        dropout: whether to add dropout, which draws random numbers in training.
+        dyadic: whether to set the weights to -1, 1 and 2. Sums of dyadic data are then exact.
+        dtype: the dtype of parameters and buffers. Inputs are converted to it.
         inputs: the number of features of a sample.
         outputs: the number of outputs for a sample.
 
@@ -449,23 +451,23 @@ class Net:
     _repr_pretty_ = print_code
 
     def __attrs_post_init__(self) -> None:
-        """Raise for statistics of one number."""
+        """Raise an error if batch normalization would have only one number per sample."""
         if self.norm and self.inputs < 2:
             msg = f"{self!r}: norm=True normalizes over a sample's inputs. Pass inputs=2 or more."
             raise ArgumentError(msg)
 
     @property
     def per_sample(self) -> bool:
-        """Whether an output depends on its own sample alone, however a batch is split."""
+        """Whether the output of a sample does not depend on the other samples of its batch."""
         return not (self.norm or self.dropout)
 
     def __call__(self) -> nn.Module:
-        """Return the model, its weights drawn from torch's generator unless dyadic."""
+        """Create the model. Its weights are drawn from torch's generator, unless `dyadic`."""
         return _Module(self)
 
 
 class _Module(nn.Module):
-    """The module that a recipe makes."""
+    """The module that a `Net` creates."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()
@@ -498,7 +500,7 @@ class _Module(nn.Module):
             features = layer(features)
         features = self.norm(features.unsqueeze(1)).squeeze(1)
         for layer in self.hidden:
-            # leaky, so that gradients are never all 0; 0.5 is dyadic
+            # leaky, so that gradients are not all 0; the slope 0.5 keeps sums exact
             features = nn.functional.leaky_relu(layer(features), 0.5)
         return self.head(self.dropout(features))
 
@@ -512,10 +514,10 @@ def _set_dyadic(module: nn.Module) -> None:
 
 
 def models(**fields: Any) -> st.SearchStrategy[Net]:
-    """Draw recipes of small models.
+    """Draw factories of small models.
 
     Args:
-        fields: fields of `Net`: a value, or a strategy of values.
+        fields: fields of `Net`, each a value or a strategy that draws values.
 
     Example:
         >>> for_any_split = models(norm=False, dropout=False)
@@ -535,12 +537,12 @@ _OF_NETS: dict[str, st.SearchStrategy[Any]] = {
 }
 
 
-# Torch's optimizers as values: a name and its options.
+# Factories of torch optimizers that can be compared and printed: a name and options.
 
 
 @attrs.frozen(init=False, repr=False)
 class TorchOptimizer:
-    """A factory of a torch optimizer; it compares and prints by its options.
+    """A factory of a torch optimizer. Factories with equal names and options are equal.
 
     Attributes:
         name: the name of a class in `torch.optim`.
@@ -560,7 +562,7 @@ class TorchOptimizer:
     _repr_pretty_ = print_code
 
     def __init__(self, name: str, **options: Any) -> None:
-        """Take the name of the class and its options."""
+        """Initialize with the name of an optimizer class and its options."""
         cls = getattr(torch.optim, name, None)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
             msg = (
@@ -571,11 +573,11 @@ class TorchOptimizer:
         self.__attrs_init__(name=name, options=tuple(sorted(options.items())))  # type: ignore[attr-defined]
 
     def __call__(self, parameters: Any) -> torch.optim.Optimizer:
-        """Return the optimizer of some parameters."""
+        """Create the optimizer for some parameters."""
         return getattr(torch.optim, self.name)(parameters, **dict(self.options))
 
     def __repr__(self) -> str:
-        """Return the call that makes it."""
+        """Return the call that creates this factory."""
         options = "".join(f", {name}={value!r}" for name, value in self.options)
         return f"TorchOptimizer({self.name!r}{options})"
 
@@ -586,7 +588,7 @@ _DYADIC = (
     TorchOptimizer("SGD", lr=0.25, momentum=0.5, nesterov=True),
     TorchOptimizer("SGD", lr=0.5, weight_decay=0.5),
 )
-_OTHERS = (  # with a large eps: by a small one, a last bit of a gradient of 0 becomes a step
+_OTHERS = (  # large eps: with a small eps, a rounding error of a zero gradient becomes a step
     TorchOptimizer("AdamW", lr=0.05, eps=1e-3),
     TorchOptimizer("Adam", lr=0.05, eps=1e-3, amsgrad=True),
     TorchOptimizer("RMSprop", lr=0.05, eps=1e-3),
@@ -595,33 +597,33 @@ _OTHERS = (  # with a large eps: by a small one, a last bit of a gradient of 0 b
 
 
 def optimizers(*, dyadic: bool = False) -> st.SearchStrategy[TorchOptimizer]:
-    """Draw optimizers: SGD, with momentum or decay, and adaptive ones.
+    """Draw optimizers: SGD (also with momentum or weight decay) and adaptive optimizers.
 
     Args:
-        dyadic: draw only optimizers with an exact first update for exact gradients.
+        dyadic: whether to draw only optimizers with an exact first update for exact gradients.
     """
     return st.sampled_from(_DYADIC if dyadic else (*_DYADIC, *_OTHERS))
 
 
-# Programs: a small training run as a value, which any world can run.
+# Programs: small training runs that any world can run, as records that print as code.
 
 
 @attrs.frozen(repr=False)
 class Program:
     """A training run: the arguments of `TrainState.create`, a loss and a number of updates.
 
-    A program is a function of a world: `simulate(2, program)` trains it on two ranks.
+    A program is a function of a world: `simulate(2, program)` trains on two ranks.
 
     Attributes:
-        dataset: `Samples`, or a dataset of `af.Data`.
+        dataset: `Samples`, or another dataset that `af.Data` accepts.
         model: a factory of the model.
         loss: the loss function of `af.make_step`.
         optimizer: a factory of the optimizer.
         setup: the transforms.
         schedule: the schedule of the learning rate.
         batch_size: the number of samples per update.
-        shuffle: whether each epoch has another order.
-        remainder: the handling of a short last batch, as in `af.Data`.
+        shuffle: whether each epoch has a different order.
+        remainder: how to handle a short last batch, as in `af.Data`.
         seed: the seed of the state.
         updates: the number of updates.
 
@@ -669,7 +671,7 @@ class Program:
         )
 
     def state(self, world: World | None = None) -> TrainState:
-        """Return the state before the first update, by default of a world of one."""
+        """Create the state before the first update, by default in a world of one rank."""
         return TrainState.create(
             model=self.model,
             optimizer=self.optimizer,
@@ -683,7 +685,7 @@ class Program:
     def train(
         self, state: TrainState, updates: int | None = None
     ) -> tuple[TrainState, list[Metrics]]:
-        """Return the state after some updates, by default all, and the metrics of each."""
+        """Train for some updates, by default all. Return the state and each update's metrics."""
         count = self.updates if updates is None else updates
         history: list[Metrics] = []
         if count == 0:
@@ -700,15 +702,14 @@ class Program:
 def programs(*, exact: bool = False, **fields: Any) -> st.SearchStrategy[Program]:
     """Draw programs that train in a world of any size.
 
-    Dropout and batch statistics depend on how a batch is split; give
-    `model=models(norm=False, dropout=False)` for a law that compares splits.
+    Dropout and batch statistics depend on how a batch is split. If your test compares splits,
+    pass `model=models(norm=False, dropout=False)`.
 
     Args:
-        exact: draw only programs with exact sums in any order: dyadic data and weights,
-            products for errors, one update of plain arithmetic, and a setup that only splits
-            updates. Then any number of ranks gives the same numbers; only the sign of a 0
-            may differ.
-        fields: fields of `Program`: a value, or a strategy of values.
+        exact: whether to draw only programs with exact sums in any order: dyadic data and
+            weights, products as errors, one update, and a setup that only splits updates. Such a
+            program gives equal results on any number of ranks; only the sign of a 0 may differ.
+        fields: fields of `Program`, each a value or a strategy that draws values.
 
     Example:
         >>> for_mine = programs(setup=chains(include=[af.ema(0.5)], reduced=True))
@@ -770,7 +771,10 @@ _BATCH_SIZES = st.integers(1, 8)
 
 
 def _with_unused_found(args: dict[str, Any], values: Collection[str]) -> dict[str, Any]:
-    """Let DistributedDataParallel look for unused parameters, or draw a model without."""
+    """Set `find_unused_parameters`, or remove the unused parameter from the model.
+
+    Only fields that were drawn change. `values` names the fields that the caller set.
+    """
     net, setup = args["model"], chain(args["setup"])
     blind = [
         transform
@@ -788,13 +792,13 @@ def _with_unused_found(args: dict[str, Any], values: Collection[str]) -> dict[st
     return args
 
 
-# Simulated worlds: their size, the orders of turns and sums, and a fault.
+# Strategies for `simulate`: the size of the world, the orders of turns and sums, and faults.
 
 
 def worlds(sizes: Sequence[int] = (1, 2, 4)) -> st.SearchStrategy[int]:
-    """Draw the size of a world; it shrinks to the first.
+    """Draw the size of a world. Examples shrink to the first of `sizes`.
 
-    The default is powers of two, because dyadic sums divide by them exactly.
+    The default sizes are powers of two, because a division of dyadic sums by them is exact.
     """
     return st.sampled_from(tuple(sizes))
 
@@ -804,9 +808,9 @@ def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[in
 
     Args:
         size: the number of ranks.
-        max_size: the largest number of choices; after them, ranks take turns.
+        max_size: the largest length of the schedule. After its end, ranks continue in turn.
 
-    Law: the simplest schedule is the empty list: ranks take turns.
+    Law: examples shrink to the empty list, with which ranks continue in turn.
     """
     return st.lists(st.integers(0, max(size - 1, 0)), max_size=max_size)
 
@@ -814,7 +818,7 @@ def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[in
 def sums() -> st.SearchStrategy[Sums]:
     """Draw the order of additions over ranks, for `simulate(..., sums=)`.
 
-    A bitwise claim must hold in all orders. The simplest is "ranks".
+    A test of bitwise equality must pass with all orders. Examples shrink to "ranks".
     """
     return st.sampled_from(get_args(Sums))
 
@@ -828,13 +832,13 @@ def faults(
     kinds: Sequence[type[Fault]] = KINDS,
     at: st.SearchStrategy[int | str] | None = None,
 ) -> st.SearchStrategy[tuple[Fault, ...]]:
-    """Draw no fault or one, for `simulate(..., faults=)`.
+    """Draw one fault or none, for `simulate(..., faults=)`.
 
     Args:
         size: the number of ranks.
-        kinds: the kinds of faults, the simplest first.
-        at: a strategy for the place: the index of a rank's collective, or its label. By
-            default one of the first 8 collectives.
+        kinds: the classes of faults, the simplest first.
+        at: a strategy for the place of the fault: the index of a rank's collective, or a label.
+            By default one of the first 8 collectives.
     """
     where = st.integers(0, 7) if at is None else at
     some = [st.builds(kind, rank=st.integers(0, size - 1), at=where) for kind in kinds]

@@ -388,9 +388,9 @@ class Traffic:
             algorithm: the algorithm of collectives, as in `Run.sent`.
             compute: the seconds that a rank computes per update.
             overlap: the backward pass's fraction of `compute`, commonly 2/3. During the backward
-                pass, DistributedDataParallel sends its buckets. A bucket starts when the pass
-                has computed the same fraction of all bytes. With 0, communication starts only
-                after the computation.
+                pass, DistributedDataParallel sends its buckets. For example, the bucket that
+                completes 40 % of all bytes starts after 40 % of the pass. With 0, communication
+                starts only after the computation.
 
         Law: a larger latency or a smaller bandwidth never gives fewer seconds. The result is
             never less than `compute`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_transform`: check that a transform keeps the laws of all transforms."""
+"""`check_transform`: check that a transform keeps the laws that all transforms must keep."""
 
 import inspect
 import math
@@ -66,31 +66,31 @@ from accelfn.testing.step_laws import split_law
 
 # pyright: reportPrivateUsage=false
 
-# The first update in which each method acts: a law says nothing about a method before it.
+# The first update in which each method acts. Before a method acts, no law can test it.
 
 
 Acted: TypeAlias = dict[str, set[int]]
-"""The updates in which each method acted, by the method's name in messages."""
+"""The numbers of the updates in which a method acted, by the method's name in messages."""
 
 _ACTS = (
     *("grads", "hyper", "after_update"),
     *("reduce", "eval_params"),
 )
 _WRAPS = ("data", *contract.WRAPPERS)
-"""Methods that act by returning another plan or function."""
+"""Methods that act if they return another plan or function than their argument."""
 _OVER_RANKS = ("data", "reduce")
-"""Methods that may do nothing in a world of 1."""
+"""Methods that need not act in a world of size 1."""
 
 
 def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
-    """Return the methods that acted, and in which updates, on any rank.
+    """Run a subject, and return the methods that acted on any rank, with the updates.
 
-    A method acts if it changes a bit of its arguments, or if ranks communicate.
+    A method acts if its result differs from its argument in any bit, or if ranks communicate.
 
     Args:
-        subject: the training to run.
-        start: returns the first state from a world and a function that replaces each
-            transform of the setup.
+        subject: the training run.
+        start: a function that returns the first state. Its arguments are a world, and a
+            function that must be applied to each transform of the setup to watch it.
     """
     acts: Acted = {}
     update = [0] * subject.size
@@ -119,10 +119,10 @@ def observe_acts(subject: Subject, start: Callable[[World, Any], Any]) -> Acted:
 
 
 def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> list[str]:
-    """Return the methods that must act and did not.
+    """Return the methods that must act but did not.
 
-    `finalize` and `module` may have nothing to do here. `init`, `merge` and `engine` do not
-    change their arguments.
+    `finalize` and `module` need not act, because they may have nothing to do in these runs.
+    `init`, `merge` and `engine` cannot act, because they do not change their arguments.
     """
     methods = [
         method_name(transform, field, in_skip=field in _seeing_skips(transform))
@@ -135,7 +135,7 @@ def idle_methods(transforms: Any, acts: Mapping[str, set[int]], size: int) -> li
 
 
 def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
-    """Return the options without effect: no method names them, and nothing read them."""
+    """Return the options without effect: no method names the option, and no code read it."""
     options = [
         (transform, option)
         for transform in transforms
@@ -146,7 +146,7 @@ def unread_options(transforms: Any, acts: Mapping[str, Any]) -> list[str]:
 
 
 def _options(transform: Any) -> list[str]:
-    """Return the options that no method names; functions outside may read them."""
+    """Return the options that no method names. Other functions may still read them."""
     kind = type(transform)
     bodies = [var for cls in kind.__mro__ for var in vars(cls).values()]
     named = set[str]().union(*map(_names, bodies))
@@ -156,7 +156,7 @@ def _options(transform: Any) -> list[str]:
 
 def _names(value: Any) -> set[str]:
     """Return the names and strings in a method or property, and in its inner functions."""
-    if isinstance(value, str):  # as in getattr(self, "scale")
+    if isinstance(value, str):  # a string may name an option: getattr(self, "scale")
         return {value}
     body = inspect.unwrap(getattr(value, "fget", getattr(value, "func", value)))
     code = getattr(getattr(body, "__func__", body), "__code__", body)
@@ -172,7 +172,11 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
         if name in options:
             frame = inspect.currentframe()
             caller = frame and frame.f_back and frame.f_back.f_code.co_name
-            if caller not in ("_repr", "__eq__", "__hash__"):  # not a use
+            if caller not in (
+                "_repr",
+                "__eq__",
+                "__hash__",
+            ):  # these are not uses of an option
                 acts[f"{transform!r}.{name}"] = {0}
         return object.__getattribute__(self, name)
 
@@ -199,15 +203,17 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
         if world.rank in busy:  # a method of the transform calls another
             return method(self, value, slot, update)
         busy.add(world.rank)
-        # after a skip, without this method, the slot before the update would stay
+        # in a skipped update, compare with the slot that would remain without this method
         old_slot = update.state.slots.get(self.name) if update.skipped else slot
-        # counting until ranks next communicate is not the method's purpose
+        # ignore the slot of transforms whose ranks diverge: they count until the next exchange
         counts = field == "after_update" and "apart" in contract.facts_of(self)
         before = _copy_values(field, value, old_slot, counts=counts)
         num_calls = len(world.connection.activity.trail)
         result = method(self, value, slot, update)
         busy.discard(world.rank)
-        if field == "hyper" and not result[0]:  # it overrides nothing
+        if (
+            field == "hyper" and not result[0]
+        ):  # an empty result overrides no hyperparameter
             result = value, result[1]
         change = first_difference(before, _copy_values(field, *result, counts=counts))
         change = change or (field == "eval_params" and result[0] is not value)
@@ -232,7 +238,7 @@ def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
 
 
 def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str, Any]:
-    """Return copies of the values that a method can change, without its counts."""
+    """Return copies of the values that a method can change; with `counts`, without the slot."""
     values = {path: copy_leaf(leaf) for path, leaf in leaves("slot", slot)}
     if isinstance(value, TrainState):
         values = entries(value) | values
@@ -251,11 +257,11 @@ def _copy_values(field: str, value: Any, slot: Any, *, counts: bool) -> dict[str
     return {n: e for n, e in values.items() if not (counts and n.startswith("slot"))}
 
 
-# Whether the facts that a transform declares are true.
+# The law that the facts that a transform declares are true.
 
 
 def fact_law(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that declared facts are true, and true facts declared."""
+    """Return the law that declared facts are true, and that recomputation is declared."""
     facts = {fact for member in members for fact in contract.facts_of(member)}
     laws: Mapping[str, Law] = {
         "by_rank": lambda subject: _no_entry(subject, members),
@@ -271,7 +277,7 @@ def fact_law(members: Sequence[Any], build: Around) -> Law:
 
 
 def _no_entry(subject: Subject, members: Sequence[Any]) -> str | None:
-    """Every name in `by_rank` is an entry of the slot."""
+    """Check that every name in `by_rank` is an entry of the slot."""
 
     def rank(world: World) -> dict[str, Any]:
         return dict(subject.start(world).slots)
@@ -293,7 +299,7 @@ def _loss(model: nn.Module, batch: Any, factor: float) -> torch.Tensor:
 
 
 def _not_judged(subject: Subject) -> str | None:
-    """An infinite loss leaves all parameters finite, or raises."""
+    """Check that after an infinite loss all parameters are finite, or the step raised."""
 
     def rank(world: World) -> bool:
         state, step = subject.start(world), make_step(_loss)
@@ -313,9 +319,9 @@ def _not_judged(subject: Subject) -> str | None:
 
 
 def _recomputes(subject: Subject, facts: set[str]) -> str | None:
-    """Modules run again in the backward pass if and only if that is declared."""
+    """Check that modules run again in the backward pass if and only if the fact says so."""
     if "compiles" in facts:
-        return None  # a graph calls no function
+        return None  # in a compiled graph, function calls cannot be counted
     recomputes = _run_again(subject, None) > _run_again(subject, chain())
     if recomputes and "recomputes" not in facts:
         return "modules run again in the backward pass. Declare the fact recomputes."
@@ -333,7 +339,7 @@ class _Layers(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Count a layer's function, and call it."""
-        # torch has no public name for whether a backward pass runs
+        # torch has no public function that tells whether a backward pass runs
         self.count += func in _LAYERS and torch._C._current_graph_task_id() >= 0
         return func(*args, **(kwargs or {}))
 
@@ -342,7 +348,7 @@ _LAYERS = (nn.functional.linear, nn.functional.dropout, torch.tanh)
 
 
 def _run_again(subject: Subject, setup: chain | None) -> int:
-    """Return the number of layers that run in the first backward pass."""
+    """Return the number of layer functions that are called in the first backward pass."""
 
     def rank(world: World) -> int:
         state = subject.start(world)
@@ -356,7 +362,7 @@ def _run_again(subject: Subject, setup: chain | None) -> int:
 
 
 def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str | None:
-    """The number of backward passes is the declared number of parts of a batch."""
+    """Check that the number of losses equals the number of micro-batches that a fact declares."""
     losses = 0
 
     def loss(model: nn.Module, batch: Any) -> torch.Tensor:
@@ -379,14 +385,14 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
     )
 
 
-_LEAST = 4  # an epoch has three, so the last begins the second epoch
+_LEAST = 4  # an epoch has three updates, so the last update is in the second epoch
 _TRIED = (5, 9, 17, 33)
 _NUM_CUTS = 10
 _LAST = (
     *("loads_anywhere", "keeps_frozen", "merges_all"),
     *("splits_alike", "sends_all_later"),
 )
-"""Laws that come last: other laws explain the same mistake better."""
+"""Laws that are tested last, because other laws explain the same mistakes better."""
 _SHARES, _ENGINE = shard_data(), wrap_ddp()
 
 
@@ -397,62 +403,86 @@ def check_transform(
     problems: Sequence[Problem] = PROBLEMS,
     updates: int | None = None,
 ) -> None:
-    """Check that a transform keeps the laws of all transforms.
+    """Check that a transform keeps the laws that all transforms must keep.
 
-    The transform trains small models in simulated worlds, with `shard_data` and `wrap_ddp`
-    unless it replaces them. It must break each law that it names in `gives_up`. A transform
-    with the fact `sees_skips` also gets a skipped update.
+    `check_transform` trains small models with the transform in simulated worlds. It adds
+    `shard_data` and `wrap_ddp`, unless the transform replaces them. The transform must break
+    each law that it names in `gives_up`. If the transform has the fact `sees_skips`, one update
+    is skipped.
 
-    | law | says |
+    | law | property |
     | --- | --- |
-    | `value` | the transform is compared and hashed by its options |
-    | `inputs_unchanged` | a method changes only its own slot and gradients in place |
-    | `own_slot` | it adds and keeps its own slot and no other, with the same dtypes |
-    | `drops_nothing` | no gradient or parameter is lost, and no number of the state changes |
-    | `groups_apart` | `hyper` computes a parameter group's values without other groups' rates |
-    | `takes_what_it_is_given` | `grads` and `eval_params` use their first argument, not the \
-update's value |
-    | `skips_whole` | a skipped update leaves parameters, optimizer and slots unchanged |
-    | `trains` | parameters change |
+    | `value` | two transforms with equal options are equal, and have the same hash |
+    | `inputs_unchanged` | a method does not change its arguments in place, except the slot \
+of its transform and the gradients. `after_update` and `finalize` may also change the \
+tensors of the state |
+    | `own_slot` | the transform adds no slot except its own. An update does not remove the \
+slot, or change the dtypes in it |
+    | `drops_nothing` | a method returns all gradients and parameters that it got, and does \
+not change `step`, `num_skipped`, `cursor` or `seed` of the state |
+    | `groups_apart` | the values that `hyper` returns for a parameter group do not depend \
+on another group's learning rate |
+    | `takes_what_it_is_given` | `grads` and `eval_params` use their first argument or \
+replace it. They do not read the gradients or parameters from the argument `update` or the \
+state instead |
+    | `skips_whole` | if another transform skips an update, parameters, optimizer state and \
+slots stay unchanged |
+    | `trains` | training changes the parameters |
     | `keeps_frozen` | frozen parameters do not change |
-    | `merges_all` | `merge` uses every rank's entries that are declared `by_rank` |
-    | `passes_on` | wrappers of a loss or `value_and_grad` pass on extras, `into=` and `sync=` |
-    | `evaluates_purely` | `eval_params` and `hyper` between updates do not change the run |
-    | `owes_once` | a second `finalize` changes nothing, and ranks then hold the same parameters |
-    | `loads_anywhere` | a state with its slot, saved on some ranks, loads on more and on fewer |
-    | `memory_in_state` | the same state gives the same run each time |
-    | `leaves_settings` | torch's settings, such as the default dtype, do not change |
-    | `no_environment` | environment variables, such as `RANK`, change nothing |
-    | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | a copy trains like its original while another copy trains in turns |
-    | `any_schedule` | the order of ranks' turns does not change the run |
-    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots, except \
-entries declared `by_rank` |
+    | `merges_all` | `merge` uses every rank's value of the slot entries that are declared \
+`by_rank` |
+    | `passes_on` | wrappers of a loss or `value_and_grad` pass on the arguments after the \
+batch, `into=` and `sync=` |
+    | `evaluates_purely` | calls of `eval_params` and `hyper` between updates do not change \
+the run |
+    | `owes_once` | a second call of `finalize` changes nothing. After `finalize`, all \
+ranks have the same parameters |
+    | `loads_anywhere` | a state with the transform's slot can be saved on some number of \
+ranks, and loaded on more and on fewer ranks |
+    | `memory_in_state` | if a run starts again from the same state, it gives the same \
+results |
+    | `leaves_settings` | the transform does not change torch's settings, such as the \
+default dtype |
+    | `no_environment` | environment variables, such as `RANK`, do not change the run |
+    | `own_randomness` | the transform does not use or advance the random generators of the \
+process |
+    | `forks_apart` | two copies of a state that train in turns give the same results as \
+one copy by itself |
+    | `any_schedule` | the results do not depend on the order in which ranks take turns |
+    | `replicas_agree` | all ranks have the same parameters, optimizer state and slots, \
+except slot entries that the transform declares `by_rank` |
     | `reduces_to_mean` | `reduce` returns the weighted mean over all ranks, within 5 % |
-    | `sends_all_later` | if `reduce` gives up `reduces_to_mean`, its results over many updates \
-add up to the mean's |
-    | `resumes` | a run saved and loaded after any update continues bit by bit |
-    | `splits_alike` | shares on ranks, micro-batches and `wrap_fsdp` give the result of one \
-rank, up to rounding |
-    | `new_process` | a saved run continues the same in a new process |
-    | `facts` | the facts that it declares are true |
-    | `acts` | each method has acted, so that the other laws have tried it |
-    | `options_read` | methods, or functions that they call, read each option |
+    | `sends_all_later` | if `reduce` gives up `reduces_to_mean`, it sends everything that \
+it leaves out within the next 200 updates, within 2 %. If the transform has a method \
+`merge`, this is also true after a change of the number of ranks. A majority vote must give \
+up this law |
+    | `resumes` | if the run is saved and loaded after any update, it continues bitwise \
+equal |
+    | `splits_alike` | on several ranks, in micro-batches, and under `wrap_fsdp`, the \
+results equal the results of one rank without micro-batches, up to rounding |
+    | `new_process` | a saved run continues with the same results in a new process |
+    | `facts` | the facts that the transform declares are true, for example that it draws \
+no random numbers, recomputes, or checks for non-finite numbers |
+    | `acts` | in the tested updates, each method changed something or communicated. \
+Otherwise the other laws would not test the method. `init`, `merge`, `engine`, `module` and \
+`finalize` are exempt |
+    | `options_read` | the methods, or functions that they call, read each option of the \
+transform |
 
     Args:
-        transform: a transform made by `@af.transform`, or a chain.
+        transform: an instance of a class with `@af.transform`, or a chain.
         sizes: the sizes of the worlds.
         problems: the training problems.
-        updates: the number of updates. Default: from 4 to 33, until each of `grads`,
-            `hyper` and `after_update` has acted and another update has followed; if possible
-            also until `finalize` has something to do.
+        updates: the number of updates. Default: a number from 4 to 33, so that each of `grads`,
+            `hyper` and `after_update` acts and another update follows. If possible, `finalize`
+            also has something to do after the last update.
 
     Raises:
-        LawError: it breaks a law, or keeps a law in its `gives_up`.
-        ArgumentError: `transform` is not a transform, or gives up an unknown law.
+        LawError: the transform breaks a law, or keeps a law that it names in `gives_up`.
+        ArgumentError: `transform` is not a transform, or `gives_up` names an unknown law.
 
-    Cost: some 250 runs of four updates, 9 s of one core. Runs of more than nine updates are
-    saved and loaded at ten points.
+    Cost: about 250 runs of four updates, 9 s on one core. Runs of more than nine updates are
+    saved and loaded after only ten of their updates.
 
     Example:
         >>> import accelfn as af
@@ -513,9 +543,10 @@ def _resume_runs(
 
 
 def _new_process(anew: bytes, subject: Subject) -> str | None:
-    """A run continues in a new process as in this one.
+    """Check that a saved run continues in a new process with the same results.
 
-    Only the first run in a process can show a difference, so this problem is a new one.
+    Only the first run of a problem in a process can show a difference. So `subject` has a
+    problem that did not run before in this process.
     """
     with tempfile.TemporaryDirectory() as name:
         heads = subject.save_after(1, Path(name))
@@ -536,7 +567,7 @@ def _setup(
     shares: Any = _SHARES,
     engine: Any = _ENGINE,
 ) -> chain:
-    """Return a chain of transforms and the sharding and engine that they do not replace."""
+    """Return a chain with the transforms, and with `shares` and `engine` if they have none."""
     if any(isinstance(member, shard_data) for member in members):
         shares = None
     if any(
@@ -556,7 +587,7 @@ def _acting(
     size: int,
     updates: int | None,
 ) -> tuple[dict[str, Law], int]:
-    """Return the laws that methods act and options are read, and the number of updates."""
+    """Return the laws `acts` and `options_read`, and the number of updates for all laws."""
     number, acts, idlers = 0, dict[str, set[int]](), list[str]()
     for number in _TRIED if updates is None else (updates,):
         for problem in problems:
@@ -597,7 +628,7 @@ _UNREAD = "no code reads {}, so this option has no effect. Use it, or remove it.
 
 
 def _count_updates(acts: Acted) -> int:
-    """Return a number of updates in which each method acts, with work for `finalize`."""
+    """Return a number of updates in which each method acts, if possible also `finalize`."""
     ends = [name for name in acts if name.endswith(".finalize")]
     firsts = [min(acts[name]) for name in acts if name not in ends]
     least = max([_LEAST, *(first + 1 for first in firsts)])
