@@ -65,7 +65,7 @@ class Row:
     def avoids(self, transform: Any = None) -> frozenset[str]:
         """Return the methods of other transforms that exclude this transform from a chain.
 
-        Without `transform`, some options of this transform can be drawn with other methods.
+        With `transform`, also return the methods that the options of `transform` exclude.
         """
         away = self.not_beside | (_ONE_OF & self.fields)
         if transform is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Laws about single methods of a transform; each applies if the transform has the method."""
+"""Laws about single methods of a transform. A law applies if the transform has the method."""
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -50,7 +50,7 @@ from accelfn.testing.laws import (
 from accelfn.testing.simulate import simulate
 
 Report: TypeAlias = Callable[[str], None]
-"""Takes a sentence on each mistake that a watched transform makes."""
+"""A function that records a sentence about each mistake of a watched transform."""
 
 _IN_PLACE = frozenset({"after_update", "finalize"})
 """Methods that may change the state's tensors in place."""
@@ -58,11 +58,11 @@ _NEW = "Return new tensors instead."
 
 
 def watch_inputs(transform: Any, report: Report) -> Any:
-    """Return an equal transform that reports forbidden changes of its inputs.
+    """Return an equal transform that reports forbidden in-place changes of its inputs.
 
-    A method may change its own slot and its gradients in place, and after an update the
-    tensors of the state. It must not change the state before the update, other slots, or a
-    batch.
+    A method may change the slot of its transform and the gradients in place. `after_update` and
+    `finalize` may also change the tensors of the state. A method must not change the state
+    before the update, other slots, or a batch.
     """
 
     def watch(field: str, owner: str, function: Any, *args: Any, **named: Any) -> Any:
@@ -85,7 +85,7 @@ def watch_inputs(transform: Any, report: Report) -> Any:
 
 
 def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
-    """Return a transform of the same options and name, with other methods or facts."""
+    """Return a transform with the same options and name, but with other methods or facts."""
     kind = type(transform)
     body = {"__slots__": (), "__module__": kind.__module__, **methods}
     copy = object.__new__(type(kind.__name__, (kind,), body))
@@ -95,7 +95,7 @@ def with_methods(transform: Any, methods: Mapping[str, Any]) -> Any:
 
 
 def intercept(transform: Any, fields: Iterable[str], call: Callable[..., Any]) -> Any:
-    """Return an equal transform that calls `call(field, method, self, ...)` for methods."""
+    """Return an equal transform with methods that run `call(field, method, self, ...)`."""
     kind = type(transform)
 
     def method_of(field: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -121,7 +121,7 @@ _METHODS = (
 def _copy_inputs(
     args: Iterable[Any], *, owner: str, field: str
 ) -> Callable[[], list[str]]:
-    """Copy protected tensors; return a function that lists the changed ones later."""
+    """Copy the protected tensors. Return a function that lists the tensors changed since."""
     tensors: dict[str, torch.Tensor] = {}
     for value in args:
         tensors |= _protected_tensors(value, owner=owner, field=field)
@@ -138,7 +138,9 @@ def _protected_tensors(
     if isinstance(value, TrainState):
         return _of_state(value, owner=owner, all_but_slots=field not in _IN_PLACE)
     if isinstance(value, Update):
-        if field in _IN_PLACE:  # the state before no longer owns its tensors
+        if (
+            field in _IN_PLACE
+        ):  # the step has already updated the old state's tensors in place
             return _of_slots(value.slots, owner)
         return _of_state(value.state, owner=owner, all_but_slots=True)
     if isinstance(value, nn.Module):
@@ -184,23 +186,23 @@ def _same(one: torch.Tensor, two: torch.Tensor) -> bool:
     )
 
 
-# Laws on `reduce`: it returns the weighted mean over all ranks.
+# The laws of `reduce`, which must return the weighted mean over all ranks.
 
 
 Tensors = Mapping[str, torch.Tensor]
 _Reduced: TypeAlias = tuple[Mapping[str, Any], Mapping[str, Any], Mapping[str, Any]]
 
 NEAR = 0.05
-"""Allowed relative error of a reduced gradient: a transform may send few bytes."""
+"""The allowed relative error of a reduced gradient, for transforms that compress gradients."""
 _LABEL = "reduces_to_mean"
 _ROUNDS, _IN_SUM = 200, 0.02
-"""After so many more updates, at most this part of the first gradient is unsent."""
+"""The number of further updates, and the fraction of all gradients that may then be unsent."""
 _LARGE, _LITTLE = 10.0, 0.01
-"""Sizes of the first gradient and of later gradients."""
+"""The scale of the first gradient, and of all later gradients."""
 
 
 def watch_mean(transform: Any, report: Report) -> Any:
-    """Return an equal transform that reports results of `reduce` other than the mean."""
+    """Return an equal transform that reports if `reduce` does not return the mean."""
 
     def call(
         _: str, method: Any, self: Any, grads: Grads, slot: Any, update: Update
@@ -228,7 +230,7 @@ def watch_mean(transform: Any, report: Report) -> Any:
 
 
 def sends_all(members: Sequence[Any]) -> Law:
-    """Return the law that gradients left out are sent later, though ranks join or leave."""
+    """Return the law that unsent rests of gradients are sent later, even if ranks change."""
     merging = [member for member in members if contract.has_field(member, "merge")]
 
     def law(subject: Subject) -> str | None:
@@ -268,7 +270,7 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
     """Return the sums of `reduce`'s results, the sums of the means, and the last slots."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
-    # weights differ by rank, and have the same sum on any number of ranks
+    # weights differ between ranks, and their sum is the same for any number of ranks
     weight = 20.0 * (world.rank + 1) / (world.size * (world.size + 1))
     totals = {
         name: size * weight * torch.randn(state.params[name].shape, generator=generator)
@@ -299,7 +301,7 @@ def _mean(grads: Grads, world: World) -> Tensors:
 
 
 def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
-    """Return the laws about methods that the transforms have, by name."""
+    """Return the laws that apply to the methods of the transforms, by name."""
 
     def have(*fields: str) -> bool:
         return any(
@@ -307,11 +309,11 @@ def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
         )
 
     def reported_by(watch: Callable[[Any, Report], Any]) -> Law:
-        """Return the law that watched transforms report no mistake in a run."""
+        """Return the law that the watched transforms report no mistake in a run."""
 
         def law(subject: Subject) -> str | None:
             notes: list[str] = []
-            # the run begins in this setup, so that init is watched too
+            # create the state with the watched setup, so that `init` is watched too
             subject.within(build([watch(m, notes.append) for m in members])).histories()
             return notes[0] if notes else None
 
@@ -342,7 +344,7 @@ def method_laws(members: Sequence[Any], build: Around) -> dict[str, Law]:
 
 
 def _own_slot(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that a transform adds and keeps its own slot, and no other."""
+    """Return the law that a transform adds only its own slot, and keeps the slot."""
 
     def law(subject: Subject) -> str | None:
         setup = build(members).transforms
@@ -387,7 +389,7 @@ _NUMBERS = ("step", "num_skipped", "cursor", "seed")
 
 
 def _watch_losses(transform: Any, report: Report) -> Any:
-    """Return an equal transform that reports lost gradients, parameters and numbers."""
+    """Return an equal transform that reports lost gradients or parameters, or changed numbers."""
 
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
         result = method(self, value, *rest)
@@ -423,7 +425,7 @@ def _changed_number(state: TrainState, result: tuple[TrainState, Any]) -> str | 
 
 
 def _watch_groups(transform: Any, report: Report) -> Any:
-    """Return an equal transform that reports groups that depend on another group."""
+    """Return an equal transform that reports if `hyper` lets group 1 depend on group 0."""
 
     def call(
         _: str,
@@ -434,7 +436,9 @@ def _watch_groups(transform: Any, report: Report) -> Any:
         update: Update,
     ) -> Any:
         variant = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
-        with torch.random.fork_rng(devices=[]):  # both calls draw the same numbers
+        with torch.random.fork_rng(
+            devices=[]
+        ):  # both calls draw the same random numbers
             other = method(self, MappingProxyType(variant), tree.clone(slot), update)
         result = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
@@ -453,13 +457,15 @@ def _watch_groups(transform: Any, report: Report) -> Any:
 
 
 def _watch_flow(transform: Any, report: Report) -> Any:
-    """Return an equal transform that reports reading the update's value instead."""
+    """Return an equal transform that reports if a method ignores its first argument."""
 
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
         slot, update = rest
 
         def result(by: int, at: Update) -> Any:
-            with torch.random.fork_rng(devices=[]):  # all calls draw the same numbers
+            with torch.random.fork_rng(
+                devices=[]
+            ):  # all calls draw the same random numbers
                 new_value, _ = method(
                     self, _change_numbers(value, by), tree.clone(slot), at
                 )
@@ -479,7 +485,7 @@ def _watch_flow(transform: Any, report: Report) -> Any:
 
 
 def _change_numbers(value: Any, by: int) -> Any:
-    """Return a copy of gradients or parameters; with other numbers unless `by` is 1."""
+    """Return a copy of gradients or parameters. Unless `by` is 1, the values are changed."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         moves = by != 1 and tensor.is_floating_point()
@@ -505,7 +511,7 @@ _LOST: Mapping[str, Callable[..., str | None]] = {
 
 
 def _skips_whole(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that a skipped update leaves parameters, optimizer and slots alone."""
+    """Return the law that a skipped update does not change params, opt_state and slots."""
     is_moved = any("sees_skips" in contract.facts_of(member) for member in members)
     parts = ("params", "opt_state", *(() if is_moved else ("slots",)))
 
@@ -521,7 +527,7 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
                 contents = entries(state, gather=True).items()
                 after = {
                     n: e
-                    for n, e in contents  # reports come between updates
+                    for n, e in contents  # `report_metric` changes 'reported' between updates
                     if n.startswith(parts) and "'reported'" not in n
                 }
                 if previous and state.num_skipped > num_skipped:
@@ -543,24 +549,24 @@ def _skips_whole(members: Sequence[Any], build: Around) -> Law:
 
 @transform_of
 class skips_once:
-    """Asks to skip the second update, for transforms that act on skips."""
+    """A transform that skips the second update, to test transforms that act on skips."""
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Wish it on all ranks."""
+        """Skip the second update on all ranks."""
         return grads.with_skip(update.num_tried == 1, agreed=True), slot
 
 
 @transform_of
 class skips_often:
-    """Asks to skip two of five updates, never two in a row."""
+    """A transform that skips two of every five updates, but not two in a row."""
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Wish it on all ranks."""
+        """Skip these updates on all ranks."""
         return grads.with_skip(update.num_tried % 5 in (1, 4), agreed=True), slot
 
 
 def _passes_on(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that wrappers of a loss or a gradient pass on their arguments."""
+    """Return the law that wrappers of a loss or of `value_and_grad` pass on their arguments."""
     splits = any(contract.has_field(member, "data") for member in members)
     outside = None if splits else accumulate(num_micro_batches=2)
 
@@ -583,7 +589,9 @@ def _passes_on(members: Sequence[Any], build: Around) -> Law:
 
         try:
             simulate(subject.size, rank)
-        except GradsError:  # parts were added after ranks had communicated
+        except (
+            GradsError
+        ):  # micro-batches were added to gradients that were already reduced
             mistake = None if outside is None else _lost_of_parts(calls)
             if mistake is None:
                 raise
@@ -603,7 +611,7 @@ def _passes_on(members: Sequence[Any], build: Around) -> Law:
 
 _EXTRA = "an extra"
 _Arrived: TypeAlias = tuple[bool, bool]
-"""Whether the call had gradients to add to, and whether ranks were to communicate."""
+"""For a call of the innermost function: whether it got `into=`, and the value of `sync=`."""
 
 
 def _innermost(calls: list[_Arrived]) -> Any:
@@ -632,7 +640,7 @@ def _lost_of_parts(calls: Sequence[_Arrived]) -> str | None:
 
 
 def _evaluates_purely(subject: Subject) -> str | None:
-    """Evaluating between updates does not change the run."""
+    """Evaluation between updates does not change the results of the run."""
 
     def advance(
         states: TrainState, offset: int, number: int
@@ -640,7 +648,7 @@ def _evaluates_purely(subject: Subject) -> str | None:
         for state, metrics in subject.advance(states, offset, number):
             for _ in range(2):
                 eval_params(state)
-                _ = state.lrs  # which asks hyper
+                _ = state.lrs  # this calls `hyper`
             yield state, metrics
 
     again = attrs.evolve(subject, advance=advance).histories()
@@ -651,7 +659,7 @@ def _evaluates_purely(subject: Subject) -> str | None:
 
 
 def _owes_once(subject: Subject) -> str | None:
-    """A second `finalize` changes nothing, and ranks hold the same parameters after it."""
+    """A second `finalize` changes nothing. After it, all ranks have the same parameters."""
 
     def rank(world: World) -> tuple[History, History]:
         once, again = History(), History()
@@ -675,7 +683,7 @@ def _owes_once(subject: Subject) -> str | None:
 
 
 def _merges_all(members: Sequence[Any]) -> Law:
-    """Return the law that every rank's own entries have a part in the result of `merge`."""
+    """Return the law that the result of `merge` depends on every rank's `by_rank` entries."""
     merging = [member for member in members if contract.has_field(member, "merge")]
 
     def law(subject: Subject) -> str | None:
@@ -705,7 +713,7 @@ def _merges_all(members: Sequence[Any]) -> Law:
 
 
 def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | None]:
-    """Return how a second merge changes the result, and a rank without a part in it."""
+    """Return how a second merge changes its result, and a rank whose slot `merge` ignores."""
 
     def merge(slots: list[Any]) -> Any:
         return transform.merge(tree.clone(slots), world)
@@ -729,7 +737,7 @@ def _shares(transform: Any, slot: Any, world: World) -> tuple[str | None, int | 
 
 
 def _plus_one(slot: Any, names: Sequence[str]) -> Any:
-    """Return a slot with 1 added to the numbers of some entries."""
+    """Return a copy of a slot with 1 added to the numbers of the named entries."""
 
     def plus(leaf: Any) -> Any:
         is_number = isinstance(leaf, (int, float, torch.Tensor))
@@ -740,7 +748,7 @@ def _plus_one(slot: Any, names: Sequence[str]) -> Any:
 
 
 def _loads_anywhere(subject: Subject) -> str | None:
-    """A state saved on some ranks loads on more and on fewer."""
+    """A state that was saved on some number of ranks loads on more and on fewer ranks."""
     for size in {1, subject.size + 1}:
         with tempfile.TemporaryDirectory() as folder:
             subject.save_after(2, Path(folder))

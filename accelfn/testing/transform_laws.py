@@ -319,7 +319,7 @@ def _not_judged(subject: Subject) -> str | None:
 
 
 def _recomputes(subject: Subject, facts: set[str]) -> str | None:
-    """Check that modules run again in the backward pass if and only if the fact says so."""
+    """Check that modules run again in the backward pass if and only if this is declared."""
     if "compiles" in facts:
         return None  # in a compiled graph, function calls cannot be counted
     recomputes = _run_again(subject, None) > _run_again(subject, chain())

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated ranks: threads that take turns, with collectives in memory."""
+"""Simulated ranks: threads that run one at a time, with collectives in memory."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The exchange matches the calls of ranks, compares them and carries them out."""
+"""The exchange: it matches the collective calls of ranks, compares them and executes them."""
 
 import math
 from collections import Counter
@@ -49,17 +49,17 @@ if TYPE_CHECKING:
 
 # pyright: reportPrivateUsage=false
 
-# Collectives as pure functions, from the tensors that all ranks send to those that each
-# rank receives. A reduction is the same on all ranks.
+# Collectives as pure functions: from the tensors that all ranks send, they compute the tensors
+# that each rank receives. The result of a reduction is the same on all ranks.
 
 Tensors: TypeAlias = tuple[torch.Tensor, ...]
 Results: TypeAlias = list[Tensors]
-"""By rank, the values for the tensors that the call fills."""
+"""For each rank, the values of the tensors that its call receives."""
 
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 _COMPLEX = {torch.complex64, torch.complex128}
 _INTEGERS = {torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
-_ALL = _FLOATS | _COMPLEX | _INTEGERS  # what Gloo reduces
+_ALL = _FLOATS | _COMPLEX | _INTEGERS  # the dtypes that Gloo can reduce
 _DTYPES = {
     "SUM": _ALL,
     "AVG": _FLOATS | _COMPLEX,
@@ -73,21 +73,21 @@ _DTYPES = {
 
 
 def can_carry_out(kind: str, op: str | None, tensor: torch.Tensor) -> bool:
-    """Return whether Gloo can send and reduce such a tensor."""
+    """Return whether Gloo supports this collective and reduction for the tensor."""
     if tensor.layout is not torch.strided and (kind, op) != ("all_reduce", "SUM"):
         return False
     return op is None or tensor.dtype in _DTYPES.get(op, ())
 
 
 def results(calls: Sequence[Call], sums: Sums) -> Results:
-    """Return the result of each rank, from the calls of all ranks in their order."""
+    """Compute the result of each rank. `calls` has the calls of all ranks, in rank order."""
     with _no_modes():
         return _OPERATIONS[calls[0].kind](calls, sums)
 
 
 def _no_modes() -> AbstractContextManager[object]:
-    """Leave the modes of the rank that came last: the results belong to all ranks."""
-    # torch has no public names for these modes
+    """Disable the torch modes of the rank that called last: the results are for all ranks."""
+    # torch has no public functions for these modes
     no_functions = _C.DisableTorchFunction()
     if not torch.is_inference_mode_enabled() and not _C._len_torch_dispatch_stack():
         return no_functions
@@ -108,7 +108,7 @@ def _broadcast(calls: Sequence[Call], _sums: Sums) -> Results:
 
 
 def _gather(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Gather for all ranks, or for the root alone."""
+    """Gather for all ranks, or only for the root."""
     parts = tuple(call.sends[0] for call in calls)
     return [parts if call.fills else () for call in calls]
 
@@ -136,7 +136,7 @@ def _barrier(calls: Sequence[Call], _sums: Sums) -> Results:
 
 
 def _message(calls: Sequence[Call], _sums: Sums) -> Results:
-    """Hand the sender's tensors to its recv."""
+    """Pass the tensors of a send to the matching recv."""
     return [calls[0].sends if call.fills else () for call in calls]
 
 
@@ -157,20 +157,20 @@ _OPERATIONS: dict[str, Callable[[Sequence[Call], Sums], Results]] = {
 }
 
 
-# Matching: which calls of ranks belong together.
+# Matching: which calls of different ranks belong to the same collective.
 #
-# Each group's collectives match by their order. Messages match by sender, receiver and
-# tag, and then by their order.
+# The first call of each rank in a group matches the other ranks' first calls, and so on. A send
+# and a recv match if sender, receiver and tag match; several such messages match in order.
 
 
 @attrs.define(eq=False)
 class Meeting:
-    """Calls of one collective, or of a send and its recv.
+    """The matching calls of one collective, or of a send and its recv.
 
     Attributes:
-        calls: the calls of all ranks in their order, or the send and its recv.
+        calls: the calls of all ranks in rank order, or the send and its recv.
         results: the result of each call; None until all ranks have called.
-        ends_at: the virtual time of the result.
+        ends_at: the virtual time at which the results are there.
     """
 
     calls: list[Call] = attrs.field(factory=list["Call"])
@@ -178,22 +178,22 @@ class Meeting:
     ends_at: float = 0.0
 
     def result_of(self, call: Call) -> Tensors:
-        """Return the result of one call."""
+        """Return the tensors that one of the calls receives."""
         assert self.results is not None  # noqa: S101 - the caller has waited
         return self.results[self.calls.index(call)]
 
 
 class CallMatching:
-    """The calls of one world that wait for calls of other ranks."""
+    """The calls of one world that wait for matching calls of other ranks."""
 
     def __init__(self) -> None:
-        """Begin with none."""
+        """Initialize without calls."""
         self._num_joined: Counter[tuple[int, Members]] = Counter()
         self._by_order: dict[tuple[int, Members], Meeting] = {}
         self._messages: list[Meeting] = []
 
     def join(self, call: Call) -> tuple[Meeting, bool]:
-        """Return the meeting of a call, and whether the call completes it."""
+        """Add a call to its `Meeting`. Return the meeting, and whether it is now complete."""
         if call.is_message:
             return self._join_message(call)
         place = self._num_joined[call.rank, call.group], call.group
@@ -207,12 +207,12 @@ class CallMatching:
         return meeting, True
 
     def incomplete(self) -> list[Call]:
-        """Return the calls that wait for others."""
+        """Return the calls that still wait for matching calls."""
         waiting = [*self._by_order.values(), *self._messages]
         return [call for meeting in waiting for call in meeting.calls]
 
     def forget(self, is_gone: Callable[[Members], bool]) -> None:
-        """Drop the waiting calls of groups that are gone."""
+        """Drop the waiting calls of all groups for which `is_gone` is true."""
         calls, messages = self._by_order, self._messages
         self._by_order = {k: m for k, m in calls.items() if not is_gone(k[1])}
         self._messages = [m for m in messages if not is_gone(m.calls[0].group)]
@@ -239,20 +239,20 @@ def _is_message(send: Call, recv: Call) -> bool:
     )
 
 
-# Status: where each rank of a simulated world is, for the tables in errors.
+# Status: the last call of each simulated rank, for the tables in error messages.
 
 
 class RankStatus:
-    """Each rank's last call, whether the rank is still in it, and how the rank ended."""
+    """Each rank's last call, whether that call still runs, and how the rank ended."""
 
     def __init__(self, size: int) -> None:
-        """Begin with ranks that have called nothing."""
+        """Initialize for ranks that have not called a collective."""
         self._last: list[Call | None] = [None] * size
         self._inside: set[int] = set()
         self._ends: dict[int, str] = {}
 
     def enter(self, call: Call) -> None:
-        """Record that a rank is in a call."""
+        """Record that a rank has entered a call."""
         self._last[call.rank] = call
         self._inside.add(call.rank)
 
@@ -261,11 +261,11 @@ class RankStatus:
         self._inside.discard(rank)
 
     def end(self, rank: int, how: str) -> None:
-        """Record how a rank ended: that it returned, raised an error, ..."""
+        """Record how a rank ended, for example "returned"."""
         self._ends[rank] = how
 
     def describe(self, rank: int) -> str:
-        """Return where a rank is, or how it ended."""
+        """Return a text with the rank's last call, and how the rank ended if it did."""
         last, how = self._last[rank], self._ends.get(rank)
         if last is None:
             return how or "has called no collective"
@@ -274,7 +274,7 @@ class RankStatus:
         return where if how is None else f"{how} {where}"
 
     def __str__(self) -> str:
-        """Show a table of all ranks."""
+        """Return a table with one line per rank."""
         cells = [() if last is None else last.row()[1:] for last in self._last]
         return collectives.table(
             {rank: (self.describe(rank), *cells[rank]) for rank in range(len(cells))}
@@ -282,17 +282,17 @@ class RankStatus:
 
 
 TIMEOUT = 1800.0
-"""Virtual seconds that ranks wait for one another; torch's own default."""
+"""How many virtual seconds ranks wait for each other. It is torch's default timeout."""
 _PATIENCE = 100
-"""How often a rank may call after the world has broken, before accelfn unwinds it; and how
-often ranks may ask whether a call is done while nothing happens, before accelfn raises."""
+"""How many collectives a rank may call after its world has failed, before accelfn stops the
+rank. Also how often ranks may poll without progress, before accelfn raises an error."""
 
 
 class Exchange:
-    """The calls of all ranks of one world.
+    """The collective calls of all ranks of one world.
 
-    The world breaks at the first mismatch, deadlock or error of a rank. Every later call of
-    any rank raises the same error.
+    At the first mismatch, deadlock or error of a rank, the world fails ("breaks"). Then every
+    later call of any rank raises the same error.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ class Exchange:
         *,
         least: int | None = None,
     ) -> None:
-        """Begin without calls; `least` is the smallest size of an elastic world."""
+        """Initialize without calls. `least` is the smallest size of an elastic world."""
         self.size = size
         self.regroup = Regroup(size, least)
         self._sums: Sums = sums
@@ -322,12 +322,12 @@ class Exchange:
         self._num_asked = 0
 
     def post(self, call: Call) -> Meeting:
-        """Give a rank's call its index and time, and return its meeting.
+        """Add a rank's call to its meeting, and return the meeting.
 
-        The collective is carried out if this call completes it.
+        If this call is the last of the meeting, execute the collective.
 
         Raises:
-            SimulationError, PeerFailedError: the world is broken, or has ended.
+            SimulationError, PeerFailedError: the world has failed or ended.
         """
         self._check(call)
         call.index = self._num_called[call.rank]
@@ -344,10 +344,10 @@ class Exchange:
         return meeting
 
     def wait(self, call: Call, meeting: Meeting) -> Tensors:
-        """Let other ranks run until the results are there, and return the caller's.
+        """Let other ranks run until the results are there, and return this call's result.
 
         Raises:
-            SimulationError, PeerFailedError: the world is broken, or has ended.
+            SimulationError, PeerFailedError: the world has failed or ended.
         """
         self._let_run(call, lambda: meeting.results is not None)
         if meeting.results is None:
@@ -356,10 +356,12 @@ class Exchange:
         return meeting.result_of(call)
 
     def is_done(self, call: Call, meeting: Meeting) -> bool:
-        """Let others run until the results are there, or no rank can continue; return which.
+        """Let other ranks run, and return whether the results are there.
+
+        Returns True when the results are there, and False when no other rank can continue.
 
         Raises:
-            SimulationError, PeerFailedError: the world is broken.
+            SimulationError, PeerFailedError: the world has failed.
         """
         rank = call.rank
         self._asking.add(rank)
@@ -378,13 +380,13 @@ class Exchange:
             self._matching.forget(lambda members: members == group)
 
     def receive(self, call: Call) -> None:
-        """Let faults change the tensors that a rank has received."""
+        """Apply planned faults that change the tensors that a rank has received."""
         if self.faults:
             for fault in due(self.faults, call, has_result=True):
                 strike(fault, call)
 
     def stuck(self) -> None:
-        """Let ranks that poll a call continue; break the world if there is no such rank."""
+        """Let ranks that poll a call continue. Without such a rank, raise a deadlock error."""
         if self._asking and self._num_asked < _PATIENCE:
             self._num_asked += 1
             self._asking.clear()
@@ -399,7 +401,7 @@ class Exchange:
     def end_rank(self, rank: int, error: BaseException | None) -> BaseException | None:
         """Record how a rank ended; return its error, or None.
 
-        Ranks that wait for it, now or later, raise `PeerFailedError`.
+        Ranks that wait for this rank, now or later, raise `PeerFailedError`.
         """
         error = self._gone.get(rank, error)
         if error is None or isinstance(error, Left):
@@ -421,9 +423,9 @@ class Exchange:
         return crash
 
     def close(self) -> Exception | None:
-        """Release all tensors; return an error that no rank has raised, or None.
+        """Release all tensors. Return an error that no rank has raised yet, or None.
 
-        Such an error concerns a call that no rank waited for.
+        An error that no rank has raised belongs to a call that no rank waited for.
         """
         failure = None
         waiting = self._matching.incomplete()
@@ -446,11 +448,11 @@ class Exchange:
         return failure
 
     def has_raised(self, error: BaseException) -> bool:
-        """Whether an error is one that ranks raise because the world is broken."""
+        """Whether ranks raised this error because the world had failed."""
         return any(error is e for errors in self._raised.values() for e in errors)
 
     def _check(self, call: Call) -> None:
-        """Raise for a call in a broken world, of a rank that is gone, or from outside."""
+        """Raise an error if the world has failed, the rank ended, or another thread calls."""
         rank = call.rank
         self._check_place(call)
         if rank in self._gone:
@@ -468,7 +470,7 @@ class Exchange:
         raise self._raised[rank][-1]
 
     def _check_group(self, call: Call) -> None:
-        """Raise for a call in a group that a rank has given up, or crashed in."""
+        """Raise an error if a rank has closed the call's group, or crashed as a member of it."""
         crash = self.regroup.lost_of(call.group)
         peer = self._given_up.get(call.group)
         if crash is not None:
@@ -502,7 +504,7 @@ class Exchange:
             raise SimulationError(msg)
 
     def _let_run(self, call: Call, ready: Callable[[], bool]) -> None:
-        """Let others run until `ready()`, or until the world has broken."""
+        """Let other ranks run until `ready()`, or until the world has failed."""
         turns = self.turns
         if turns is None or not turns.has_turn(call.rank) or call.rank in self._gone:
             self._check(call)
@@ -520,22 +522,22 @@ class Exchange:
         self._status.exit(call.rank)
 
     def activity(self, rank: int) -> connection.Activity:
-        """Return the activity of a rank at its start; it reports updates if faults are planned."""
+        """Create a rank's activity at its start. With planned faults, it reports updates."""
         activity = connection.Activity()
         if self.faults or self._gone:
             activity.on_update = partial(self.begin_update, rank)
         return activity
 
     def begin_update(self, rank: int, update: int) -> None:
-        """Let the faults happen that are planned for the beginning of an update."""
+        """Apply the faults that are planned for the beginning of an update."""
         self.regroup.reached = max(self.regroup.reached, update)
         self._strike(rank, due_as_begins(self.faults, rank, update))
 
     def check_reached(self) -> None:
-        """Raise if a fault was planned for an update that its rank did not begin.
+        """Raise an error if a fault was planned for an update that its rank did not begin.
 
         Raises:
-            SimulationError: there is such a fault; the text has the first.
+            SimulationError: there is such a fault. The message names the first.
         """
         faults = [fault for fault in self.faults if is_of_update(fault)]
         if faults:
@@ -547,10 +549,10 @@ class Exchange:
         self.regroup.check_returned()
 
     def let_others(self, rank: int, ready: Callable[[], bool]) -> None:
-        """Let others run until `ready()`.
+        """Let other ranks run until `ready()`.
 
         Raises:
-            SimulationError, PeerFailedError: the world has broken.
+            SimulationError, PeerFailedError: the world has failed.
         """
         if self.turns is not None:
             self.turns.wait(rank, lambda: ready() or self._failure is not None)
@@ -558,7 +560,7 @@ class Exchange:
             raise self._failure(rank)
 
     def await_return(self, rank: int) -> bool:
-        """Let others run until a crashed rank comes back; return whether it does."""
+        """Let other ranks run until a crashed rank comes back. Return whether it comes back."""
         unwind, regroup = self._gone.get(rank), self.regroup
         if not isinstance(unwind, Crashed) or unwind.returns is None:
             return False
@@ -592,14 +594,14 @@ class Exchange:
             self._break_by_stall(late, delay)
             return
         meeting.ends_at = late.at
-        # ranks call on separate streams, which do not wait for one another
+        # ranks use separate device streams, which do not wait for each other
         devices.wait_for_all(chain.from_iterable(call.sends for call in calls))
         meeting.results = results(calls, self._sums)
         devices.wait_for_all(chain.from_iterable(meeting.results))
         self.log.append(entry_of(calls))
 
     def _break(self, failure: Callable[[int], Exception]) -> None:
-        """Make every later call raise `failure(rank)`; the first failure counts."""
+        """Make every later call raise `failure(rank)`, unless the world has already failed."""
         if self._failure is None:
             self._failure = failure
 
@@ -633,14 +635,14 @@ def _repr(error: BaseException) -> str:
     return type(error).__name__
 
 
-# Shared values: facts that must be equal on all ranks, compared without a collective.
+# Values that must be equal on all ranks. Ranks compare them in memory, without a collective.
 
 
 class SharedValues:
-    """Values of the ranks so far, by label and by how often each rank gave a value."""
+    """The values that ranks have passed, by label and by the count of the rank's calls."""
 
     def __init__(self, size: int) -> None:
-        """Begin without values."""
+        """Initialize without values."""
         self._size = size
         self._first: dict[tuple[str, int], tuple[int, list[str]]] = {}
         self._num_given: Counter[tuple[int, str]] = Counter()
@@ -649,7 +651,7 @@ class SharedValues:
     def compare(
         self, rank: int, label: str, lines: list[str]
     ) -> tuple[int, list[str]] | None:
-        """Return the first rank and its value if it differs from this rank's, or None."""
+        """Compare with the first rank's value. Return that rank and value if they differ."""
         self._num_given[rank, label] += 1
         place = label, self._num_given[rank, label]
         first = self._first.setdefault(place, (rank, lines))
@@ -659,13 +661,13 @@ class SharedValues:
         return None if first[1] == lines else first
 
 
-# The work of a collective writes its result when the rank waits for it, and not before.
+# A simulated collective writes its result only when the rank waits for the work object.
 #
-# Until then the tensors hold values that cannot pass for a result: a forgotten wait shows.
+# Before that, the tensors have invalid values such as NaN, so a forgotten wait is detected.
 
 
 class SimulatedWork(Work):
-    """The work object that torch's collectives return or wait for."""
+    """The work object of a simulated collective."""
 
     def __init__(
         self,
@@ -673,7 +675,7 @@ class SimulatedWork(Work):
         calls: Sequence[Call],
         outputs: Sequence[torch.Tensor],
     ) -> None:
-        """Post calls; a future of this work holds `outputs`."""
+        """Post the calls. The future of this work object has `outputs` as its value."""
         super().__init__()
         self._exchange = exchange
         self._posted = [(call, exchange.post(call)) for call in calls]
@@ -684,37 +686,37 @@ class SimulatedWork(Work):
                 _write(target, _poison)
 
     def wait(self, timeout: object = None) -> bool:
-        """Let other ranks run until the result is there, and write it."""
-        del timeout  # the world's, in virtual time
+        """Let other ranks run until the result is there, and write the result."""
+        del timeout  # simulated ranks use `TIMEOUT`, in virtual time
         while self._num_written < len(self._posted):
             call, meeting = self._posted[self._num_written]
             parts = self._exchange.wait(call, meeting)
             for target, part in zip(call.fills, parts, strict=True):
                 _write(target, lambda plain, part=part: plain.copy_(part))
-            # the source of the copy is freed on another rank's stream
+            # wait, because the source of the copy may be freed on another rank's stream
             devices.wait_for_all(call.fills)
             self._exchange.receive(call)
             self._num_written += 1
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the result."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Let other ranks run; write the result if it is there, and return whether it is."""
+        """Let other ranks run. Return whether the result is there, and write it if so."""
         pending = self._posted[self._num_written :]
         return all(self._exchange.is_done(*pair) for pair in pending) and self.wait()
 
     def get_future(self) -> "torch.futures.Future[Any]":
-        """Return a completed future: C++ would wait for it without passing the turn."""
+        """Return a completed future. A wait in C++ would not let other ranks run."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._returned)
         return future
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors of the result."""
+        """Wait, and return the tensors of the result."""
         self.wait()
         return self._returned
 
@@ -726,7 +728,7 @@ class SimulatedWork(Work):
 
 
 def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
-    """Write to a tensor outside autograd, and in inference mode if the tensor needs it."""
+    """Write to a tensor without autograd, in inference mode if the tensor needs it."""
     if target.is_inference():
         with torch.inference_mode():
             how(target)
@@ -738,7 +740,7 @@ def _write(target: torch.Tensor, how: Callable[[torch.Tensor], object]) -> None:
 
 
 def _poison(target: torch.Tensor) -> None:
-    """Fill with NaN, the extreme integer, inverted booleans, or zeros if sparse."""
+    """Fill a tensor with invalid values: NaN, an extreme integer, or inverted booleans."""
     if target.layout is not torch.strided:
         target.zero_()
     elif target.dtype.is_floating_point or target.dtype.is_complex:

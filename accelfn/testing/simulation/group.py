@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A torch process group in memory, so that torch's own code runs on it unchanged.
+"""A torch process group in memory, so that torch's distributed code runs without changes.
 
-It has the methods that `torch.distributed` and DistributedDataParallel of torch 2.13 to 2.15
-call. Each method posts calls with copies of the rank's tensors, and returns a work object
+The group has the methods that `torch.distributed` and DistributedDataParallel of torch 2.13 to
+2.15 call. Each method posts calls with copies of the rank's tensors, and returns a work object
 that writes the results.
 """
 
@@ -29,20 +29,20 @@ from accelfn.testing.simulation.calls import Call, Entry, Members
 from accelfn.testing.simulation.exchange import can_carry_out
 
 # pyright: reportIncompatibleMethodOverride=false, reportPrivateUsage=false
-# torch's stubs name the same parameter differently from method to method
+# torch's type stubs use different names for the same parameter in different methods
 
 Tensors: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 Post: TypeAlias = Callable[[Sequence[Call], Sequence[torch.Tensor]], Work]
-"""Posts calls; a future of the work holds the tensors."""
+"""A function that posts calls. The future of the work object has the tensors as its value."""
 _names = count()
 
 
 class SimulatedGroup(dist.ProcessGroup):
-    """One rank's process group of a simulated world.
+    """The process group of one rank in a simulated world.
 
     Attributes:
-        log: the collectives completed so far, by all ranks.
-        activity: the rank's current update and label.
+        log: the collectives that all ranks have completed so far.
+        activity: the rank's current update and collective label.
         members: the ranks of the group.
     """
 
@@ -54,33 +54,33 @@ class SimulatedGroup(dist.ProcessGroup):
         log: "Sequence[Entry]" = (),
         activity: connection.Activity | None = None,
     ) -> None:
-        """Take a rank of the run, its group, the function that posts calls, and the log."""
+        """Initialize for a rank of the run, with its group, `post` function, and log."""
         size = len(members.ranks)
         super().__init__(members.place_of(rank), size)  # pyright: ignore[reportCallIssue] - no store needed
         self._rank = rank
         self._size = size
         self._post = post
-        self._name: Any = None  # torch declares a private type
+        self._name: Any = None  # Any, because torch declares a private type
         self.members = members
         self.log = log
         self.activity = connection.Activity() if activity is None else activity
 
     @property
     def rank_of_run(self) -> int:
-        """This rank among all of the run."""
+        """This rank's number in the run, not in the group."""
         return self._rank
 
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name for it
-        """Return the name that torch prints."""
+    def getBackendName(self) -> str:  # noqa: N802 - torch calls this name
+        """Return the backend's name that torch prints."""
         return "simulated"
 
     def _get_backend(self, device: torch.device) -> "SimulatedGroup":
-        """Return the backend of a device: this group."""
+        """Return the backend for a device, which is this group for all devices."""
         return self
 
     @property
     def supports_coalescing(self) -> bool:
-        """Whether torch may post several calls as one: it may not."""
+        """Whether torch may post several calls as one. Simulated groups do not support this."""
         return False
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -90,24 +90,24 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post(calls, sends)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce several tensors."""
+        """Reduce several tensors over all ranks, in place."""
         return self.allreduce(tensors, opts)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Send the root's tensor to all."""
+        """Send the root's tensor to all ranks."""
         sends, root = _list(tensors), _root(opts)
         calls = [self._call("broadcast", [t], [t], root=root) for t in sends]
         return self._post(calls, sends)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
-        """Reduce to the root; other ranks' tensors stay unchanged."""
+        """Reduce to the root. The tensors of other ranks do not change."""
         sends, root = _list(tensors), _root(opts)
         fills = sends if root == self.rank() else []
         call = self._call("reduce", sends, fills, op=_op(opts), root=root)
         return self._post([call], sends)
 
     def allgather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
-        """Gather every rank's tensor, into a list."""
+        """Gather every rank's tensor into a list."""
         lists = [outputs] if isinstance(outputs[0], torch.Tensor) else list(outputs)
         calls = [
             self._call("all_gather", [send], self._per_rank_like(fills, send))
@@ -118,19 +118,19 @@ class SimulatedGroup(dist.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Any, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors, into one list per rank."""
+        """Gather several tensors from every rank. Each output list has one rank's tensors."""
         return self.allgather(list(zip(*outputs, strict=True)), inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Gather every rank's tensor into one tensor, in order."""
+        """Gather every rank's tensor into one tensor, in rank order."""
         return self.all_gather_single_coalesced([output], [send])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Gather several tensors, each into one."""
+        """Gather several tensors from every rank, each into one tensor in rank order."""
         calls = [
             self._call("all_gather_single", [send], self._parts(fill, send))
             for fill, send in zip(_list(outputs), _list(inputs), strict=True)
@@ -138,21 +138,21 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post(calls, _list(outputs))
 
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Work:
-        """Gather every rank's tensor at the root."""
+        """Gather every rank's tensor on the root."""
         sends = _list(inputs)
         fills = self._per_rank_like(outputs[0], sends[0]) if outputs else []
         call = self._call("gather", sends, fills, root=_root(opts))
         return self._post([call], fills)
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
-        """Give each rank one of the root's tensors."""
+        """Send each rank one of the root's tensors."""
         fills = _list(outputs)
         sends = self._per_rank_like(inputs[0], fills[0]) if inputs else []
         call = self._call("scatter", sends, fills, root=_root(opts))
         return self._post([call], fills)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Work:
-        """Reduce a list of tensors; each rank gets one of them."""
+        """Reduce a list of tensors. Each rank gets one of the results."""
         op = _op(opts)
         calls = [
             self._call(
@@ -165,13 +165,13 @@ class SimulatedGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, send: torch.Tensor, opts: Any = None
     ) -> Work:
-        """Reduce one tensor; each rank gets a part of it."""
+        """Reduce one tensor. Each rank gets a part of the result."""
         return self.reduce_scatter_single_coalesced([output], [send], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """Reduce several tensors; each rank gets a part of each."""
+        """Reduce several tensors. Each rank gets a part of each result."""
         kind, op = "reduce_scatter_single", _op(opts)
         calls = [
             self._call(kind, self._parts(send, fill), [fill], op=op)
@@ -180,7 +180,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post(calls, _list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Work:
-        """Give each rank its tensor of a list."""
+        """Send each rank one tensor of a list."""
         fills = self._per_rank(outputs)
         call = self._call("all_to_all", self._per_rank(inputs), fills)
         return self._post([call], fills)
@@ -193,7 +193,7 @@ class SimulatedGroup(dist.ProcessGroup):
         input_splits: Sequence[int] = (),
         opts: Any = None,
     ) -> Work:
-        """Give each rank its rows of a tensor."""
+        """Send each rank some rows of a tensor."""
         call = self._call(
             "all_to_all_single",
             self._rows(send, input_splits),
@@ -202,7 +202,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._post([call], [output])
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> Work:
-        """Send tensors to one rank, which must receive them."""
+        """Send tensors to one rank, which must call `recv`."""
         sends = _list(tensors)
         calls = [self._call("send", [t], [], peer=peer, tag=tag) for t in sends]
         return self._post(calls, sends)
@@ -224,19 +224,19 @@ class SimulatedGroup(dist.ProcessGroup):
     def among(
         self, members: Members, activity: connection.Activity
     ) -> "SimulatedGroup":
-        """Return this rank's group of other members, with separate collectives."""
+        """Return this rank's process group for `members`."""
         return SimulatedGroup(self._rank, members, self._post, self.log, activity)
 
     @property
     def group_name(self) -> str:
-        """The name of the group in the process's list for torch's functional collectives."""
+        """The name under which torch's functional collectives find this group."""
         if self._name is None:
             self._name = f"simulated {next(_names)}, rank {self._rank}"
             c10d._register_process_group(self._name, self)
         return self._name
 
     def unregister(self) -> bool:
-        """Remove the group from the process's list; return whether it was there."""
+        """Remove the group's name from torch's list. Return whether the name was in the list."""
         if self._name is None:
             return False
         c10d._unregister_process_group(self._name)
@@ -244,7 +244,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return True
 
     def new_group(self, *args: object, **named: object) -> NoReturn:
-        """Raise: torch's new groups are unknown to the simulation."""
+        """Raise an error, because the simulation does not know new process groups of torch."""
         msg = (
             f"Rank {self._rank} of {self._size}: a simulated world cannot have new process"
             " groups of torch. Use world.split(size=...), or simulate(size, fn, axes={...}) and"
@@ -253,7 +253,7 @@ class SimulatedGroup(dist.ProcessGroup):
         raise SimulationError(msg)
 
     def shutdown(self) -> NoReturn:
-        """Raise: the world ends with its function."""
+        """Raise an error, because the group ends when the function of `simulate` ends."""
         msg = (
             f"Rank {self._rank} of {self._size}: you cannot destroy the process group of a"
             " simulated world. Leave out the call: the group ends with the world."
@@ -304,7 +304,7 @@ class SimulatedGroup(dist.ProcessGroup):
         )
 
     def _per_rank(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return a list of one tensor per rank."""
+        """Return the tensors as a list, after a check that there is one per rank."""
         if len(tensors) != self._size:
             msg = f"Expected {self._size} tensors, one per rank, got {len(tensors)}."
             raise ArgumentError(msg)
@@ -313,7 +313,7 @@ class SimulatedGroup(dist.ProcessGroup):
     def _per_rank_like(
         self, tensors: Sequence[torch.Tensor], like: torch.Tensor
     ) -> list[torch.Tensor]:
-        """Return a list of one tensor per rank, each of the same shape and dtype as `like`."""
+        """Return the tensors as a list, after a check of their number, shapes and dtypes."""
         for rank, tensor in enumerate(tensors):
             if tensor.shape != like.shape or tensor.dtype is not like.dtype:
                 msg = (
@@ -324,7 +324,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self._per_rank(tensors)
 
     def _parts(self, full: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
-        """Return views of one tensor, one part per rank, each shaped like `like`."""
+        """Return views of one tensor: one view per rank, each with the shape of `like`."""
         fits = full.numel() == self._size * like.numel() and full.dtype is like.dtype
         if not fits or not full.is_contiguous():
             msg = (
@@ -355,28 +355,28 @@ def _op(opts: Any) -> str:
     reduce_op = getattr(opts, "reduceOp", opts)
     if reduce_op is None:
         return "SUM"
-    name: str = getattr(reduce_op, "op", reduce_op).name  # a ReduceOp wraps its kind
+    name: str = getattr(reduce_op, "op", reduce_op).name  # a ReduceOp wraps a RedOpType
     return name
 
 
 def _root(opts: Any) -> int:
-    """Return the root, from torch's options or an integer."""
+    """Return the root's rank, from torch's options or an integer."""
     return opts if isinstance(opts, int) else getattr(opts, "rootRank", 0)
 
 
-# torch's caches of meshes and DTensors, which all ranks of the process share.
+# torch's caches of device meshes and DTensors, which all ranks of the process share.
 #
-# torch compares meshes by their shape and by the number of the thread that made them. Thread
-# numbers are used again, so a later rank would get an earlier rank's mesh, with its place
-# and groups. torch 2.13 has no public names for these.
+# torch compares meshes by their shape and by the id of the thread that created them. Python uses
+# thread ids again, so a later rank would get an earlier rank's mesh, with the wrong rank and
+# groups. torch 2.13 has no public functions to change this.
 
 ASKED = ((device_mesh, "get_backend"), (device_mesh, "threading"))
-"""Names that a mesh reads to learn whether ranks are threads, and which thread made it."""
+"""Module attributes that a mesh reads: whether ranks are threads, and the thread's id."""
 _numbers = count(1 << 48)
 
 
 def tell_rank() -> None:
-    """Give this rank a thread number for its meshes that no other rank of any run has."""
+    """Make device meshes see a thread id for this rank that no other rank of any run has."""
     number = next(_numbers)
     answers = _threaded_backend, SimpleNamespace(get_ident=lambda: number)
     for (module, name), answer in zip(ASKED, answers, strict=True):
@@ -389,7 +389,7 @@ def _threaded_backend(group: Any = None) -> str:
 
 
 def clear_caches() -> None:
-    """Clear torch's caches for DTensors: they keep meshes and their groups alive."""
+    """Clear torch's caches for DTensors, because they keep meshes and groups alive."""
     if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import _redistribute, debug  # noqa: PLC0415
@@ -399,17 +399,18 @@ def clear_caches() -> None:
     _redistribute._gen_transform_infos.cache_clear()
 
 
-# The groups that torch.distributed knows in a simulated rank.
+# The process groups that torch.distributed knows in a simulated rank.
 #
-# torch keeps all process groups of a process in one object. Each rank has such an object,
-# so nothing of a simulated world is registered with the process. It has the group of the
-# world, and a default group that knows its rank and raises when it communicates. Without a
-# default group, code that calls `is_initialized()` would behave as in a single process.
+# torch keeps all process groups of a process in one object. Each simulated rank has its own such
+# object, so nothing of a simulated world is registered with the process. The object has the
+# world's group, and a default group that knows its rank and raises an error if it is used to
+# communicate. Without a default group, code that calls `is_initialized()` would behave as in a
+# single process.
 
 
 @attrs.define
 class Registry:
-    """The groups and their facts, with the attributes of torch 2.13's `_World`."""
+    """A rank's process groups, with the same attributes as `_World` of torch 2.13."""
 
     default_pg: dist.ProcessGroup | None = None
     pg_map: dict[dist.ProcessGroup, Any] = attrs.field(factory=dict)
@@ -426,13 +427,13 @@ class Registry:
 
     @classmethod
     def of(cls, group: SimulatedGroup) -> "Registry":
-        """Return the registry of a rank in this group."""
+        """Create the registry of a rank, with this group as the world's group."""
         registry = cls()
         registry.begin(group)
         return registry
 
     def begin(self, group: SimulatedGroup) -> None:
-        """Make this the group of the world, and number ranks by their places in it."""
+        """Set the world's group, and number the ranks by their order in it."""
         self.numbers = {rank: place for place, rank in enumerate(group.members.ranks)}
         default = SimulatedGroup(group.rank_of_run, group.members, _refuse)
         self.default_pg, self.tags_to_pg = default, {"": [group, default]}
@@ -440,7 +441,7 @@ class Registry:
         self.add(default)
 
     def add(self, group: SimulatedGroup) -> None:
-        """Register a group of the world's ranks."""
+        """Register a group of some of the world's ranks."""
         ranks = group.members.ranks
         self.pg_map[group] = ("simulated", None)
         self.pg_names[group] = f"simulated {group.members}".strip()
@@ -450,14 +451,14 @@ class Registry:
         self.pg_backend_config[group] = "cpu:simulated"
 
     def remove(self, group: SimulatedGroup) -> None:
-        """Remove a group."""
+        """Remove a group from this registry and from torch's list of names."""
         group.unregister()
         for mapping in (self.pg_map, self.pg_names, self.pg_group_ranks):
             mapping.pop(group, None)
         self.pg_backend_config.pop(group, None)
 
     def close(self) -> None:
-        """Remove all groups from the process's list."""
+        """Remove all groups from torch's list of names."""
         removals = [cast("SimulatedGroup", group).unregister() for group in self.pg_map]
         if any(removals):
             clear_caches()
@@ -475,50 +476,49 @@ def _refuse(calls: Sequence[Call], outputs: Sequence[torch.Tensor]) -> NoReturn:
     raise DefaultGroupError(msg)
 
 
-# A module for the meta device: torch looks up `torch.<kind of device>`, and has no
-# `torch.meta`.
+# A module for the meta device: torch looks up `torch.<device type>`, but has no `torch.meta`.
 
 
 class _Stream(torch.cpu.Stream):
-    """A stream without work, like the CPU's, with completed events."""
+    """A stream that does nothing, like the CPU's stream. Its events are complete."""
 
     def record_event(self, event: Any = None) -> Any:
-        """Return a completed event."""
+        """Return a complete event."""
         del event
         return torch.cpu.Event()
 
 
 class _Meta:
-    """The module of the single meta device."""
+    """The module `torch.meta` for the meta device, with one device."""
 
     Stream, Event = _Stream, torch.cpu.Event
     stream = staticmethod(torch.cpu.stream)
 
     @staticmethod
     def device_count() -> int:
-        """Return the number of devices."""
+        """Return 1, the number of meta devices."""
         return 1
 
     @staticmethod
     def current_device() -> int:
-        """Return the number of the device."""
+        """Return 0, the index of the meta device."""
         return 0
 
     @staticmethod
     def is_initialized() -> bool:
-        """Return True: the device needs no setup."""
+        """Return True, because the device needs no initialization."""
         return True
 
     @staticmethod
     def current_stream(device: Any = None) -> _Stream:
-        """Return a stream."""
+        """Return a stream that does nothing."""
         del device
         return _Stream()
 
 
 @contextmanager
 def known_to_torch(device: torch.device) -> Generator[None]:
-    """Add a module for the meta device to torch while ranks compute on it."""
+    """In a `with` block: add the module `torch.meta` if ranks compute on the meta device."""
     name = device.type
     if name != "meta" or hasattr(torch, name):
         yield
@@ -530,7 +530,7 @@ def known_to_torch(device: torch.device) -> Generator[None]:
         delattr(torch, name)
 
 
-# The error of a rank that reads a value on the meta device.
+# The error message for a rank that reads the value of a meta tensor.
 
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -538,7 +538,7 @@ _LIBRARY = str(Path(__file__).parents[3]) + os.sep
 
 
 def explain_meta_error(error: BaseException) -> BaseException:
-    """Return an error with the line that read a value on meta; other errors unchanged."""
+    """Return an error that names the line that read a meta value; return others unchanged."""
     first = error.__cause__ if isinstance(error, Error) else error
     is_torchs = isinstance(first, (RuntimeError, ValueError)) and not isinstance(
         first, Error
@@ -557,7 +557,7 @@ def explain_meta_error(error: BaseException) -> BaseException:
 
 
 def _line_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame outside torch and its call wrappers."""
+    """Return the file and line of the innermost frame outside torch and its call wrappers."""
     place = ""
     for frame, line in walk_tb(error.__traceback__):
         code = frame.f_code
@@ -567,10 +567,10 @@ def _line_of(error: BaseException) -> str:
     return place
 
 
-# The cost of a collective on the links between ranks, by algorithm.
+# The cost of a collective on the links between ranks, for each algorithm.
 #
-# Each rank has one link, which sends and receives at once. Bytes are payload bytes. N is the
-# number of ranks, and n the bytes that each rank gives.
+# Each rank has one link, which sends and receives at the same time. Bytes are payload bytes. N is
+# the number of ranks, and n the number of bytes that each rank sends.
 #
 # | collective | ring | tree | Gloo | | --- | --- | --- | --- | | all_reduce | 2 (N-1)
 # rounds of n/N | 2 log2 N rounds of n | as a ring | | reduce_scatter | N-1 rounds of n/N |
@@ -586,12 +586,13 @@ Algorithm: TypeAlias = Literal["ring", "tree", "gloo"]
 
 @attrs.frozen(kw_only=True)
 class Cost:
-    """The cost of one collective on the links.
+    """The cost of one collective on the network links.
 
     Attributes:
-        num_bytes: the bytes that all ranks send together.
-        rounds: how often a rank waits for a message before it can continue.
-        busiest: the bytes that cross the busiest link, one after the other.
+        num_bytes: the bytes that all ranks together send.
+        rounds: the number of messages that must follow each other, because each waits for the
+            one before.
+        busiest: the bytes that the link with the most traffic carries.
     """
 
     num_bytes: int
@@ -601,13 +602,13 @@ class Cost:
 
 @attrs.frozen(kw_only=True)
 class Payload:
-    """The facts about one collective that its cost depends on.
+    """The properties of one collective that determine its cost.
 
     Attributes:
         kind: torch's name of the collective.
         ranks: the number of ranks that take part.
-        most: the largest number of bytes that one rank gives for others.
-        total: the bytes that all ranks give for others.
+        most: the largest number of bytes that one rank sends for other ranks.
+        total: the bytes that all ranks together send for other ranks.
         is_sparse: whether the tensors are sparse.
     """
 
@@ -630,7 +631,7 @@ def payload_of(entry: Entry) -> Payload:
 
 
 def check_algorithm(call: str, algorithm: object) -> None:
-    """Raise unless `algorithm` is known.
+    """Raise an error if the name of the algorithm is unknown.
 
     Raises:
         ArgumentError: the algorithm is unknown.
@@ -642,35 +643,37 @@ def check_algorithm(call: str, algorithm: object) -> None:
 
 
 def cost(payload: Payload, algorithm: Algorithm) -> Cost:
-    """Return the cost of a collective."""
+    """Return the cost of a collective under an algorithm."""
     if payload.ranks == 1:
         return Cost(num_bytes=0, rounds=0, busiest=0.0)
     kind = payload.kind
-    if payload.is_sparse and kind == "all_reduce":  # ranks gather indices and values
+    if (
+        payload.is_sparse and kind == "all_reduce"
+    ):  # for sparse tensors, ranks all-gather
         kind = "all_gather"
     return _COSTS[algorithm][kind](payload)
 
 
 def _pipeline(payload: Payload) -> Cost:
-    """Return the cost of passing parts from rank to rank."""
+    """Return the cost of passing pieces of a tensor from rank to rank."""
     hops, n = payload.ranks - 1, payload.most
     return Cost(num_bytes=hops * n, rounds=hops, busiest=n)
 
 
 def _in_a_tree(payload: Payload) -> Cost:
-    """Return the cost of a tree: from one rank to two, to four, or back."""
+    """Return the cost of a tree, which sends from one rank to two, to four, or back."""
     n, depth = payload.most, (payload.ranks - 1).bit_length()
     return Cost(num_bytes=(payload.ranks - 1) * n, rounds=depth, busiest=depth * n)
 
 
 def _reduce_scatter(payload: Payload) -> Cost:
-    """Return the cost of passing each part once around the ring."""
+    """Return the cost of passing each piece once around the ring of ranks."""
     hops, n = payload.ranks - 1, payload.most
     return Cost(num_bytes=hops * n, rounds=hops, busiest=hops * n / payload.ranks)
 
 
 def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
-    """Return twice a cost: to the sum, and back."""
+    """Return a function with twice the cost: once to compute a sum, once to distribute it."""
 
     def cost(payload: Payload) -> Cost:
         half = once(payload)
