@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core's parallel layers, as layers of any model (extra `accelfn[megatron]`)."""
+"""Megatron-core's parallel layers for any model (extra `accelfn[megatron]`)."""
 
 import importlib.util
 from collections.abc import Callable
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from accelfn.megatron.parallel_layers import Column, Row, Vocabulary
 
 _AS_TORCH = partial(nn.init.kaiming_uniform_, a=5**0.5)
-"""Initializes a weight as torch's linear layers do."""
+"""Initializes a weight like torch's `nn.Linear`."""
 
 
 @attrs.frozen
 class Layers:
-    """Makes Megatron-core's layers, which are split over the ranks along "tp".
+    """Creates Megatron-core's layers, which are split over the ranks along "tp".
 
-    The layers run Megatron's forward and backward passes, and return an output and a bias:
-    `layer(x)[0]`. Each layer is created whole, so that a state starts with the same values for
-    any number of ranks; with `tensor_parallel()` in the setup each rank gets its shard.
+    The layers run Megatron's forward and backward passes. A linear layer returns a pair of an
+    output and a bias, so write `layer(x)[0]`. Each layer is created with its full size, so a state
+    starts with the same values for any number of ranks. With `tensor_parallel()` in the setup,
+    each rank then gets its shard.
 
     Attributes:
-        config: Megatron's config of the layers.
+        config: Megatron's config for the layers.
     """
 
     config: Any
@@ -44,15 +45,15 @@ class Layers:
         skip_bias_add: bool = False,
         init_method: Callable[[torch.Tensor], object] = _AS_TORCH,
     ) -> "Column":
-        """Return a linear layer split by output features.
+        """Create a linear layer that is split by output features.
 
         Args:
-            input_size: the number of input features, (..., input_size).
+            input_size: the number of input features: inputs have the shape (..., input_size).
             output_size: the number of output features, a multiple of the number of ranks.
             bias: whether the layer has a bias, initialized to 0.
-            gather_output: whether each rank gets the features of all ranks.
+            gather_output: whether each rank gets the output features of all ranks.
             skip_bias_add: whether to return the bias instead of adding it.
-            init_method: initializes the weight.
+            init_method: a function that initializes the weight in place.
 
         Raises:
             ArgumentError: gather_output and skip_bias_add are both True.
@@ -77,16 +78,17 @@ class Layers:
         skip_bias_add: bool = False,
         init_method: Callable[[torch.Tensor], object] = _AS_TORCH,
     ) -> "Row":
-        """Return a linear layer split by input features, which sums over the ranks.
+        """Create a linear layer that is split by input features, and sums over the ranks.
 
         Args:
             input_size: the number of input features, a multiple of the number of ranks.
-            output_size: the number of output features, (..., output_size), equal on all ranks.
+            output_size: the number of output features: outputs have the shape
+                (..., output_size), and are the same on all ranks.
             bias: whether the layer has a bias, initialized to 0 and added once.
-            input_is_parallel: whether each rank passes its own features, as after a column
-            layer; otherwise each rank passes all features.
+            input_is_parallel: whether the input has only this rank's features, as after a column
+                layer. Otherwise the input has all features.
             skip_bias_add: whether to return the bias instead of adding it.
-            init_method: initializes the weight.
+            init_method: a function that initializes the weight in place.
         """
         return _import_layers().Row(
             input_size,
@@ -105,12 +107,13 @@ class Layers:
         *,
         init_method: Callable[[torch.Tensor], object] = nn.init.normal_,
     ) -> "Vocabulary":
-        """Return an embedding split by words.
+        """Create an embedding that is split by rows (words of the vocabulary).
 
         Args:
-            num_embeddings: the number of words, a multiple of the number of ranks.
-            embedding_dim: the number of features of a word, (..., embedding_dim).
-            init_method: initializes the vectors.
+            num_embeddings: the number of rows, a multiple of the number of ranks.
+            embedding_dim: the size of an embedding vector: outputs have the shape
+                (..., embedding_dim).
+            init_method: a function that initializes the weight in place.
         """
         return _import_layers().Vocabulary(
             num_embeddings, embedding_dim, init_method=init_method, config=self.config
@@ -118,22 +121,23 @@ class Layers:
 
 
 def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
-    """Return a maker of Megatron-core's layers for the ranks of a world along "tp".
+    """Return a `Layers` that creates Megatron-core's layers for the "tp" ranks of a world.
 
-    `af.tensor_parallel()` splits these layers without a plan. Modules between a column and a
-    row layer still need a plan: `{"*.norm_of_heads": "replicated"}`. You do not need Megatron's
-    `parallel_state`: the world provides the process groups.
+    `af.tensor_parallel()` splits these layers without a tensor-parallel plan. Modules with
+    parameters between a column and a row layer still need a plan, such as
+    `{"*.norm_of_heads": "replicated"}`. You do not need Megatron's `parallel_state`, because the
+    world provides the process groups.
 
     Args:
-        world: the world; its ranks along "tp" share each layer.
+        world: the world. Its ranks along "tp" share each layer.
         dtype: the dtype of the parameters.
 
     Law:
-        Parameters, optimizer state and metrics are those of torch's whole layers, up to
-        rounding. Checkpoints and exports have torch's layout, bitwise.
+        Parameters, optimizer state and metrics are those of unsplit torch layers, up to
+        rounding. Checkpoints and exports have the same tensors as those of torch layers.
 
     Cost:
-        As `tensor_parallel`. The first call imports Megatron-core, which takes seconds.
+        The cost of `tensor_parallel`. The first call imports Megatron-core, which takes seconds.
 
     Raises:
         ArgumentError: Megatron-core is not installed.
@@ -158,6 +162,6 @@ def layers(world: World, *, dtype: torch.dtype = torch.float32) -> Layers:
 
 
 def _import_layers() -> Any:
-    from accelfn.megatron import parallel_layers  # noqa: PLC0415 - imported in seconds
+    from accelfn.megatron import parallel_layers  # noqa: PLC0415 - a slow import
 
     return parallel_layers

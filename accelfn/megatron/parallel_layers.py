@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Megatron-core's parallel layers: created whole, and split by their own constructor.
+"""Megatron-core's parallel layers, created with full sizes and then split over ranks.
 
-A layer is created whole, so that a state has the same values for any number of ranks. With
-several ranks along "tp", Megatron's constructor runs once more for their group, without values,
-and the rank's shards replace the parameters.
+A layer is created with its full size, so a state has the same values for any number of ranks. With
+several ranks along "tp", Megatron's constructor runs a second time for the group of these ranks,
+on the meta device. Then the rank's shards replace the parameters.
 """
 
 import warnings
@@ -30,19 +30,19 @@ with warnings.catch_warnings():  # Megatron warns about optional packages
         set_tensor_model_parallel_attributes,
     )
 
-# a module's tables of parameters have no public name
+# torch has no public name for a module's dict of parameters
 
 OutputAndBias: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Megatron(SelfSplittingLayer):
-    """A Megatron layer that keeps its constructor's arguments.
+    """A Megatron layer that keeps the arguments of its constructor.
 
     Attributes:
-        word: the equivalent word of a plan.
-        cuts: the split dim of each split parameter.
-        place: its name in the model, once it is split.
-        layers: the state that it shares with other layers, once it is split.
+        word: the word for this kind of layer in a tensor-parallel plan.
+        cuts: the dim along which each parameter is split.
+        place: the layer's name in the model, set when the layer is split.
+        layers: the data that the split layers of a model share, set when the layer is split.
     """
 
     word: ClassVar[str]
@@ -53,7 +53,7 @@ class Megatron(SelfSplittingLayer):
     _made: tuple[tuple[int, ...], dict[str, Any]]
 
     def __init__(self, *sizes: int, **options: Any) -> None:
-        """Create the whole layer, and initialize its parameters."""
+        """Create the layer with its full size, and initialize its parameters."""
         super().__init__(*sizes, **options)
         self._made = sizes, options
         dim = self.cuts["weight"]
@@ -73,7 +73,7 @@ class Megatron(SelfSplittingLayer):
         """Switch to this rank's shards of the parameters."""
         if (
             layers.ranks.device.type != "cuda"
-        ):  # its advice would be about streams of GPUs
+        ):  # suppress Megatron's warning about GPU streams
             vars(linear_with_grad_accumulation_and_async_allreduce)["warned"] = True
         sizes, options = self._made
         parts, training = dict(self._parameters), self.training
@@ -84,10 +84,10 @@ class Megatron(SelfSplittingLayer):
         self._made, self.place, self.layers = (sizes, options), place, layers
 
     def check(self, size: int, place: str, caller: str, *, sequence: bool) -> None:
-        """Reject a number of ranks that cannot share the layer.
+        """Raise an error if the layer cannot be split over `size` ranks.
 
         Raises:
-            ModelError: the ranks cannot.
+            ModelError: the layer cannot be split over this number of ranks, or along sequences.
         """
         made_for = self._made[1]["config"].tensor_model_parallel_size
         if made_for != size:
@@ -117,7 +117,7 @@ class Megatron(SelfSplittingLayer):
             raise ModelError(msg)
 
     def full_param(self, name: str) -> torch.Tensor | None:
-        """Return a whole parameter; a collective if it is split."""
+        """Return the full parameter. If the parameter is split, this is a collective call."""
         param: torch.Tensor | None = getattr(self, name)
         if param is None or self.layers is None or name not in self.cuts:
             return param
@@ -125,42 +125,42 @@ class Megatron(SelfSplittingLayer):
 
 
 class Linear(Megatron):
-    """A linear layer that returns its bias, or adds it.
+    """A linear layer that adds its bias, or returns it.
 
-    Megatron's own code never adds the bias here: with a frozen weight, it would lose the bias's
-    gradient.
+    This class adds the bias itself. Megatron's code would lose the bias's gradient if the weight
+    is frozen.
     """
 
     def __init__(
         self, input_size: int, output_size: int, *, skip_bias_add: bool, **options: Any
     ) -> None:
-        """Create the whole layer."""
+        """Create the layer with its full size."""
         self.gives_bias = skip_bias_add
         super().__init__(input_size, output_size, **options, skip_bias_add=True)
 
     def in_one_piece(self, input_: torch.Tensor) -> OutputAndBias:
-        """Compute with gathered, whole weights."""
+        """Compute with the full, gathered weight and bias."""
         weight = self.full_param("weight")
-        assert weight is not None  # noqa: S101 - none is made without
+        assert weight is not None  # noqa: S101 - every layer has a weight
         return self.with_bias(F.linear(input_, weight), self.full_param("bias"))
 
     def with_bias(self, out: torch.Tensor, bias: torch.Tensor | None) -> OutputAndBias:
-        """Return an output and a bias; add the bias unless it is skipped."""
+        """Add the bias to an output, or return it with the output if `skip_bias_add` is set."""
         if self.gives_bias or bias is None:
             return out, bias
         return out + bias, None
 
 
 class Column(Linear, ColumnParallelLinear):
-    """A linear layer split by output features."""
+    """A linear layer that is split by output features."""
 
     word = "column"
-    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
+    cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - the same for all instances
 
     def __init__(
         self, input_size: int, output_size: int, *, gather_output: bool, **options: Any
     ) -> None:
-        """Create the whole layer."""
+        """Create the layer with its full size."""
         if gather_output and options["skip_bias_add"]:
             msg = (
                 "af.megatron.layers: a column layer with gather_output=True and"
@@ -174,22 +174,22 @@ class Column(Linear, ColumnParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> OutputAndBias:
-        """Return this rank's features, or with `gather_output` all of them; and a bias."""
+        """Return a bias, and this rank's features, or with `gather_output` all features."""
         layers = self.layers
         if layers is None or layers.is_whole:
             return self.in_one_piece(input_)
         output, bias = self.with_bias(*ColumnParallelLinear.forward(self, input_))
-        if self.gathers:  # Megatron's gather only works on GPUs
+        if self.gathers:  # not with Megatron's gather, which only works on GPUs
             return layers.gather_features(output), bias
         layers.begin_region(self.place, training=self.training)
         return output, bias
 
 
 class Row(Linear, RowParallelLinear):
-    """A linear layer split by input features; sums over the ranks."""
+    """A linear layer that is split by input features, and sums over the ranks."""
 
     word = "row"
-    cuts = {"weight": 1}  # noqa: RUF012 - of all
+    cuts = {"weight": 1}  # noqa: RUF012 - the same for all instances
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Row(Linear, RowParallelLinear):
         input_is_parallel: bool,
         **options: Any,
     ) -> None:
-        """Create the whole layer."""
+        """Create the layer with its full size."""
         self.takes_some = input_is_parallel
         super().__init__(input_size, output_size, **options, input_is_parallel=True)
 
@@ -214,22 +214,22 @@ class Row(Linear, RowParallelLinear):
             return self.in_one_piece(input_)
         if self.takes_some:
             layers.end_region()
-        else:  # Megatron's scatter only works on GPUs
+        else:  # not with Megatron's scatter, which only works on GPUs
             input_ = layers.scatter_features(input_)
         return self.with_bias(*RowParallelLinear.forward(self, input_))
 
 
 class Vocabulary(Megatron, VocabParallelEmbedding):
-    """An embedding split by words."""
+    """An embedding that is split by rows (words of the vocabulary)."""
 
     word = "vocabulary"
-    cuts = {"weight": 0}  # noqa: RUF012 - of all
+    cuts = {"weight": 0}  # noqa: RUF012 - the same for all instances
 
     def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Return the vectors of all words, each from its rank."""
+        """Return the embedding vectors of all indices, each from the rank that has its row."""
         if self.layers is None or self.layers.is_whole:
             weight = self.full_param("weight")
-            assert weight is not None  # noqa: S101 - as above
+            assert weight is not None  # noqa: S101 - every layer has a weight
             return F.embedding(input_, weight)
         return VocabParallelEmbedding.forward(self, input_)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models spread over devices, host memory and disk."""
+"""Placement of a model's modules on several devices, in host memory and on disk."""

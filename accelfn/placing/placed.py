@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`on_devices`: run the forward of a model with units on several devices, host and disk."""
+"""`on_devices`: run a model with modules on several devices, in host memory and on disk."""
 
 import os
 import tempfile
@@ -23,12 +23,12 @@ from accelfn.plug import (
     tree,
 )
 
-# Offloaded parameters, which are copied to the device for the forward of their module.
+# Offloaded parameters, which are copied to the device while their module computes.
 
 
 @attrs.define(eq=False)
 class Guest:
-    """An offloaded parameter, with a count of its current uses."""
+    """An offloaded parameter, and how many running modules use it now."""
 
     param: torch.Tensor
     home: torch.Tensor
@@ -38,7 +38,7 @@ class Guest:
     uses: int = 0
 
     def come(self) -> None:
-        """Add a use; copy the parameter to the device if it is not there."""
+        """Count one more use. Copy the parameter to the device before the first use."""
         self.uses += 1
         if self.uses == 1:
             away = self.home.device != self.device
@@ -50,7 +50,7 @@ class Guest:
                 self.param.data = self.home.clone()
 
     def go(self) -> None:
-        """Drop a use; release the copy after the last use."""
+        """Count one use less. Release the copy on the device after the last use."""
         self.uses -= 1
         if not self.uses:
             self.param.data = self.home
@@ -58,19 +58,20 @@ class Guest:
                 self.file.drop()
 
 
-# Prefetching the next module's parameters on a stream, while a module computes.
+# Prefetching: copy the next module's parameters on a stream, while a module computes.
 
 
 @attrs.define(eq=False)
 class Ahead:
     """Prefetches the parameters of the next module, while a module computes.
 
-    Predicts the module that followed the last two calls in the same order the last time.
+    The predicted module is the module that followed when the last two modules were called before
+    in the same order.
 
     Attributes:
         device: the computing device.
-        room: the maximum bytes of offloaded parameters on the device at a time.
-        side: the stream for copies.
+        room: the maximum bytes of offloaded parameters on the device at the same time.
+        side: the device stream for copies.
     """
 
     device: torch.device
@@ -84,14 +85,14 @@ class Ahead:
 
     @classmethod
     def on(cls, device: torch.device, room: int) -> "Ahead | None":
-        """Return a prefetcher if the device has streams and copies from pinned memory."""
+        """Create a prefetcher, or return None if the device cannot copy from pinned memory."""
         if not devices.can_pin(device):
             return None
         module: Any = torch.get_device_module(device)
         return cls(device, room, module.Stream(device))
 
     def within(self, stack: ExitStack, model: nn.Module) -> None:
-        """Prefetch within forward passes only; values may change between passes."""
+        """Enable prefetching only in forward passes, because values may change between them."""
 
         def begin(_module: nn.Module, _args: Any) -> None:
             self._turn(runs=True)
@@ -104,7 +105,7 @@ class Ahead:
         stack.callback(model.register_forward_hook(end, always_call=True).remove)
 
     def receive(self, guests: tuple[Guest, ...]) -> None:
-        """Record a call of a module: wait for its parameters, and drop wrong predictions."""
+        """Record a module's call. Wait for its parameters, and drop wrongly predicted copies."""
         if not self._runs:
             return
         self._all.update(guests)
@@ -122,7 +123,7 @@ class Ahead:
             return
         module: Any = torch.get_device_module(self.device)
         self._sent = some
-        # memory of the stream that computes, which uses it and gets it back
+        # allocate on the computing stream, because this stream uses and frees the memory
         targets = [torch.empty_like(g.home, device=self.device) for g in some]
         self.side.wait_stream(module.current_stream(self.device))
         with module.stream(self.side):
@@ -130,7 +131,7 @@ class Ahead:
                 guest.ahead = target.copy_(guest.home, non_blocking=True)
 
     def _wait(self, guests: tuple[Guest, ...] = ()) -> None:
-        """Let the computing stream wait for the copies, and keep those of `guests`."""
+        """Let the computing stream wait for the copies. Drop all copies except for `guests`."""
         if not self._sent:
             return
         module: Any = torch.get_device_module(self.device)
@@ -150,13 +151,16 @@ def _can_be_sent(guest: Guest) -> bool:
     return away and not guest.uses and guest.home.is_pinned()
 
 
-# Hooks that copy offloaded parameters before the forward of a module, and release them after.
+# Hooks that copy offloaded parameters before a module's forward, and release them after it.
 
 
 def let_in(
     stack: ExitStack, module: nn.Module, guests: tuple[Guest, ...], loader: Ahead | None
 ) -> None:
-    """Copy guests before a module's forward, and release them after it, also on errors."""
+    """Add hooks that copy guests before a module's forward, and release them after it.
+
+    The guests are also released if the forward raises an error.
+    """
 
     def before(_module: nn.Module, _args: Any) -> None:
         current = None if all(guest.uses for guest in guests) else loader
@@ -189,36 +193,36 @@ M = TypeVar("M", bound=nn.Module)
 def on_devices(
     model: M, plan: DeviceMap, *, weights: str | os.PathLike[str] | None = None
 ) -> Generator[M]:
-    """Place a model's units as planned, for forward passes without gradients in a `with` block.
+    """In a `with` block: place a model's units as planned, for forward passes without gradients.
 
     Units on a device stay there until the end of the block. Offloaded units are copied to the
-    plan's first device for their forward and released after it, or module by module if their
-    modules are called separately. They are kept in host memory if there is an accelerator, or
-    in memory-mapped files on the disk. Buffers are on the device where their unit computes.
-    Inputs move from device to device, and outputs return to the device of the inputs.
+    plan's first device before their forward, and released after it. If the modules of a unit are
+    called separately, each module is copied and released separately. Offloaded units are in host
+    memory, or in memory-mapped files on the disk. Buffers are on the device where their unit
+    computes. Inputs move from device to device, and the output returns to the device of the inputs.
 
-    After the block the model has the same parameters with their values in their old places, and
-    no hooks. Buffers keep the values of the forward passes or of `weights`.
+    After the block, the model has no hooks, and its parameters have the same values on the same
+    devices as before. Buffers keep the values that the forward passes or `weights` set.
 
     Args:
-        model: a model with values, which are written to the disk where the plan says so; or a
-            model of `empty_weights`, with values in `weights`.
-        plan: a plan of `af.plan_devices` for this model, or its `moved`.
-        weights: a safetensors file, a folder of files, or an index, for parameters without
-            values; the files are memory-mapped. Persistent buffers are read.
+        model: a model with values, or a model that was created under `empty_weights`, with its
+            values in `weights`. Values of units on "disk" are written to the disk.
+        plan: a plan of `af.plan_devices` for this model, or a result of the plan's `moved`.
+        weights: a safetensors file, a folder of such files, or an index file, with the values of
+            parameters without values. The files are memory-mapped. Persistent buffers are read.
 
-    Law: outputs are bitwise those of the unplaced model on the same kind of device.
+    Law: outputs are bitwise equal to those of the model on one device of the same kind.
 
-    Cost: offloaded units are read at each forward. From pinned host memory, the next unit (by
-        the order of the previous pass) is copied on a stream of the device while a unit
-        computes, if the budget has room for both. A model with values is written to the disk
-        where planned, and read back at the end.
+    Cost: each forward reads the offloaded units. From pinned host memory, the next unit (in the
+        order of the previous pass) is copied on a stream of the device while a unit computes, if
+        the budget has room for both. Units on "disk" of a model with values are written to the
+        disk, and read back at the end.
 
     Raises:
-        ModelError: the model is placed already, or different parameters share memory; or
-            gradients are enabled in a forward.
-        ArgumentError: the plan is for another model (the error names missing parameters); or
-            the model has values and you pass `weights`.
+        ModelError: the model is already placed, different parameters share memory, or gradients
+            are enabled in a forward.
+        ArgumentError: the plan is for another model (the message names missing modules), or the
+            model has values and you pass `weights`.
         CheckpointError: a parameter without values, or its buffer, is missing in `weights` or
             has another shape.
     """
@@ -234,7 +238,9 @@ def on_devices(
         values = _values(model, named, weights)
         sources = stack.enter_context(_fill_parameters(model, values))
         stack.enter_context(mark_placed(model))
-        units = units_of(model)  # with the parameters that have values now
+        units = units_of(
+            model
+        )  # again, because parameters without values were replaced
         _settle(stack, model, plan, units, sources)
         if {*plan.budgets} - {"cpu", DISK}:
             _follow(stack, model, plan, units)
@@ -281,7 +287,7 @@ def _values(
     named: Mapping[str, torch.Tensor],
     weights: str | os.PathLike[str] | None,
 ) -> dict[int, importing.Mapped]:
-    """Map values for parameters on meta, by the parameter's identity."""
+    """Return memory-mapped values for parameters on meta, by the parameter's id."""
     empty = [name for name, tensor in named.items() if tensor.is_meta]
     if not empty and weights is not None:
         msg = (
@@ -325,17 +331,19 @@ def _fill_buffers(
     sources: Mapping[str, importing.Mapped],
     weights: str | os.PathLike[str],
 ) -> None:
-    """Read persistent buffers of the weights, such as running statistics.
+    """Copy persistent buffers, such as running statistics, from the weights to the model.
 
     Raises:
-        CheckpointError: a buffer is missing, or has another shape.
+        CheckpointError: a buffer is missing in the weights, or has another shape.
     """
     state = model.state_dict(keep_vars=True)
     names_of: dict[int, list[str]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in state and not buffer.is_meta:
             names_of.setdefault(id(buffer), []).append(name)
-    for names in names_of.values():  # files have one that is shared under one name
+    for (
+        names
+    ) in names_of.values():  # files have a shared buffer under only one of its names
         name = next((name for name in names if name in sources), names[0])
         buffer = state[name]
         if name not in sources or sources[name].tensor.shape != buffer.shape:
@@ -352,7 +360,7 @@ def _fill_buffers(
 def _fill_parameters(
     model: nn.Module, values: Mapping[int, importing.Mapped]
 ) -> Generator[dict[int, importing.Mapped]]:
-    """Replace parameters on meta by parameters with values; yield their mapped files."""
+    """In a `with` block: replace parameters on meta by parameters with memory-mapped values."""
     new_params: dict[int, nn.Parameter] = {}
     places = [
         (module, name, param)
@@ -385,7 +393,7 @@ def _settle(
     units: list[list[Part]],
     sources: Mapping[int, importing.Mapped],
 ) -> None:
-    """Move each unit to its place, and add hooks for offloaded units."""
+    """Move each unit to its device, and add hooks for offloaded units."""
     where = {name: unit.device for unit in plan.units for name in unit.names}
     away = {DISK} if plan.computes == "cpu" else {"cpu", DISK}
     loader = Ahead.on(torch.device(plan.computes), plan.room)
@@ -418,8 +426,10 @@ def _invite(
     guests: Mapping[int, Guest],
     loader: Ahead | None,
 ) -> None:
-    """Add hooks to all callable modules of a unit; release all parameters at the end."""
-    for guest in guests.values():  # Ctrl-C may have left one away from home
+    """Add hooks to all modules of a unit that may be called. Release all parameters at the end."""
+    for (
+        guest
+    ) in guests.values():  # after Ctrl-C, a parameter may still be on the device
         stack.callback(setattr, guest.param, "data", guest.home)
     for call in [c for part in unit for c in calls_of(part)]:
         some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}
@@ -434,7 +444,7 @@ def _move(
     keep: bool = False,
     copy: bool = False,
 ) -> None:
-    """Move a tensor until the end; with `keep`, copy changed values back."""
+    """Move a tensor until the end of the block. With `keep`, copy its values back then."""
     home = tensor.data
     tensor.data = home.to(device, copy=copy)
 
@@ -453,7 +463,7 @@ def _homes(
     plan: DeviceMap,
     files_of: Mapping[int, importing.Mapped],
 ) -> list[tuple[torch.Tensor, importing.Mapped | None]]:
-    """Move parameters to their offloaded places, and return these places."""
+    """Move parameters to host memory or disk. Return the offloaded tensors and their files."""
     sources = {n: files_of.get(id(p)) for n, p in params.items()}
     write = {n: p for n, p in params.items() if place == DISK and sources[n] is None}
     if write:
@@ -484,7 +494,7 @@ def _read_back(param: torch.Tensor, source: torch.Tensor, device: torch.device) 
 
 
 def _check_unshared(params: Mapping[str, torch.Tensor]) -> None:
-    """Reject different parameters that share memory: placing would separate them."""
+    """Reject different parameters that share memory, because the disk would separate them."""
     owners: dict[int, str] = {}
     for name, param in params.items():
         storage = param.untyped_storage()

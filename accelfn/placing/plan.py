@@ -14,17 +14,17 @@ from torch import nn
 from accelfn.errors import ArgumentError, ModelError
 from accelfn.plug import arguments
 
-# The units of a model: modules that are placed as a whole, in the order of the model.
+# The units of a model, in the order of the model. A unit is placed as a whole.
 #
 # A block is a member of an outermost `nn.ModuleList`, or a module of a class that the model
-# names in `_no_split_modules`, as in Transformers. Each block is a unit, and so is each largest
-# module without blocks. The direct tensors of an enclosing module, including those of parameter
-# lists (which are never called), form a unit too. Units that share a tensor are merged.
+# names in `_no_split_modules`, as in Transformers. Each block is a unit. Each largest module
+# without blocks is a unit. The direct tensors of a module that contains blocks form a unit, with
+# the tensors of its parameter lists, which are never called. Units that share a tensor are merged.
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """A module of a unit, with the tensors that its forward needs, by name in the model."""
+    """A module of a unit, with the tensors that its forward needs, by their names in the model."""
 
     name: str
     module: nn.Module
@@ -33,7 +33,7 @@ class Part:
 
 @attrs.frozen(eq=False)
 class Call:
-    """A module that may be called separately, with the tensors that it needs."""
+    """A module that may be called separately, with the tensors that the call needs."""
 
     module: nn.Module
     tensors: tuple[torch.Tensor, ...]
@@ -42,8 +42,8 @@ class Call:
 def calls_of(part: Part) -> list[Call]:
     """Return the modules of a part that may be called separately.
 
-    A loop can call the members of a container, and a method other than the forward can call
-    the members of a module.
+    For example, a loop may call the members of a container, and a method other than `forward`
+    may call the submodules of a module.
     """
     inside = [module for module in part.module.modules() if module is not part.module]
     calls = [Call(item, tuple(_direct_tensors("", item).values())) for item in inside]
@@ -96,7 +96,7 @@ def _parts(model: nn.Module) -> Iterator[Part]:
         inside = [m for m in module.modules() if m is not module]
         lacks_blocks = name and not any(id(item) in blocks for item in inside)
         if not inside and not _has_forward(module):
-            return  # its tensors are those of the module around it
+            return  # its tensors belong to the enclosing module
         if id(module) in blocks or lacks_blocks or not inside:
             yield Part(name, module, _named_tensors(name, module, recurse=True))
             return
@@ -113,7 +113,7 @@ def _has_forward(module: nn.Module) -> bool:
 
 
 def _direct_tensors(name: str, module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return a module's direct tensors, and those of its lists without a forward."""
+    """Return a module's direct tensors, and those of its containers without a forward."""
     tensors = _named_tensors(name, module, recurse=False)
     for child, submodule in module.named_children():
         if not _has_forward(submodule):
@@ -131,7 +131,7 @@ def _named_tensors(
 
 
 def _blocks(model: nn.Module) -> set[int]:
-    """Return the identities of the outermost blocks."""
+    """Return the ids of the outermost blocks."""
     kinds: Any = [getattr(m, "_no_split_modules", None) for m in model.modules()]
     names = {name for some in kinds for name in some or ()}
     ids = set[int]()
@@ -155,10 +155,10 @@ class Unit:
     """Modules that are placed together.
 
     Attributes:
-        names: the names of the modules; several if modules share tensors.
-        num_bytes: the bytes of parameters and buffers, each counted once.
+        names: the names of the modules. Modules that share tensors are in one unit.
+        num_bytes: the bytes of parameters and buffers. Shared tensors count once.
         buffer_bytes: the bytes of buffers, which are on the device where the unit computes.
-        device: the place of the unit: a device, or "disk".
+        device: where the unit is: a device, or "disk".
     """
 
     names: tuple[str, ...]
@@ -174,11 +174,11 @@ class Unit:
 
 @attrs.frozen
 class DeviceMap:
-    """The place of each unit of a model; `print` shows a table.
+    """The device of each unit of a model. `print` shows a table.
 
     Attributes:
         units: the units, in the order of the model.
-        budgets: bytes by device, and a folder for "disk".
+        budgets: the bytes for each device, and a folder for "disk".
     """
 
     units: tuple[Unit, ...]
@@ -215,10 +215,10 @@ class DeviceMap:
         return devices[0] if devices else "cpu"
 
     def needed(self, device: str) -> int:
-        """Return the peak bytes of a device while the model computes.
+        """Return the peak bytes that a device needs while the model computes.
 
-        Counts enclosing modules: their tensors are on the device when an inner module is
-        called.
+        While an inner module computes, the offloaded tensors of its enclosing modules are also
+        on the device, so they count.
         """
         num_bytes = sum(unit.num_bytes for unit in self.units if unit.device == device)
         return num_bytes + (
@@ -227,7 +227,7 @@ class DeviceMap:
 
     @property
     def room(self) -> int:
-        """The bytes that are free for offloaded parameters on the computing device."""
+        """The bytes on the computing device that offloaded parameters may use."""
         budget = self.budgets.get(self.computes)
         free = budget - self.needed(self.computes) if isinstance(budget, int) else 0
         return free + _coming(_at_once(self._offloaded_units()))
@@ -285,21 +285,21 @@ def plan_devices(
     """Assign each unit of a model to a device, within the budgets of the devices.
 
     Units fill the devices in order. A unit is a block (a member of an `nn.ModuleList`, or a
-    module of a class in the model's `_no_split_modules`), or a largest module without blocks, or
-    the direct tensors of an enclosing module. Units that share a tensor are merged; units are
-    never split. The first accelerator, or else the CPU, computes units on the CPU or the disk.
-    Its budget keeps room for the largest such unit and the direct tensors of its enclosing
-    modules.
+    module of a class in the model's `_no_split_modules`), a largest module without blocks, or the
+    direct tensors of a module that contains blocks. Units that share a tensor are merged. Units
+    are never split. Units on the CPU or the disk are offloaded: they compute on the first
+    accelerator, or on the CPU if there is no accelerator. The budget of this device must also have
+    room for the largest offloaded unit and the direct tensors of its enclosing modules.
 
     Args:
-        model: is not changed; it can be a model of `empty_weights`.
-        budgets: bytes, or text such as "20GiB", by device, such as "cuda:0" and "cpu"; for
-            "disk", an existing folder.
+        model: the model, which is not changed. It may be created under `empty_weights`.
+        budgets: for each device, such as "cuda:0" and "cpu", a number of bytes or a text such as
+            "20GiB". For "disk", an existing folder.
 
-    Cost: reads sizes only.
+    Cost: only reads the sizes of tensors.
 
     Raises:
-        ArgumentError: a budget is too small for a unit, or invalid, or for an unknown device.
+        ArgumentError: a budget is too small for a unit, invalid, or for an unknown device.
         ModelError: the model is not a module.
     """
     if not isinstance(model, nn.Module):
@@ -326,7 +326,7 @@ def plan_devices(
 
 
 def _fits(plan: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
-    """Return whether a device has room for its units and for the rest or offloaded units."""
+    """Return whether a device has room for its units, and for the rest as its own or offloaded."""
     num_bytes = sum(unit.num_bytes for unit in plan if unit.device == device)
     if num_bytes + sum(unit.num_bytes for unit in rest) <= limit:
         return True
@@ -334,7 +334,7 @@ def _fits(plan: list[Unit], rest: list[Unit], device: str, limit: int) -> bool:
 
 
 def _visiting(away: list[Unit]) -> int:
-    """Return the peak bytes of offloaded units on the computing device."""
+    """Return the peak bytes that offloaded units need on the computing device."""
     return _coming(_at_once(away)) + sum(unit.buffer_bytes for unit in away)
 
 
@@ -343,7 +343,7 @@ def _coming(guests: list[Unit]) -> int:
 
 
 def _at_once(away: list[Unit]) -> list[Unit]:
-    """Return the offloaded units that are on the device together at the peak."""
+    """Return the offloaded units that are on the device at the same time, at the peak."""
     groups = [
         [unit for unit in away if any(_is_within(name, key) for key in unit.names)]
         for name in dict.fromkeys(name for unit in away for name in unit.names)
@@ -352,7 +352,7 @@ def _at_once(away: list[Unit]) -> list[Unit]:
 
 
 def _is_within(name: str, module: str) -> bool:
-    """Return whether a module is another module, or inside it."""
+    """Return whether the module `name` is `module`, or inside `module`."""
     return module in ("", name) or name.startswith(f"{module}.")
 
 

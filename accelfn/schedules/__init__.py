@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learning-rate schedules, which count no calls.
+"""Learning-rate schedules, which depend only on the number of the update.
 
-A schedule is a pure function from `state.step`, the number of updates taken so far, to a
-factor, which multiplies the learning rate of every parameter group; or a torch scheduler,
-whose rates are those of the optimizer's own groups. Either way a resumed run needs no
-scheduler state, and ranks or micro-batches change nothing.
+A schedule is a pure function. Its argument is `state.step`, the number of updates so far, and its
+result is a factor, which multiplies the learning rate of every parameter group. `from_torch`
+instead uses the learning rates of a torch scheduler. In both cases a checkpoint needs no scheduler
+state, and the number of ranks and micro-batches has no influence.
 """
 
 import typing as _typing
@@ -19,10 +19,10 @@ from accelfn.schedules.factors import linear as linear
 from accelfn.schedules.factors import one_cycle as one_cycle
 from accelfn.schedules.factors import warmup_cosine as warmup_cosine
 
-if not _typing.TYPE_CHECKING:  # where it would allow every name
+if not _typing.TYPE_CHECKING:  # because a type checker would then accept every name
 
     def __getattr__(name: str) -> object:
-        """Say what to write for what has another name here."""
+        """Raise an error that names the accelfn name for a known name of other libraries."""
         hint = _find_hint(__name__, name)
         msg = f"module {__name__!r} has no attribute {name!r}{f': {hint}' if hint else ''}."
         raise _RecordError(msg)

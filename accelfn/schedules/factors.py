@@ -24,7 +24,7 @@ from accelfn.base.arguments import (
 from accelfn.errors import ArgumentError, OptimizerError
 from accelfn.model.optimizer import STRUCTURE, Assignments, scratch_of
 
-# Torch's learning-rate schedulers as values.
+# `from_torch`: torch's learning-rate schedulers as pure functions of the update number.
 
 
 _PLATEAU = (
@@ -42,7 +42,7 @@ _BY_COUNT = (
 
 
 def _is_factory(_owner: object, _field: object, factory: Any) -> None:
-    """Reject invalid factories before there are parameter groups."""
+    """Reject an invalid factory at once, before a state is created."""
     if not callable(factory):
         msg = (
             f"schedules.from_torch({factory!r}): expected a function that takes an"
@@ -59,37 +59,37 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
 
 @attrs.frozen
 class from_torch:
-    """Take the learning rates of a torch scheduler, and the momenta that it cycles.
+    """Use the learning rates of a torch scheduler, and the momentum if the scheduler changes it.
 
-    For each new state, the factory's scheduler runs ahead on a separate optimizer with the
-    state's parameter groups and options, and accelfn keeps its numbers by update. So a
-    checkpoint holds nothing of the scheduler, several states can share a `from_torch`, and you
-    can query any update at any time.
+    For each new state, accelfn creates the scheduler on a separate optimizer with the state's
+    parameter groups and options. It steps the scheduler in advance, and stores the values of each
+    update. So a checkpoint needs no scheduler state, several states can share a `from_torch`, and
+    you can read the values of any update.
 
-    The numbers are learning rates and other values that the scheduler sets in the groups
-    (OneCycleLR and CyclicLR: momentum, or the first of betas). They are not factors, so you
-    cannot `join` them: combine torch's schedulers in the factory, by SequentialLR.
+    The values are learning rates, and other options that the scheduler sets in the parameter
+    groups (OneCycleLR and CyclicLR set the momentum, or the first of the betas). They are not
+    factors, so `join` does not accept `from_torch`. To combine torch schedulers, use SequentialLR
+    in the factory.
 
     Args:
-        factory: takes a torch optimizer and returns a scheduler on it: a class with its
-            options, as `partial(OneCycleLR, max_lr=0.1, total_steps=500)`, or Transformers'
-            functions.
+        factory: a function that takes a torch optimizer and returns a scheduler for it: for
+            example `partial(OneCycleLR, max_lr=0.1, total_steps=500)`, or a function of
+            Transformers.
 
     Law:
-        Bitwise the numbers of the scheduler that is stepped after each update of a real
-        optimizer, and so the same parameters; for every scheduler that torch and
-        Transformers ship and that is stepped without a metric.
+        The values are bitwise equal to those of the scheduler on a real optimizer, stepped after
+        each update, and so are the parameters. This holds for every scheduler of torch and
+        Transformers that steps without a metric.
 
     Cost:
-        The scheduler's time for each update, some microseconds, once; 8 bytes per update and
-        parameter group, and 100 for a momentum.
+        One scheduler step per update, some microseconds. Memory: 8 bytes per update and
+        parameter group for the learning rate, and 100 bytes for a momentum.
 
     Raises:
-        ArgumentError: the factory is not callable. Or, for a new state, it fails on the state's
-            groups, or does not return an LRScheduler on the given optimizer; or the scheduler
-            reads a metric (as ReduceLROnPlateau; use `af.reduce_lr_on_plateau`) or the
-            optimizer's state.
-            Also at an update for which the scheduler has no rate.
+        ArgumentError: the factory is not callable. When a state is created: the factory fails on
+            the state's groups, does not return an LRScheduler for its argument, or the scheduler
+            reads a metric (like ReduceLROnPlateau; use `af.reduce_lr_on_plateau`) or the
+            optimizer's state. In an update: the scheduler has no learning rate for the update.
 
     Example:
         >>> from functools import partial
@@ -100,7 +100,7 @@ class from_torch:
     factory: Callable[[Optimizer], LRScheduler] = attrs.field(validator=_is_factory)
 
     def __call__(self, step: int, /) -> NoReturn:
-        """Raise an error, because rates need an optimizer's groups.
+        """Raise an error, because the learning rates need an optimizer's parameter groups.
 
         Raises:
             ArgumentError: always.
@@ -114,21 +114,21 @@ class from_torch:
         raise ArgumentError(msg)
 
     def on(self, optimizer: Optimizer) -> "TorchRates":
-        """Return the scheduler's numbers for the groups of an optimizer; leaves it unchanged."""
+        """Return the scheduler's values for an optimizer's groups. The optimizer is unchanged."""
         return TorchRates(self.factory, optimizer)
 
 
 class TorchRates:
-    """The numbers that a torch scheduler sets in an optimizer's groups, by update.
+    """The values that a torch scheduler sets in an optimizer's parameter groups, by update.
 
-    The numbers are computed once, in order, by one thread at a time. After a failure, each later
-    call raises the same error. After an interrupt, the scheduler is created again.
+    The values are computed once, in order, by one thread at a time. If the scheduler fails, each
+    later call raises the same error. After an interrupt, the scheduler is created again.
     """
 
     def __init__(
         self, factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
     ) -> None:
-        """Make the scheduler on a copy of the optimizer, which is never trained."""
+        """Create the scheduler on a copy of the optimizer. The copy never trains."""
         self._lock = Lock()
         self._factory, self._prototype = factory, optimizer
         self._optimizer: Any = scratch_of(optimizer)
@@ -146,10 +146,10 @@ class TorchRates:
         self._record()
 
     def __call__(self, update: int) -> Assignments:
-        """Return the groups' values at an update.
+        """Return the values of the parameter groups in an update.
 
         Raises:
-            ArgumentError: the scheduler has no values for the update.
+            ArgumentError: the scheduler has no values for this update.
         """
         if update >= self._num_known:
             with self._lock:
@@ -163,7 +163,7 @@ class TorchRates:
         return values
 
     def _make_scheduler(self) -> Any:
-        """Return the factory's scheduler on this optimizer."""
+        """Call the factory with the copy of the optimizer, and return its scheduler."""
         try:
             scheduler: Any = self._factory(self._optimizer)
         except Exception as error:
@@ -174,7 +174,8 @@ class TorchRates:
             )
             raise ArgumentError(msg) from error
         _check(scheduler, self._optimizer)
-        self._optimizer._opt_called = True  # torch warns of a scheduler that goes first
+        # otherwise torch warns that the scheduler steps before the optimizer
+        self._optimizer._opt_called = True
         return scheduler
 
     def _advance(self) -> None:
@@ -183,10 +184,12 @@ class TorchRates:
             try:
                 if not self._is_whole:
                     self._make_again()
-                self._is_whole = False  # an interrupt leaves the scheduler in between
+                self._is_whole = (
+                    False  # until the end: an interrupt may leave a half-done step
+                )
                 self._scheduler.step()
                 self._record()
-            except Exception as error:  # noqa: BLE001 - raised below, and later
+            except Exception as error:  # noqa: BLE001 - raised below, and in later calls
                 self._ended = error
             else:
                 self._is_whole = True
@@ -198,7 +201,7 @@ class TorchRates:
             raise ArgumentError(msg) from self._ended
 
     def _make_again(self) -> None:
-        """Replace an interrupted scheduler by a new scheduler at the same update."""
+        """Replace an interrupted scheduler with a new scheduler at the same update."""
         for series in (*self._rates, *self._others.values()):
             del series[self._num_known :]
         self._optimizer = scratch_of(self._prototype)
@@ -207,7 +210,7 @@ class TorchRates:
             self._scheduler.step()
 
     def _record(self) -> None:
-        """Record the values of an update; begin to record an option when it changes."""
+        """Store the values of an update. An option is stored from its first change on."""
         for i, group in enumerate(self._optimizer.param_groups):
             self._rates[i].append(float(group["lr"]))
             for key, before in self._options[i].items():
@@ -220,7 +223,7 @@ class TorchRates:
 
 
 def _plain_option(value: Any) -> Any:
-    """Return an option as an immutable value; convert one-element tensors to numbers."""
+    """Convert a one-element tensor to a number. Return other options unchanged."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.numel() == 1 else value
     return value
@@ -231,7 +234,7 @@ def _differs(now: object, before: object) -> bool:
 
 
 def _check(scheduler: Any, optimizer: Optimizer) -> None:
-    """Reject a scheduler of another optimizer, or with `step` arguments."""
+    """Reject a result that is not a scheduler of this optimizer, or needs arguments to step."""
     kind = type(scheduler).__name__
     step = getattr(scheduler, "step", None)
     params = signature(step).parameters.values() if callable(step) else ()
@@ -258,14 +261,14 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
         raise ArgumentError(msg)
 
 
-# Schedules as pure functions of the update number.
+# Schedules that return a factor, as pure functions of the update number.
 
 
 class Schedule(Protocol):
-    """A pure function of the update number."""
+    """A schedule: a pure function from the update number to a factor of the learning rate."""
 
     def __call__(self, step: int, /) -> float:
-        """Return the factor for update `step`; the first update is 0."""
+        """Return the factor for update `step`. The first update is 0."""
         ...
 
 
@@ -285,7 +288,7 @@ def _is_factor(owner: object, field: Any, value: Any) -> None:
 
 @attrs.frozen
 class constant:
-    """Keep the learning rate at `factor` times the optimizer's own."""
+    """Keep the learning rate at `factor` times the learning rate of the optimizer."""
 
     factor: float = attrs.field(default=1.0, validator=_is_factor)
 
@@ -297,9 +300,9 @@ class constant:
 @explain_call_errors
 @attrs.frozen
 class linear:
-    """Go from `start` to `end` over `num_updates`, then stay at `end`.
+    """Change the factor linearly from `start` to `end` over `num_updates`, then keep `end`.
 
-    `linear(n)` is Transformers' `get_scheduler("linear", ...)` without a warm-up.
+    `linear(n)` equals Transformers' `get_scheduler("linear", ...)` without a warm-up.
     """
 
     num_updates: int = _updates(1)
@@ -315,10 +318,11 @@ class linear:
 @explain_call_errors
 @attrs.frozen
 class warmup_cosine:
-    """Rise linearly over `num_warmup` updates, then fall as a half cosine to `end`.
+    """Increase the factor linearly over `num_warmup` updates, then decay it by a cosine to `end`.
 
-    Update i of the warm-up has factor `(i + 1) / (num_warmup + 1)`, so that none is spent at
-    0; update `num_warmup` has factor 1, and from `num_updates` on it is `end`.
+    Update i of the warm-up has the factor `(i + 1) / (num_warmup + 1)`, so no update has the
+    factor 0. Update `num_warmup` has the factor 1. From update `num_updates` on, the factor is
+    `end`.
 
     References:
         Loshchilov and Hutter 2017, "SGDR: Stochastic Gradient Descent with Warm Restarts".
@@ -385,7 +389,7 @@ def _cosine(start: float, end: float, fraction: float) -> float:
 
 @attrs.frozen(init=False)
 class join:
-    """Run schedules one after the other; each starts again from update 0.
+    """Run several schedules one after the other. Each schedule counts updates from 0.
 
     Example:
         >>> warm_then_fall = join((100, linear(100, start=0.0, end=1.0)), linear(900))
@@ -397,7 +401,7 @@ class join:
     last: Schedule
 
     def __init__(self, *parts: "tuple[int, Schedule] | Schedule") -> None:
-        """Take `(num_updates, schedule)` pairs, and a schedule for all the rest."""
+        """Initialize with pairs `(num_updates, schedule)`, and a schedule for all later updates."""
         *pairs, last = parts or (None,)
         schedules = [p[-1] if _is_part(p) else p for p in cast("Any", parts)]
         if any(isinstance(schedule, from_torch) for schedule in schedules):
@@ -435,15 +439,15 @@ def _is_part(part: Any) -> bool:
 
 
 class Rates(Protocol):
-    """A schedule bound to parameter groups; a pure function of the update."""
+    """A schedule for the parameter groups of an optimizer: a pure function of the update."""
 
     def __call__(self, update: int, /) -> Assignments:
-        """Return the hyperparameters that the schedule sets at an update."""
+        """Return the hyperparameters that the schedule sets in an update."""
         ...
 
 
 def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
-    """Bind a schedule to an optimizer's groups; return None without a schedule.
+    """Return a schedule as `Rates` for an optimizer's groups, or None without a schedule.
 
     Raises:
         ArgumentError: the optimizer has no learning rate, or a torch scheduler does not fit.
@@ -459,7 +463,7 @@ class FactorRates:
     """The optimizer's learning rates multiplied by a factor."""
 
     def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
-        """Take the function, and the rates."""
+        """Initialize with the schedule, and the learning rates of the optimizer's groups."""
         _check_pure(factor)
         self._factor = factor
         self._rates: list[tuple[tuple[int, str], Any]] = []
@@ -475,10 +479,10 @@ class FactorRates:
             self._rates.append(((i, "lr"), group["lr"]))
 
     def __call__(self, update: int) -> Assignments:
-        """Return the rates of an update.
+        """Return the learning rates of an update.
 
         Raises:
-            ArgumentError: the function's result is not a factor.
+            ArgumentError: the schedule did not return a finite number, 0 or more.
         """
         factor = self._factor(update)
         is_number = isinstance(factor, (int, float)) and math.isfinite(factor)
@@ -492,10 +496,10 @@ class FactorRates:
 
 
 def _check_pure(factor: Schedule) -> None:
-    """Reject a function that counts its calls or is random: a run could not resume.
+    """Reject a function that counts its calls or is random, because a run could not resume.
 
     Raises:
-        ArgumentError: the function returned two factors for one update.
+        ArgumentError: the function returned different factors for the same update.
     """
     try:
         first, _, again = (factor(update) for update in (0, 1, 0))
@@ -512,15 +516,15 @@ def _check_pure(factor: Schedule) -> None:
         raise ArgumentError(msg)
 
 
-# Warnings about schedules that train almost nothing.
+# Warnings about schedules with factors that are too small to train.
 
 
 _LEAST_PEAK = 0.01
-"""A schedule with only smaller factors probably returns learning rates instead of factors."""
+"""If all factors are smaller, the schedule probably returns learning rates, not factors."""
 _SHORT = 10
-"""Updates at a rate of 0 that count as the rounded end of a run."""
+"""So many updates at a rate of 0 are normal at the end of a run, if its length was rounded."""
 _LONGEST = 10**8
-"""Most updates to check: a file can claim more, and checking them would take hours."""
+"""Later updates are not checked: `state.step` from a file may be huge, and take hours."""
 
 
 def advise_of_rates(schedule: Schedule) -> None:
@@ -541,9 +545,9 @@ def advise_of_rates(schedule: Schedule) -> None:
 def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
     """Warn once if updates continue although the schedule stays at 0.
 
-    Called at updates with rates of 0, from update `looks_at` on; returns the next update to
-    check. Warns after a tenth of the run at 0, because the last few updates of a schedule with
-    a rounded length are harmless.
+    The caller calls this function in updates with learning rates of 0, from update `looks_at`
+    on. The function returns the next update to check. It warns only after a tenth of the run at
+    0, because a few last updates at 0, from a rounded length of the schedule, are harmless.
     """
     if update < looks_at or update > _LONGEST:
         return looks_at
@@ -568,7 +572,7 @@ def advise_of_end(rates: Rates, update: int, looks_at: float) -> float:
 
 
 def _factors(schedule: Schedule) -> Iterator[float]:
-    """Yield factors of irregularly spaced updates up to some million, or until an error."""
+    """Yield the factors of some updates, up to about a million, or until an error."""
     far = {round(100 * 1.37**i) for i in range(30)}
     for update in (*range(100), *sorted(far)):
         try:

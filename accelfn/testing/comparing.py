@@ -371,7 +371,7 @@ def assert_states_equal(
         >>> assert_states_equal(state, state.with_slot("best", 0.5))
         Traceback (most recent call last):
         ...
-        accelfn.errors.LawError: The states differ in 1 entry (the first, the second):
+        accelfn.errors.LawError: The states differ in 1 entry (first state and second state):
           slots['best']: only in the second: 0.5
     """
     for state in (a, b):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated run: ranks are threads that take turns."""
+"""Run a program on simulated ranks: threads that take turns."""
 
 import gc
 import os
@@ -40,12 +40,13 @@ from accelfn.testing.simulation.turns import Turns
 
 # pyright: reportPrivateUsage=false
 
-# Values that exist once per process, and are swapped for each simulated rank.
+# Global values of the process, with a separate copy for each simulated rank.
 #
-# These are the random generators of torch, numpy and Python, the default dtype, torch's
-# process groups, and a few attributes that `with` blocks set. They are swapped when the turn
-# passes. Modes (gradients, inference, autocast, the default device) belong to a thread, and
-# each rank enters the caller's modes. torch and numpy have no public names for some of them.
+# These are the random generators of torch, NumPy and Python, the default dtype, torch's process
+# groups, and a few module attributes that `with` blocks set. When the turn passes, the values of
+# the next rank are set. torch modes (gradients, inference, autocast, the default device) belong
+# to a thread: each rank enters the caller's modes. torch and NumPy have no public names for some
+# of these values.
 
 _GROUPS = (distributed_c10d, "_world")
 _FILTERS = (warnings, "filters")
@@ -60,7 +61,7 @@ _ATTRIBUTES: tuple[tuple[ModuleType, str], ...] = (
 
 @attrs.define
 class _Kept:
-    """One rank's copy of the process's values."""
+    """One rank's copy of the process's global values."""
 
     generators: list[torch.Tensor]
     python: Any
@@ -97,12 +98,12 @@ class _Kept:
 
 
 class Ambient:
-    """Each rank's copy of the process's values, swapped in and out with its turn."""
+    """Sets each rank's copy of the process's global values during its turn."""
 
     def __init__(
         self, seed: int, registries: list[Registry], device: torch.device
     ) -> None:
-        """Take the seed of the run, each rank's registry of groups, and the device."""
+        """Initialize with the seed of the run, each rank's registry of groups, and the device."""
         self._seed = seed
         self._registries = registries
         self._device = device
@@ -110,7 +111,7 @@ class Ambient:
         self._kept: dict[int, _Kept] = {}
 
     def enter(self, rank: int) -> None:
-        """Set the process to this rank's values."""
+        """Set the process's global values to this rank's copy."""
         snapshot = self._kept.get(rank)
         if snapshot is None:
             self._callers.put_back(self._device)
@@ -124,28 +125,28 @@ class Ambient:
             snapshot.put_back(self._device)
 
     def restart(self, rank: int, registry: Registry) -> None:
-        """Set the process to the values of a rank that starts."""
+        """Set the process's global values for a rank that starts again."""
         self._registries[rank] = registry
         self._kept.pop(rank, None)
         self.enter(rank)
 
     def leave(self, rank: int) -> None:
-        """Store the process's values for this rank."""
+        """Store the process's global values as this rank's copy."""
         self._kept[rank] = _Kept.of_process(self._device)
 
 
 def seed_rank(seed: int, rank: int, device: torch.device) -> None:
-    """Seed the process's generators for the start of a rank."""
+    """Seed the process's random generators for the start of a rank."""
     number = draws.key(seed, "rank", rank)
     for generator in draws.generators(device):
         generator.manual_seed(number)
     random.seed(number)
-    np.random.seed(number % 2**32)  # noqa: NPY002 - the one that users' code draws from
+    np.random.seed(number % 2**32)  # noqa: NPY002 - users' code draws from this generator
 
 
 @contextmanager
 def process_kept(device: torch.device) -> Generator[None]:
-    """Restore the process's values afterwards."""
+    """On exit from the `with` block, restore the process's global values and environment."""
     snapshot = _Kept.of_process(device)
     deterministic = _deterministic()
     environment = dict(os.environ)
@@ -153,7 +154,9 @@ def process_kept(device: torch.device) -> Generator[None]:
         yield
     finally:
         snapshot.put_back(device)
-        if _deterministic() != deterministic:  # setting it imports a compiler
+        if (
+            _deterministic() != deterministic
+        ):  # only if needed: the setter imports a compiler
             torch.use_deterministic_algorithms(
                 deterministic[0], warn_only=deterministic[1]
             )
@@ -173,10 +176,10 @@ def _deterministic() -> tuple[bool, bool]:
 def callers_modes(
     device: torch.device,
 ) -> Callable[[], AbstractContextManager[object]]:
-    """Return a function that enters this thread's modes in another thread.
+    """Return a function that enters this thread's torch modes in another thread.
 
-    It also keeps a device's backward pass in the rank's thread. torch would run the pass in a
-    thread of the device, outside all ranks.
+    The function also makes the backward pass run in the rank's thread. Otherwise torch runs the
+    backward pass of an accelerator in a thread of the device, which does not belong to a rank.
     """
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
@@ -214,22 +217,22 @@ def callers_modes(
 
 
 def _leave_function_modes() -> None:
-    """Leave all modes of this thread before it ends."""
+    """Leave all function modes of this thread before the thread ends."""
     while overrides._get_current_function_mode_stack():
         overrides._pop_mode()
 
 
 Ended: TypeAlias = tuple[int | None, BaseException]
-"""A rank and its error; None for an error that no rank raised."""
+"""A rank and its error. The rank is None for an error that no rank raised."""
 
 _FLOOR = threading.Lock()
-"""Held by the outermost simulation: one at a time may swap the process's values."""
+"""Held by the outermost simulation, because only one may set the process's global values."""
 _inside = threading.local()
 
 
 @contextmanager
 def _floor() -> Generator[None]:
-    """Hold the lock, unless this thread is a rank of the simulation that holds it."""
+    """Hold the lock `_FLOOR`, unless this thread is a rank of the simulation that holds it."""
     if getattr(_inside, "rank", False):
         yield
         return
@@ -238,7 +241,7 @@ def _floor() -> Generator[None]:
 
 
 def run_simulation(plan: Plan) -> Run[Any]:
-    """Run a program on simulated ranks."""
+    """Run the program of a plan on simulated ranks, and return the results."""
     with _floor(), process_kept(plan.device), known_to_torch(plan.device):
         return _run(plan)
 
@@ -277,9 +280,7 @@ def _run(plan: Plan) -> Run[Any]:
         if error is not None:
             errors.append((rank, error))
         world.connection.close()
-        del (
-            error
-        )  # its traceback refers to this frame, and the cycle would keep it alive
+        del error  # its traceback refers to this frame: avoid a reference cycle
 
     def body(rank: int) -> None:
         _inside.rank = True
@@ -340,7 +341,7 @@ class _Run:
 
 @attrs.frozen
 class _Room:
-    """One rank's view of a group: the operations of simulated ranks on a `Connection`."""
+    """One rank's view of a group, with the operations that a `Connection` needs in simulation."""
 
     _run: _Run
     group: SimulatedGroup
@@ -349,7 +350,7 @@ class _Room:
     _num_branches: "count[int]" = attrs.field(factory=lambda: count(1))
 
     def connection(self) -> connections.Connection:
-        """Return the connection of these ranks."""
+        """Create the connection of this rank to the group."""
         return connections.Connection(
             self.group,
             activity=self.group.activity,
@@ -358,13 +359,13 @@ class _Room:
         )
 
     def is_awaited(self) -> bool:
-        """Let returning ranks arrive; return whether a rank waits to join."""
+        """Let returning ranks arrive. Return whether a rank waits to join."""
         exchange = self._run.exchange
         exchange.let_others(self.group.rank_of_run, lambda: exchange.regroup.is_quiet)
         return exchange.regroup.is_awaited
 
     def meet(self, world: World) -> World:
-        """Return the next world, of the remaining and the waiting ranks."""
+        """Return the next world, with the remaining ranks and the waiting ranks."""
         exchange, rank = self._run.exchange, self.group.rank_of_run
         exchange.regroup.come(rank)
         exchange.let_others(rank, lambda: exchange.regroup.is_due(rank))
@@ -385,11 +386,11 @@ class _Room:
 
     @property
     def is_whole(self) -> bool:
-        """Whether this group is the whole world, not a part or branch."""
+        """Whether this group is the whole world, not a part of it or a branch."""
         return not self.group.members.name
 
     def compare(self, label: str, rows: list[str]) -> tuple[int, list[str]] | None:
-        """Return the first rank with other rows for a label, and its rows; or None."""
+        """Return the first rank and its rows if they differ from this rank's rows, else None."""
         members = self.group.members
         shared_values = self._run.shared_values.setdefault(
             members, SharedValues(len(members.ranks))
@@ -397,14 +398,14 @@ class _Room:
         return shared_values.compare(self.group.rank(), label, rows)
 
     def part(self, name: str, ranks: tuple[int, ...]) -> tuple[SimulatedGroup, "_Room"]:
-        """Return the group of some of these ranks, with this one, and its view."""
+        """Return the group of some of these ranks, including this rank, and its view."""
         within = f"{self.group.members.name} {name}".strip()
         members = attrs.evolve(self.group.members, name=within, ranks=ranks)
         room = self.among(members)
         return room.group, room
 
     def branch(self, world: World) -> tuple[World, Callable[[], None]]:
-        """Return a world of the same ranks with a new group, and a function to close it."""
+        """Return a world of the same ranks with a new group, and a function to close the group."""
         name = f"branch {next(self._num_branches)}"
         members = attrs.evolve(self.group.members, name=name)
         room = self.among(members, connections.Activity())
@@ -420,20 +421,20 @@ class _Room:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Release all that a crashed rank holds, as the end of a process does."""
+    """After a crash, release the rank's saves and objects, as the end of a process does."""
     if isinstance(error, Crashed):
         had_saves = background.give_up()
         traceback.clear_frames(error.__traceback__)
-        if had_saves:  # their errors are in reference cycles
+        if had_saves:  # the errors of these saves are in reference cycles
             gc.collect()
 
 
 def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
-    """Raise the one error with a note on how to repeat the run."""
+    """Raise the last error, with a note on how to repeat the run."""
     rank, error = errors.pop()
     if plan.device.type == "meta":
         error = explain_meta_error(error)
-    with suppress(Exception):  # a class of errors may take no notes
+    with suppress(Exception):  # some classes of errors do not accept notes
         where = "" if rank is None else f" rank {rank} of"
         note = f"In{where} a simulated world. To repeat the run: {plan}"
         if note not in getattr(error, "__notes__", ()):
@@ -447,10 +448,10 @@ def _raise(plan: Plan, errors: list[Ended]) -> NoReturn:
 def _origin(
     errors: Sequence[Ended], is_raised_by_world: Callable[[BaseException], bool]
 ) -> Sequence[Ended]:
-    """Return the first error, or the error that caused it.
+    """Return the first error, or the error that caused it, as a list with at most one item.
 
-    A rank that cleans up after an error may call a collective that does not match the
-    others'. Then its error is the context of the mismatch that all ranks raise.
+    After an error, a rank's clean-up code may call a collective that does not match the other
+    ranks' calls. Then the rank's error is the context of the mismatch error that all ranks raise.
     """
     if errors and is_raised_by_world(errors[0][1]):
         for rank, error in errors:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns: each rank is a thread, and one thread runs at a time.
+"""Turns: each simulated rank is a thread, and only one of the threads runs at a time.
 
-The turn passes only when a rank waits. A list of choices names the next rank, so a run is a
-function of its program and its choices, without sleeps and clocks.
+Another rank gets the turn only when the running rank waits. A list of choices selects the next
+rank. So a run depends only on its program and the choices, not on sleeps or clocks.
 """
 
 import ctypes
@@ -23,13 +23,13 @@ from accelfn.testing.simulation.calls import Left, Members
 Ready: TypeAlias = Callable[[], bool]
 _LIBC = ctypes.CDLL(None)
 _GLANCE = 0.1
-"""Seconds after which a nested run notices an interrupt at the latest."""
+"""The longest time in seconds until a nested run notices an interrupt."""
 _SHARE = 0.7
-"""Ranks that had less than this part of their core's time move to another core."""
+"""If ranks get a smaller fraction of their core's time, they move to another core."""
 
 
 class Turns:
-    """Passes the turn from rank to rank."""
+    """Runs one thread per rank, and lets only the rank with the turn run."""
 
     def __init__(
         self,
@@ -40,10 +40,11 @@ class Turns:
         on_leave: Callable[[int], None],
         on_enter: Callable[[int], None],
     ) -> None:
-        """Take the choices, each an index into the ranks that can continue; 0 at their end.
+        """Initialize with the choices, each an index into the ranks that can continue.
 
-        `on_stuck` runs when no rank can continue, and must change that. `on_leave` and
-        `on_enter` run in a rank's thread as the rank gives up the turn and gets it.
+        After the last choice, the index is 0. `on_stuck` runs when no rank can continue, and
+        must make a rank able to continue. `on_leave` runs in a rank's thread before the rank
+        loses the turn, and `on_enter` after the rank gets the turn.
         """
         self._gates = [threading.Lock() for _ in range(size)]
         self._waiting: dict[int, Ready] = dict.fromkeys(range(size), _at_once)
@@ -60,9 +61,9 @@ class Turns:
     def run(self, body: Callable[[int], None]) -> None:
         """Run `body(rank)` for every rank, and return when all have ended.
 
-        `body` must not raise. An interrupt of the calling thread is raised in the running
-        rank, and again here when all ranks have ended. A second interrupt is raised at once,
-        and the ranks' threads are left alone.
+        `body` must not raise. If the calling thread is interrupted, the interrupt is raised in
+        the running rank, and again here when all ranks have ended. A second interrupt is raised
+        at once, and the ranks' threads continue.
         """
         for lock in (*self._gates, self._end):
             lock.acquire()
@@ -82,11 +83,11 @@ class Turns:
             raise self._error
 
     def has_turn(self, rank: int) -> bool:
-        """Whether the calling thread is that rank's, and has the turn."""
+        """Whether the calling thread is the thread of `rank` and has the turn."""
         return (threading.get_ident(), rank) == self._running
 
     def wait(self, rank: int, ready: Ready) -> None:
-        """Let other ranks run, at least until `ready()`."""
+        """Let other ranks run until `ready()` is true and this rank gets the turn."""
         self._waiting[rank] = ready
         chosen = self._choose(after=rank)
         if chosen != rank:
@@ -101,7 +102,7 @@ class Turns:
             self._on_enter(rank)
 
     def _live(self, rank: int, body: Callable[[int], None]) -> None:
-        """Run a rank's body in its turn, and hand the turn over whatever happens."""
+        """Run the rank's body when it gets the turn. Pass the turn on, also after an error."""
         _share_a_core(self._core)
         self._gates[rank].acquire()
         if self._has_ended:
@@ -117,11 +118,11 @@ class Turns:
             self._hand_over(after=rank)
 
     def _start(self, threads: Sequence[threading.Thread]) -> None:
-        """Start all threads; if one fails to start, end the started threads."""
+        """Start all threads. If a thread fails to start, end the threads that have started."""
         try:
             for thread in threads:
                 thread.start()
-        except BaseException:  # no thread could start, or Ctrl-C
+        except BaseException:  # a thread could not start, or Ctrl-C
             self._has_ended = True
             for gate, thread in zip(self._gates, threads, strict=True):
                 gate.release()
@@ -132,7 +133,8 @@ class Turns:
     def _await_end(self, threads: Sequence[threading.Thread]) -> None:
         """Wait until the last rank has ended, then join all threads.
 
-        An interrupted join does not tell whether the thread has ended, so joins come last.
+        After an interrupted join, it is unknown whether the thread has ended. So the joins come
+        after the wait.
         """
         interrupt: BaseException | None = None
         clocks = _clocks()
@@ -154,10 +156,10 @@ class Turns:
     def _make_room(
         self, threads: Sequence[threading.Thread], before: tuple[float, float]
     ) -> tuple[float, float]:
-        """Move all ranks to the core that woke this thread, if their core has other work.
+        """Move all ranks to the core of this thread, if other programs use the ranks' core.
 
-        The system wakes a thread on a free core. On a busy core, ranks would wait for the
-        other work at every hand-over.
+        The operating system runs this thread on a free core. On a busy core, ranks would wait
+        for other programs each time the turn passes.
         """
         wall, cpu = now = _clocks()
         if self._core is not None and cpu - before[1] < _SHARE * (wall - before[0]):
@@ -184,7 +186,7 @@ class Turns:
             able = self._able(after)
             first = next(able)
         choice = next(self._choices, 0)
-        if not choice:  # the readiness of the others does not matter
+        if not choice:  # no need to check which other ranks can continue
             return first
         ranks = [first, *able]
         return ranks[choice % len(ranks)]
@@ -196,17 +198,17 @@ class Turns:
 
 
 def _raise_in(thread: int, error: type[BaseException]) -> None:
-    """Raise an error in another thread, between two of its bytecodes."""
+    """Raise an error in another thread, between two bytecode instructions."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(error)
     )
 
 
 def _this_core() -> int | None:
-    """Return the caller's core if ranks may share it: if torch computes in one thread.
+    """Return the caller's core if torch computes in one thread, so that ranks can share it.
 
-    torch's own threads stay on the core of the thread that starts them, and would wait for
-    each other there.
+    Threads that torch starts stay on the core of the thread that started them. With several
+    torch threads, they would wait for each other on that core.
     """
     if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         return None
@@ -215,7 +217,7 @@ def _this_core() -> int | None:
 
 
 def _share_a_core(core: int | None, thread: threading.Thread | None = None) -> None:
-    """Keep a thread on one core: waking a thread on another costs 20 µs, here 4."""
+    """Pin a thread to one core: waking a thread costs 4 µs there, and 20 µs on another core."""
     if core is None or (thread is not None and not thread.is_alive()):
         return
     with suppress(ProcessLookupError):  # the thread has just ended
@@ -236,18 +238,18 @@ def _never() -> bool:
 
 
 class Regroup:
-    """The ranks of an elastic run: present, lost, and waiting to join.
+    """The ranks of an elastic run: the members, the lost ranks, and the ranks that wait to join.
 
     A world lasts until a rank crashes or waits to join. Then the remaining ranks and the
     waiting ranks form the next world.
 
     Attributes:
-        lost: for each crashed rank, the number of its last world, and how it ended.
+        lost: for each crashed rank, the number of its last world, and how the rank ended.
         reached: the largest update that any rank has begun.
     """
 
     def __init__(self, size: int, least: int | None) -> None:
-        """Begin with all ranks; with `least=None` the world cannot lose a rank."""
+        """Initialize with all ranks. With `least=None`, the world cannot lose a rank."""
         self._least = size if least is None else least
         self._members = set(range(size))
         self._came: set[int] = set()
@@ -261,7 +263,7 @@ class Regroup:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a rank from outside waits to join the world."""
+        """Whether a rank that is not a member waits to join the world."""
         return bool(self._came - self._members)
 
     @property
@@ -270,7 +272,7 @@ class Regroup:
         return all(self.reached < update for update in self._coming.values())
 
     def lose(self, rank: int, how: str) -> bool:
-        """Record that a rank crashed; return whether the others may continue without it."""
+        """Record that a rank crashed. Return whether the other ranks may continue without it."""
         remaining = self._members - {rank}
         if rank in self._members and len(remaining) < self._least:
             return False
@@ -287,7 +289,7 @@ class Regroup:
         self._coming.pop(rank, None)
 
     def lost_of(self, group: Members) -> tuple[int, str] | None:
-        """Return a rank that crashed as a member of a group, and how; or None."""
+        """Return a rank that crashed as a member of this group, and how it ended; or None."""
         for rank in group.ranks if self.lost else ():
             last, how = self.lost.get(rank, (-1, ""))
             if group.generation <= last:
@@ -299,22 +301,22 @@ class Regroup:
         return self.lost_of(group) is not None
 
     def expect(self, rank: int, update: int) -> None:
-        """Record that a lost rank comes back when others have begun an update."""
+        """Record that a lost rank comes back when another rank has begun this update."""
         self._coming[rank] = update
 
     def may_return(self, rank: int) -> bool:
-        """Whether the others have reached a rank's return, or have all ended."""
+        """Whether another rank has begun the update of a rank's return, or all have ended."""
         return self.reached >= self._coming[rank] or not self._members
 
     def returns(self, rank: int) -> bool:
-        """Whether the others have reached a rank's return and still run."""
+        """Whether another rank has begun the update of a rank's return, and ranks still run."""
         return self.reached >= self._coming[rank] and bool(self._members)
 
     def check_returned(self) -> None:
-        """Raise if a planned return did not happen, or no rank joined the returned rank.
+        """Raise an error if a rank did not return as planned, or was not joined after its return.
 
         Raises:
-            SimulationError: there is such a rank; the text names the first.
+            SimulationError: there is such a rank. The message names the first.
         """
         for rank, update in self._coming.items():
             msg = (
@@ -330,7 +332,7 @@ class Regroup:
             raise SimulationError(msg)
 
     def alone(self, rank: int) -> Members:
-        """Return the world of a single rank that has come back."""
+        """Return the group of only this rank, which has come back."""
         self._generation = next(self._numbers)
         return Members("", (rank,), self._generation)
 
@@ -344,7 +346,7 @@ class Regroup:
         return rank in self._formed or (self._members <= self._came and self.is_quiet)
 
     def form_world(self, rank: int) -> Members:
-        """Return the next world, of all waiting ranks; the first call forms it.
+        """Return the group of the next world, with all waiting ranks. The first call creates it.
 
         Raises:
             Left: all other ranks have ended.
