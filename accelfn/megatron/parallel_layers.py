@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
 import torch
-import torch.nn.functional as F  # noqa: N812 - as everybody calls it
+import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import nn
 
 from accelfn.errors import ArgumentError, ModelError
@@ -70,7 +70,7 @@ class Megatron(SelfSplittingLayer):
             nn.init.zeros_(bias)
 
     def split(self, layers: Layers, place: str) -> None:
-        """Switch to this rank's shards of the parameters."""
+        """Split the layer: replace the full parameters by this rank's shards."""
         if (
             layers.ranks.device.type != "cuda"
         ):  # suppress Megatron's warning about GPU streams
@@ -174,7 +174,7 @@ class Column(Linear, ColumnParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> OutputAndBias:
-        """Return a bias, and this rank's features, or with `gather_output` all features."""
+        """Return this rank's output features (with `gather_output` all), and a bias or None."""
         layers = self.layers
         if layers is None or layers.is_whole:
             return self.in_one_piece(input_)
@@ -206,7 +206,7 @@ class Row(Linear, RowParallelLinear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_: torch.Tensor
     ) -> OutputAndBias:
-        """Return the sum over the ranks, and a bias."""
+        """Return the sum of the ranks' outputs, and a bias or None."""
         layers = self.layers
         if layers is not None and self.takes_some:
             layers.looks.see(self.place, input_, is_whole=layers.is_whole)
@@ -235,7 +235,7 @@ class Vocabulary(Megatron, VocabParallelEmbedding):
 
 
 def config_of(world_size: int, dtype: torch.dtype) -> ModelParallelConfig:
-    """Return a Megatron config for layers without Megatron's global state."""
+    """Return a Megatron config for layers that do not use Megatron's global state."""
     return ModelParallelConfig(
         tensor_model_parallel_size=world_size,
         use_cpu_initialization=True,

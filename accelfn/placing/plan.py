@@ -56,7 +56,7 @@ def calls_of(part: Part) -> list[Call]:
 
 
 def units_of(model: nn.Module) -> list[list[Part]]:
-    """Return the units of a model, each with its modules."""
+    """Return the units of a model, each as a list of its modules."""
     units: list[list[Part]] = []
     owners: dict[Any, list[Part]] = {}
     for part in _parts(model):
@@ -187,7 +187,7 @@ class DeviceMap:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Reject a map that exceeds a device's budget."""
+        """Raise an error if the units on a device need more bytes than its budget."""
         for device, budget in self.budgets.items():
             need = self.needed(device)
             if isinstance(budget, int) and need > budget:

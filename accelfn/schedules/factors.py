@@ -179,7 +179,7 @@ class TorchRates:
         return scheduler
 
     def _advance(self) -> None:
-        """Step the scheduler, and record its values."""
+        """Step the scheduler, and store its values."""
         if self._ended is None:
             try:
                 if not self._is_whole:
@@ -352,9 +352,10 @@ class warmup_cosine:
 
 @attrs.frozen
 class one_cycle:
-    """Rise from `start` to 1 over a fraction of the updates, then fall to `end`, by cosines.
+    """Increase the factor from `start` to 1, then decrease it to `end`, both along a cosine.
 
-    The optimizer's learning rate is the peak. Past `num_updates` it stays at `end`.
+    The factor is 1 after the fraction `peak_at` of the updates, so the optimizer's learning rate
+    is the peak. After `num_updates`, the factor stays at `end`.
 
     References:
         Smith and Topin 2018, "Super-Convergence".
@@ -366,7 +367,7 @@ class one_cycle:
     end: float = attrs.field(default=1 / 250_000, validator=_is_factor, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
-        """Reject a peak outside the cycle."""
+        """Reject a `peak_at` that is not between 0 and 1."""
         if not 0 < self.peak_at < 1:
             msg = (
                 f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
@@ -435,7 +436,7 @@ def _is_part(part: Any) -> bool:
     return isinstance(count, int) and count >= 1 and callable(schedule)
 
 
-# Schedules bound to an optimizer's parameter groups.
+# Schedules combined with the learning rates of an optimizer's parameter groups.
 
 
 class Rates(Protocol):
@@ -460,7 +461,7 @@ def bind_rates(schedule: Schedule | None, optimizer: Optimizer) -> Rates | None:
 
 
 class FactorRates:
-    """The optimizer's learning rates multiplied by a factor."""
+    """A schedule's `Rates`: the optimizer's learning rates, multiplied by the schedule's factor."""
 
     def __init__(self, factor: Schedule, optimizer: Optimizer) -> None:
         """Initialize with the schedule, and the learning rates of the optimizer's groups."""
@@ -528,7 +529,7 @@ _LONGEST = 10**8
 
 
 def advise_of_rates(schedule: Schedule) -> None:
-    """Warn about a function that probably returns learning rates instead of factors."""
+    """Warn about a schedule that probably returns learning rates instead of factors."""
     if isinstance(schedule, from_torch):
         return
     peak = max(_factors(schedule), default=0.0)

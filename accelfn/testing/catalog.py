@@ -57,7 +57,7 @@ class Row:
         return getattr(self.cls, "gives_up", {})
 
     def transforms(self, methods: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
-        """Draw a transform for a chain with transforms that have these methods."""
+        """Draw this transform, for a chain in which other transforms have these methods."""
         fields = frozenset(methods)
         defaults = {name for name, away in self.default_beside.items() if away & fields}
         return _draw_transform(self, defaults)

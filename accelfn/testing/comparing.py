@@ -539,7 +539,7 @@ def assert_collectives(
 
 
 def _text(run: Run[Any]) -> str:
-    """Return the file's text."""
+    """Return the text of a run's collectives, as `assert_collectives` writes it."""
     updates: dict[int | None, list[Entry]] = {}
     for entry in run.log:
         updates.setdefault(entry.step, []).append(entry)

@@ -250,7 +250,7 @@ def memory_in_state(subject: Subject) -> str | None:
 
 
 def trains(subject: Subject) -> str | None:
-    """Parameters change between the first update and the last."""
+    """Parameters change between the first and the last update."""
     first, *_, last = subject.plain[0][:-1]
     if subject.updates == 1 or any(
         first_difference({name: param}, {name: last[name]})
@@ -612,7 +612,7 @@ class Problem:
     def updates(
         self, state: TrainState, number: int
     ) -> Iterator[tuple[TrainState, Metrics]]:
-        """Yield the state and metrics of each of the next updates."""
+        """Train for `number` updates, and yield the state and metrics after each update."""
         step = make_step(self.loss)
         last = state.step + number
         if number:
@@ -650,7 +650,7 @@ def freeze(function: Callable[..., Any]) -> bytes:
 
 
 def call_anew(frozen: bytes, *args: Any) -> Any:
-    """Call a frozen function in a new process, and return its result.
+    """Call a function that `freeze` pickled in a new process, and return the result.
 
     Raises:
         RankError: the function raised, or the process cannot import it.

@@ -231,7 +231,7 @@ def _full_tensor(leaf: Any) -> Any:
 def _hyperparameters(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return an optimizer's options by name, each a list over its groups."""
+    """Return an optimizer's options by name, each as a list with one value per group."""
     names = [name for name in optimizer.defaults if name not in _HOW]
     lists = {name: [group[name] for group in groups] for name in names}
     return {"lr": lists.pop("lr", []), "hyper": lists}
@@ -263,7 +263,7 @@ def _running(loop: Loop, steps: int) -> Generator[Iterator[Quantities]]:
 
 @contextmanager
 def _draws_kept() -> Generator[None]:
-    """Restore the process's random generators afterwards."""
+    """On exit from the `with` block, restore the process's random generators."""
     python, numbers = random.getstate(), np.random.get_state()  # noqa: NPY002 - what loops draw from
     all_devices = range(devices.count())
     with torch.random.fork_rng(devices=all_devices):
@@ -324,13 +324,13 @@ def _check_lengths(old: int, count: int, next_of_new: Any, steps: int) -> None:
 def _differing(
     one: Quantities, two: Quantities, comparison: Comparison
 ) -> dict[str, list[Difference]]:
-    """Return the differences of two reports, by quantity, causes first."""
+    """Return the differences of two reports by quantity, with causes before effects."""
     diffs = comparison.by_name(one, two)
     return {name: diffs[name] for name in _sort_names(diffs)}
 
 
 def _sort_names(*reports: Quantities) -> tuple[str, ...]:
-    """Return the names of all quantities, causes first."""
+    """Return the names of all quantities, with causes before effects."""
     names = dict.fromkeys(name for report in reports for name in report)
     return tuple(sorted(names, key=_place))
 

@@ -267,7 +267,7 @@ def sends_all(members: Sequence[Any]) -> Law:
 
 
 def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
-    """Return the sums of `reduce`'s results, the sums of the means, and the last slots."""
+    """Run `reduce` in some updates. Return the sums of its results, of the means, and the slots."""
     world = state.world
     generator = torch.Generator().manual_seed(world.rank)
     # weights differ between ranks, and their sum is the same for any number of ranks
@@ -293,7 +293,7 @@ def _sum_reduced(state: TrainState, steps: range, size: float) -> _Reduced:
 
 
 def _mean(grads: Grads, world: World) -> Tensors:
-    """Return the weighted mean over all ranks."""
+    """Return the weighted mean of all ranks' gradients."""
     weight = torch.as_tensor(grads.weight, dtype=torch.float64)
     totals = {name: grad.double() for name, grad in grads.tensors.items()}
     sums, total_weight = all_reduce((totals, weight), world, label=_LABEL)

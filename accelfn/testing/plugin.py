@@ -145,7 +145,7 @@ def crash_bundles(step: Step, directory: str | os.PathLike[str], *, make: Make) 
             try:
                 path = _write(Path(directory), source, states, (batch, *extras), error)
                 error.add_note(f"The arguments of the step are in {path}.")
-            except Exception as other:  # noqa: BLE001 - the step's error is the one to show
+            except Exception as other:  # noqa: BLE001 - the step's error is more important
                 error.add_note(f"No crash bundle was written: {other!r}")
             raise
 
@@ -222,7 +222,7 @@ def _write(
 
 
 def _read_bundles(folder: Path) -> list[dict[str, Any]]:
-    """Return every rank's bundle, decoded."""
+    """Read the bundles of all ranks."""
     paths = sorted(folder.glob("rank-*.json"))
     if not paths:
         msg = f"{folder} contains no crash bundle (rank-*.json)."

@@ -127,7 +127,7 @@ def _check(size: int, fn: object, timeout: float) -> None:
 
 @attrs.frozen
 class RankProcess:
-    """One process, and the pipe to it."""
+    """The process of one rank, and the pipe to this process."""
 
     process: "BaseProcess"
     pipe: Pipe
@@ -193,7 +193,7 @@ class Pool:
         return not wait([rank.pipe for rank in self._ranks], timeout=0)
 
     def run(self, program: bytes, timeout: float) -> list[Any]:
-        """Run a packed program on every rank, and return the results."""
+        """Run a pickled program on every rank, and return the results."""
         message = pickle.dumps((Surroundings.of_process(), program))
         for rank in self._ranks:
             with suppress(OSError):  # the answer of an ended rank reports its end
@@ -228,7 +228,7 @@ class Pool:
         return answers
 
     def close(self) -> None:
-        """Kill the ranks."""
+        """Kill the processes of all ranks."""
         for rank in self._ranks:
             rank.process.kill()  # kill all ranks before waiting for the first to end
         for rank in self._ranks:

@@ -146,7 +146,7 @@ class Answer:
 
     @property
     def last_line(self) -> str:
-        """The error without its traceback."""
+        """The last line of the traceback, which has the error message."""
         return (self.failure or "").strip().rpartition("\n")[2]
 
 
@@ -196,7 +196,7 @@ def _open(rank: int, size: int, store: str) -> dist.ProcessGroup | None:
 def _result(
     rank: int, size: int, group: dist.ProcessGroup | None, program: bytes
 ) -> bytes:
-    """Run a packed program, and return its packed result."""
+    """Run a pickled program, and return its pickled result."""
     try:
         fn, args, axes = pickle.loads(program)  # noqa: S301 - the caller's own
         if not gc.get_freeze_count():

@@ -48,7 +48,7 @@ def main(num_ranks: int) -> None:
     """Test this machine, and print one line per successful test."""
     signal.alarm(_LONGEST)
     start = time.monotonic()
-    # two ranks cannot share one device
+    # use the CPU if there are fewer devices than ranks, because ranks cannot share a device
     device = "cpu" if devices.count() < num_ranks else None
     with World.from_env(timeout=_TIMEOUT, device=device) as world:
         _show("world", f"{world.size} ranks on {world.device.type}", world, start)
@@ -62,7 +62,7 @@ def _show(name: str, result: str, world: World, start: float) -> None:
     print_once(world, f"{name:12}{result} ({seconds:.1f} s)")
 
 
-def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - the one thing it is about
+def _check(holds: bool, message: str) -> None:  # noqa: FBT001 - like an assert statement
     if not holds:
         raise LawError(message)
 

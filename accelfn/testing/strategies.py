@@ -655,13 +655,13 @@ class Program:
     _repr_pretty_ = print_code
 
     def __call__(self, world: World) -> TrainState:
-        """Train, and return the state after the last update."""
+        """Train for all updates, and return the last state."""
         state, _ = self.train(self.state(world))
         return state
 
     @property
     def data(self) -> Data:
-        """The dataset with its batch size and order."""
+        """The dataset as an `af.Data`, with the batch size and the order."""
         dataset = self.dataset
         return Data(
             dataset.tensors if isinstance(dataset, Samples) else dataset,

@@ -156,7 +156,7 @@ def _refuse(ranks: int, why: str) -> NoReturn:
     raise ArgumentError(msg)
 
 
-# `Link`: the latency, bandwidth and header bytes of a rank's network link.
+# `Link`: the latency, the bandwidth and the header bytes of a rank's network link.
 
 
 _LABEL = "measure the link"

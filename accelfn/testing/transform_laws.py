@@ -155,7 +155,7 @@ def _options(transform: Any) -> list[str]:
 
 
 def _names(value: Any) -> set[str]:
-    """Return the names and strings in a method or property, and in its inner functions."""
+    """Return all names and strings in the code of a method, property or inner function."""
     if isinstance(value, str):  # a string may name an option: getattr(self, "scale")
         return {value}
     body = inspect.unwrap(getattr(value, "fget", getattr(value, "func", value)))
@@ -189,12 +189,12 @@ def _seeing_skips(transform: Any) -> Sequence[str]:
 
 
 def method_name(transform: Any, field: str, *, in_skip: bool) -> str:
-    """Return the name of a transform's method in messages."""
+    """Return the name of a transform's method as it appears in error messages."""
     return f"{transform!r}.{field}{' of a skipped update' if in_skip else ''}"
 
 
 def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
-    """Return a call of a method that records whether it acted."""
+    """Return a function for `intercept` that calls a method and records whether it acted."""
     busy: set[int] = set()
 
     def call(field: str, method: Any, self: Any, value: Any, *rest: Any) -> Any:
@@ -225,7 +225,7 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
 
 
 def _note_wrapper(note: Callable[[str, int], None]) -> Callable[..., Any]:
-    """Return a call of a wrapper that records whether it returned another object."""
+    """Return a function for `intercept` that records if a method returned another object."""
 
     def call(field: str, method: Any, self: Any, inner: Any, *rest: Any) -> Any:
         result = method(self, inner, *rest)
@@ -331,14 +331,14 @@ def _recomputes(subject: Subject, facts: set[str]) -> str | None:
 
 
 class _Layers(TorchFunctionMode):
-    """Counts the layers' function calls in a backward pass."""
+    """A mode that counts calls of layer functions in a backward pass."""
 
     count = 0
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Count a layer's function, and call it."""
+        """Call a function. Count it if it is a layer function in a backward pass."""
         # torch has no public function that tells whether a backward pass runs
         self.count += func in _LAYERS and torch._C._current_graph_task_id() >= 0
         return func(*args, **(kwargs or {}))
@@ -653,7 +653,7 @@ def _subject(
 
 
 def _final_values(state: Any) -> dict[str, Any]:
-    """Return the parameters for evaluation, and those after `finalize`."""
+    """Return the evaluation parameters, and the parameters after `finalize`."""
     evals = {f"eval_params[{name!r}]": p for name, p in eval_params(state).items()}
     evals = {n: p.clone() for n, p in _gather(evals, state).items()}
     params = finalize(state).params.items()
@@ -666,7 +666,7 @@ def _gather(params: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
 
 
 def _own_laws(members: Sequence[Any]) -> dict[str, Law]:
-    """Return the laws about the transforms' own methods and facts."""
+    """Return the laws about single methods and facts of the transforms, by name."""
     return {
         "value": lambda _: next(filter(None, map(_not_a_value, members)), None),
         "memory_in_state": COMMON["memory_in_state"],

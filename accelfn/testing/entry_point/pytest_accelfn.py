@@ -90,7 +90,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def collectives_snapshot(request: pytest.FixtureRequest) -> Callable[[Any, str], None]:
     """Compare a run's collectives with a text file: `collectives_snapshot(run, "ddp.txt")`.
 
-    The file is in the directory of the test; `--update-collectives` writes it.
+    The file is in the directory of the test. `pytest --update-collectives` writes the file.
     """
     from accelfn.testing.comparing import (  # noqa: PLC0415 - it imports torch
         assert_collectives,
@@ -140,7 +140,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_pyfunc_call(
     pyfuncitem: pytest.Function,
 ) -> Generator[None, object, object]:
-    """Run a marked test on every rank."""
+    """Run a test with the marker `simulated` on every rank of a simulated world."""
     marker = pyfuncitem.get_closest_marker("simulated")
     if marker is None:
         return (yield)

@@ -116,7 +116,7 @@ class Call:
         )
 
     def common_facts(self) -> tuple[Any, ...]:
-        """Return the facts that must be equal on all ranks, in the order of `AGREED`."""
+        """Return the facts that must be equal in matched calls, in the order of `AGREED`."""
         common = [(t.shape, t.dtype, t.layout) for t in self._common()]
         return self.kind, self.op, self.root, common, self.structure, self.label
 
@@ -235,7 +235,7 @@ class Entry:
 
 
 def entry_of(calls: Sequence[Call]) -> Entry:
-    """Return the log entry of matched calls."""
+    """Return the log entry for matched calls."""
     first = calls[0]
     in_order = sorted(calls, key=lambda call: call.rank)
     return Entry(

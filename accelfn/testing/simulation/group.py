@@ -218,7 +218,7 @@ class SimulatedGroup(dist.ProcessGroup):
         return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = None) -> Work:
-        """Wait for all ranks."""
+        """Wait until all ranks have called `barrier`."""
         return self._post([self._call("barrier", [], [])], [])
 
     def among(
@@ -572,13 +572,14 @@ def _line_of(error: BaseException) -> str:
 # Each rank has one link, which sends and receives at the same time. Bytes are payload bytes. N is
 # the number of ranks, and n the number of bytes that each rank sends.
 #
-# | collective | ring | tree | Gloo | | --- | --- | --- | --- | | all_reduce | 2 (N-1)
-# rounds of n/N | 2 log2 N rounds of n | as a ring | | reduce_scatter | N-1 rounds of n/N |
-# as a ring | as an all_reduce; of one tensor, which accelfn sends by all_to_all, as a ring
-# | | all_gather | N-1 rounds of n | as a ring | as a ring | | broadcast, reduce | in a
-# pipeline: N-1 rounds, n in all | log2 N rounds of n | broadcast as a tree; reduce as a
-# reduce_scatter and a gather | | scatter, gather, all_to_all | N-1 rounds, to each its own
-# | as a ring | as a ring |
+# - all_reduce: "ring" and "gloo" take 2 (N-1) rounds of n/N, "tree" 2 log2 N rounds of n.
+# - reduce_scatter: N-1 rounds of n/N; "gloo" runs an all_reduce. For one tensor, accelfn uses
+#   all_to_all on Gloo, which costs the same as the ring.
+# - all_gather: N-1 rounds of n.
+# - broadcast: "ring" is a pipeline with N-1 rounds and n bytes per link; "tree" and "gloo" take
+#   log2 N rounds of n.
+# - reduce: as broadcast; "gloo" runs a reduce_scatter and a gather.
+# - scatter, gather, all_to_all: N-1 rounds, each with the bytes for one rank.
 
 
 Algorithm: TypeAlias = Literal["ring", "tree", "gloo"]
@@ -687,7 +688,7 @@ def _twice(once: Callable[[Payload], Cost]) -> Callable[[Payload], Cost]:
 
 
 def _reduce_by_gloo(payload: Payload) -> Cost:
-    """Return the cost of a ring reduce-scatter and a gather to the root."""
+    """Return the cost of a ring reduce-scatter followed by a gather on the root."""
     ring, n = _reduce_scatter(payload), payload.most
     gather_bytes = n - n // payload.ranks
     return Cost(

@@ -178,7 +178,7 @@ class Turns:
             self._end.release()
 
     def _choose(self, *, after: int) -> int:
-        """Return the next rank among the ranks that can continue."""
+        """Select the next rank, by the next choice, among the ranks that can continue."""
         able = self._able(after)
         first = next(able, None)
         if first is None:
@@ -268,7 +268,7 @@ class Regroup:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no rank is about to come back."""
+        """Whether no lost rank may come back now."""
         return all(self.reached < update for update in self._coming.values())
 
     def lose(self, rank: int, how: str) -> bool:
@@ -297,7 +297,7 @@ class Regroup:
         return None
 
     def is_broken(self, group: Members) -> bool:
-        """Whether a rank crashed as a member of a group."""
+        """Whether a rank crashed as a member of this group."""
         return self.lost_of(group) is not None
 
     def expect(self, rank: int, update: int) -> None:
@@ -337,7 +337,7 @@ class Regroup:
         return Members("", (rank,), self._generation)
 
     def come(self, rank: int) -> None:
-        """Record that a rank waits for the next world."""
+        """Record that a rank waits to join the next world."""
         self._came.add(rank)
         self._coming.pop(rank, None)
 
