@@ -71,9 +71,7 @@ class Megatron(SelfSplittingLayer):
 
     def split(self, layers: Layers, place: str) -> None:
         """Split the layer: replace the full parameters by this rank's shards."""
-        if (
-            layers.ranks.device.type != "cuda"
-        ):  # suppress Megatron's warning about GPU streams
+        if layers.ranks.device.type != "cuda":  # suppress a warning about GPU streams
             vars(linear_with_grad_accumulation_and_async_allreduce)["warned"] = True
         sizes, options = self._made
         parts, training = dict(self._parameters), self.training

@@ -213,9 +213,9 @@ def on_devices(
 
     Law: outputs are bitwise equal to those of the model on one device of the same kind.
 
-    Cost: each forward reads the offloaded units. From pinned host memory, the next unit (in the
-        order of the previous pass) is copied on a stream of the device while a unit computes, if
-        the budget has room for both. Units on "disk" of a model with values are written to the
+    Cost: each forward reads the offloaded units. While a unit computes, the next unit (in the
+        order of the previous pass) is copied from pinned host memory on a device stream, if the
+        budget has room for both. Units on "disk" of a model with values are written to the
         disk, and read back at the end.
 
     Raises:
@@ -238,9 +238,7 @@ def on_devices(
         values = _values(model, named, weights)
         sources = stack.enter_context(_fill_parameters(model, values))
         stack.enter_context(mark_placed(model))
-        units = units_of(
-            model
-        )  # again, because parameters without values were replaced
+        units = units_of(model)  # again, because parameters were replaced
         _settle(stack, model, plan, units, sources)
         if {*plan.budgets} - {"cpu", DISK}:
             _follow(stack, model, plan, units)
@@ -341,9 +339,7 @@ def _fill_buffers(
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if name in state and not buffer.is_meta:
             names_of.setdefault(id(buffer), []).append(name)
-    for (
-        names
-    ) in names_of.values():  # files have a shared buffer under only one of its names
+    for names in names_of.values():  # files have one name of a shared buffer
         name = next((name for name in names if name in sources), names[0])
         buffer = state[name]
         if name not in sources or sources[name].tensor.shape != buffer.shape:
@@ -427,9 +423,7 @@ def _invite(
     loader: Ahead | None,
 ) -> None:
     """Add hooks to all modules of a unit that may be called. Release all parameters at the end."""
-    for (
-        guest
-    ) in guests.values():  # after Ctrl-C, a parameter may still be on the device
+    for guest in guests.values():  # after Ctrl-C, one may still be on the device
         stack.callback(setattr, guest.param, "data", guest.home)
     for call in [c for part in unit for c in calls_of(part)]:
         some = {id(t): guests[id(t)] for t in call.tensors if id(t) in guests}

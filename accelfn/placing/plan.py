@@ -251,7 +251,7 @@ class DeviceMap:
         if not any(name in unit.names for unit in self.units):
             names = [name for unit in self.units for name in unit.names]
             some = ", ".join(map(repr, names[:20]))
-            msg = f"moved({name!r}, ...): there is no unit of this name. The units are {some}."
+            msg = f"moved({name!r}, ...): no unit has this name. The units are {some}."
             raise ArgumentError(msg)
         units = [
             attrs.evolve(unit, device=device) if name in unit.names else unit
@@ -284,12 +284,13 @@ def plan_devices(
 ) -> DeviceMap:
     """Assign each unit of a model to a device, within the budgets of the devices.
 
-    Units fill the devices in order. A unit is a block (a member of an `nn.ModuleList`, or a
-    module of a class in the model's `_no_split_modules`), a largest module without blocks, or the
-    direct tensors of a module that contains blocks. Units that share a tensor are merged. Units
-    are never split. Units on the CPU or the disk are offloaded: they compute on the first
-    accelerator, or on the CPU if there is no accelerator. The budget of this device must also have
-    room for the largest offloaded unit and the direct tensors of its enclosing modules.
+    Units fill the devices in order. A block is a member of an `nn.ModuleList`, or a module of a
+    class in the model's `_no_split_modules`. Each block is a unit, each largest module without
+    blocks is a unit, and the direct tensors of a module that contains blocks are a unit. Units
+    that share a tensor are merged. Units are never split. Units on the CPU or the disk are
+    offloaded: they compute on the first accelerator of the budgets, or otherwise on the CPU. The
+    budget of this device must also have room for the largest offloaded unit and the direct
+    tensors of its enclosing modules.
 
     Args:
         model: the model, which is not changed. It may be created under `empty_weights`.

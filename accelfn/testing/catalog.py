@@ -30,10 +30,10 @@ class Row:
         cls: the transform's class.
         arguments: the strategy that draws the options. An option that is not drawn keeps its
             default.
-        identity_options: the options with which the transform changes nothing, or None.
+        identity_options: options that make the transform change nothing, or None.
         not_beside: methods of other transforms that exclude this transform from a chain.
-        default_beside: for some options, the methods of other transforms with which the option
-            must keep its default.
+        default_beside: for some options, methods of other transforms. If the chain has one of
+            these methods, the option keeps its default.
         not_drawn: options that keep their default because they depend on the model.
     """
 
@@ -57,7 +57,7 @@ class Row:
         return getattr(self.cls, "gives_up", {})
 
     def transforms(self, methods: Iterable[str] = ()) -> st.SearchStrategy[Transform]:
-        """Draw this transform, for a chain in which other transforms have these methods."""
+        """Draw this transform, for a chain with other transforms that have these methods."""
         fields = frozenset(methods)
         defaults = {name for name, away in self.default_beside.items() if away & fields}
         return _draw_transform(self, defaults)
@@ -250,15 +250,15 @@ def row_of(cls: Any) -> Row:
     """Return the catalog's row of a public transform's class.
 
     Raises:
-        ArgumentError: the class is not in the catalog, such as the class of your own transform.
+        ArgumentError: the class is not in the catalog, such as a class that you defined.
     """
     for row in CATALOG:
         if row.cls is cls:
             return row
     names = ", ".join(row.cls.__name__ for row in CATALOG)
     msg = (
-        f"{cls!r}: accelfn can draw options only for these classes: {names}. Instead of the"
-        " class of your own transform, pass a transform with the options that you test."
+        f"{cls!r}: accelfn can draw options only for these classes: {names}. For another class,"
+        " pass a transform with the options that you test."
     )
     raise ArgumentError(msg)
 

@@ -138,7 +138,7 @@ class Comparison:
         return f"{texts[0]} and {texts[1]}"
 
     def _tensors(self, one: torch.Tensor, two: torch.Tensor) -> str | None:
-        """Return how two tensors differ, or None if they are equal. Each may be on any device."""
+        """Return how two tensors differ, on any device, or None if they are equal."""
         one, two = _plain(one), _plain(two)
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return f"{_kind(one)} and {_kind(two)}"
@@ -453,7 +453,7 @@ def entries(state: TrainState, *, gather: bool = False) -> dict[str, Any]:
 
 
 def first_difference(one: Mapping[str, Any], two: Mapping[str, Any]) -> str | None:
-    """Return the first path at which two dicts differ bitwise, with both values; or None."""
+    """Return the path and values of the first bitwise difference of two dicts, or None."""
     diffs = _BITWISE.by_name(one, two)
     return str(next(iter(diffs.values()))[0]) if diffs else None
 
@@ -520,7 +520,7 @@ def assert_collectives(
         return
     if not arguments.exists(file):
         msg = (
-            f"assert_collectives: there is no file {file}. Call assert_collectives(run, path,"
+            f"assert_collectives: {file} does not exist. Call assert_collectives(run, path,"
             " update=True) once to write the file, and keep it with the test. Its text would"
             f" be:\n\n{text}"
         )

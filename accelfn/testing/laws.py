@@ -63,8 +63,8 @@ class Subject:
         begin: a function of a world and a setup that returns the first states, or None if the
             setup is fixed.
         end: a function of the last states that returns more values to compare, by name.
-        splits: whether the result does not depend on how an update is split. This is true
-            without random numbers and batch statistics.
+        splits: whether the result does not depend on how an update is split, because the run
+            has no random numbers and no batch statistics.
         num_cuts: the largest number of updates after which the run is saved and loaded; None
             for all updates.
     """
@@ -345,7 +345,7 @@ def own_randomness(subject: Subject) -> str | None:
 
 
 def any_schedule(subject: Subject) -> str | None:
-    """The order in which ranks take turns does not change the results."""
+    """The order of the ranks' turns does not change the results."""
     plain = subject.plain
     for schedule in ([1] * 200, [1, 0, 2] * 80):
         other = partial(subject.histories, schedule=schedule)
@@ -620,9 +620,7 @@ class Problem:
                 state, metrics = step(state, batch)
                 slots = state.slots.values()
                 if any(isinstance(s, Mapping) and "reported" in s for s in slots):
-                    state = report_metric(
-                        state, 1.0
-                    )  # a constant metric, which never improves
+                    state = report_metric(state, 1.0)  # a metric that never improves
                 yield state, metrics
                 if state.step >= last:
                     return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`compare_loops`: find the first quantity in which a training loop and its port differ."""
+"""`compare_loops`: find the first quantity that differs between a training loop and its port."""
 
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence

@@ -138,9 +138,7 @@ def _protected_tensors(
     if isinstance(value, TrainState):
         return _of_state(value, owner=owner, all_but_slots=field not in _IN_PLACE)
     if isinstance(value, Update):
-        if (
-            field in _IN_PLACE
-        ):  # the step has already updated the old state's tensors in place
+        if field in _IN_PLACE:  # the step has updated the old state in place
             return _of_slots(value.slots, owner)
         return _of_state(value.state, owner=owner, all_but_slots=True)
     if isinstance(value, nn.Module):
@@ -436,9 +434,7 @@ def _watch_groups(transform: Any, report: Report) -> Any:
         update: Update,
     ) -> Any:
         variant = {n: e * 2 if n == (0, "lr") else e for n, e in hyper.items()}
-        with torch.random.fork_rng(
-            devices=[]
-        ):  # both calls draw the same random numbers
+        with torch.random.fork_rng(devices=[]):  # the same draws in both calls
             other = method(self, MappingProxyType(variant), tree.clone(slot), update)
         result = method(self, hyper, slot, update)
         groups = update.state.definition.optimizer.param_groups
@@ -463,9 +459,7 @@ def _watch_flow(transform: Any, report: Report) -> Any:
         slot, update = rest
 
         def result(by: int, at: Update) -> Any:
-            with torch.random.fork_rng(
-                devices=[]
-            ):  # all calls draw the same random numbers
+            with torch.random.fork_rng(devices=[]):  # the same draws in all calls
                 new_value, _ = method(
                     self, _change_numbers(value, by), tree.clone(slot), at
                 )
@@ -589,9 +583,7 @@ def _passes_on(members: Sequence[Any], build: Around) -> Law:
 
         try:
             simulate(subject.size, rank)
-        except (
-            GradsError
-        ):  # micro-batches were added to gradients that were already reduced
+        except GradsError:  # a micro-batch was added after the gradients were reduced
             mistake = None if outside is None else _lost_of_parts(calls)
             if mistake is None:
                 raise

@@ -234,7 +234,7 @@ def _read_bundles(folder: Path) -> list[dict[str, Any]]:
     missing = [rank for rank in range(size) if rank not in ranks]
     if missing:
         msg = (
-            f"{folder}: there is no bundle of rank {', '.join(map(str, missing))} (of {size}"
+            f"{folder}: the bundle of rank {', '.join(map(str, missing))} is missing (of {size}"
             " ranks). A killed process writes no bundle. The step cannot run again without the"
             " bundles of all ranks."
         )
@@ -290,7 +290,7 @@ def _again(plain: Mapping[str, Any]) -> Any:
 
 
 def _source_of(make: Make) -> dict[str, str]:
-    """Return the module, name and file by which `replay` can import a function."""
+    """Return the module, name and file of a function, so that `replay` can import it."""
     module, name = getattr(make, "__module__", ""), getattr(make, "__qualname__", "")
     file = getattr(sys.modules.get(module), "__file__", None)
     if not name.isidentifier() or file is None:

@@ -44,9 +44,9 @@ def simulate(
     Args:
         size: the number of ranks.
         fn: the function that each rank runs. Its argument is the rank's `World`.
-        schedule: the order in which ranks continue. Each time a rank waits, the next number of
-            the schedule selects one of the ranks that can continue, counted from the waiting
-            rank. By default, and after the last number, the first of these ranks continues.
+        schedule: the order of turns. Each time a rank waits, the next number of the schedule
+            selects one of the ranks that can continue, counted from the waiting rank. By default,
+            and after the last number, the first of these ranks continues.
         faults: the planned failures: `Raise`, `Leave`, `Crash`, `Stall`, `Corrupt`,
             `Terminate`. `Run.missed` lists the faults that did not happen. If a fault has only
             an update as its place and does not happen, `simulate` raises an error.
@@ -85,7 +85,7 @@ def simulate(
     so do the processes that ranks start; a DataLoader warns about that. The start of a training
     run takes as long per rank on 256 ranks as on 2.
 
-    Limits: there is no real network, and ranks do not run at the same time. A collective waits
+    Limits: ranks do not use a network, and do not run at the same time. A collective waits
     until the device has finished all work. The only process groups are those of `axes`,
     `world.split` and `world.across`. The future of a collective is always completed. A thread
     that a rank starts does not belong to the world. If a rank loops without a collective, only

@@ -62,8 +62,8 @@ def chains(
     """Draw chains of public transforms with options. Examples shrink to shorter chains.
 
     Args:
-        include: transforms that every chain has: classes of public transforms, for which options
-            are drawn, or transforms of your own.
+        include: transforms that every chain has: your own transforms, or classes of public
+            transforms (accelfn draws their options).
         exclude: classes of public transforms that no chain has.
         field: draw only transforms with this method, such as "grads". Transforms in `include`
             need not have it.
@@ -810,7 +810,7 @@ def schedules(size: int = 4, *, max_size: int = 40) -> st.SearchStrategy[list[in
         size: the number of ranks.
         max_size: the largest length of the schedule. After its end, ranks continue in turn.
 
-    Law: examples shrink to the empty list, with which ranks continue in turn.
+    Law: examples shrink to the empty list. Ranks then continue in turn.
     """
     return st.lists(st.integers(0, max(size - 1, 0)), max_size=max_size)
 

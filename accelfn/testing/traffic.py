@@ -30,7 +30,7 @@ from accelfn.testing.simulation.group import (
     payload_of,
 )
 
-# Prediction of a program's collective calls for a number of ranks on which it did not run.
+# Prediction of a program's collective calls for another number of ranks than in its runs.
 #
 # The prediction has the same calls as the simulated runs. The payload of each call must be a
 # linear function of the number of ranks. Otherwise `foreseen` raises an error that names the
@@ -108,9 +108,7 @@ def _foreseen(entries: Mapping[int, Entry], ranks: int) -> Payload:
     part = _on_a_line({n: Fraction(e.most, parts(n)) for n, e in loads.items()}, ranks)
     most = None if part is None else part * parts(ranks)
     if all(load.most * size == load.total for size, load in loads.items()):
-        total = (
-            None if most is None else most * ranks
-        )  # all ranks send equally many bytes
+        total = None if most is None else most * ranks  # ranks send equal numbers
     elif all(load.most == load.total for load in loads.values()):
         total = most  # only one rank sends
     else:
@@ -290,9 +288,7 @@ def format_table(
     totals = [sum(column.values()) for column in columns.values()]
     rows.append((_TOTAL, *(_per_update(total, updates) for total in totals)))
     shares = zip(totals, columns, strict=True)
-    rows.append(
-        ("of these, per rank", *(_per_update(t, updates * n) for t, n in shares))
-    )
+    rows.append(("per rank", *(_per_update(t, updates * n) for t, n in shares)))
     if seconds is not None:
         rows.append(("seconds per update", *(f"{s:.3g}" for s in seconds.values())))
     return _align_columns(rows)
@@ -332,9 +328,8 @@ class _Call:
 class Traffic:
     """The bytes that a program sends on any number of ranks, and the seconds that this takes.
 
-    For a number of ranks on which the program ran, the bytes are those of the run. For another
-    number they are a prediction: the same calls, with payloads that are linear in the number of
-    ranks.
+    For the numbers of ranks of the runs, the bytes are those of the runs. For other numbers they
+    are a prediction: the same calls, with payloads that are linear in the number of ranks.
 
     Attributes:
         logs: the collectives of each run, by the number of ranks.
@@ -445,7 +440,7 @@ class Traffic:
     _repr_html_ = arguments.text_as_html
 
     def __str__(self) -> str:
-        """Return the table for the numbers of ranks on which the program ran."""
+        """Return the table for the numbers of ranks of the runs."""
         return self.table(self.logs)
 
     def _bytes_by_label(
@@ -655,13 +650,11 @@ def _file(path: Path) -> ModuleType:
     name = f"foreseen {path}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None or not arguments.is_file(path):
-        msg = f"There is no file {path}. Write the path from the current directory."
+        msg = f"The file {path} does not exist. Write the path from the current directory."
         raise ArgumentError(msg)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look up their module here
-    sys.path.insert(
-        0, str(path.parent)
-    )  # like `python script.py`, for imports of its folder
+    sys.path.insert(0, str(path.parent))  # as `python script.py` does
     spec.loader.exec_module(module)
     return module
 
@@ -673,8 +666,5 @@ def _module(name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name != name.split(".", maxsplit=1)[0] and error.name != name:
             raise
-        msg = (
-            f"Python finds no module {name!r}. Check the spelling, or name a file and a function"
-            " in it, such as train.py:train."
-        )
+        msg = f"Python finds no module {name!r}. Name a file instead, such as train.py:train."
         raise ArgumentError(msg) from None

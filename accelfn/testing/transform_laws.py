@@ -66,11 +66,11 @@ from accelfn.testing.step_laws import split_law
 
 # pyright: reportPrivateUsage=false
 
-# The first update in which each method acts. Before a method acts, no law can test it.
+# The first update when each method acts. Before a method acts, no law can test it.
 
 
 Acted: TypeAlias = dict[str, set[int]]
-"""The numbers of the updates in which a method acted, by the method's name in messages."""
+"""The numbers of the updates when a method acted, by the method's name in messages."""
 
 _ACTS = (
     *("grads", "hyper", "after_update"),
@@ -172,11 +172,7 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
         if name in options:
             frame = inspect.currentframe()
             caller = frame and frame.f_back and frame.f_back.f_code.co_name
-            if caller not in (
-                "_repr",
-                "__eq__",
-                "__hash__",
-            ):  # these are not uses of an option
+            if caller not in ("_repr", "__eq__", "__hash__"):  # these do not count
                 acts[f"{transform!r}.{name}"] = {0}
         return object.__getattribute__(self, name)
 
@@ -211,9 +207,7 @@ def _note_method(note: Callable[[str, int], None]) -> Callable[..., Any]:
         num_calls = len(world.connection.activity.trail)
         result = method(self, value, slot, update)
         busy.discard(world.rank)
-        if (
-            field == "hyper" and not result[0]
-        ):  # an empty result overrides no hyperparameter
+        if field == "hyper" and not result[0]:  # an empty dict overrides nothing
             result = value, result[1]
         change = first_difference(before, _copy_values(field, *result, counts=counts))
         change = change or (field == "eval_params" and result[0] is not value)
@@ -380,9 +374,7 @@ def _other_parts(subject: Subject, members: Sequence[Any], build: Around) -> str
     parts = simulate(1, rank)[0]
     if parts == losses:
         return None
-    return (
-        f"its fact micro_batches says {parts}, but there were {losses} backward passes."
-    )
+    return f"its fact micro_batches says {parts}, but there were {losses} passes."
 
 
 _LEAST = 4  # an epoch has three updates, so the last update is in the second epoch
@@ -489,10 +481,7 @@ transform |
         >>> check_transform(af.clip_grad_norm(1.0), sizes=[2])
     """
     if not contract.is_transform(transform):
-        msg = (
-            f"check_transform({transform!r}): expected a transform with its options, such as"
-            " af.ema(0.9), or a chain. See af.transform."
-        )
+        msg = f"check_transform({transform!r}): expected a transform, such as af.ema(0.9)."
         raise ArgumentError(msg)
     members = transform.transforms if isinstance(transform, chain) else (transform,)
     given_up = chain(*members).gives_up()
@@ -567,7 +556,7 @@ def _setup(
     shares: Any = _SHARES,
     engine: Any = _ENGINE,
 ) -> chain:
-    """Return a chain with the transforms, and with `shares` and `engine` if they have none."""
+    """Return a chain of the transforms. Add `shares` and `engine` if the transforms lack them."""
     if any(isinstance(member, shard_data) for member in members):
         shares = None
     if any(
@@ -628,7 +617,7 @@ _UNREAD = "no code reads {}, so this option has no effect. Use it, or remove it.
 
 
 def _count_updates(acts: Acted) -> int:
-    """Return a number of updates in which each method acts, if possible also `finalize`."""
+    """Return a number of updates that lets each method act, if possible also `finalize`."""
     ends = [name for name in acts if name.endswith(".finalize")]
     firsts = [min(acts[name]) for name in acts if name not in ends]
     least = max([_LEAST, *(first + 1 for first in firsts)])

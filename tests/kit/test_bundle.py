@@ -110,7 +110,7 @@ def test_an_older_bundle_is_not_that_of_a_rank_that_left_none(tmp_path):
     (tmp_path / "rank-00001.json").write_text(kept)
     with pytest.raises((af.errors.CheckpointError, FloatingPointError)) as caught:
         replay(tmp_path)
-    assert "there is no bundle of rank 1 (of 4 ranks)" in str(caught.value)
+    assert "the bundle of rank 1 is missing (of 4 ranks)" in str(caught.value)
 
 
 def test_a_missing_rank_is_named(tmp_path):
@@ -118,7 +118,7 @@ def test_a_missing_rank_is_named(tmp_path):
         simulate(2, partial(train, folder=tmp_path))
     (tmp_path / "rank-00001.json").unlink()
     with pytest.raises(
-        af.errors.CheckpointError, match=r"no bundle of rank 1 \(of 2 ranks\)"
+        af.errors.CheckpointError, match=r"bundle of rank 1 is missing \(of 2 ranks\)"
     ):
         replay(tmp_path)
     with pytest.raises(af.errors.CheckpointError, match="contains no crash bundle"):

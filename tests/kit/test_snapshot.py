@@ -256,7 +256,7 @@ def test_a_missing_file_is_not_written_by_itself(tmp_path):
     """A test that writes what it compares with cannot fail."""
     path = tmp_path / "collectives.txt"
     said = refused(logged(entry()), path)
-    assert f"there is no file {path}." in said
+    assert f"{path} does not exist." in said
     assert "update=True" in said
     assert said.endswith("\n  all_reduce SUM, 8 bytes, 'grads'\n")
     assert not path.exists()

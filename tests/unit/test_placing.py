@@ -91,7 +91,7 @@ def test_moves_that_make_no_sense_are_refused(tmp_path):
     """An unknown unit, a device without budget, one whose budget is too small."""
     plan = af.plan_devices(Net(), {"cpu": 300, "disk": tmp_path})
     with pytest.raises(
-        af.errors.ArgumentError, match=r"no unit of this name.*blocks.0"
+        af.errors.ArgumentError, match=r"no unit has this name.*blocks.0"
     ):
         plan.moved("block", "cpu")
     with pytest.raises(

@@ -44,7 +44,7 @@ def test_a_table_has_a_row_a_label_and_a_column_a_world():
         "bytes per update                  1 rank  2 ranks  8 ranks",
         "DistributedDataParallel backward       0       48      336",
         "all                                    0       48      336",
-        "of these, per rank                     0       24       42",
+        "per rank                               0       24       42",
         "seconds per update                     0  0.00221   0.0144",
     ]
     assert str(traffic) == traffic.table([2, 3, 5])

@@ -70,7 +70,7 @@ def test_it_prints_what_is_foreseen(script, capsys):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["nowhere.py:train"], "no file nowhere.py"),
+        (["nowhere.py:train"], "nowhere.py does not exist"),
         (["no_such_module:train"], "no module 'no_such_module'"),
         (["SCRIPT"], "is not a program"),
         (["SCRIPT:nothing"], "has no function 'nothing'"),

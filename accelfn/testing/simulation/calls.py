@@ -336,7 +336,7 @@ class Unwound(BaseException):
     """Ends a rank at once. `except Exception` does not catch this exception."""
 
     def __init__(self, how: str, returns: int | None = None) -> None:
-        """Initialize with the text for the table, and the update at which the rank returns."""
+        """Initialize with the text for the table, and the update of the rank's return."""
         super().__init__(how)
         self.how = how
         self.returns = returns
@@ -402,7 +402,7 @@ class Raise(_Planned):
     """The rank raises an exception.
 
     Attributes:
-        error: the exception, or an exception class to which accelfn passes a message.
+        error: the exception, or an exception class, which accelfn calls with a message.
     """
 
     error: Exception | type[Exception] = attrs.field(

@@ -170,7 +170,7 @@ class Meeting:
     Attributes:
         calls: the calls of all ranks in rank order, or the send and its recv.
         results: the result of each call; None until all ranks have called.
-        ends_at: the virtual time at which the results are there.
+        ends_at: the virtual time when the results are there.
     """
 
     calls: list[Call] = attrs.field(factory=list["Call"])

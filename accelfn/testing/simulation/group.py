@@ -229,7 +229,7 @@ class SimulatedGroup(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """The name under which torch's functional collectives find this group."""
+        """The name that torch's functional collectives use to find this group."""
         if self._name is None:
             self._name = f"simulated {next(_names)}, rank {self._rank}"
             c10d._register_process_group(self._name, self)
@@ -648,9 +648,7 @@ def cost(payload: Payload, algorithm: Algorithm) -> Cost:
     if payload.ranks == 1:
         return Cost(num_bytes=0, rounds=0, busiest=0.0)
     kind = payload.kind
-    if (
-        payload.is_sparse and kind == "all_reduce"
-    ):  # for sparse tensors, ranks all-gather
+    if payload.is_sparse and kind == "all_reduce":  # ranks all-gather sparse tensors
         kind = "all_gather"
     return _COSTS[algorithm][kind](payload)
 

@@ -29,7 +29,7 @@ class Run(Sequence[T], Generic[T]):
 
     Attributes:
         results: the return value of each rank's function; None for a rank that left early.
-        log: all collectives, in the order in which they were completed.
+        log: all collectives, in the order of their completion.
         clock: the virtual seconds that passed. Only a `Stall` takes virtual time.
         missed: the planned faults that did not happen.
         updates: the number of updates of accelfn's steps, on the rank with the most.

@@ -42,8 +42,8 @@ from accelfn.testing.simulation.turns import Turns
 
 # Global values of the process, with a separate copy for each simulated rank.
 #
-# These are the random generators of torch, NumPy and Python, the default dtype, torch's process
-# groups, and a few module attributes that `with` blocks set. When the turn passes, the values of
+# The values are the random generators of torch, NumPy and Python, the default dtype, torch's
+# process groups, and module attributes that `with` blocks set. When the turn passes, the values of
 # the next rank are set. torch modes (gradients, inference, autocast, the default device) belong
 # to a thread: each rank enters the caller's modes. torch and NumPy have no public names for some
 # of these values.
@@ -154,9 +154,7 @@ def process_kept(device: torch.device) -> Generator[None]:
         yield
     finally:
         snapshot.put_back(device)
-        if (
-            _deterministic() != deterministic
-        ):  # only if needed: the setter imports a compiler
+        if _deterministic() != deterministic:  # avoid the setter: it imports a compiler
             torch.use_deterministic_algorithms(
                 deterministic[0], warn_only=deterministic[1]
             )
