@@ -214,7 +214,7 @@ def test_equal_results_pass(name):
 def test_what_cannot_be_compared_is_refused(name):
     """It never passes for equal."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"\['inside'\]\[0\]\._field.*compared"
+        af.errors.ArgumentError, match=r"\['inside'\]\[0\]\._field.*cannot compare"
     ):
         simulate(2, partial(differences.incomparable, name=name), also="processes")
 

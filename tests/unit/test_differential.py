@@ -166,6 +166,6 @@ def test_who_failed_first_is_told_first():
         "Rank 1 of 4 failed first:",
         "Traceback",
         "ValueError: boom",
-        "Rank 0 of 4, after it: KeyError: 'after'",
-        "Rank 2 of 4, after it: The process was ended by SIGKILL.",
+        "Rank 0 of 4 failed later: KeyError: 'after'",
+        "Rank 2 of 4 failed later: The process was ended by SIGKILL.",
     ]
