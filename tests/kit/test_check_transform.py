@@ -1081,11 +1081,7 @@ class NumbersOfNorms:
             "splits_alike",
             "in another thread: simulated",
         ),
-        (
-            AveragesTooEarly(),
-            "owes_once",
-            "of rank 0 and of another rank after finalize",
-        ),
+        (AveragesTooEarly(), "owes_once", "and of another rank after finalize"),
         (MovesWhenSkipped(), "skips_whole", "In after_update, check update.skipped."),
         (NumbersOfNorms(), "splits_alike", "take a number of norm().full_tensor(), or"),
         (ClipsByItsPart(), "splits_alike", 'refuses = {"micro_batches": "..."}.'),

@@ -337,13 +337,9 @@ def test_the_tolerance_is_relative_to_the_largest_element():
 def test_a_loop_that_ends_early_is_a_difference():
     """As where one drops the short last batch."""
     short = partial(by_hand, updates=2)
-    with pytest.raises(
-        LawError, match="The old loop ended after 2 updates, but the new"
-    ):
+    with pytest.raises(LawError, match="The old loop ended after 2 updates, but the"):
         compare_loops(short, by_hand, steps=3)
-    with pytest.raises(
-        LawError, match="The new loop ended after 2 updates, but the old"
-    ):
+    with pytest.raises(LawError, match="The new loop ended after 2 updates, but the"):
         compare_loops(by_hand, short, steps=3)
     compare_loops(by_hand, short, steps=2)
 

@@ -142,9 +142,7 @@ def test_a_change_of_one_leaf_is_found_and_named(state, data):
     ):
         assert len(lines) == 2
         assert lines[1].startswith(f"  {field}[")
-        assert (
-            lines[0] == "The states differ in 1 entry (first state and second state):"
-        )
+        assert lines[0].startswith("The states differ in 1 entry (first state and ")
 
 
 @given(state=states(), field=st.sampled_from(["step", "seed", "epoch", "samples"]))

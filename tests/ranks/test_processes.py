@@ -93,9 +93,7 @@ def unmade() -> Callable[..., None]:
         pytest.param(
             partial(programs.total, values=lambda: 1), (), "is a lambda", id="partial"
         ),
-        pytest.param(
-            programs.total, (threading.Lock(),), "pickle cannot send", id="lock"
-        ),
+        pytest.param(programs.total, (threading.Lock(),), "pickle cannot", id="lock"),
         pytest.param("place", (), "a function that takes a World", id="no function"),
     ],
 )
@@ -134,9 +132,8 @@ def test_the_rank_that_failed_first_is_shown(tmp_path, monkeypatch):
         said = str(raised.value)
         assert said.startswith(f"Rank {first} of 2 failed first:\nTraceback")
         assert "in raise_in_turn" in said
-        other = (
-            f"Rank {1 - first} of 2 failed later: ValueError: boom on rank {1 - first}"
-        )
+        late = 1 - first
+        other = f"Rank {late} of 2 failed later: ValueError: boom on rank {late}"
         assert said.splitlines()[-1] == other
 
 

@@ -548,9 +548,7 @@ def test_a_rank_that_swallows_errors_for_ever_is_unwound(everywhere):
                 continue
 
     if everywhere:
-        with pytest.raises(
-            af.errors.RankCrashedError, match="kept calling collectives"
-        ) as e:
+        with pytest.raises(af.errors.RankCrashedError, match="kept calling") as e:
             simulate(2, fn)
         assert isinstance(e.value.__cause__, Mismatch)
         assert max(counts) < 150

@@ -119,16 +119,12 @@ def test_plans_of_other_models_are_refused(tmp_path):
     smaller = Net()
     del smaller.blocks[1]
     with (
-        pytest.raises(
-            af.errors.ArgumentError, match="does not have, .* twice: blocks.1"
-        ),
+        pytest.raises(af.errors.ArgumentError, match="twice: blocks.1"),
         af.on_devices(smaller, plan),
     ):
         pass
     with (
-        pytest.raises(
-            af.errors.ArgumentError, match=r"expected the result of af.plan_devices"
-        ),
+        pytest.raises(af.errors.ArgumentError, match="result of af.plan_devices"),
         af.on_devices(net, {}),
     ):
         pass
@@ -222,26 +218,10 @@ def test_what_is_no_module_is_not_placed(call, tmp_path):
 
 
 WEIGHTS = {
-    "of another dtype": (
-        "blocks.1.bias",
-        lambda t: t.half(),
-        "float16 tensor of shape .4,. in the file",
-    ),
-    "of another shape": (
-        "blocks.1.bias",
-        lambda t: t[:2].clone(),
-        r"of shape \(2,\) in",
-    ),
-    "missing": (
-        "blocks.1.bias",
-        lambda _: None,
-        "blocks.1.bias has no values in the model",
-    ),
-    "of a tie": (
-        "embed.weight",
-        lambda _: None,
-        "embed.weight has no values in the model",
-    ),
+    "of another dtype": ("blocks.1.bias", lambda t: t.half(), "float16 tensor of sh"),
+    "of another shape": ("blocks.1.bias", lambda t: t[:2].clone(), r"shape \(2,\) in"),
+    "missing": ("blocks.1.bias", lambda _: None, "blocks.1.bias has no values in"),
+    "of a tie": ("embed.weight", lambda _: None, "embed.weight has no values in"),
 }
 
 
@@ -303,8 +283,7 @@ def test_a_plan_is_of_the_model_s_units_and_its_own_budgets(tmp_path):
     for model, given in ((untied, plan), (net, apart), (net, strange)):
         with (
             pytest.raises(
-                af.errors.ArgumentError,
-                match="not a unit of the model, or the plan has no",
+                af.errors.ArgumentError, match="not a unit of the model, or the"
             ),
             af.on_devices(model, given),
         ):

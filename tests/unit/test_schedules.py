@@ -60,8 +60,7 @@ def test_from_torch_past_its_end():
         state, _ = step(state, torch.ones(2, 2))
     for _ in range(2):
         with pytest.raises(
-            af.errors.ArgumentError,
-            match="OneCycleLR has no learning rate for update 4",
+            af.errors.ArgumentError, match="has no learning rate for update 4"
         ):
             step(state, torch.ones(2, 2))
     assert state.copy().step == 4
@@ -126,9 +125,7 @@ def test_from_torch_tells_how_to_use_a_scheduler_of_timm():
 @pytest.mark.parametrize("factory", [lambda opt: opt, lambda _: None])
 def test_from_torch_refuses_what_is_no_scheduler(factory):
     """A factory of something else is refused with what it gave, when there are groups."""
-    with pytest.raises(
-        af.errors.ArgumentError, match=r"factory returned \w+.*LRScheduler"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match=r"returned \w+.*LRScheduler"):
         on_groups(factory, 0.1, 0.1)
 
 

@@ -57,9 +57,7 @@ def test_what_has_no_label_says_so():
     assert traffic.updates == 0
     assert traffic.bytes(4) == {None: 72}
     assert traffic.start(4) == {}
-    assert (
-        str(traffic).splitlines()[1] == "no label                 24       48       96"
-    )
+    assert str(traffic).splitlines()[1].split() == ["no", "label", "24", "48", "96"]
 
 
 def test_parts_that_do_not_divide_evenly_have_a_decimal():
@@ -113,17 +111,13 @@ def test_other_numbers_of_updates_are_refused():
         for _ in range(6 // world.size):
             program(world)
 
-    with pytest.raises(
-        af.errors.ArgumentError, match="6 on 2 ranks, 4 on 3 ranks, 2 on 5 ranks"
-    ):
+    with pytest.raises(af.errors.ArgumentError, match="6 on 2 ranks, 4 on 3 ranks, 2"):
         communication(fewer)
 
 
 def test_a_simulated_link_is_not_measured():
     """Ranks that take turns have no link, nor has one alone."""
-    with pytest.raises(
-        af.errors.WorldError, match="simulated ranks has no network link"
-    ):
+    with pytest.raises(af.errors.WorldError, match="simulated ranks has no network"):
         simulate(2, Link.measured)
     with pytest.raises(af.errors.WorldError, match="one rank has no network link"):
         Link.measured(af.World.single(device="cpu"))
