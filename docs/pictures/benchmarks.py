@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a step costs beside a loop by hand, as docs/benchmarks.md has measured it."""
+"""Bars of the time per step, from the figures in docs/benchmarks.md."""
 
 import re
+import textwrap
 from pathlib import Path
 
 import svg
@@ -9,52 +10,61 @@ import svg
 PAGE = Path(__file__).parents[1] / "benchmarks.md"
 SECTION = "## A step on batches that are there already"
 TITLE = (
-    "Bars of the time of a step of three small models with accelfn, Accelerate and"
-    " Lightning Fabric, beside a line at that of a loop by hand"
+    "Bars: time per step of three small models with accelfn, Accelerate and Lightning"
+    " Fabric. A line shows the time of a hand-written loop"
 )
-WIDE, LEFT, SCALE = 760, 250, 190
-FILLS = {"accelfn": svg.ORANGE}
+LEFT = 120
+COLORS = {"accelfn": "orange"}
 
 
 def ratios() -> dict[str, dict[str, float]]:
-    """Return by model and contestant the time of a step over that of the loop by hand."""
-    section = PAGE.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0]
-    found: dict[str, dict[str, float]] = {}
+    """Return the time of a step over that of the hand-written loop, by model and library."""
+    rows: dict[str, dict[str, float]] = {}
     row = re.compile(r"^\| (\w+): ([\w ]+) \| [\d.,]+ \| ([\d.]+) \|", re.MULTILINE)
-    for model, contestant, ratio in row.findall(section):
-        found.setdefault(model, {})[contestant] = float(ratio)
-    return found
+    for model, library, ratio in row.findall(_section()):
+        rows.setdefault(model, {})[library] = float(ratio)
+    return rows
 
 
-def taken() -> str:
-    """Return when and where the section was measured, as it says."""
-    section = PAGE.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0]
-    return next(each for each in section.splitlines() if each.startswith("Taken on"))
+def _section() -> str:
+    return PAGE.read_text(encoding="utf-8").split(SECTION)[1].split("\n## ")[0]
+
+
+def _conditions() -> str:
+    """Return when and where the section was measured."""
+    lines = _section().splitlines()
+    return next(line for line in lines if line.startswith("Taken on"))
 
 
 def draw() -> str:
     """Return the picture."""
-    parts, words, y = [], [], 46.0
-    for model, contestants in ratios().items():
-        parts.append(svg.text(20, y + 13, model, weight="bold"))
-        for contestant, ratio in contestants.items():
-            if contestant == "by hand":
-                continue
-            fill = FILLS.get(contestant, svg.GREY)
-            parts.append(svg.text(LEFT - 10, y + 13, contestant, anchor="end"))
-            parts.append(svg.box(LEFT, y, SCALE * ratio, 18, fill=fill))
-            beyond = LEFT + SCALE * max(ratio, 1) + 6
-            parts.append(svg.text(beyond, y + 13, f"{ratio:.2f}"))
-            words.append(f"{model}, {contestant}: {ratio:.2f}")
-            y += 23
-        y += 12
-    hand = LEFT + SCALE
-    parts.append(svg.line(hand, 32, hand, y - 10, ink=svg.INK))
-    parts.append(svg.text(hand, 24, "a loop by hand: 1.00", anchor="middle"))
-    when, _, versions = taken().partition(": ")
-    parts.append(
-        svg.text(20, y + 10, f"Time of a step; less is better. {when}.", size=11)
+    models = ratios()
+    scale = (svg.WIDTH - LEFT - 50) / max(
+        max(times.values()) for times in models.values()
     )
-    parts.append(svg.text(20, y + 26, versions, size=11, ink=svg.PALE))
-    told = f"Over the time of a loop by hand: {'; '.join(words)}. {taken()}"
-    return svg.picture(WIDE, y + 38, parts, title=TITLE, words=told)
+    by_hand = LEFT + scale
+    parts, words, y = [], [], 30.0
+    for model, times in models.items():
+        parts.append(svg.text(svg.EDGE, y + 12, model, weight="bold"))
+        y += 20
+        for library, ratio in times.items():
+            if library == "by hand":
+                continue
+            color = COLORS.get(library, "grey")
+            parts.append(svg.text(LEFT - 8, y + 13, library, anchor="end"))
+            parts.append(svg.box(LEFT, y, scale * ratio, 18, color=color))
+            end = LEFT + scale * max(ratio, 1) + 6
+            parts.append(svg.text(end, y + 13, f"{ratio:.2f}"))
+            words.append(f"{model}, {library}: {ratio:.2f}")
+            y += 23
+        y += 8
+    parts.append(svg.line(by_hand, 26, by_hand, y - 6, color="ink"))
+    parts.append(svg.text(by_hand, 18, "hand-written loop: 1.00", anchor="middle"))
+    caption = "Time of a step, relative to a hand-written loop. Less is better."
+    parts.append(svg.text(svg.EDGE, y + 12, caption, size=11))
+    y += 12
+    for line in textwrap.wrap(_conditions(), 66):
+        y += 15
+        parts.append(svg.text(svg.EDGE, y, line, size=10.5, color="pale"))
+    described = f"Relative to a hand-written loop: {'; '.join(words)}. {_conditions()}"
+    return svg.picture(y + 10, parts, title=TITLE, words=described)

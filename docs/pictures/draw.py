@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the pictures of the documentation: `python docs/pictures/draw.py [FOLDER]`.
 
-What they show was run or measured: the calls are what `explain` prints, the collectives
-those of simulated ranks, and the times those of docs/benchmarks.md.
+The calls come from `explain`, the collectives from simulated ranks, and the times from
+docs/benchmarks.md.
 """
 
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step, line by line as `explain` prints it, on two ranks side by side."""
+"""One step, line by line as `explain` prints it, on two ranks."""
 
 import re
 from contextlib import redirect_stdout
@@ -20,68 +20,80 @@ SETUP = af.chain(
 )
 RANKS = 2
 TITLE = (
-    "One step on two ranks, line by line: each takes half of the samples in four"
-    " micro-batches, gradients are averaged over the ranks once, and all after it is the"
-    " same on both"
+    "One step on two ranks, line by line: each rank takes half of the samples in four"
+    " micro-batches, gradients are averaged over the ranks once, and the lines after the"
+    " average are the same on both ranks"
 )
-WIDE, EDGE, GAP, LANE = 760, 20, 20, 350
-ROW, HIGH = 56, 24
+GAP = 10
+LANE = (svg.WIDTH - 2 * svg.EDGE - GAP) / RANKS
+HEIGHT, LINE_HEIGHT, MAX_CHARS = 24, 14, 56
 
 
 def lines() -> list[str]:
-    """Return what `explain` prints, below its first line."""
+    """Return the lines that `explain` prints, without the first."""
     with redirect_stdout(StringIO()) as printed:
         SETUP.explain()
-    return [each.strip() for each in printed.getvalue().splitlines()[1:]]
+    return [line.strip() for line in printed.getvalue().splitlines()[1:]]
 
 
 def draw() -> str:
     """Return the picture."""
-    found = runs.run(SETUP, ranks=RANKS)
+    run = runs.run(SETUP, ranks=RANKS)
     parts = [
-        svg.text(_left(rank), 24, f"rank {rank}", weight="bold", size=13)
+        svg.text(_left(rank), 20, f"rank {rank}", weight="bold", size=13)
         for rank in range(RANKS)
     ]
-    words, y = [], 44.0
-    for said in lines():
-        parts.append(svg.text(EDGE, y + 10, said, font=svg.MONO, size=11.5))
-        if said.startswith("# engine"):
-            for entry in runs.collectives(found):
-                what = f"{entry.kind}, {entry.num_bytes:,} bytes: the ranks meet here"
-                span = _left(RANKS - 1) + LANE - EDGE
-                parts.append(svg.box(EDGE, y + 18, span, HIGH, what, fill=svg.ORANGE))
-                words.append(f"{said}: {what}")
-                y += HIGH + 4
-            y += ROW - HIGH - 4
+    words, y = [], 42.0
+    for code in lines():
+        for part in _wrap(code):
+            parts.append(svg.text(svg.EDGE, y, part, font=svg.MONO, size=10.5))
+            y += LINE_HEIGHT
+        y -= 6
+        if code.startswith("# engine"):
+            for entry in runs.collectives(run):
+                label = (
+                    f"{entry.kind} of {entry.num_bytes:,} bytes: the ranks communicate"
+                )
+                width = svg.WIDTH - 2 * svg.EDGE
+                parts.append(svg.box(svg.EDGE, y, width, HEIGHT, label, color="orange"))
+                words.append(f"{code}: {label}")
+                y += HEIGHT + 4
+            y += 16
             continue
         for rank in range(RANKS):
-            parts += _boxes(said, found.results[rank], _left(rank), y + 18)
-        words.append(said)
-        y += ROW
-    return svg.picture(WIDE, y + 4, parts, title=TITLE, words=". ".join(words) + ".")
+            parts += _boxes(code, run.results[rank], _left(rank), y)
+        words.append(code)
+        y += HEIGHT + 20
+    legend = "blue: samples of one rank; green: the same on both ranks"
+    parts.append(svg.text(svg.EDGE, y, legend, size=11, color="pale"))
+    return svg.picture(y + 12, parts, title=TITLE, words=". ".join(words) + ".")
 
 
 def _left(rank: int) -> float:
-    return EDGE + rank * (LANE + GAP)
+    return svg.EDGE + rank * (LANE + GAP)
 
 
-def _boxes(said: str, parts: list[list[int]], x: float, y: float) -> list[str]:
-    """Return what a rank does in a line: with its samples, or with what all have alike."""
-    if said.startswith("plan"):
-        first = parts[0][0] - runs.SAMPLES
-        last = parts[-1][-1] - runs.SAMPLES
-        return [svg.box(x, y, LANE, HIGH, f"samples {first} to {last} of the batch")]
-    if said.startswith("metrics"):
-        wide = (LANE - 4 * (len(parts) - 1)) / len(parts)
+def _wrap(code: str) -> list[str]:
+    """Return a line of code as lines that fit, divided after spaces and brackets."""
+    wrapped = [""]
+    for piece in re.findall(r"[^ (]*[ (]?", code):
+        if len(wrapped[-1] + piece.rstrip()) > MAX_CHARS:
+            wrapped.append("    ")
+        wrapped[-1] += piece
+    return wrapped
+
+
+def _boxes(code: str, micro_batches: list[list[int]], x: float, y: float) -> list[str]:
+    """Return the boxes of a line on one rank: its samples, or the transform that acts."""
+    shares = [[sample - runs.SAMPLES for sample in part] for part in micro_batches]
+    if code.startswith("plan"):
+        samples = f"samples {shares[0][0]} to {shares[-1][-1]}"
+        return [svg.box(x, y, LANE, HEIGHT, samples)]
+    if code.startswith("metrics"):
+        width = (LANE - 4 * (len(shares) - 1)) / len(shares)
         return [
-            svg.box(
-                x + i * (wide + 4),
-                y,
-                wide,
-                HIGH,
-                f"{', '.join(str(sample - runs.SAMPLES) for sample in part)}",
-            )
-            for i, part in enumerate(parts)
+            svg.box(x + i * (width + 4), y, width, HEIGHT, ", ".join(map(str, share)))
+            for i, share in enumerate(shares)
         ]
-    done = re.findall(r"(\w+)(?:\.\w+)?\(", said)[0]
-    return [svg.box(x, y, LANE, HIGH, f"{done}: the same on each rank", fill=svg.GREEN)]
+    name = re.findall(r"(\w+)(?:\.\w+)?\(", code)[0]
+    return [svg.box(x, y, LANE, HEIGHT, name, color="green")]

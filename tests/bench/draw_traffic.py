@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A chart of traffic: milliseconds an update against the bandwidth of a link.
+"""A chart of traffic: milliseconds per update against the bandwidth of a link.
 
-Each line has a dash and a marker of its own, and its name at its end, so that no colour tells
-lines apart; what the chart shows is also said in words, in the picture and to the caller.
+Each line has its own dash and marker, so that readers do not need colors. A description in the
+picture, and for the caller, has the same numbers in words.
 """
 
 import os
@@ -37,7 +37,7 @@ def draw_traffic(
     overlap: float = 0.0,
     measured: Mapping[str, Mapping[float, float]] | None = None,
 ) -> str:
-    """Draw milliseconds an update against bandwidth, a line a method, and return it in words.
+    """Draw milliseconds per update against bandwidth, a line a method, and return it in words.
 
     The words are also the title and the description of the picture, where it is an SVG.
 
@@ -68,7 +68,7 @@ def draw_traffic(
         for name, traffic in methods.items()
     }
     title = (
-        f"Milliseconds an update against the bandwidth of the link, on {ranks} ranks"
+        f"Milliseconds per update against the bandwidth of the link, on {ranks} ranks"
     )
     words = _in_words(title, lines, marks)
     _save(Path(path), title, words, lines, marks)
@@ -101,7 +101,7 @@ def _save(
     marks: Mapping[str, Mapping[float, float]],
 ) -> None:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "accelfn"}):
-        drawn = Figure(figsize=(8, 4.5), layout="constrained")
+        drawn = Figure(figsize=(5, 3.9), layout="constrained")
         _draw(drawn.add_subplot(), lines, marks)
         kind = path.suffix.removeprefix(".") or "svg"
         # without a date the same traffic gives the same file
@@ -121,14 +121,14 @@ def _draw(
         lines.items(), styles, strict=False
     ):
         widths, taken = list(line), list(line.values())
-        axes.plot(widths, taken, color=colour, linestyle=dash, linewidth=1.6)
-        end, how = (widths[-1], taken[-1]), {"color": colour, "va": "center"}
-        axes.annotate(f"  {name}", end, annotation_clip=False, **how)
+        style = {"color": colour, "linestyle": dash, "linewidth": 1.6}
+        axes.plot(widths, taken, label=name, **style)
         found = marks.get(name, {})
         axes.scatter(list(found), list(found.values()), color=colour, marker=marker)
     axes.set(xscale="log", yscale="log")
     axes.set_xlabel("bandwidth of the link, Mbit/s")
-    axes.set_ylabel("ms an update")
+    axes.set_ylabel("ms per update")
+    axes.legend(handlelength=3.5)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter("{x:g}")
     axes.grid(color="#d0d0d0", linewidth=0.5)

@@ -29,8 +29,8 @@ the middle half of the rounds lies between the two figures beside it.
 Each process has one torch thread, the garbage collector is off while time is taken,
 and the learning rate is 0, so that no weight drifts to where numbers are slow.
 
-![Bars of the time of a step of three small models with accelfn, Accelerate and \
-Lightning Fabric, beside a line at that of a loop by hand](pictures/benchmarks.svg)
+![Bars: time per step of three small models with accelfn, Accelerate and \
+Lightning Fabric. A line shows the time of a hand-written loop](pictures/benchmarks.svg)
 """
 
 
