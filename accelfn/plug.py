@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     # The random number generators of a rank, and their keys.
     from accelfn.base import draws as draws
 
+    # Calls of the operating system that macOS or Windows lack.
+    from accelfn.base import system as system
+
     # Trees of tensors: map, copy and move them, and take a rank's part.
     from accelfn.base import tree as tree
 

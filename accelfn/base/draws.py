@@ -14,7 +14,6 @@ bits with probability 1 in 2**32, the best possible for 32 bits.
 """
 
 import hashlib
-import os
 import random
 import threading
 import weakref
@@ -30,7 +29,7 @@ import torch
 from numpy.random import MT19937, mtrand
 from torch.autograd import profiler
 
-from accelfn.base import devices
+from accelfn.base import devices, system
 from accelfn.errors import WorldError
 
 _MASK = (1 << 64) - 1
@@ -259,7 +258,7 @@ def _reset_after_fork() -> None:
     _turn = Turn()
 
 
-os.register_at_fork(after_in_child=_reset_after_fork)
+system.call_after_fork(_reset_after_fork)
 
 
 def _raise_other_thread() -> NoReturn:

@@ -30,7 +30,7 @@ import attrs
 import torch
 from blake3 import blake3
 
-from accelfn.base import arguments
+from accelfn.base import arguments, system
 from accelfn.checkpoint import files
 from accelfn.checkpoint.manifest import NAME, Manifest, joint_bytes, rank_file
 from accelfn.checkpoint.slices import Slice
@@ -584,6 +584,8 @@ def _process_start(pid: int) -> str | None:
         return None if state == "Z" else rest[18]
     if arguments.exists(Path("/proc/self/stat")):
         return None
+    if system.IS_WINDOWS:  # there, os.kill(pid, 0) interrupts the process
+        return "alive"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

@@ -10,7 +10,6 @@ differs names the changed tensor, and the last digest is the output of `b3sum`.
 
 import ctypes
 import errno
-import fcntl
 import json
 import math
 import mmap
@@ -32,7 +31,7 @@ import attrs
 import torch
 from blake3 import blake3
 
-from accelfn.base import arguments
+from accelfn.base import arguments, system
 from accelfn.base.arguments import read_hints
 from accelfn.errors import CheckpointCorruptError
 
@@ -46,7 +45,7 @@ from accelfn.errors import CheckpointCorruptError
 Chunk: TypeAlias = bytes | memoryview
 _PIECE = 1 << 23
 """Bytes after which the disk starts to flush a file."""
-_sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
+_sync_file_range = getattr(system.libc, "sync_file_range", None)
 """Available on Linux."""
 if _sync_file_range is not None:
     _sync_file_range.argtypes = (
@@ -98,7 +97,9 @@ def _begin_flush(handle: int, begin: int, end: int) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush the names in a directory to the disk."""
+    """Flush the names in a directory to the disk; Windows does so by itself."""
+    if system.IS_WINDOWS:
+        return
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -163,10 +164,13 @@ def withdraw(path: Path, text: str) -> bool:
     try:
         with path.open("rb+") as file:
             with suppress(OSError):  # some file systems have no such locks
-                fcntl.flock(file, fcntl.LOCK_EX)
+                system.lock(file.fileno(), wait=True)
             is_same = os.path.samestat(os.fstat(file.fileno()), path.stat())
             if not is_same or file.read() != text.encode():
                 return False
+            if not system.IS_WINDOWS:  # which removes no open file
+                path.unlink()
+        if system.IS_WINDOWS:
             path.unlink()
     except FileNotFoundError:
         return False
@@ -192,7 +196,7 @@ def hold(path: Path) -> BinaryIO | None:
     with suppress(OSError):
         file = partial_path.open("xb", buffering=0)
         try:
-            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(file.fileno())
             file.write(_mount(file.fileno()))
             partial_path.rename(path)
         except BaseException:
@@ -206,7 +210,7 @@ def is_let_go(path: Path) -> bool:
     """Return whether a process of this machine has released its lock of a file."""
     with suppress(OSError), path.open("rb") as file:
         if file.read() == _mount(file.fileno()):
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
+            system.lock(file.fileno(), shared=True)
             return True
     return False
 
@@ -233,7 +237,7 @@ def open_plain(path: Path) -> BinaryIO:
     Raises:
         OSError: the path is missing, or is a link, a directory or a device.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = os.open(path, system.READ_PLAIN)
     try:
         if stat.S_ISREG(os.fstat(handle).st_mode):
             return os.fdopen(handle, "rb", buffering=0)
@@ -668,7 +672,7 @@ def read_into(stream: BinaryIO, buffer: memoryview) -> None:
 def _read_at(handle: int, begin: int, buffer: memoryview) -> None:
     at = 0
     while at < len(buffer):
-        got = os.preadv(handle, [buffer[at:]], begin + at)
+        got = system.read_at(handle, begin + at, buffer[at:])
         if not got:
             raise OSError(None, "it ended while it was read")
         at += got
@@ -736,7 +740,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = end // mmap.PAGESIZE * mmap.PAGESIZE
         # a system without huge pages ignores this and uses small pages
-        ctypes.CDLL(None).madvise(
+        system.libc.madvise(
             ctypes.c_void_p(first), ctypes.c_size_t(last - first), _ADVICE
         )
     return tensor

@@ -3,7 +3,6 @@
 
 import gc
 import multiprocessing
-import os
 import signal
 import sys
 import threading
@@ -17,7 +16,7 @@ import attrs
 import torch
 from torch.utils.data._utils import signal_handling
 
-from accelfn.base import draws, tree
+from accelfn.base import draws, system, tree
 from accelfn.base.arguments import advise
 from accelfn.base.devices import pin
 from accelfn.data.order import Indices
@@ -102,9 +101,7 @@ class Place:
 
 def advise_of_workers(num_workers: int) -> None:
     """Warn of more worker processes than usable cores."""
-    affinity = getattr(os, "sched_getaffinity", None)  # Linux has it
-    # of the process: threads, as simulated ranks are, may be kept to fewer
-    num_cores = len(affinity(os.getpid())) if affinity else os.cpu_count() or 1
+    num_cores = system.num_cores()
     if num_workers > num_cores:
         advise(
             f"af.Data(num_workers={num_workers}): this process may use {num_cores} cores, so"
@@ -215,7 +212,7 @@ def _leave_garbage() -> None:
         gc.freeze()
 
 
-os.register_at_fork(after_in_child=_leave_garbage)
+system.call_after_fork(_leave_garbage)
 
 
 def _explain_failure(error: Exception, timeout: float) -> str | None:

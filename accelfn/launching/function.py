@@ -24,7 +24,7 @@ import torch
 
 from accelfn.errors import ArgumentError, LaunchError, RankFailedError, WorldError
 from accelfn.launching.machines import Plan
-from accelfn.launching.script import run_here
+from accelfn.launching.script import check_system, run_here
 from accelfn.launching.settings import MOST_PROCESSES
 from accelfn.plug import arguments, asked_size, codec, devices
 from accelfn.plug import axes as arithmetic
@@ -173,6 +173,7 @@ def _sources() -> dict[str, str]:
 
 
 def _run(folder: Path, nproc: int) -> Ended:
+    check_system()  # before imports that may fail there
     from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415  needed here only
         SignalException,
     )

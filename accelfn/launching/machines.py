@@ -8,7 +8,6 @@ and lets them come and go, but stores its records as pickles.
 
 from __future__ import annotations
 
-import fcntl
 import socket
 import struct
 from contextlib import closing, suppress
@@ -29,7 +28,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import (
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
 from accelfn.errors import LaunchError
-from accelfn.plug import connection
+from accelfn.plug import connection, system
 
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
@@ -149,7 +148,7 @@ def interface_of(address: str) -> str | None:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
-                answer = fcntl.ioctl(asks, _SIOCGIFADDR, request)
+                answer = system.fcntl.ioctl(asks, _SIOCGIFADDR, request)
             except OSError:  # an interface without such an address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:

@@ -28,7 +28,7 @@ from attrs import evolve, frozen
 from accelfn.errors import LaunchError
 from accelfn.launching.machines import Machines, Plan, interface_of
 from accelfn.launching.worker import ASKS_WHERE, LEADS, where_file
-from accelfn.plug import Words, arguments, axes, connection
+from accelfn.plug import Words, arguments, axes, connection, system
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Generator, Mapping, Sequence
@@ -92,6 +92,20 @@ def launch_script(
     return result.exit_code
 
 
+def check_system() -> None:
+    """Raise if the system cannot say how a child process ended without reaping it.
+
+    Raises:
+        LaunchError: the system is Windows, or macOS with Python 3.12 or earlier.
+    """
+    if not hasattr(os, "waitid"):
+        msg = (
+            "af.launch and `accelfn launch` need Linux, or macOS with Python 3.13 or later. Start"
+            " the script with torchrun, or simulate ranks: accelfn.testing.simulate(2, fn)."
+        )
+        raise LaunchError(msg)
+
+
 def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
     """Run ranks as `run_ranks` does, and restore this process's state.
 
@@ -100,6 +114,7 @@ def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) ->
         plan: the number of processes, and the machines of the run.
         follow_all: as in `run_ranks`.
     """
+    check_system()
     from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
 
     if plan.machines.rank is None:
@@ -156,7 +171,7 @@ def _shared_threads(nproc: int) -> dict[str, tuple[str, str]]:
     """
     if nproc == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
-    num_cores = len(os.sched_getaffinity(0))
+    num_cores = system.num_cores()
     num_threads = max(1, num_cores // nproc)
     return {
         "OMP_NUM_THREADS": (str(num_threads), f"{num_cores} cores, {nproc} workers")

@@ -20,6 +20,7 @@ import attrs
 import torch
 from torch.autograd import profiler
 
+from accelfn.base import system
 from accelfn.base.arguments import advise, explain_call_errors, qualname
 from accelfn.base.draws import NOTHING, own_modes, span
 from accelfn.base.tree import cut_axes, local
@@ -145,7 +146,7 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         main = _main_thread().ident
         while main is not None and not self._is_sent:
             self._is_asked, pause = True, _POLL
-            signal.pthread_kill(main, signal.SIGINT)
+            system.interrupt(main)
             while self._is_asked:  # long, if the next update defers the signal
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)

@@ -7,7 +7,6 @@ order of the lines shows it, and `af.track.read` follows this order.
 """
 
 import errno
-import fcntl
 import json
 import os
 import time
@@ -20,6 +19,7 @@ import attrs
 
 from accelfn import World
 from accelfn.errors import ArgumentError, TrackingError
+from accelfn.plug import system
 from accelfn.track.tracker import (
     MOST_STEPS,
     Pixels,
@@ -38,7 +38,7 @@ class _Jsonl:
     def __init__(self, path: Path, step: int | None) -> None:
         self.backend = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | system.AS_BYTES
         self._handle = os.open(path, flags, 0o644)
         try:
             self._lock()
@@ -52,7 +52,7 @@ class _Jsonl:
     def _lock(self) -> None:
         """Lock the file against other jobs, if the file system supports locks."""
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            system.lock(self._handle)
         except BlockingIOError:
             msg = (
                 f"af.track.jsonl: another tracker writes to {self.backend}; close it, or"
@@ -99,7 +99,9 @@ def _length_of_lines(handle: int) -> int:
     end = os.fstat(handle).st_size
     while end:
         start = max(0, end - _BLOCK)
-        newline = os.pread(handle, end - start, start).rfind(b"\n")
+        block = bytearray(end - start)
+        system.read_at(handle, start, memoryview(block))
+        newline = block.rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start

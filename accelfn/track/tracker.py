@@ -7,8 +7,6 @@ lost network), a warning names it and the training continues.
 """
 
 import math
-import resource
-import sys
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
@@ -27,8 +25,13 @@ from rich import progress as bars
 from rich.console import Console
 
 from accelfn import Metrics, World
-from accelfn.errors import ArgumentError, TrackingError, TrackingWarning
-from accelfn.plug import arguments, devices
+from accelfn.errors import (
+    ArgumentError,
+    TrackingError,
+    TrackingWarning,
+    WorldError,
+)
+from accelfn.plug import arguments, devices, system
 
 # Checks of tracked values, and their conversion to plain data for backends.
 
@@ -596,8 +599,14 @@ def peak_memory_bytes(world: World) -> int:
     """
     if world.device.type != "cpu":
         return devices.peak_memory(world.device)
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
+    largest = system.peak_resident_bytes()
+    if largest is None:
+        msg = (
+            "af.peak_memory_bytes(world): Windows does not report the memory of a process that"
+            " computes on the CPU."
+        )
+        raise WorldError(msg)
+    return largest
 
 
 # The packages behind the backends, imported when one is used.

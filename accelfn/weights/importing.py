@@ -195,7 +195,7 @@ class Mapped:
         """Release the pages of this tensor alone; the system reads them again on access."""
         first = -(-self.begin // mmap.PAGESIZE) * mmap.PAGESIZE
         last = self.end // mmap.PAGESIZE * mmap.PAGESIZE
-        if last > first:
+        if last > first and hasattr(self.file, "madvise"):
             self.file.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 

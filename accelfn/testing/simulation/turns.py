@@ -18,10 +18,10 @@ from typing import TypeAlias
 import torch
 
 from accelfn.errors import SimulationError
+from accelfn.plug import system
 from accelfn.testing.simulation.calls import Left, Members
 
 Ready: TypeAlias = Callable[[], bool]
-_LIBC = ctypes.CDLL(None)
 _GLANCE = 0.1
 """The longest time in seconds until a nested run notices an interrupt."""
 _SHARE = 0.7
@@ -212,7 +212,7 @@ def _this_core() -> int | None:
     """
     if not hasattr(os, "sched_setaffinity") or torch.get_num_threads() > 1:
         return None
-    core = _LIBC.sched_getcpu() if hasattr(_LIBC, "sched_getcpu") else -1
+    core = system.libc.sched_getcpu() if hasattr(system.libc, "sched_getcpu") else -1
     return core if core in os.sched_getaffinity(0) else None
 
 
