@@ -25,30 +25,33 @@ _is_count = attrs.validators.optional(integer(1))
 class accumulate:
     """Compute one step's gradients from several micro-batches (gradient accumulation).
 
-    A rank's share is cut into micro-batches before collation; their sizes differ by at most one
-    sample. Gradients of loss totals are added and divided once by the total weight, so
-    micro-batches need not have equal sizes. Only the last micro-batch communicates. Without
-    `af.Data`, pass a list of micro-batches; `af.micro_batches(value, k)` splits a value into
-    such a list.
+    Each rank splits its share of a batch into micro-batches before collation. Their sizes
+    differ by at most one sample. The gradients of loss totals are added and then divided once
+    by the total weight, so micro-batches may have different sizes. Ranks communicate only in
+    the last micro-batch. If the state has no `af.Data`, pass a list of micro-batches to the
+    step; `af.micro_batches(value, k)` splits a value into such a list.
 
     Acts on: data, value_and_grad.
 
     Args:
-        num_micro_batches: the number of micro-batches; or
-        micro_batch_size: the maximum number of samples in a micro-batch.
+        num_micro_batches: the number of micro-batches.
+        micro_batch_size: the maximum number of samples in a micro-batch. Pass exactly one of
+        the two arguments.
 
     Law:
-        The step's result equals the result on the whole batch, up to rounding, for any number
-        of micro-batches. Exceptions: batch normalization, dropout, `spectral_norm` (one power
-        iteration per micro-batch), and losses that couple samples, which only see one
-        micro-batch.
+        The result of a step equals the result without `accumulate`, up to rounding, for any
+        number of micro-batches. Exceptions: batch normalization, dropout, `spectral_norm` (it
+        makes one power iteration per micro-batch), and losses that couple samples, because they
+        see only one micro-batch at a time.
 
     Cost:
-        Activations of one micro-batch instead of the whole share. No communication.
+        A rank keeps the activations of one micro-batch, not of its whole share. No
+        communication.
 
     Raises:
-        ArgumentError: neither or both are given, or a count is not positive.
-        BatchError: a plain value is not a list of micro-batches of the right number.
+        ArgumentError: both arguments or none are given, or a number is not positive.
+        BatchError: at a step, a batch that does not come from `af.batches` is not a list of the
+        right number of micro-batches.
 
     Example:
         >>> accumulate(num_micro_batches=4)
@@ -59,21 +62,21 @@ class accumulate:
     micro_batch_size: int | None = option(None, _is_count)
 
     def __attrs_post_init__(self) -> None:
-        """Reject neither or both of the two counts."""
+        """Raise unless exactly one of the two arguments is given."""
         if (self.num_micro_batches is None) == (self.micro_batch_size is None):
             msg = (
-                f"{self!r}: give either num_micro_batches= (how many) or"
-                " micro_batch_size= (how large)."
+                f"{self!r}: expected exactly one of num_micro_batches= and micro_batch_size="
+                " (the number of samples in each micro-batch)."
             )
             raise ArgumentError(msg)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """How a batch is split into micro-batches."""
+        """Tell other transforms how a batch is split into micro-batches."""
         return {"draws_nothing": True, "micro_batches": self._parts}
 
     def data(self, plan: Plan) -> Plan:
-        """Cut a share into micro-batches."""
+        """Set how a share is split into micro-batches."""
         if self.num_micro_batches is None:
             return attrs.evolve(plan, micro_batch_size=self.micro_batch_size)
         return attrs.evolve(
@@ -107,7 +110,7 @@ class accumulate:
         return accumulate_step, slot
 
     def _parts(self, batch: Any) -> Sequence[Any]:
-        """Return the micro-batches; a plain value is a list of them."""
+        """Return the micro-batches of a batch; a batch that is not a `Batch` must be a list."""
         if isinstance(batch, Batch):
             return batch.parts()
         count = self.num_micro_batches
@@ -116,29 +119,29 @@ class accumulate:
             self._refuse_columns(parts)
             return parts
         kind = type(batch).__name__
-        subject = f"a list of {len(parts)}" if isinstance(batch, list) else kind
+        subject = f"a list of {len(parts)}" if isinstance(batch, list) else f"a {kind}"
         msg = (
-            f"Under {self!r} a plain value is a list of {count or 'one or more'}"
-            f" micro-batches; this one is {subject}. af.micro_batches(value, k) splits a"
-            " value along the rows of all its tensors."
+            f"step(state, batch): under {self!r} a batch that is not from af.batches must be a list"
+            f" of {count or 'one or more'} micro-batches, but this batch is {subject}. To split a"
+            f" value along the rows of its tensors, write af.micro_batches(value, {count or 'k'})."
         )
         raise BatchError(msg)
 
     def _warn_of_rows(self, extras: tuple[Any, ...], num_samples: int) -> None:
-        """Warn of an extra with one row per sample: each micro-batch gets all rows."""
+        """Warn if an extra has one row per sample: each micro-batch would get all its rows."""
         for extra in extras:
             leaves = () if isinstance(extra, Mapping) else tree.tensor_leaves(extra)
             if {leaf.shape[:1] for leaf in leaves} == {torch.Size([num_samples])}:
                 advise(
-                    f"step(state, batch, extra): under {self!r} each micro-batch gets all"
-                    f" {num_samples} rows of the extra, as many as this rank has samples. If"
-                    " the rows are of the samples, write step(state, batch.zip(extra)), and the"
-                    " loss gets (value, extra), cut together. Otherwise pass the extra in a dict,"
-                    " and this warning does not come."
+                    f"step(state, batch, extra): the extra has {num_samples} rows, and this"
+                    f" rank's batch has {num_samples} samples, but under {self!r} every"
+                    " micro-batch gets all rows of the extra. If each row belongs to a sample,"
+                    " write step(state, batch.zip(extra)): the loss gets (value, extra), split"
+                    " together. Otherwise pass the extra in a dict, to turn off this warning."
                 )
 
     def _refuse_columns(self, parts: Sequence[Any]) -> None:
-        """Reject a list that is one (inputs, targets) batch of a torch DataLoader."""
+        """Raise if a list looks like one (inputs, targets) batch of a torch DataLoader."""
         kinds = {
             (part.dtype, part.ndim) if isinstance(part, torch.Tensor) else None
             for part in parts
@@ -146,9 +149,10 @@ class accumulate:
         if None not in kinds and len(kinds) > 1:
             shapes = " and ".join(f"{part.dtype} {tuple(part.shape)}" for part in parts)
             msg = (
-                f"Under {self!r} a list holds micro-batches, and this one holds tensors of other"
-                f" kinds, {shapes}, as inputs and targets are. Give a list of such pairs:"
-                " af.micro_batches(tuple(value), k) makes one."
+                f"step(state, batch): under {self!r} a list is a list of micro-batches, but the"
+                f" tensors of this list are of different kinds ({shapes}), like the inputs and"
+                " targets of one batch. To split such a batch, write"
+                f" af.micro_batches(tuple(value), {self.num_micro_batches or 'k'})."
             )
             raise BatchError(msg)
 
@@ -156,16 +160,16 @@ class accumulate:
 def micro_batches(value: Any, num: int) -> list[Any]:
     """Split the rows of every tensor in a value into `num` micro-batches.
 
-    Sizes differ by at most one. All tensors must have the same number of rows, because a tensor
-    with another meaning (class weights, a table) must not be cut.
+    The micro-batches' numbers of rows differ by at most one. All tensors must have the same
+    number of rows. Do not pass a tensor without one row per sample, such as class weights.
 
     Args:
-        value: a tree of tensors with shape `(rows, ...)`; every micro-batch gets all other
-            leaves.
+        value: a tree of tensors of shape `(rows, ...)`. Leaves that are not tensors are part of
+        every micro-batch.
         num: the number of micro-batches.
 
     Raises:
-        BatchError: tensors differ in their number of rows, or there are fewer than `num`.
+        BatchError: the tensors have different numbers of rows, or fewer rows than `num`.
 
     Example:
         >>> micro_batches(torch.arange(5), 2)
@@ -174,8 +178,8 @@ def micro_batches(value: Any, num: int) -> list[Any]:
     rows = tree.num_rows(value)
     if not is_integer(num, 1) or num > rows:
         msg = (
-            f"micro_batches(num={num!r}): the value has {rows} rows, so 1 to {rows} parts"
-            " can be made."
+            f"af.micro_batches(value, {num!r}): expected a number of micro-batches from 1 to"
+            f" {rows}, because the value has {rows} rows."
         )
         raise BatchError(msg)
     return [tree.rows(value, *even_part((0, rows), i, num)) for i in range(num)]

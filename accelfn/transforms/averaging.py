@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep an exponential moving average of the parameters, and evaluate at it."""
+"""Average parameters over updates (EMA, schedule-free optimizers), and evaluate the average."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias, cast
@@ -28,26 +28,28 @@ _is_decay = satisfies(
 
 @transform
 class ema:
-    """Average the parameters over updates (EMA), and evaluate and export the average.
+    """Keep an exponential moving average (EMA) of the parameters, to evaluate and export.
 
-    After update t: `average = decay * average + (1 - decay) * params`, starting at the initial
-    parameters. Training itself is unchanged.
+    After each update: `average = decay * average + (1 - decay) * params`. The average starts as
+    a copy of the initial parameters. Training itself does not change.
 
-    Under `local_sgd` ranks train independently, so each rank has its own average. Evaluation
-    uses the mean of these averages, in any order of the two transforms.
+    Under `local_sgd` ranks train independently, so each rank has its own average, and
+    evaluation uses the mean of these averages. The order of the two transforms does not matter.
 
     Acts on: init, after_update, eval_params.
 
     Args:
-        decay: the weight of the past, 0 (no memory) to 1 (never moves).
+        decay: the weight of the old average, from 0 (the average equals the parameters) to 1
+        (the average never changes).
 
     Law:
-        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`; bitwise equal
-        to a parameter that does not change; equal on all ranks if the parameters are.
+        `average(T) = decay**T * p(0) + (1 - decay) * sum(decay**(T - t) * p(t))`. The average
+        of a parameter that does not change is bitwise equal to it. If ranks have equal
+        parameters, they have equal averages.
 
     Cost:
-        One copy of the parameters (16-bit parameters in float32, so that small changes are not
-        lost), and one pass over the copy per update.
+        One copy of the parameters, and one pass over it per update. The copy of a 16-bit
+        parameter is in float32, so that small changes are not lost.
 
     References:
         Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging".
@@ -61,7 +63,7 @@ class ema:
     decay: float = attrs.field(validator=_is_decay)
 
     def init(self, state: TrainState) -> Params:
-        """Start at the parameters."""
+        """Start with a copy of the parameters."""
         return {
             name: param.float() if _is_narrow(param) else param.clone()
             for name, param in state.params.items()
@@ -84,7 +86,7 @@ class ema:
 
 
 def _is_narrow(param: torch.Tensor) -> bool:
-    """Whether a step of the average would be lost to rounding."""
+    """Return whether small changes of the average would be lost in the parameter's dtype."""
     return param.is_floating_point() and param.dtype.itemsize < 4
 
 
@@ -92,36 +94,36 @@ def _averages(param: torch.Tensor) -> bool:
     return param.is_floating_point() or param.is_complex()
 
 
-# Schedule-free optimizers: train at one point, evaluate at another.
+# Schedule-free optimizers evaluate other parameters than those that they train.
 
 
 @transform
 class schedule_free:
-    """Evaluate and export the averages of a schedule-free optimizer.
+    """Evaluate and export the averaged parameters of a schedule-free optimizer.
 
-    For the optimizers of the package `schedulefree`, and others with its `train()`,
-    `eval()` and `train_mode`: they take gradients at one point (y), which `state.params`
-    holds and `save` writes, and are evaluated at another (x), a running average. You do not
-    switch modes: steps run in training mode, and `eval_params`, `evaluate`, `snapshot_model` and
-    exports use the optimizer's own `eval()` on a copy. In a `combine_optimizers` the transform
-    applies     to the schedule-free parts.
+    Use it with the optimizers of the package `schedulefree`, or with others that have
+    `train()`, `eval()` and `train_mode`. Such an optimizer keeps two sets of parameters. It
+    computes gradients at y, which is in `state.params` and in checkpoints, and evaluates x, a
+    running average. You do not switch modes: steps run in training mode, and `eval_params`,
+    `evaluate`, `snapshot_model` and exports use the optimizer's own `eval()` on a copy. If the
+    state uses `combine_optimizers`, this applies to its schedule-free optimizers.
 
     Acts on: init (checks the optimizer), hyper, eval_params.
 
     Law:
-        The evaluated parameters are bitwise those of the optimizer's `eval()`, and evaluating
-        them changes nothing.
+        The evaluated parameters are bitwise equal to those of the optimizer's `eval()`.
+        Evaluation does not change the state.
 
     Cost:
-        Nothing in a step; a copy of the parameters at each evaluation. Batch statistics are
-        those of y: after training, pass some batches through the exported model in
-        training mode.
+        Nothing in a step, and one copy of the parameters per evaluation. BatchNorm statistics
+        belong to y: after training, run some batches through the exported model in training
+        mode.
 
     Raises:
-        CompositionError: with another transform that sets the evaluated parameters, such as `ema`.
-        OptimizerError: when applied to a state whose optimizer is not schedule-free, or was in
-        evaluation mode after some steps when the state was created. Without this transform, a
-        schedule-free optimizer raises at the first update.
+        CompositionError: another transform also sets the evaluated parameters, such as `ema`.
+        OptimizerError: when applied to a state, the optimizer is not schedule-free, or it had
+        made steps and was in evaluation mode when the state was created. Without this
+        transform, a schedule-free optimizer raises an error at the first update.
 
     References:
         Defazio et al. 2024, "The Road Less Scheduled".
@@ -133,11 +135,11 @@ class schedule_free:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     refuses: ClassVar[Mapping[str, str]] = {
-        "eval_params": "and {other!r} both say what is evaluated. Keep one of them."
+        "eval_params": "and {other!r} both set the parameters to evaluate. Leave out one."
     }
 
     def hyper(self, hyper: Hyper, slot: None, update: Update) -> tuple[Hyper, None]:
-        """Set training mode for every update."""
+        """Set the optimizer's training mode for every update."""
         groups = update.state.definition.optimizer.param_groups
         indices = (i for i, group in enumerate(groups) if "train_mode" in group)
         return {(i, "train_mode"): True for i in indices}, slot
@@ -145,7 +147,7 @@ class schedule_free:
     def eval_params(
         self, params: Mapping[str, torch.Tensor], slot: None, update: Update
     ) -> tuple[Mapping[str, torch.Tensor], None]:
-        """Return a copy of the parameters, moved by the optimizer's own `eval()`."""
+        """Return a copy of the parameters, converted by the optimizer's own `eval()`."""
         state = update.state
         copies = {n: nn.Parameter(p.clone(), False) for n, p in params.items()}  # noqa: FBT003 - requires_grad
         optimizer = state.definition.optimizer_over(copies)
@@ -160,29 +162,30 @@ class schedule_free:
         return {name: param.detach() for name, param in copies.items()}, slot
 
     def init(self, state: TrainState) -> None:
-        """Reject a state without a schedule-free optimizer in training mode."""
+        """Raise unless the optimizer is schedule-free and in training mode."""
         optimizer = state.definition.optimizer
         parts = [part for part in parts_of(optimizer) if _is_schedule_free(part)]
         if not parts:
             kinds = {type(part).__name__: None for part in parts_of(optimizer)}
             msg = (
-                f"{self!r}: {', '.join(kinds)} is not schedule-free: it has no train() and"
-                " eval() that move the parameters. Use one of the package schedulefree, such"
-                " as schedulefree.AdamWScheduleFree, or leave the transform out."
+                f"{self!r}: the optimizer {', '.join(kinds)} is not schedule-free: it has no"
+                " train() and eval() that move the parameters. Use one of the package"
+                " schedulefree, such as schedulefree.AdamWScheduleFree, or leave this"
+                " transform out."
             )
             raise OptimizerError(msg)
         away = [part for part in parts if state.step == 0 and _is_away(part, state)]
         if away:
             msg = (
-                f"{self!r}: the {type(away[0]).__name__} has taken steps and is in its"
-                " evaluation mode, so the parameters are not where it trains. Call its"
-                " train() before TrainState.create."
+                f"{self!r}: the optimizer {type(away[0]).__name__} has made steps and is now in"
+                " evaluation mode, so the model has the averaged parameters, not those that"
+                " the optimizer trains. Call optimizer.train() before TrainState.create."
             )
             raise OptimizerError(msg)
 
 
 def _is_away(optimizer: Optimizer, state: TrainState) -> bool:
-    """Whether an optimizer has taken steps and is in evaluation mode."""
+    """Return whether an optimizer has made steps and is in evaluation mode."""
     metas = state.definition.skeleton.module.named_parameters()
     ids = {id(meta) for name, meta in metas if state.opt_state.get(name)}
     return any(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bound gradients before the optimizer sees them."""
+"""Limit gradients before the optimizer step."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ from accelfn.state.state import TrainState
 from accelfn.state.update import Update
 
 _FEW = 256
-"""Number of tensors whose norms are computed together."""
+"""The number of tensors whose norms are computed together."""
 
 
 _IS_SPARSE = attrgetter("is_sparse")
@@ -34,30 +34,31 @@ _is_positive = satisfies(
 class clip_grad_norm:
     """Scale the gradients down so that their global norm is at most `max_norm`.
 
-    It clips the gradients of the mean over the whole update, reduced over ranks.
-    `metrics["grad_norm"]` is the norm before clipping. Gradients within the bound stay bitwise
-    unchanged, and so do gradients with a norm that is not finite: scaling would make all of
-    them NaN or 0. The norm of sharded gradients (DTensors) is over all shards.
+    This applies to the gradients of the mean loss over the whole update, after reduction over
+    ranks. `metrics["grad_norm"]` is the norm before clipping. Gradients whose norm is within
+    the bound stay bitwise unchanged. Gradients whose norm is infinite or NaN are not changed
+    either, because scaling would make all of them NaN or 0. The norm of sharded gradients
+    (DTensors) includes all shards.
 
     Acts on: grads; with `per_group` also init (checks the groups' names).
 
     Args:
-        max_norm: the bound, above 0; infinite to report the norm without clipping.
-        norm_type: p of the p-norm over all elements of all gradients; may be infinite.
-        per_group: clip each parameter group of the optimizer independently. The norms are
-        `metrics["grad_norm.0"]` and so on, by the group's "name" if it has one.
+        max_norm: the bound, above 0; `math.inf` reports the norm without clipping.
+        norm_type: p of the p-norm over all elements of all gradients; `math.inf` is allowed.
+        per_group: clip the gradients of each parameter group of the optimizer independently.
+        The norms are `metrics["grad_norm.0"]` and so on; a group's "name" replaces its index.
 
     Law:
-        The result's norm is at most `max_norm` up to rounding, its direction is kept, and
-        clipping twice is clipping once.
+        The norm after clipping is at most `max_norm`, up to rounding. The direction of the
+        gradients does not change. Clipping twice equals clipping once.
 
     Cost:
-        One pass over the gradients, and one more to scale them, without waiting for the device.
-        Shards need an all-reduce of one number.
+        One pass over the gradients for the norm, and one to scale them. The host does not wait
+        for the device. Sharded gradients need an all-reduce of one number.
 
     Raises:
-        OptimizerError: with `per_group`, if two groups have the same name, or a name equals
-        another group's number.
+        OptimizerError: with `per_group`, two parameter groups have the same name, or the name
+        of one is the index of another.
 
     References:
         Pascanu et al. 2013, "On the difficulty of training recurrent neural networks".
@@ -73,17 +74,17 @@ class clip_grad_norm:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """The bound for an engine that clips hidden gradients itself (DeepSpeed)."""
+        """Tell the bound to an engine that hides gradients and clips them (DeepSpeed)."""
         is_plain = self.norm_type == 2 and not self.per_group
         return {"draws_nothing": True, "clips": self.max_norm if is_plain else None}
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Skip `init` unless groups are clipped independently."""
+        """Leave out `init` unless groups are clipped independently."""
         return () if self.per_group else ("init",)
 
     def init(self, state: TrainState) -> None:
-        """Reject groups whose norms would have the same metric name."""
+        """Raise if the norms of two groups would have the same metric name."""
         groups = state.definition.optimizer.param_groups
         index_of: dict[str, int] = {}
         for i, group in enumerate(groups):
@@ -91,14 +92,14 @@ class clip_grad_norm:
             if index_of.setdefault(label, i) != i:
                 msg = (
                     f"{self!r}: the optimizer's parameter groups {index_of[label]} and {i} are"
-                    f" both called {label!r}, and both norms would be"
-                    f' metrics["grad_norm.{label}"]. A group without a "name" is called by'
-                    " its number. Give each its own name."
+                    f" both named {label!r}, so both norms would be"
+                    f' metrics["grad_norm.{label}"]. Set a different "name" in each group. A'
+                    ' group without a "name" is named by its index.'
                 )
                 raise OptimizerError(msg)
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Clip, in place."""
+        """Clip the gradients in place, and report their norm."""
         tensors = list(grads.as_taken.values())
         if any(map(_IS_SPARSE, tensors)):
             _refuse_sparse(grads, self)
@@ -114,11 +115,11 @@ class clip_grad_norm:
         return grads.with_metrics(grad_norm=total, **norms), slot
 
     def _clip_(self, tensors: list[torch.Tensor]) -> torch.Tensor:
-        """Scale tensors down to the bound, and return their norm before that."""
+        """Scale tensors down to the bound, in place, and return their norm before."""
         norm = _total_norm(tensors, self.norm_type)
         if not math.isinf(self.max_norm):
             scale = self.max_norm / norm
-            # 1 within the bound, and for a norm of 0, inf or NaN
+            # the scale is 1 if the norm is within the bound, infinite or NaN
             scale = torch.where((norm > self.max_norm) & norm.isfinite(), scale, 1.0)
             tree.mul_(tensors, scale)
         return norm
@@ -128,8 +129,8 @@ def _refuse_sparse(grads: Grads, owner: object) -> None:
     for name, grad in grads.as_taken.items():
         if grad.is_sparse:
             msg = (
-                f"{owner!r}: the gradient of {name!r} is sparse, and torch cannot clip it. Make"
-                " that layer with sparse=False, or leave this transform out."
+                f"{owner!r}: the gradient of {name!r} is sparse, and torch cannot clip it."
+                " Create that layer with sparse=False, or leave this transform out."
             )
             raise GradsError(msg)
 
@@ -138,14 +139,14 @@ def _refuse_complex(grads: Grads, owner: object) -> None:
     for name, grad in grads.as_taken.items():
         if grad.is_complex():
             msg = (
-                f"{owner!r}: the gradient of {name!r} is complex, which has no order. Use"
-                " af.clip_grad_norm, which bounds its norm."
+                f"{owner!r}: the gradient of {name!r} is complex, and complex numbers cannot be"
+                " clamped. Use af.clip_grad_norm, which limits the norm of the gradients."
             )
             raise GradsError(msg)
 
 
 def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
-    """Return which gradients belong to each of the optimizer's parameter groups."""
+    """Return the names of the gradients in each of the optimizer's parameter groups."""
     metas = state.definition.skeleton.module.named_parameters()
     names = {id(meta): name for name, meta in metas}
     groups: dict[str, list[str]] = {}
@@ -158,13 +159,15 @@ def _by_group(grads: Grads, state: TrainState) -> dict[str, list[str]]:
 
 
 def _label(index: int, group: Mapping[str, Any]) -> str:
-    """Return a parameter group's name in metrics."""
+    """Return a parameter group's name in the metrics: its "name", or its index."""
     return str(group.get("name", index))
 
 
 def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return the norm of all elements, including other ranks' shards."""
-    if {*map(type, tensors)} - {torch.Tensor}:  # or a subclass, such as DTensor
+    """Return the norm of all elements, including those on other ranks."""
+    if {*map(type, tensors)} - {
+        torch.Tensor
+    }:  # some are DTensors or of another subclass
         shards = [tensor for tensor in tensors if is_shard(tensor)]
         full = [tensor for tensor in tensors if not is_shard(tensor)]
         norms = [_norm_of_shards(rank, norm_type) for rank in _by_ranks(shards)]
@@ -174,10 +177,10 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
     for tensor in tensors:
         if tensor.numel():
             (wide if tensor.dtype.itemsize >= 4 else narrow).append(tensor)
-    if narrow:  # 16 bits could not hold the total
+    if narrow:  # the total could overflow in 16 bits
         wide += tree.norms(narrow, norm_type, dtype=torch.float32)
-    if not wide:  # torch has no maximum of nothing
-        nothing = first.abs().sum()  # in the dtype of other ranks' norms
+    if not wide:  # torch cannot compute the maximum of no elements
+        nothing = first.abs().sum()  # has the dtype of other ranks' norms
         return nothing if nothing.dtype.itemsize >= 4 else nothing.float()
     if len(wide) <= _FEW or len({(t.device, t.dtype) for t in wide}) > 1:
         return torch.nn.utils.get_total_norm(wide, norm_type=norm_type)
@@ -185,10 +188,10 @@ def _total_norm(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
 
 
 def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Return torch's `get_total_norm` of tensors of one device and dtype, bitwise.
+    """Return the norm of tensors of one device and dtype, bitwise equal to `get_total_norm`.
 
-    Norms of a few tensors at a time are freed before Python's garbage collector runs: it runs
-    after 700 new objects, and takes as long as computing the norms.
+    The norms of few tensors at a time are computed and freed. Otherwise Python's garbage
+    collector would run after 700 new objects, and take as long as the norms themselves.
     """
     with torch.no_grad():
         norms = [
@@ -199,7 +202,7 @@ def _norm_of_many(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor
 
 
 def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
-    """Group shards by the ranks that share them."""
+    """Group shards by the mesh axes that they are split over."""
     groups: dict[Any, list[Any]] = {}
     for shard in shards:
         splits = tuple(not placement.is_replicate() for placement in shard.placements)
@@ -210,13 +213,13 @@ def _by_ranks(shards: list[Any]) -> Iterable[list[Any]]:
 def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
     """Return the norm of DTensors over all of their shards.
 
-    One float64 number is all-reduced: in float32 the power of a large norm overflows, and ranks
-    may lack shards of some dtype.
+    The all-reduced number is in float64. In float32 the power of a large norm overflows. A
+    fixed dtype is needed, because a rank may have no shards of some dtype.
     """
     norm = _total_norm([local(shard) for shard in shards], norm_type).double()
-    norm = norm.to(computes_on(shards[0]))  # off the host, if the shards are there
+    norm = norm.to(computes_on(shards[0]))  # offloaded shards are on the host
     finite = not math.isinf(norm_type)
-    # gloo's maximum of a number and NaN may be either
+    # Gloo's maximum of a number and NaN may be either of the two
     crossing = norm**norm_type if finite else norm.nan_to_num(math.inf, math.inf)
     crossing = crossing.reshape(1)
     operation = dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX
@@ -234,7 +237,8 @@ def _norm_of_shards(shards: list[Any], norm_type: float) -> torch.Tensor:
 class clip_grad_value:
     """Clamp every element of the gradients to `-max_value .. max_value`.
 
-    It clamps the gradients of the mean over the whole update, reduced over ranks.
+    This applies to the gradients of the mean loss over the whole update, after reduction over
+    ranks.
 
     Acts on: grads.
 
@@ -242,13 +246,13 @@ class clip_grad_value:
         max_value: the bound, above 0.
 
     Law:
-        Every element lies within the bound; clamping twice is clamping once.
+        Every element is within the bound. Clamping twice equals clamping once.
 
     Cost:
         One pass over the gradients.
 
     Raises:
-        GradsError: gradients are sparse or complex; torch cannot clamp them.
+        GradsError: a gradient is sparse or complex; torch cannot clamp it.
 
     Example:
         >>> clip_grad_value(0.5)
@@ -259,7 +263,7 @@ class clip_grad_value:
     max_value: float = attrs.field(validator=_is_positive)
 
     def grads(self, grads: Grads, slot: None, update: Update) -> tuple[Grads, None]:
-        """Clamp, in place."""
+        """Clamp the gradients, in place."""
         _refuse_sparse(grads, self)
         _refuse_complex(grads, self)
         tree.clamp_(grads.as_taken.values(), -self.max_value, self.max_value)

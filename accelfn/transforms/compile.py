@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compile the loss and its gradients."""
+"""Compile the loss and its gradients with torch.compile."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -36,7 +36,7 @@ def _is_backend(_owner: object, _field: object, value: Any) -> None:
 
 
 def _modes() -> Mapping[str, Any]:
-    """Return inductor's modes; importing it takes a second."""
+    """Return inductor's modes. The import is not at the top, because it takes a second."""
     from torch._inductor import list_mode_options  # noqa: PLC0415
 
     return list_mode_options()
@@ -46,41 +46,43 @@ def _modes() -> Mapping[str, Any]:
 class compile:  # noqa: A001 - what torch calls it
     """Compile the loss and its gradients with torch.compile.
 
-    The whole loss is compiled, as wrapped by all transforms of the chain, in any order of the
-    chain. In one process the loss and its backward pass become a single graph. Under `wrap_ddp`
-    (which reduces gradients during the backward pass), with fp16, and with
-    `checkpoint_activations`, the forward and backward passes are two graphs. Evaluation,
-    prediction and the optimizer are not compiled: a fused optimizer is already one kernel. A
-    loss that calls torch.autograd.grad (a gradient penalty) is a single graph under `wrap_ddp`
-    too, and its gradients are reduced afterwards.
+    The compiled loss includes what all transforms of the setup add to it; the position of
+    `compile` in the chain does not matter. In one process the loss and its backward pass become
+    a single graph. Forward and backward pass are two graphs under `wrap_ddp` (which reduces
+    gradients during the backward pass), with fp16, and with `checkpoint_activations`.
+    Evaluation, prediction and the optimizer are not compiled: a fused optimizer is already one
+    kernel. A loss that calls torch.autograd.grad (a gradient penalty) is a single graph even
+    under `wrap_ddp`, which then reduces its gradients after the backward pass.
 
     Acts on: how the engine runs the loss.
 
     Args:
         backend: torch.compile's backend: "inductor", another name in
         `torch.compiler.list_backends`, or a function.
-        mode: inductor's: "default", "reduce-overhead", "max-autotune" and so on.
-        options: inductor's options by name, instead of a mode.
-        dynamic: True makes sizes symbolic from the start, False never; None only sizes that
-        change.
-        fullgraph: whether code that cannot be traced is an error. False lets torch run it
-        between graphs; forward and backward are then two graphs.
+        mode: a mode of inductor: "default", "reduce-overhead", "max-autotune" and so on.
+        options: options of inductor by name. Pass either a mode or options.
+        dynamic: whether sizes are symbolic: True from the first compilation, False never, None
+        only sizes that change.
+        fullgraph: raise an error for code that torch cannot trace. If False, torch runs such
+        code between graphs, and forward and backward pass are two graphs.
         regions: compile only these modules, once per class, and run the rest of the loss
         eagerly: a module class, a tuple of classes, or a function `(name, module) -> bool`. A
-        deep model of equal blocks then compiles in the time of one block.
+        deep model of equal blocks then compiles as fast as a single block.
 
     Law:
         The results equal those of the eager step, up to rounding. Random numbers are
-        reproducible, but inductor's own; `options={"fallback_random": True}` uses torch's.
+        reproducible, but they are inductor's, not torch's. Pass `options={"fallback_random":
+        True}` to use torch's.
 
     Cost:
-        Seconds to minutes at the first step and at each step with new shapes, which warns with
-        RecompilationWarning. Other steps are faster than eager ones: docs/benchmarks.md.
+        Seconds to minutes at the first step, and at each step with new shapes (there it warns
+        with RecompilationWarning). Other steps are faster than eager ones; see
+        docs/benchmarks.md.
 
     Raises:
-        ArgumentError: an option that torch does not have.
-        ModelError: when built, no module is one of `regions`.
-        CompileError: at a step, the loss cannot be traced or compiled.
+        ArgumentError: torch does not have an option.
+        ModelError: when the engine is built, `regions` selects no module.
+        CompileError: at a step, torch cannot trace or compile the loss.
 
     References:
         Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode
@@ -99,15 +101,15 @@ class compile:  # noqa: A001 - what torch calls it
     regions: Regions | None = option(None, are_regions)
 
     def __attrs_post_init__(self) -> None:
-        """Reject options that the backend would not read, and a mode with options."""
+        """Raise if mode and options are combined, or if the backend would ignore them."""
         if self.mode is not None and self.options is not None:
-            msg = f"{self!r}: torch takes a mode or options. Give one of the two."
+            msg = f"{self!r}: pass either mode= or options=. torch accepts only one of them."
             raise ArgumentError(msg)
         has_options = self.mode is not None or self.options is not None
         if has_options and self.backend != "inductor":
             msg = (
-                f"{self!r}: mode and options are inductor's, and {self.backend!r} would not"
-                " read them. Leave them out."
+                f'{self!r}: mode= and options= are options of the backend "inductor", and the'
+                f" backend {self.backend!r} would ignore them. Leave them out."
             )
             raise ArgumentError(msg)
         modes = {} if self.mode is None else _modes()
@@ -117,28 +119,28 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """How the loss is compiled, and whether as one graph."""
+        """Tell how the loss is compiled, and whether to one graph."""
         one_graph = self.fullgraph and self.regions is None
         return {"compiles": self._compile_runner, "one_graph": one_graph}
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """A second compiler, and setups that torch compiles wrongly."""
+        """Reject a second compiler, and setups that torch would compile wrongly."""
         reasons = {
-            "compiles": "and {other!r} would both compile the loss. Leave out one.",
-            "small_buckets": "splits its graphs at DistributedDataParallel's buckets, and torch"
-            " needs these to be of 1 MiB or more; {other!r} asks for smaller ones. Leave out"
-            " bucket_cap_mb=.",
+            "compiles": "and {other!r} would both compile the loss. Leave out one of the two.",
+            "small_buckets": "splits the graph at the gradient buckets of DDP, which works"
+            " only with buckets of 1 MiB or more. Remove bucket_cap_mb= from {other!r}, or"
+            " make it 1 or more.",
         }
         if self._is_eager:
             reasons["recomputes"] = (
-                "would draw other random numbers in what {other!r} recomputes, for it"
-                " runs graphs as they stand. Take another backend, as 'aot_eager'."
+                "runs graphs without changes, so it would draw different random numbers when"
+                " {other!r} recomputes activations. Use another backend, such as 'aot_eager'."
             )
         return reasons
 
     def _compile_runner(self, make: MakeRunner, state: TrainState) -> MakeRunner:
-        """Return a function that makes a runner of the compiled loss."""
+        """Return a function that makes a runner, like `make`, whose loss is compiled."""
         facts = {"loss_scale", "recomputes"} & state.setup.facts.keys()
         one_graph = self.fullgraph and not (facts or self._is_eager)
 
@@ -167,5 +169,5 @@ class compile:  # noqa: A001 - what torch calls it
 
     @property
     def _is_eager(self) -> bool:
-        """Whether the backend runs a traced graph eagerly, without compiling."""
+        """Whether the backend runs a traced graph eagerly, without compiling it."""
         return isinstance(self.backend, str) and self.backend.startswith("eager")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split each sample's sequence over the ranks along "cp"."""
+"""Split each sample's sequence over the ranks along "cp" (context parallelism)."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
@@ -22,11 +22,11 @@ from accelfn.state.update import Update
 from accelfn.world import World
 
 _KEPT = "_accelfn_sequence"
-"""The attribute of the engine's module with its `_Sequence`."""
+"""The attribute of the engine's module that holds its `_Sequence`."""
 _MANY = 2048
-"""The maximum number of positions to compare."""
+"""The maximum number of positions for which losses are compared."""
 _FEW = 64
-"""The tolerance of a comparison, in rounding errors."""
+"""The tolerance of the comparison, as a multiple of the rounding error."""
 _COARSE = 0.02
 
 
@@ -34,54 +34,61 @@ _COARSE = 0.02
 class context_parallel:
     """Split each sample's sequence over the ranks along "cp" (context parallelism).
 
-    The ranks along "cp" take the same samples. If a tensor of a batch has the dim `seq_dim`,
-    each rank's loss gets its own part of it; tensors with fewer dims stay whole.
-    `F.scaled_dot_product_attention` attends to all positions: ranks exchange heads for
-    positions by an all-to-all before and after it, so each rank computes a share of the heads;
-    or, with `ring`, each rank keeps its queries, and keys and values go around a ring.
+    The ranks along "cp" get the same samples. If a tensor of a batch has the dim `seq_dim`,
+    each rank's loss gets its own part of the tensor. Tensors with fewer dims are not split.
+    `F.scaled_dot_product_attention` still computes attention over all positions. By default, an
+    all-to-all before and after attention exchanges positions for heads, so that each rank has
+    all positions of some heads. With `ring`, each rank keeps its queries, and keys and values
+    are passed around a ring of ranks.
 
-    All other operations of the model must work position by position. Position-dependent inputs,
-    such as position ids, must come with the batch: positions counted inside the model would
-    begin at 0 on every rank. To find such mistakes, accelfn compares the first loss with the
-    unsplit loss, on one sample.
+    All other operations of the model must work position by position. Inputs that depend on the
+    position, such as position ids, must be in the batch: if the model counted positions itself,
+    it would start at 0 on every rank. To find such mistakes, accelfn compares the first loss
+    with the unsplit loss, on one sample.
 
-    The loss must return `af.Loss(total, weight)`, because a mean over a part does not say its
-    number of tokens. Evaluation and prediction use whole sequences on each rank.
+    The loss must return `af.Loss(total, weight)`, because a mean does not say over how many
+    tokens it was taken. Evaluation and prediction use whole sequences on each rank.
 
-    A part is contiguous. With `ring` a part is two of 2n pieces: rank r has the r-th and the
-    r-th from the end, so that under a causal mask all ranks have the same work.
+    A rank's part of a sequence is contiguous. With `ring`, sequences are cut into 2n pieces for
+    n ranks. Rank r has the r-th piece from the start and the r-th piece from the end, so that
+    all ranks have the same work under a causal mask.
 
     In a world without "cp" nothing changes.
 
     Acts on: loss, module.
 
     Args:
-        seq_dim: the sequence dim of a batch's tensors; dim 0 is the samples.
-        ring: whether keys and values go around a ring, instead of exchanging heads; "cp" may
-        then be larger than the number of heads. A ring does not support attention dropout.
+        seq_dim: the sequence dim of the tensors in a batch; dim 0 is the samples.
+        ring: pass keys and values around a ring, instead of exchanging heads. There may then be
+        more ranks along "cp" than heads. Attention dropout is not supported.
 
     Law:
-        Parameters, weights and metrics are those of one process on the whole sequences, up to
-        rounding; each token counts once. Dropout masks differ by rank.
+        Parameters, weights and metrics equal those of one process with whole sequences, up to
+        rounding. Each token counts once. Dropout masks differ between ranks.
 
     Cost:
-        With n ranks along "cp", each rank holds 1/n of the activations. Every attention makes
-        two all-to-alls in the forward and two in the backward pass: 2 (n - 1) / n² of the bytes
-        of query, key, value and result together. `wrap_ddp` or `wrap_fsdp` reduce gradients
-        over "cp" too. With `ring`, instead of the all-to-alls, a rank sends n - 1 times its
-        keys and values in the forward and in the backward pass, and n times their gradients (in
-        float32 or wider), mostly overlapped with computing. Attention over blocks uses torch's
-        kernel on CPUs, and on GPUs in 16 bits without a mask; otherwise one block's products
-        are in memory. Once per engine, two forward passes run on one sample of at most 2,048
-        positions, if the model supports that length. The backward pass keeps a mask of a rank's
-        queries and all keys.
+        With n ranks along "cp", each rank holds 1/n of the activations. Every attention call
+        makes two all-to-alls in the forward and two in the backward pass. Together they send
+        2 (n - 1) / n² of the bytes of query, key, value and result. `wrap_ddp` or
+        `wrap_fsdp` also reduce gradients over "cp".
+
+        With `ring`, there are no all-to-alls. A rank sends its keys and values n - 1 times in
+        each of the two passes, and their gradients n times (in float32 or wider). Most of this
+        overlaps with computation. Ring attention uses torch's kernel on CPUs, and on GPUs in 16
+        bits without a mask. Otherwise the scores of one block are in memory. For the backward
+        pass it keeps the mask of a rank's queries and all keys.
+
+        Once per engine, two forward passes run on one sample of at most 2,048 positions, or of
+        full length if the model does not support a shorter one.
 
     Raises:
-        CompositionError: when composed with `local_sgd`, `compile`, or another context_parallel.
-        BatchError: at a step, sequence lengths differ, or "cp" (with `ring`, twice "cp") does
-        not divide the length; or the ranks along "cp" got different batches.
+        CompositionError: when composed with `local_sgd`, `compile`, or another
+        context_parallel.
+        BatchError: at a step, the tensors of a batch have different sequence lengths; "cp"
+        (with `ring`, twice "cp") does not divide the length; or the ranks along "cp" got
+        different batches.
         LossError: at a step, the loss is not an `af.Loss`, or differs from the unsplit loss;
-        "cp" does not divide the number of heads; a mask has a wrong shape; a ring's attention
+        "cp" does not divide the number of heads; a mask has a wrong shape; attention in a ring
         has dropout; or the model calls nn.MultiheadAttention.
 
     References:
@@ -99,17 +106,17 @@ class context_parallel:
         "splits_sequences": True,
     }
     refuses: ClassVar[Mapping[str, str]] = {
-        "apart": "gives ranks parts of the same samples, whose gradients are sums, and under"
-        " {other!r} each rank keeps its own. Leave out one of the two.",
-        "compiles": "exchanges heads between ranks in the midst of attention, which {other!r}"
-        " cannot trace. Leave out one of the two.",
-        "splits_sequences": "and {other!r} would split a part once more. Leave out one.",
+        "apart": "splits each sample over several ranks, so their gradients must be summed,"
+        " but under {other!r} each rank keeps its own gradients. Leave out one of the two.",
+        "compiles": "exchanges tensors between ranks inside attention, and {other!r} cannot"
+        " trace this. Leave out one of the two.",
+        "splits_sequences": "and {other!r} would both split sequences. Leave out one.",
     }
-    seq_dim: int = option(1, integer(1, "a dim behind that of the samples"))
+    seq_dim: int = option(1, integer(1, "a dim after dim 0, the samples"))
     ring: bool = option(default=False, validator=truth())
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
-        """Tell the engine's module which part of a sequence it computes."""
+        """Store on the engine's module how this rank's sequences are split."""
         if state.world.along("cp").size > 1:
             ranks = state.world.along("cp")
             scheme = Ring(ranks) if self.ring else Heads(ranks)
@@ -119,7 +126,7 @@ class context_parallel:
     def loss(
         self, loss_fn: LossFunction, slot: None, update: Update
     ) -> tuple[LossFunction, None]:
-        """Give the loss function this rank's part of a batch."""
+        """Wrap the loss function, so that it gets this rank's part of a batch."""
 
         def loss_of_part(model: nn.Module, batch: Any, *extras: Any) -> Any:
             sequence: _Sequence | None = vars(model).get(_KEPT)
@@ -134,7 +141,7 @@ class context_parallel:
 
 
 class _Sequence:
-    """How the sequences of a batch are split over ranks."""
+    """Splits the sequences of batches over the ranks along "cp", and checks the loss."""
 
     def __init__(self, world: World, dim: int, scheme: Heads | Ring) -> None:
         self._ranks, self._loss_ranks, self._dim = world.along("cp"), world.loss, dim
@@ -144,15 +151,15 @@ class _Sequence:
     def of_part(
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
     ) -> Loss:
-        """Return the loss of this rank's part."""
+        """Return the loss of this rank's part of a batch."""
         part = self._slice_part(batch, self._length(batch))
         with self._attending:
             loss = loss_fn(model, part, *extras)
         if not isinstance(loss, Loss):
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} returned {type(loss).__name__} of"
-                " a part of each sequence. Return af.Loss(total, weight), the sum over this"
-                " part and the number of tokens that count in it."
+                f"af.context_parallel: {qualname(loss_fn)} returned {type(loss).__name__} for a"
+                " part of each sequence, but a mean does not say over how many tokens. Return"
+                " af.Loss(total, weight): the sum over the tokens of this part, and their number."
             )
             raise LossError(msg)
         return loss
@@ -160,7 +167,9 @@ class _Sequence:
     def check(
         self, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
     ) -> None:
-        """Compare the split loss with the unsplit one, on the first sample with weight.
+        """Compare the split loss with the unsplit loss, on the first sample of a batch.
+
+        It checks again at the next batch if the weight of that sample is 0.
 
         Raises:
             BatchError: the ranks have different batches.
@@ -177,30 +186,31 @@ class _Sequence:
                 except RuntimeError:
                     if few == length:
                         raise
-                    # a mask may have the full length
+                    # the model may support only the full length, for example because of a mask
                     few, first = length, first_of(batch)
                     full = loss_fn(model, first, *extras)
             is_random = has_drawn()
             part = self.of_part(loss_fn, model, first, *extras)
-        # all ranks run as many passes: other ranks may gather units with them
+        # all ranks run equally many passes: a pass may gather parameters of all ranks
         own_row = _numbers(full, part, is_random=is_random, device=self._ranks.device)
         rows = all_gather_list(own_row, self._loss_ranks, label="context_parallel")
         table, is_random = self._of_group(rows)
         self.is_checked = is_random or any(is_positive(row[1]) for row in rows)
         if is_random:
             advise(
-                f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so it could not"
-                " be compared with the same loss in one piece. See for yourself that all but"
-                " attention goes position by position."
+                f"af.context_parallel: {qualname(loss_fn)} draws random numbers, so accelfn"
+                " could not compare the split loss with the unsplit loss. Check yourself that"
+                " all operations except attention work position by position."
             )
             return
-        if not table.isfinite().all():  # the step raises for this
+        # the step itself raises an error for such a loss
+        if not table.isfinite().all():
             return
         if not torch.equal(table[:, :2], table[:1, :2].expand_as(table[:, :2])):
             msg = (
-                'af.context_parallel: the ranks along "cp" were given different batches: the'
-                f" loss of the first sample is {table[:, 0].tolist()}. They share each sample:"
-                " read by af.batches(state), or by world.batch.rank."
+                'af.context_parallel: the ranks along "cp" must get the same batches, but the'
+                f" losses of their first samples are {table[:, 0].tolist()}. Use"
+                " af.batches(state), or choose the samples by world.batch.rank."
             )
             raise BatchError(msg)
         tol = min(_FEW * coarsest.eps, _COARSE)
@@ -208,17 +218,17 @@ class _Sequence:
         size = max(float(total.abs()), float(table[:, 2].abs().sum()))
         if weight != weights or float((total - total_of_parts).abs()) > tol * size:
             msg = (
-                f"af.context_parallel: {qualname(loss_fn)} differs between parts and whole. Of"
-                f" the first {few} positions, in one piece, it is Loss({float(total):.6g}, weight="
-                f"{float(weight):g}); the sums over parts are {float(total_of_parts):.6g} and"
-                f" {float(weights):g}. Everything but F.scaled_dot_product_attention must go"
-                " position by position: give positions with the batch, and shift labels before"
-                " they are batched."
+                f"af.context_parallel: {qualname(loss_fn)} gives another result if sequences"
+                f" are split. For the first {few} positions of a sample, the unsplit loss is"
+                f" Loss({float(total):.6g}, weight={float(weight):g}), but the parts sum to"
+                f" Loss({float(total_of_parts):.6g}, weight={float(weights):g}). All operations"
+                " except F.scaled_dot_product_attention must work position by position: pass"
+                " position ids in the batch, and shift labels before you make batches."
             )
             raise LossError(msg)
 
     def _of_group(self, rows: list[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-        """Return the rows of ranks that share a sample, and whether any drew numbers."""
+        """Return the rows of the ranks with this sample, and whether any rank was random."""
         size, rank = self._ranks.size, self._loss_ranks.rank
         begin = rank - rank % size  # "cp" is the innermost of these axes
         table = on_host(torch.stack(rows))
@@ -228,25 +238,26 @@ class _Sequence:
         """Return the sequence length of a batch.
 
         Raises:
-            BatchError: there is no length or several, or the ranks cannot share it.
+            BatchError: no tensor has the sequence dim, lengths differ, or the ranks cannot
+            divide the length.
         """
         leaves = tree.tensor_leaves(batch)
         shapes = [tuple(t.shape) for t in leaves if t.ndim > self._dim]
         lengths = {shape[self._dim] for shape in shapes}
         if len(lengths) != 1:
             msg = (
-                f"af.context_parallel(seq_dim={self._dim}): expected tensors of one length at"
-                f" dim {self._dim}, got the shapes {shapes}. What is no sequence needs fewer"
-                " dims, or its place in extras."
+                f"af.context_parallel(seq_dim={self._dim}): expected tensors of equal length in"
+                f" dim {self._dim}, got {shapes or 'no tensor with this dim'}. Pass a tensor"
+                " that is not a sequence with fewer dims, or as an extra."
             )
             raise BatchError(msg)
         (length,) = lengths
         if length % self._way.num_pieces:
             msg = (
-                f"af.context_parallel(seq_dim={self._dim}): sequences of {length} positions"
-                f" cannot be cut into {self._way.num_pieces} pieces of one length, for"
-                f' {self._ranks.size} ranks along "cp". Pad them to a multiple where they are'
-                " batched, with tokens of weight 0."
+                f'af.context_parallel(seq_dim={self._dim}): {self._ranks.size} ranks along "cp"'
+                f" need {self._way.num_pieces} pieces of equal length, but the sequences have"
+                f" {length} positions. When you make batches, pad sequences to a multiple of"
+                f" {self._way.num_pieces} with tokens of weight 0."
             )
             raise BatchError(msg)
         return length
@@ -263,7 +274,7 @@ class _Sequence:
         return self._of_sequences(take_pieces, batch)
 
     def _first(self, batch: Any, length: int) -> Any:
-        """Return a batch with sequences cut to `length`."""
+        """Return a batch with sequences truncated to `length`."""
         return self._of_sequences(lambda t: t.narrow(self._dim, 0, length), batch)
 
     def _of_sequences(self, change: Callable[[torch.Tensor], Any], batch: Any) -> Any:
@@ -277,7 +288,7 @@ class _Sequence:
 def _numbers(
     full: Any, part: Loss, *, is_random: bool, device: torch.device
 ) -> torch.Tensor:
-    """Return total and weight of both losses, and whether random numbers were drawn."""
+    """Return totals and weights of both losses, and whether random numbers were drawn."""
     if not isinstance(full, Loss):
         full = Loss(full, 0)
     numbers = (full.total, full.weight, part.total, part.weight, float(is_random))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism: shard the data, and replicate the model or split it over the ranks."""
+"""Data parallelism: split the data, and replicate the model or split it over the ranks."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, cast
@@ -38,13 +38,12 @@ if TYPE_CHECKING:
     from accelfn.engine.fsdp import FSDPRunner
 
 _FIRST_BUCKET_MB = 1
-"""torch's default. torch.compile splits graphs at buckets of at least this size."""
+"""torch's size of the first bucket. torch.compile needs buckets of at least this size."""
 
 
 _is_axis = satisfies(
     lambda value: value is None or value in BATCH,
-    "an axis along which ranks have different samples,"
-    f" {' or '.join(map(repr, BATCH))}",
+    f"an axis along which ranks have different samples, {' or '.join(map(repr, BATCH))}",
 )
 
 
@@ -52,23 +51,24 @@ _is_axis = satisfies(
 class wrap_ddp:
     """Train a replica on each rank with torch's DistributedDataParallel.
 
-    DDP wraps a module that computes the loss, in the world's process group. The weights of the
-    ranks' losses are reduced with the gradients, so the result is the mean over all samples (or
-    tokens) of the update, even if the ranks' shares differ in size. In a world of 1 nothing
-    changes.
+    DDP wraps a module that computes the loss, and uses the world's process group. The weights
+    of the ranks' losses are reduced together with the gradients. So the result is the mean over
+    all samples (or tokens) of the update, even if the ranks' shares differ in size. In a world
+    of 1 nothing changes.
 
-    With `within` and `local_sgd`, the ranks along an axis form one worker: they average
+    With `within` and `local_sgd`, the ranks along an axis are one worker. They average their
     gradients and stay equal, and the workers train independently.
 
     Acts on: engine.
 
     Args:
-        bucket_cap_mb: size of DDP's buckets in MiB; None is torch's own choice, 25 after a
-            first one of 1.
-        gradient_as_bucket_view: let gradients be views into the buckets, which halves their
-        memory and saves a copy. On by default here; off in torch.
+        bucket_cap_mb: the size of DDP's buckets in MiB; with None, torch's default of 1 for
+        the first bucket and 25 for the others.
+        gradient_as_bucket_view: make gradients views into the buckets, which halves their
+        memory and saves a copy. The default here is True, in torch it is False.
         find_unused_parameters: allow parameters that take no part in the loss.
-        static_graph: promise the same graph at every step, so that DDP learns it once.
+        static_graph: promise that the graph is the same at every step, so that DDP records it
+        only once.
         forward_sync_buffers: broadcast rank 0's buffers before each forward pass (torch's
         `broadcast_buffers`).
         within: the axis of the world along which gradients are averaged, such as "dp_shard";
@@ -76,20 +76,20 @@ class wrap_ddp:
         synchronizes the workers along the other axis.
 
     Law:
-        After every update all ranks hold bitwise the same parameters, and they equal those of
-        one process on the whole batch, up to rounding. With `within` this holds within a
-        worker, and a worker of n ranks acts as one rank with the samples of n.
+        After every update all ranks hold bitwise equal parameters. They equal those of one
+        process on the whole batch, up to rounding. With `within` this is true for the ranks of
+        one worker, and a worker of n ranks trains like one rank with the samples of all n.
 
     Cost:
-        One all-reduce of the gradients per update, overlapped with the backward pass; with
-        `within`, only within a worker.
+        One all-reduce of the gradients per update, which overlaps with the backward pass; with
+        `within`, only over the ranks of a worker.
 
     Raises:
         CompositionError: with a transform that defines `reduce`, such as `local_sgd` without
-        `within`; `static_graph` with a transform that runs several backward passes; when
+        `within`; with `static_graph`, a transform that runs several backward passes; when
         applied, `within` without a transform that synchronizes the workers.
         WorldError: when applied, `within` names an axis that the world does not have.
-        ReplicaMismatchError: when built, the ranks hold different models.
+        ReplicaMismatchError: when the engine is built, the ranks hold different models.
         UnusedParametersError: at a step, a parameter took no part in the loss.
 
     References:
@@ -109,17 +109,17 @@ class wrap_ddp:
     within: str | None = option(None, _is_axis)
 
     def __attrs_post_init__(self) -> None:
-        """Reject two ways of finding unused parameters: torch drops one of them."""
+        """Raise if both ways to find unused parameters are on: torch ignores one of them."""
         if self.static_graph and self.find_unused_parameters:
             msg = (
-                "af.wrap_ddp(static_graph=True, find_unused_parameters=True): a static graph"
-                " finds unused parameters itself, in the first step. Give one of the two."
+                "af.wrap_ddp(static_graph=True, find_unused_parameters=True): with a static graph,"
+                " DDP already finds unused parameters in the first step. Pass only one of the two."
             )
             raise ArgumentError(msg)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Facts about the buckets, and whether unused parameters are allowed."""
+        """Tell the properties of the buckets, and whether unused parameters are allowed."""
         cap, flags = self.bucket_cap_mb, ("find_unused_parameters", "static_graph")
         return {
             "buckets": True,
@@ -132,32 +132,32 @@ class wrap_ddp:
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Transforms that break torch's DDP or leave it without work."""
+        """Reject transforms that break torch's DDP, or leave it no gradients to reduce."""
         reasons = {
-            "reduce": "would never reduce a gradient: {other!r} says how they cross ranks."
+            "reduce": "would have no gradients to reduce, because {other!r} reduces them."
             " Leave out one of the two."
         }
         if self.within is None:
             reasons["stays"] = (
-                "would never reduce a gradient: under {other!r} each rank keeps its own."
-                " Leave out one of the two, or say along which axis ranks are one worker,"
-                ' as within="dp_shard".'
+                "would have no gradients to reduce, because under {other!r} each rank keeps"
+                " its own. Leave out one of the two. Or reduce gradients within groups of"
+                ' ranks: name the axis of a group, for example within="dp_shard".'
             )
         if self.static_graph:
             reasons["value_and_grad"] = (
-                "expects one backward pass an update, but {other!r} runs several."
-                " Leave out static_graph=True."
+                "expects one backward pass per update, but {other!r} runs several. Leave out"
+                " static_graph=True."
             )
         return reasons
 
     @property
     def needs(self) -> Mapping[str, str]:
-        """With `within`: a transform that synchronizes the workers."""
+        """With `within`, require a transform that synchronizes the workers."""
         if self.within is None:
             return {}
         return {
-            "stays": "lets workers train apart, and nothing brings them together. Add"
-            " af.local_sgd(sync_every=...), or leave out within=."
+            "stays": "reduces gradients only within each worker, and no transform synchronizes the"
+            " workers. Add af.local_sgd(sync_every=...) to the setup, or leave out within=."
         }
 
     def engine(self, state: TrainState) -> Engine:
@@ -174,7 +174,7 @@ class wrap_ddp:
         return build_engine(state, binding_of(state), make, compression=compression)
 
 
-# `compress_grads`: reduce gradients in fewer bytes.
+# `compress_grads`: reduce gradients with fewer bytes.
 
 
 Slot: TypeAlias = dict[str, Any]
@@ -195,44 +195,45 @@ _is_rate = satisfies(
 
 @transform
 class compress_grads:
-    """Let `wrap_ddp` reduce gradients in fewer bytes, by a communication hook of DDP.
+    """Let `wrap_ddp` reduce gradients with fewer bytes, by a communication hook of DDP.
 
     "fp16" and "bf16" sum gradients in 16 bits; parameters and the optimizer keep their dtype.
-    Gradients are first divided by the update's weight, or the next power of 2, so a total over
-    many samples does not overflow before the mean would; under a loss scale
-    (`autocast("fp16")`) they keep that scale. "powersgd" sends a matrix as the product of two
-    thin ones; each rank adds its approximation error to its next gradient. The errors are in
-    the slot: they are saved, and a skipped update does not change them. The weight of the
-    losses is summed exactly. `af.sync_grads` does not compress.
+    Gradients are first divided by a power of 2 near the update's weight, so that a total over
+    many samples does not overflow. Under a loss scale (`autocast("fp16")`) they keep that scale
+    instead. "powersgd" sends each matrix as the product of two thin matrices. Each rank adds
+    the error of this approximation to its next gradient. The errors are in the slot: they are
+    saved, and a skipped update does not change them. The weight of the losses is always summed
+    exactly. `af.sync_grads` does not compress.
 
     Acts on: the reduction of `wrap_ddp`; with "powersgd" also init, merge.
 
     Args:
         method: "fp16", "bf16" or "powersgd".
         matrix_approximation_rank: the number of columns of the thin matrices; 1.
-        start_powerSGD_iter: the number of first updates without compression; 1000.
+        start_powerSGD_iter: the number of updates before compression starts; 1000.
         min_compression_rate: compress only matrices that become smaller by more than this
         factor; 2. Vectors are not compressed.
 
     Law:
-        Ranks agree bitwise, and in a world of 1 nothing changes. In 16 bits the result is the
-        uncompressed one, up to 16-bit rounding. With PowerSGD the applied gradients plus the
-        remaining errors sum to the true gradients; at full rank there is no error.
+        Ranks have bitwise equal gradients, and in a world of 1 nothing changes. In 16 bits the
+        result equals the uncompressed one, up to 16-bit rounding. With PowerSGD the applied
+        gradients plus the remaining errors sum to the true gradients; at full rank there is no
+        error.
 
     Cost:
-        Half the bytes, and a pass over the gradients. PowerSGD sends (n + m) r numbers for an n
-        by m matrix, computes two matrix products and two decompositions, needs the memory of
-        one more gradient, and does not overlap with the backward pass. Every method all-reduces
-        one more number before the backward pass.
+        Half the bytes, and one pass over the gradients. PowerSGD sends (n + m) r numbers for
+        an n by m matrix, and computes two matrix products and two decompositions. It needs
+        memory for one more gradient, and does not overlap with the backward pass. Every
+        method all-reduces one more number before the backward pass.
 
     Raises:
-        ArgumentError: an unknown method, or an option of another method.
-        CompositionError: without `wrap_ddp`; or PowerSGD with parameters that may be unused,
-        because their errors would be lost.
+        ArgumentError: the method is unknown, or an option belongs to another method.
+        CompositionError: the setup has no `wrap_ddp`; or PowerSGD is used with parameters that
+        may be unused, because their errors would be lost.
 
     References:
-        Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for
-        Distributed Optimization".
+        Vogels et al. 2019, "PowerSGD: Practical Low-Rank Gradient Compression for Distributed
+        Optimization".
 
     Example:
         >>> compress_grads("powersgd", matrix_approximation_rank=2)
@@ -240,8 +241,8 @@ class compress_grads:
     """
 
     needs: ClassVar[Mapping[str, str]] = {
-        "buckets": "is about gradients that af.wrap_ddp() reduces, which the setup lacks. Put"
-        " af.wrap_ddp() into the chain, or leave it out."
+        "buckets": "compresses the gradients that af.wrap_ddp() reduces, but the setup has no"
+        " af.wrap_ddp(). Add af.wrap_ddp() to the setup, or leave this transform out."
     }
     method: Literal["fp16", "bf16", "powersgd"] = attrs.field(
         validator=one_of(*_DTYPES, _POWERSGD)
@@ -254,7 +255,7 @@ class compress_grads:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """How buckets are reduced, and which slot entries differ by rank."""
+        """Tell how buckets are reduced, and which slot entries differ by rank."""
         return {
             "draws_nothing": True,
             "compression": self._compression,
@@ -263,26 +264,26 @@ class compress_grads:
 
     @property
     def gives_up(self) -> Mapping[str, str]:
-        """PowerSGD applies a part of each gradient later."""
+        """Name the law that PowerSGD breaks: a part of each gradient is applied later."""
         late = {
-            "splits_alike": "what is left out of a gradient is added to a later one"
+            "splits_alike": "the compression error of a gradient is added to a later gradient"
         }
         return late if self.method == _POWERSGD else {}
 
     @property
     def refuses(self) -> Mapping[str, str]:
-        """Setups in which PowerSGD would lose errors."""
+        """Reject setups that would let PowerSGD lose errors."""
         if self.method != _POWERSGD:
             return {}
         return {
-            "finds_unused": "keeps what is left out of a gradient for the next update, and"
-            " would lose that of parameters that {other!r} allows to be unused. Leave out"
-            " {told}."
+            "finds_unused": "adds the compression error of each gradient to the next one, and"
+            " would lose the errors of parameters that {other!r} allows to be unused. Leave"
+            " out {told}."
         }
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Skip `init` and `merge` for sums in 16 bits: they have no slot."""
+        """Leave out `init` and `merge` for sums in 16 bits, which have no slot."""
         return () if self.method == _POWERSGD else ("init", "merge")
 
     def _option(self, name: str) -> Any:
@@ -290,12 +291,12 @@ class compress_grads:
         return _DEFAULTS[name] if value is None else value
 
     def init(self, state: TrainState) -> Slot:
-        """Begin without errors."""
+        """Create a slot without errors."""
         del state
         return {"iter": 0, "error": {}, "q": {}}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Give every rank the mean of the errors, which keeps their mean."""
+        """Give every rank the mean of the ranks' errors, so that the mean does not change."""
         first, count = slots[0], len(slots)
         errors = {
             name: torch.stack([slot["error"][name] for slot in slots]).sum(0) / count
@@ -304,7 +305,7 @@ class compress_grads:
         return [1.0] * count, {**first, "error": errors}
 
     def _compression(self, state: TrainState) -> Compression:
-        """Return the compression of one engine's gradients."""
+        """Return the object that compresses one engine's gradients."""
         name: str = cast("Any", self).name
         ranks = state.definition.copy
         if self.method != _POWERSGD:
@@ -326,29 +327,31 @@ class compress_grads:
 class sync_batchnorm:
     """Normalize batches by mean and variance over the samples of all ranks.
 
-    The BatchNorm layers of the model see the global batch, or under `accumulate` the
-    global micro-batch, and so do their running statistics, which are equal on all ranks.
-    The placeholder sample of an empty share does not count. It also works on CPUs and in
-    simulated worlds, where torch's SyncBatchNorm does not; SyncBatchNorm layers are treated as
-    BatchNorm, and a model with neither gets a warning. Modules other than the state's own, such
-    as `af.snapshot_model` teachers, do not change. In a world of 1 nothing changes.
+    The BatchNorm layers of the model use the global batch, or under `accumulate` the global
+    micro-batch. So do their running statistics, which are equal on all ranks. The filler sample
+    of an empty share does not count. This also works on CPUs and in simulated worlds, where
+    torch's SyncBatchNorm does not work. SyncBatchNorm layers are treated like BatchNorm. If the
+    model has neither, a warning is shown. Other models, such as a teacher of
+    `af.snapshot_model`, do not change. In a world of 1 nothing changes.
 
     Acts on: module.
 
     Law:
-        For any split of the batch, parameters and running statistics are those of one rank on
-        the whole batch, up to rounding.
+        For any split of the batch, parameters and running statistics equal those of one rank
+        with the whole batch, up to rounding.
 
     Cost:
-        Two small collectives per layer, one forward and one backward, which wait for the
-        slowest rank; and an all-gather of 24 bytes per forward pass, to compare which layers
-        ranks ran (under wrap_fsdp, one per small collective).
+        Two small collectives per layer, one in the forward and one in the backward pass, which
+        wait for the slowest rank. Also an all-gather of 24 bytes per forward pass, to compare
+        which layers the ranks ran (under wrap_fsdp, one for each small collective).
 
     Raises:
-        CollectiveMismatchError: at a step, ranks ran different layers, or in another order.
+        CollectiveMismatchError: at a step, ranks ran different layers, or ran them in different
+        orders.
         CompositionError: with `local_sgd`, because its ranks train independently; or with a
         compiler that traces the loss as one graph.
-        ModelError: when built, a BatchNorm layer has a forward or a process group of its own.
+        ModelError: when the engine is built, a BatchNorm layer has a custom forward or its own
+        process group.
 
     References:
         Ioffe and Szegedy 2015, "Batch Normalization"; Peng et al. 2018, "MegDet".
@@ -360,11 +363,10 @@ class sync_batchnorm:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     refuses: ClassVar[Mapping[str, str]] = {
-        "apart": "normalises by what all ranks see, so that each gradient depends on all, but"
-        " under {other!r} ranks train apart. Leave out one of the two.",
-        "one_graph": "asks the other ranks in the midst of the forward pass, which {other!r}"
-        " cannot trace as one graph. Compile with fullgraph=False, or only regions= without"
-        " BatchNorm.",
+        "apart": "normalizes over the samples of all ranks, so each gradient depends on all"
+        " ranks, but under {other!r} ranks train independently. Leave out one of the two.",
+        "one_graph": "runs collectives in the forward pass, which {other!r} cannot trace as"
+        " one graph. Pass fullgraph=False, or regions= without BatchNorm layers.",
     }
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
@@ -373,8 +375,9 @@ class sync_batchnorm:
         has_layers = any(isinstance(m, BatchNorm) for m in module.modules())
         if not has_layers and state.world.is_main:
             advise(
-                f"{self!r} has nothing to do: the model has none of torch's BatchNorm layers,"
-                " and others are not known by it. Leave it out, or use torch's."
+                f"{self!r} has no effect: the model has no BatchNorm layer of torch, and other"
+                " classes are not supported. Leave this transform out, or use torch's"
+                " BatchNorm layers."
             )
         if ranks.size > 1:
             compiles = "compiles" in state.setup.facts
@@ -389,15 +392,15 @@ class sync_batchnorm:
 class shard_data:
     """Give each rank its share of every batch.
 
-    The global batch is cut into contiguous shares before any sample is read; their sizes differ
-    by at most one. A short last batch is cut the same way. A rank with an empty share takes
-    part with one sample of weight 0.
+    The global batch is cut into contiguous shares before any sample is read. Their sizes differ
+    by at most one sample. A short last batch is cut in the same way. A rank with an empty share
+    still takes part, with one filler sample of weight 0.
 
     Acts on: data.
 
     Law:
-        The order of samples, and with `wrap_ddp` the result of a step, do not depend on the
-        number of ranks (up to rounding, and except for batch statistics).
+        The order of samples does not depend on the number of ranks. With `wrap_ddp`, the result
+        of a step does not depend on it either, up to rounding and except for batch statistics.
 
     Cost:
         Arithmetic on two integers per batch.
@@ -408,7 +411,7 @@ class shard_data:
     """
 
     def data(self, plan: Plan) -> Plan:
-        """Cut a batch into one share per rank."""
+        """Split a batch into one share per rank."""
         return plan.sharded()
 
 
@@ -416,20 +419,19 @@ class shard_data:
 
 
 _ADVICE = (
-    "They were trained alike and have drifted apart. Look for what differs by rank in"
-    " transforms and steps of your own, for parameters that are written outside of a step,"
-    " and for operations that are not deterministic."
+    "They were equal before. Look for transforms or steps of yours that depend on the rank,"
+    " for writes to parameters outside a step, and for nondeterministic operations."
 )
 
 
 @transform
 class check_replicas:
-    """Raise on all ranks when their parameters differ, checked every few updates.
+    """Raise on all ranks if their parameters differ, checked every few updates.
 
-    It checks after each update number that is a multiple of `every`, before the new state is
-    returned. Buffers are not compared: batch statistics differ by rank. For a split model, it
-    compares the copies of the model, if there are several. If ranks differ on purpose, as under
-    `local_sgd`, it raises.
+    The check runs after each update whose number is a multiple of `every`, before the step
+    returns the new state. Buffers are not compared, because batch statistics differ between
+    ranks. If the model is split and there are several copies, the copies are compared. Do not
+    use it if ranks differ on purpose, as under `local_sgd`: that raises an error.
 
     Acts on: after_update.
 
@@ -437,15 +439,16 @@ class check_replicas:
         every: the number of updates between checks.
 
     Law:
-        If one element of one parameter differs on one rank, all ranks raise at the next check.
-        Otherwise training is bitwise unchanged.
+        If one element of one parameter differs on one rank, all ranks raise an error at the
+        next check. Otherwise training is bitwise unchanged.
 
     Cost:
-        A sum over every parameter and a small all-reduce every `every` updates; the host waits
+        Every `every` updates, a sum over every parameter and a small all-reduce; the host waits
         for the result.
 
     Raises:
-        ReplicaMismatchError: names the first parameter that differs, with one row per rank.
+        ReplicaMismatchError: the ranks differ. The error names the first parameter that
+        differs, with one row per rank.
 
     Example:
         >>> check_replicas(every=100)
@@ -454,29 +457,29 @@ class check_replicas:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True}
     refuses: ClassVar[Mapping[str, str]] = {
-        "apart": "would raise beside {other!r}, under which ranks differ on purpose."
-        " Leave it out; af.assert_replicas_agree(state) looks once."
+        "apart": "would always raise an error, because under {other!r} ranks differ on"
+        " purpose. Leave it out. To compare ranks once, call af.assert_replicas_agree(state)."
     }
     every: int = attrs.field(validator=integer(1, "a number of updates"), kw_only=True)
 
     def after_update(
         self, state: TrainState, slot: None, update: Update
     ) -> tuple[TrainState, None]:
-        """Compare parameters, if a check is due."""
+        """Compare the ranks' parameters, if a check is due."""
         if state.step % self.every == 0:
             label = f"check_replicas at update {state.step}"
             check_values(state.params, state.world, label=label, advice=_ADVICE)
         return state, slot
 
 
-# Split the model over the ranks with torch's fully_shard.
+# `wrap_fsdp`: shard the model over the ranks with torch's fully_shard.
 
 
 _is_dtype = satisfies(
     lambda value: (
         value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
     ),
-    "a dtype of real numbers, such as torch.bfloat16, or None for the parameters' own",
+    "a floating-point dtype, such as torch.bfloat16, or None for the dtype of the parameters",
 )
 
 
@@ -485,80 +488,81 @@ class wrap_fsdp:
     """Shard the model over the ranks with torch's `fully_shard` (FSDP2).
 
     Each rank holds some rows of every parameter, and the same rows of its gradient, its
-    optimizer state and slots in its shape. torch's `fully_shard` runs a module that computes
-    the loss: a unit is gathered before its forward pass, resharded after it, and gathered again
-    for its backward pass; then its gradients are reduce-scattered. The root (all parameters
-    outside units) is gathered once for the whole loss. The weights of the ranks' losses are
-    summed with the gradients, so the result is the mean over all samples (or tokens) of the
-    update, even if the ranks' shares differ in size. In a world of 1 nothing changes.
+    optimizer state and its slots of the same shape. torch's `fully_shard` runs a module that
+    computes the loss. It gathers a unit before its forward pass, reshards it afterwards,
+    gathers it again for its backward pass, and then reduce-scatters its gradients. The root
+    (all parameters outside units) is gathered once for the whole loss. The weights of the
+    ranks' losses are summed with the gradients. So the result is the mean over all samples (or
+    tokens) of the update, even if the ranks' shares differ in size. In a world of 1 nothing
+    changes.
 
-    Without axes, all ranks together hold one copy of the model. With {"dp_replicate": m,
-    "dp_shard": n} there are m copies, each over n neighboring ranks (HSDP). With `local_sgd`
-    the copies train independently, and gradients are summed only within a copy.
+    In a world without axes, all ranks together hold one copy of the model. With
+    {"dp_replicate": m, "dp_shard": n} there are m copies, each over n neighboring ranks (HSDP).
+    With `local_sgd` the copies train independently, and gradients are summed only within a
+    copy.
 
     Acts on: layout, engine; init (checks the model).
 
     Args:
-        units: the modules that are gathered as one: a class, a tuple of classes, or a function
-        (name, module) -> bool. Default: the members of each outermost nn.ModuleList, such as
-        the blocks of a transformer. The model must call a unit's forward. Containers such as
-        nn.ModuleList have no forward.
+        units: the modules that are gathered together: a class, a tuple of classes, or a
+        function (name, module) -> bool. By default the members of each outermost nn.ModuleList,
+        such as the blocks of a transformer. The model must call a unit's forward. Containers
+        such as nn.ModuleList have no forward.
         reshard_after_forward: whether units are resharded between their forward and backward
-        passes. If False, an update gathers each unit once, and the whole model is gathered at
-        the end of the forward pass.
-        gather_dtype: the dtype of gathered parameters, such as torch.bfloat16. The model's
-        inputs are cast to it. None means the parameters' own. The shards that the optimizer
-        steps keep their dtype.
-        reduce_dtype: the dtype of sums of gradients over ranks; None means the parameters' own,
-        independent of gather_dtype.
-        keep_grads: with several micro-batches, "whole" keeps full gradients on each rank and
-        reduces only with the last one; "sharded" reduces with each and keeps shards: 1/n of the
-        memory, and one reduce-scatter per unit and micro-batch.
+        passes. If False, an update gathers each unit once, and at the end of the forward pass
+        the whole model is gathered.
+        gather_dtype: the dtype of gathered parameters, such as torch.bfloat16; None means the
+        dtype of the parameters. The inputs of the model are cast to it. The optimizer's shards
+        keep their dtype.
+        reduce_dtype: the dtype for summing gradients over ranks; None means the dtype of the
+        parameters, even with gather_dtype.
+        keep_grads: if there are several micro-batches, "whole" keeps full gradients on each
+        rank, and reduces only in the last micro-batch; "sharded" reduces in each micro-batch
+        and keeps shards: 1/n of the memory, but one reduce-scatter per unit and micro-batch.
         find_unused_parameters: allow parameters that take no part in the loss.
-        cpu_offload: whether a rank's shards of parameters, gradients, optimizer state and slots
-        are in host memory. They are copied to the device to be gathered, gradients are copied
-        back after reduction, and the optimizer steps on the host. Scalars stay on the device.
+        cpu_offload: keep a rank's shards of parameters, gradients, optimizer state and slots in
+        host memory. Parameters are copied to the device to be gathered, gradients are copied
+        back after reduction, and the optimizer runs on the host. Scalars stay on the device.
 
     Law:
-        Parameters and optimizer state are those of one process on the whole batch, up to
-        rounding, for any units, axes and number of ranks; gather_dtype and reduce_dtype round
-        to their own precision. A checkpoint of one layout loads into any other bitwise.
+        Parameters and optimizer state equal those of one process on the whole batch, up to
+        rounding, for any units, axes and number of ranks. gather_dtype and reduce_dtype round
+        to their precision. A checkpoint can be loaded into any other layout, bitwise.
 
     Cost:
-        With n ranks per copy, each rank holds 1/n of parameters, gradients, optimizer state and
-        slots (rounded up to whole rows), plus the gathered root, the current unit and the next
-        one. An update makes two all-gathers and one reduce-scatter per unit, one of each for
-        the root, and an all-reduce of 8 bytes. Each pass adds an all-gather of 24 bytes:
-        ranks agree on the order of units. A unit that ranks run in another order than in their
-        last pass adds one more. In total a rank sends at most 3 (n - 1) / n of
-        the parameters' bytes; DistributedDataParallel sends 2 (n - 1) / n. Each further
-        micro-batch gathers again. m copies add an all-reduce of a rank's shards. Buffers are
-        broadcast from rank 0 before an update's first forward pass.
+        With n ranks per copy, each rank holds 1/n of parameters, gradients, optimizer state
+        and slots, rounded up to whole rows. It also holds the gathered root, the current
+        unit and the next unit. An update makes two all-gathers and one reduce-scatter per
+        unit, one of each for the root, and an all-reduce of 8 bytes. Each pass adds an
+        all-gather of 24 bytes, to agree on the order of units. If ranks run a unit in
+        another order than in their last pass, there is one more. In total a rank sends at
+        most 3 (n - 1) / n of the parameters' bytes; DistributedDataParallel sends 2 (n - 1)
+        / n. Each further micro-batch gathers again. m copies add an all-reduce of a rank's
+        shards. Buffers are broadcast from rank 0 before an update's first forward pass.
 
-        With cpu_offload the device only holds gathered units, their gradients and activations.
-        Each all-gather copies a rank's shards to the device, and each reduce-scatter copies
-        them back, from and to pinned memory. The update waits for the device and runs on the
-        CPU.
+        With cpu_offload the device holds only gathered units, their gradients and activations.
+        Each all-gather copies a rank's shards from pinned host memory to the device, and each
+        reduce-scatter copies them back. The update waits for the device and runs on the CPU.
 
         `TrainState.create(setup=...)` creates the whole model in each rank's host memory before
-        sharding; with init="shard", one module at a time.
+        it is sharded; with init="shard", one module at a time.
 
     Raises:
-        ArgumentError: an invalid option.
+        ArgumentError: an option is invalid.
         CompositionError: when composed with `wrap_ddp`, a transform that defines `reduce`,
         `optimizer_in_backward`, or `compile` as one graph; when the state is created with a
         transform other than `local_sgd` that lets ranks differ.
         WorldError: when the state is created in a world with axes but without "dp_shard" or
         "cp", or in a world without axes under `local_sgd`. With cpu_offload: the ranks compute
-        on the CPU; the world has one rank; or no backend joins the ranks' CPUs.
-        ModelError: when the state is created, `units` match no module or a container without a
+        on the CPU; the world has one rank; or no backend connects the CPUs of the ranks.
+        ModelError: when the state is created, `units` select no module or a container without a
         forward; a parameter is tied over two units; or a unit has parameters of two dtypes or
         complex parameters.
-        OptimizerError: when the state is created, the optimizer is not elementwise; accelfn
-        tries it on small parameters, whole and sharded.
+        OptimizerError: when the state is created, the optimizer is not elementwise. accelfn
+        tests this with small parameters, whole and sharded.
         ReplicaMismatchError: when the state is created, the ranks have different models.
         LossError: at a step, the loss used a unit's parameters without calling the unit.
-        CollectiveMismatchError: at a step, ranks run different collectives inside the loss.
+        CollectiveMismatchError: at a step, ranks ran different collectives inside the loss.
         UnusedParametersError: at a step, a parameter took no part in the loss.
 
     References:
@@ -572,12 +576,12 @@ class wrap_fsdp:
     """
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "reduce": "reduces gradients to the parts that ranks hold, and {other!r} says how"
-        " whole ones cross the ranks. Leave out one of the two.",
-        "steps_in_backward": "reduces the gradients of a unit at once, when all are there,"
-        " and {other!r} frees each as soon as it is complete. Leave out one of the two.",
-        "one_graph": "gathers units between the parts of the model, and {other!r} makes one"
-        " graph of it. Give regions=, the units.",
+        "reduce": "reduces gradients to shards, but {other!r} reduces whole gradients. Leave"
+        " out one of the two.",
+        "steps_in_backward": "reduces the gradients of a unit together when all are complete, but"
+        " {other!r} frees each gradient as soon as it is complete. Leave out one of the two.",
+        "one_graph": "gathers parameters during the forward pass, which {other!r} cannot compile"
+        " as one graph. Pass regions= with the units, so that only the units are compiled.",
     }
     units: Regions | None = attrs.field(default=None, validator=are_regions)
     reshard_after_forward: bool = option(default=True, validator=truth())
@@ -591,7 +595,7 @@ class wrap_fsdp:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Facts about unused parameters, offloading and partial gradients."""
+        """Tell whether parameters may be unused, are offloaded, and have whole gradients."""
         flag = "find_unused_parameters=True" if self.find_unused_parameters else None
         return {
             "draws_nothing": True,
@@ -603,12 +607,12 @@ class wrap_fsdp:
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Shard rows along dp_shard; scalars and empty parameters stay whole."""
+        """Shard rows along dp_shard, except for scalars and empty parameters."""
         del name, axes
         return {"dp_shard": 0} if meta.ndim and meta.numel() else None
 
     def init(self, state: TrainState) -> None:
-        """Reject models and optimizers that sharding would change."""
+        """Raise if the world, the model or the optimizer do not support sharding."""
         module = state.definition.skeleton.module
         self._check_axes(state.world)
         if self.cpu_offload:
@@ -652,7 +656,7 @@ class wrap_fsdp:
         return units_of(module, self.units, f"{self!r}")
 
     def _check_apart(self, state: TrainState) -> None:
-        """Reject transforms that let ranks of one copy differ, and a missing copy axis.
+        """Raise if ranks of one copy may differ, or if no axis gives the number of copies.
 
         Raises:
             CompositionError: a transform lets ranks differ although their gradients are summed.
@@ -662,56 +666,60 @@ class wrap_fsdp:
             facts = facts_of(owner)
             if "stays" in facts and not state.world.axes and state.world.loss.size > 1:
                 msg = (
-                    f"{self!r}: without axes all ranks have one copy of the model together, and"
-                    f" {owner!r} trains copies apart. Say how many there are, as"
-                    " World.from_env(axes={'dp_replicate': 2, 'dp_shard': -1})."
+                    f"{self!r}: in a world without axes, all ranks together hold one copy of"
+                    f" the model, but {owner!r} trains several copies independently. Set the"
+                    f" number of copies, for example 2: World.from_env(axes={{'dp_replicate':"
+                    f" 2, 'dp_shard': -1}})."
                 )
                 raise WorldError(msg)
             if "apart" in facts and "stays" not in facts:
                 msg = (
-                    f"{self!r}: has one model that is split over the ranks, and under {owner!r}"
-                    " each rank has its own model. Leave out one of the two."
+                    f"{self!r} splits one model over the ranks, but under {owner!r} each rank"
+                    " trains its own model. Leave out one of the two."
                 )
                 raise CompositionError(msg)
 
     def _check_offload(self, world: World) -> None:
-        """Reject worlds in which cpu_offload cannot work or has no effect.
+        """Raise if cpu_offload cannot work in a world, or has no effect.
 
-        One rank on the CPU is allowed, to try out a script for devices.
+        A single rank on the CPU is allowed, so that you can try a script that is for devices.
 
         Raises:
-            WorldError: there is no device, only one rank, or no CPU backend.
+            WorldError: several ranks compute on the CPU, a device has only one rank, or no
+            backend connects the CPUs.
         """
         kind, several = world.device.type, world.loss.size > 1
         if several == (kind == "cpu"):
             why = (
-                "computes on the CPU, where all lies in the host's memory already"
+                "computes on the CPU, so all tensors are already in host memory"
                 if several
-                else "has one rank, whose device has the model whole"
+                else "has only one rank, so the parameters are not sharded"
             )
             msg = (
-                f"{self!r}: this world {why}. Leave cpu_offload out here; where a script runs on"
-                ' both: cpu_offload=world.size > 1 and world.device.type != "cpu".'
+                f"{self!r}: cpu_offload has no effect, because this world {why}. Leave it out"
+                " here. A script for both cases can pass cpu_offload=world.size > 1 and"
+                ' world.device.type != "cpu".'
             )
             raise WorldError(msg)
         if several and not world.connection.joins(torch.device("cpu")):
             backends = dist.Backend.default_device_backend_map
             backend = f"cpu:gloo,{kind}:{backends.get(kind, '...')}"
             msg = (
-                f"{self!r}: parts lie on the CPU, and this world's backend joins no ranks"
-                f' there. Name one for both, as World.from_env(backend="{backend}"),'
-                " or none: that is what from_env takes by itself."
+                f"{self!r}: cpu_offload keeps shards on the CPU, but this world's backend does"
+                " not connect the CPUs of the ranks. Pass a backend for both devices:"
+                f' World.from_env(backend="{backend}"). Or leave backend= out: the default'
+                " supports both."
             )
             raise WorldError(msg)
 
     def _check_axes(self, world: World) -> None:
-        """Reject a world with axes but no dp_shard axis of several ranks."""
+        """Raise if the world has axes, but no dp_shard axis of several ranks."""
         if not world.axes or world.loss.size == 1:
             return
         if fold_cp(world.axes).get("dp_shard", 1) == 1:
             msg = (
-                f"{self!r}: the world has no dp_shard of several ranks to split over:"
-                f" {dict(world.axes)}. Name one, as axes={{'dp_shard': -1}}, or take"
-                " af.wrap_ddp()."
+                f'{self!r} splits parameters over the axis "dp_shard", but in this world that'
+                f" axis is missing or has one rank: the axes are {dict(world.axes)}. Write"
+                f" World.from_env(axes={{'dp_shard': -1}}), or use af.wrap_ddp() instead."
             )
             raise WorldError(msg)

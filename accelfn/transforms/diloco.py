@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DiLoCo: train ranks independently, and step an outer optimizer by how far they moved."""
+"""DiLoCo: train ranks independently, then step an outer optimizer by how far they moved."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -42,23 +42,26 @@ from accelfn.state.state import OptState, TrainState
 from accelfn.state.update import Update
 from accelfn.world import World
 
-# Exchanging a fragment: ranks average how far they moved away from the anchor.
+# Exchanging a fragment (a group of parameters): ranks average how far its parameters have moved
+# away from the anchor, their values after the last exchange.
 #
-# # Uncompressed values need one all-reduce. Quantized values need two halves; the second starts
-# half-way through the delay. Each rank keeps the rounding errors for its next exchange.
+# Uncompressed values need one all-reduce. Quantized values need two steps; the second starts
+# half-way through the delay. Each rank keeps its rounding errors, and adds them in its next
+# exchange.
 
 
 Tensors: TypeAlias = dict[str, torch.Tensor]
 Flight: TypeAlias = dict[str, Any]
-"""A fragment in flight: `sent` (the update), `names` and pending `values`; if quantized also
-`half` (1 or 2), and in the second half the total `weight` of all ranks.
+"""An exchange that is not complete: `sent` is the update after which it started, `names` are
+the parameters, `values` the pending results. If quantized, `half` is 1 or 2, and in the
+second half `weight` is the total of all ranks.
 """
 
 
 def param_deltas(
     params: Mapping[str, Any], anchor: Mapping[str, Any], names: Iterable[str]
 ) -> Tensors:
-    """Return anchor minus parameters of this rank's shards, in float32 or wider."""
+    """Return anchor minus parameters for this rank's shards, in float32 or wider."""
     return {name: wide(local(anchor[name])) - local(params[name]) for name in names}
 
 
@@ -67,7 +70,7 @@ class Exchange:
     """Exchanges fragments between ranks.
 
     Attributes:
-        ranks: the ranks.
+        ranks: the ranks that exchange.
         bits: bits per number; 32 means no quantization.
         label: the name of the collective in error messages.
     """
@@ -78,7 +81,7 @@ class Exchange:
 
     @property
     def is_whole(self) -> bool:
-        """Whether values are sent without quantization; one rank sends nothing."""
+        """Whether values are sent without quantization. A single rank sends nothing."""
         return self.bits == 32 or self.ranks.size == 1
 
     def send(
@@ -90,14 +93,14 @@ class Exchange:
         *,
         like: Mapping[str, Any],
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start to send a fragment; return its flight and this rank's new errors.
+        """Start to send a fragment; return the exchange and this rank's new rounding errors.
 
         Args:
-            deltas: how far each parameter of the fragment moved.
-            error: this rank's rounding errors, sharded as the parameters.
+            deltas: how far each parameter of the fragment has moved.
+            error: this rank's rounding errors, sharded like the parameters.
             weight: the weight of this rank's samples.
             step: the number of the update after which the fragment is sent.
-            like: tensors sharded as the parameters, by name.
+            like: tensors that are sharded like the parameters, by name.
         """
         flight: Flight = {"sent": step, "names": list(deltas)}
         totals = {n: d + local(error[n]) if error else d for n, d in deltas.items()}
@@ -122,7 +125,7 @@ class Exchange:
     def start_second_half(
         self, flight: Flight, error: Mapping[str, Any]
     ) -> tuple[Flight, Mapping[str, Any]]:
-        """Start the second half of a quantized flight; return flight and errors."""
+        """Start the second half of a quantized exchange; return the exchange and the errors."""
         if flight.get("half") != 1:
             return flight, error
         names: Sequence[str] = flight["names"]
@@ -131,7 +134,7 @@ class Exchange:
         pending, residual, total = start_mean(
             flight["values"].wait(), self.ranks, self.bits, flat.dtype, label=self.label
         )
-        # this rank contributes its share of the mean over all ranks
+        # this rank keeps the rounding error of its part of the mean, for all ranks
         size = residual.numel()
         begin = self.ranks.rank * size
         rest = residual[: max(0, min(size, flat.numel() - begin))] * self.ranks.size
@@ -144,10 +147,10 @@ class Exchange:
         return flight, {**error, **new}
 
     def receive_mean(self, flight: Flight, like: Mapping[str, Any]) -> Tensors | None:
-        """Return the mean of this rank's shards, by name; None if no rank saw a sample.
+        """Return the ranks' mean for this rank's shards, by name; None if no rank saw a sample.
 
         Args:
-            flight: the flight; if quantized, in its second half.
+            flight: the exchange; if it is quantized, in its second half.
             like: tensors with this rank's shards, by name.
         """
         names: Sequence[str] = flight["names"]
@@ -167,7 +170,7 @@ class Exchange:
 def merge_flights(
     flights: Sequence[Flight], bits: int, like: Mapping[str, Any]
 ) -> tuple[Flight, Tensors]:
-    """Merge flights of several ranks; return the flight and the rounding errors."""
+    """Merge one exchange of several ranks; return the exchange and the rounding errors."""
     first = flights[0]
     if first.get("half") != 1:
         return first, {}
@@ -182,21 +185,21 @@ def merge_flights(
 
 
 def without(error: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
-    """Return the errors with zeros for parameters that were sent."""
+    """Return the rounding errors, with zeros for parameters that were sent exactly."""
     if not error:
         return error
     return {**error, **{name: torch.zeros_like(error[name]) for name in names}}
 
 
 def _if_seen(weight: Number, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Return the new errors, or the old ones if this rank's weight is 0."""
+    """Return the new rounding errors, or the old ones if this rank saw no sample."""
     if isinstance(weight, torch.Tensor):
         return torch.where(weight > 0, new, old)
     return new.clone() if weight else old
 
 
 def _dtype_of(parts: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Return the dtype in which quantized values are added up."""
+    """Return the dtype for summing quantized values."""
     wide = any(part.dtype in _DOUBLE for part in parts.values())
     return torch.float64 if wide else torch.float32
 
@@ -209,7 +212,7 @@ def _reals(part: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Flatten tensors into one vector, in order."""
+    """Flatten tensors into one real vector, in order."""
     dtype = _dtype_of(parts)
     return torch.cat([_reals(part).reshape(-1).to(dtype) for part in parts.values()])
 
@@ -217,38 +220,40 @@ def _flat(parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
 def _split_flat(
     flat: torch.Tensor, like: Mapping[str, torch.Tensor]
 ) -> Iterator[torch.Tensor]:
-    """Split a vector into tensors of the shapes in `like`."""
+    """Split a vector into tensors with the shapes of `like`."""
     begin = 0
     for part in like.values():
         shape = _reals(part).shape
         piece = flat[begin : begin + shape.numel()].view(shape)
-        # pairs of numbers must begin at an even place
+        # torch needs complex numbers to start at an even index, so copy them
         yield torch.view_as_complex(piece.clone()) if part.is_complex() else piece
         begin += shape.numel()
 
 
 def _shard_sums(values: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sums sharded as the parameters, so that checkpoints can store them."""
+    """Return the sums as DTensors like the parameters, so that checkpoints can store them."""
     sums = {name: _like(like[name], part) for name, part in values["sums"].items()}
     return {**values, "sums": sums}
 
 
 def _like(like: Any, part: torch.Tensor) -> torch.Tensor:
-    """Return a shard as a tensor in the layout of `like`."""
+    """Return a local tensor as a shard in the layout of `like`, if `like` is sharded."""
     return with_local(like, part) if is_shard(like) else part
 
 
-# Fragments of a model: runs of parameters of about equal size, exchanged in turn.
+# Fragments of a model: groups of consecutive parameters, of about equal size, that are
+# exchanged in turn.
 
 
 _MIB = 1 << 20
 
 
 def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
-    """Cut parameters, given by their sizes, into `count` runs; some may be empty."""
+    """Divide parameters, given by their sizes, into `count` fragments; some may be empty."""
     total = max(1, sum(sizes.values()))
     ends = accumulate(sizes.values())
-    # by the middle, so that one large parameter does not drag its neighbors along
+    # choose the fragment by a parameter's middle, so that a large parameter does not move its
+    # neighbors to another fragment
     middles = (end - size / 2 for end, size in zip(ends, sizes.values(), strict=True))
     names: list[list[str]] = [[] for _ in range(count)]
     for name, middle in zip(sizes, middles, strict=True):
@@ -259,10 +264,11 @@ def cut_fragments(sizes: Mapping[str, int], count: int) -> list[list[str]]:
 def bucket_names(
     names: Collection[str], params: Mapping[str, torch.Tensor], most: float
 ) -> Iterator[list[str]]:
-    """Yield buckets of parameter names, each of at most `most` MiB or one parameter.
+    """Yield groups of parameter names, each of at most `most` MiB or one parameter.
 
-    Parameters of one bucket are sharded along the same axes: values that several ranks of a
-    copy hold must not be rounded with others, or ranks would drift.
+    The parameters of one group are sharded along the same axes. If several ranks of a copy hold
+    the same values, these are not quantized together with other values, because the ranks would
+    then round them differently.
     """
     bucket: list[str] = []
     size, axes = 0, None
@@ -278,7 +284,8 @@ def bucket_names(
         yield bucket
 
 
-# The outer optimizer: a torch optimizer over the anchor, with its state as a value.
+# The outer optimizer: a torch optimizer that steps the anchor. Its state is passed in and
+# returned, not kept in the optimizer.
 
 
 OuterTensors = Mapping[str, torch.Tensor]
@@ -288,7 +295,10 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def as_value(factory: Any) -> Any:
-    """Return a comparable value of a factory; of a partial, function and arguments."""
+    """Return a value that is equal for equal factories.
+
+    For a partial, the value consists of its function and arguments.
+    """
     if not isinstance(factory, partial):
         return factory
     call: partial[Any] = factory
@@ -297,7 +307,7 @@ def as_value(factory: Any) -> Any:
 
 @attrs.frozen(eq=False)
 class Outer:
-    """An outer optimizer and its anchor.
+    """An outer optimizer and the anchor that it steps.
 
     Attributes:
         factory: makes the optimizer from a list of (name, parameter).
@@ -312,7 +322,7 @@ class Outer:
 
         Args:
             state: the optimizer's state by name; its tensors are overwritten.
-            gradients: gradients of this rank's shards, of any floating-point dtype.
+            gradients: the gradients of this rank's shards, of any floating-point dtype.
         """
         params = {name: nn.Parameter(local(part)) for name, part in self.anchor.items()}
         for name, gradient in gradients.items():
@@ -324,11 +334,11 @@ class Outer:
         return {name: dict(entry) for name, entry in live.update({}).items()}
 
     def to_state(self, opt_state: OptState) -> OptState:
-        """Return the state in the layout of the anchor."""
+        """Return the optimizer's state with shards as DTensors like the anchor."""
         return _map_tensors(opt_state, self._shard_like)
 
     def from_state(self, opt_state: OptState) -> OptState:
-        """Return the state with local shards."""
+        """Return the optimizer's state with local shards."""
         return _map_tensors(opt_state, lambda _, part: local(part))
 
     def _shard_like(self, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -360,10 +370,11 @@ _is_factory = satisfies(
         value is None
         or (callable(value) and not isinstance(value, torch.optim.Optimizer))
     ),
-    "a factory of a torch optimizer, such as functools.partial(torch.optim.SGD, lr=0.7)",
+    "a function that makes a torch optimizer, such as functools.partial(torch.optim.SGD, lr=0.7)",
 )
 _is_share = satisfies(
-    lambda value: is_number(value) and 0 <= value < 1, "a number from 0, less than 1"
+    lambda value: is_number(value) and 0 <= value < 1,
+    "a number of at least 0 and below 1",
 )
 
 
@@ -371,51 +382,55 @@ _is_share = satisfies(
 class diloco:
     """Train ranks independently for `sync_every` updates, then step an outer optimizer.
 
-    All ranks hold the same anchor. Each rank trains from the anchor on its own shares, with its
-    own optimizer state and without communicating gradients. Every `sync_every` updates the
-    ranks average how far they moved away from the anchor, weighted by the samples that each has
-    seen. The outer optimizer steps the anchor by that mean, as if it were a gradient, and all
-    ranks continue from there. Evaluation and export use the anchor, without communication.
-    `af.finalize` makes a last exchange, without quantization.
+    All ranks hold the same anchor, a copy of the parameters. Each rank trains from the anchor
+    on its own shares, with its own optimizer state, and communicates no gradients. Every
+    `sync_every` updates the ranks average how far they have moved away from the anchor,
+    weighted by the samples that each rank has seen. The outer optimizer steps the anchor by
+    that mean as if it were a gradient, and all ranks continue from the new anchor. Evaluation
+    and export use the anchor, without communication. `af.finalize` makes a last exchange,
+    without quantization.
 
-    Three options reduce or hide communication. `fragments` cuts the model into runs of
-    parameters that are exchanged in turn: as many bytes, but fewer at once. `delay` overlaps an
-    exchange with updates; its result is then mixed with the rank's own progress: a share `mix`
-    of the rank's parameters, the rest of the anchor. `bits` sends 16, 8 or 4 bits per number;
-    each rank keeps its rounding errors and sends them with the next exchange.
+    Three options reduce or hide communication. With `fragments`, the model is divided into
+    groups of parameters that are exchanged in turn: as many bytes in total, but fewer at once.
+    With `delay`, an exchange overlaps with updates. When its result arrives, a rank's
+    parameters become a mixture of its own (a share `mix`) and the anchor's. With `bits`, ranks
+    send 16, 8 or 4 bits per number. Each rank keeps its rounding errors, and adds them in the
+    next exchange.
 
-    With `wrap_fsdp`, in a world with "dp_replicate", the copies of the model train
-    independently, and each rank exchanges its shard with the same shard of the other copies.
+    With `wrap_fsdp` in a world with "dp_replicate", the copies of the model train
+    independently. Each rank exchanges its shard with the same shard of the other copies.
 
     Acts on: init, reduce, after_update, eval_params, finalize, merge.
 
     Args:
-        sync_every: updates between exchanges, at least 1.
-        outer: makes the outer optimizer from a list of (name, parameter); None is SGD with a
-        rate of 0.7 and Nesterov momentum of 0.9, as in the DiLoCo paper.
-        fragments: the number of parts in which the model is exchanged, at most `sync_every`.
-        delay: updates between the start of an exchange and the use of its result, less than
+        sync_every: the number of updates between exchanges, at least 1.
+        outer: makes the outer optimizer from a list of (name, parameter). By default it is
+        SGD with a learning rate of 0.7 and Nesterov momentum of 0.9, as in the DiLoCo paper.
+        fragments: the number of groups of parameters that are exchanged in turn, at most
         `sync_every`.
-        mix: the share of a rank's own parameters when an exchange arrives; 0 drops the rank's
-        progress on that fragment during `delay`.
+        delay: the number of updates between the start of an exchange and the use of its result,
+        less than `sync_every`.
+        mix: the share of a rank's own parameters when the result of an exchange arrives. 0
+        discards the rank's progress on that fragment during `delay`.
         bits: the bits per number that ranks send.
-        bucket_cap_mb: the size of one exchange in MiB, at least one parameter; with `delay` an
-        exchange is a fragment.
+        bucket_cap_mb: the maximum size of one exchange in MiB, but at least one parameter. With
+        `delay`, a fragment is always one exchange.
 
     Law:
-        With an outer optimizer `SGD(lr=1.0)` it equals `local_sgd`, up to rounding. A delay
-        changes when a mean is used, never its value. If ranks have equal weights, applied means
-        plus kept errors equal the ranks' moves, bit by bit. Replicas differ between exchanges.
+        With the outer optimizer `SGD(lr=1.0)` it equals `local_sgd`, up to rounding. A delay
+        changes when a mean is used, but not its value. If ranks have equal weights, the applied
+        means plus the kept errors equal what the ranks have moved, bit by bit. Ranks have
+        different parameters between exchanges.
 
     Cost:
         Memory for the anchor and the outer optimizer's state; with `bits` also for the errors.
-        Every `sync_every` updates one all-reduce of the trained parameters. With `bits` instead
-        an all-to-all and an all-gather, each of `bits / 32` of the bytes; a rank of N sends
-        (N-1)/N of both. If no rank saw a sample, an exchange with `delay` or `bits` is skipped;
-        otherwise ranks have equal weights.
+        Every `sync_every` updates, one all-reduce of the trained parameters. With `bits`,
+        instead an all-to-all and an all-gather, each of `bits / 32` of the bytes; a rank of N
+        sends (N-1)/N of both. If no rank saw a sample, an exchange with `delay` or `bits` is
+        skipped; other exchanges use equal weights.
 
     Raises:
-        ArgumentError: an invalid option, or fewer parameters than fragments.
+        ArgumentError: an option is invalid, or there are fewer parameters than fragments.
         CompositionError: with a transform that evaluates other parameters, such as `ema`; when
         the state is created, a split model with both `delay` and `bits`.
         StateError: at an update, `fragments` or `bits` changed while updates since the last
@@ -426,8 +441,8 @@ class diloco:
     References:
         Douillard et al. 2023, "DiLoCo: Distributed Low-Communication Training of Language
         Models"; Douillard et al. 2025, "Streaming DiLoCo with overlapping communication"
-        (fragments, delay, mix, 4 bits); Karimireddy et al. 2019, "Error Feedback Fixes
-        SignSGD" (the kept errors).
+        (fragments, delay, mix, 4 bits); Karimireddy et al. 2019, "Error Feedback Fixes SignSGD"
+        (the kept errors).
 
     Example:
         >>> diloco(sync_every=500)
@@ -437,8 +452,8 @@ class diloco:
     gives_up: ClassVar[Mapping[str, str]] = {"replicas_agree": "between exchanges"}
     reduce: ClassVar[None] = None
     refuses: ClassVar[Mapping[str, str]] = {
-        "eval_params": "has its anchor evaluated, and {other!r} something else. Leave out one of"
-        " the two."
+        "eval_params": "evaluates its anchor, but {other!r} sets other parameters to evaluate."
+        " Leave out one of the two."
     }
 
     sync_every: int = attrs.field(
@@ -457,30 +472,30 @@ class diloco:
         """Raise if options contradict each other."""
         if self.fragments > self.sync_every:
             msg = (
-                f"{self!r}: {self.fragments} fragments in {self.sync_every} updates; at most one"
-                " is exchanged after each, so give fragments no more than sync_every."
+                f"{self!r}: at most one fragment is exchanged per update. Use at most"
+                f" {self.sync_every} fragments, or a larger sync_every."
             )
             raise ArgumentError(msg)
         if self.delay >= self.sync_every:
             msg = (
-                f"{self!r}: a fragment would be sent again before the last exchange is used."
-                " Give a delay that is less than sync_every."
+                f"{self!r}: the next exchange of a fragment would start before the last one is"
+                f" complete. Use a delay below sync_every={self.sync_every}."
             )
             raise ArgumentError(msg)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Which slot entries differ by rank."""
+        """Tell which slot entries differ by rank, and when an exchange is still due."""
         keys = ("weights",) if self.bits == 32 else ("weights", "error", "flights")
         return {"draws_nothing": True, "by_rank": keys, "owes": self._owes}
 
     def _owes(self, state: TrainState, slot: Slot) -> bool:
-        """Return whether ranks have moved away from the anchor."""
+        """Return whether ranks have moved away from the anchor since the last exchange."""
         mixes = self.mix > 0 and state.step > slot["since"]
         return mixes or bool(slot["flights"]) or state.step > min(slot["sent"])
 
     def init(self, state: TrainState) -> Slot:
-        """Set the anchor to the initial parameters."""
+        """Create a slot whose anchor is a copy of the initial parameters."""
         self._check(state)
         definition = state.definition
         names = owned_names(definition.optimizer, definition.skeleton)
@@ -490,7 +505,7 @@ class diloco:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Add up this rank's weight; send and apply the fragments that are due."""
+        """Add up this rank's weight, and send and apply the fragments that are due."""
         slot = self._fit_slot(slot, state.step - 1)
         slot = {**slot, "weights": [w + update.weight for w in slot["weights"]]}
         updates = state.step - slot["since"]
@@ -501,7 +516,7 @@ class diloco:
                 slot = self._exchange_fragment(state, slot, i, names)
         for key, flight in list(slot["flights"].items()):
             flown = state.step - flight["sent"]
-            if flown == -(-self.delay // 2):  # half-way
+            if flown == -(-self.delay // 2):  # half-way through the delay
                 slot = self._continue_flight(state, slot, key)
             if flown == self.delay:
                 slot = self._apply_flight(state, slot, key)
@@ -510,7 +525,7 @@ class diloco:
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Apply fragments in flight, exchange the rest, and move to the anchor."""
+        """Complete all exchanges, exchange the rest, and set the parameters to the anchor."""
         slot = self._fit_slot(slot, state.step)
         for key in list(slot["flights"]):
             slot = self._apply_flight(
@@ -524,7 +539,7 @@ class diloco:
         return state, {**slot, "since": state.step}
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Average the ranks' parameters, weights and errors."""
+        """Return the ranks' weights in an average, and the slot afterwards."""
         first, count = slots[0], len(slots)
         weights = [[float(w) for w in slot["weights"]] for slot in slots]
         error = {
@@ -547,25 +562,26 @@ class diloco:
         return {**params, **slot["anchor"]}, slot
 
     def _fit_slot(self, slot: Slot, step: int) -> Slot:
-        """Return a slot that fits these options.
+        """Return a slot for the current options.
 
         Raises:
-            StateError: the slot was started with other options that are in use.
+            StateError: the slot has other options, and updates since the last exchange used
+            them.
         """
         same, has_error = len(slot["sent"]) == self.fragments, bool(slot["error"])
         if same and has_error is (self.bits != 32):
             return slot
         if step > slot["since"]:
             msg = (
-                f"{self!r}: what ranks have done since the last exchange was begun with other"
-                " fragments or bits. Call af.finalize with the setup that there was, then"
-                " state.with_setup."
+                f"{self!r}: fragments= or bits= changed, but there were updates since the last"
+                " exchange. With the old setup, first call state = af.finalize(state), and"
+                " then state = state.with_setup(...)."
             )
             raise StateError(msg)
         return self._new_slot(slot["anchor"], slot["outer"], step)
 
     def _new_slot(self, anchor: Any, outer: Any, step: int) -> Slot:
-        """Return the slot of ranks at the anchor."""
+        """Return the slot of ranks whose parameters equal the anchor."""
         error = {} if self.bits == 32 else tree.tree_map(torch.zeros_like, anchor)
         return {
             "since": step,
@@ -582,30 +598,31 @@ class diloco:
         prototype, _ = prototype_of(self.outer or NESTEROV, skeleton.module, skeleton)
         if any("train_mode" in group for group in prototype.param_groups):
             msg = (
-                f"{self!r}: {type(prototype).__name__} is schedule-free, and evaluated at"
-                " another point than where it trains. Give an outer optimizer that is not."
+                f"{self!r}: the outer optimizer {type(prototype).__name__} is schedule-free: it"
+                " evaluates other parameters than the anchor. Use another one, such as"
+                " torch.optim.SGD."
             )
             raise OptimizerError(msg)
         if layout is not None:
             if self.delay and self.bits != 32:
                 msg = (
-                    f"{self!r}: parts of a split model do not cross in few bits while ranks go"
-                    " on. Leave out delay, or bits."
+                    f"{self!r}: if the model is split over ranks, delay= and bits= cannot be"
+                    " combined. Leave out one of the two."
                 )
                 raise CompositionError(msg)
             dims = {dim for cuts in layout.cuts.values() for dim in cuts.values()}
             check_elements(state, f"{self!r}", dims=dims, optimizer=prototype)
         if self.fragments > 1 and counts_by_group(state, optimizer=prototype):
             msg = (
-                f"{self!r}: {type(prototype).__name__} counts updates for all parameters"
-                " together, of which each fragment would be one. Leave out fragments."
+                f"{self!r}: {type(prototype).__name__} has one update count for all parameters,"
+                " and every fragment would increase it. Leave out fragments=."
             )
             raise OptimizerError(msg)
         empty = sum(not names for names in self._fragments(state))
         if empty:
             msg = (
-                f"{self!r}: the model has too few parameters of a like size: {empty} fragments"
-                " would be empty. Give fewer."
+                f"{self!r}: the model's parameters cannot be divided into {self.fragments}"
+                f" fragments of similar size: {empty} would be empty. Use fewer fragments."
             )
             raise ArgumentError(msg)
 
@@ -629,7 +646,7 @@ class diloco:
     ) -> Slot:
         """Send a fragment, and apply its mean unless there is a delay.
 
-        `at_once` sends without quantization, including the kept errors.
+        `at_once` sends without quantization or delay, and includes the kept errors.
         """
         is_whole = self._exchange(state).is_whole
         if self.delay and not at_once:
@@ -650,7 +667,7 @@ class diloco:
     def _average_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
-        """Average parameters without quantization, and step the anchor."""
+        """Average how far parameters have moved, without quantization, and step the anchor."""
         deltas = param_deltas(state.params, slot["anchor"], names)
         for name in names if slot["error"] else ():
             deltas[name] += local(slot["error"][name])
@@ -667,7 +684,7 @@ class diloco:
     def _send_fragment(
         self, state: TrainState, slot: Slot, i: int, names: Sequence[str]
     ) -> Slot:
-        """Start to send parameters of a fragment."""
+        """Start to send how far a fragment's parameters have moved."""
         weight, error, anchor = slot["weights"][i], slot["error"], slot["anchor"]
         deltas = param_deltas(state.params, anchor, names)
         flight, error = self._exchange(state).send(
@@ -676,22 +693,23 @@ class diloco:
         return {**slot, "error": error, "flights": {**slot["flights"], f"{i}": flight}}
 
     def _continue_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Start the second half of a flight, if it has one."""
+        """Start the second half of an exchange, if it has one."""
         flight, error = slot["flights"][key], slot["error"]
         flight, error = self._exchange(state).start_second_half(flight, error)
         return {**slot, "error": error, "flights": {**slot["flights"], key: flight}}
 
     def _apply_flight(self, state: TrainState, slot: Slot, key: str) -> Slot:
-        """Step the anchor by a fragment's mean."""
+        """Step the anchor by the mean of a completed exchange."""
         flights = dict(slot["flights"])
         means = self._exchange(state).receive_mean(flights.pop(key), slot["anchor"])
         slot = {**slot, "flights": flights}
         return slot if means is None else self._step_anchor(state, slot, means)
 
     def _step_anchor(self, state: TrainState, slot: Slot, means: Tensors) -> Slot:
-        """Step the anchor, and move this rank's parameters there.
+        """Step the anchor by the ranks' means, and move this rank's parameters there.
 
-        Parameters that were frozen meanwhile move to the mean, without momentum.
+        Parameters that were frozen since the last exchange move by the mean, without the outer
+        optimizer.
         """
         anchor, trainable = slot["anchor"], state.trainable
         gradients = {name: mean for name, mean in means.items() if name in trainable}

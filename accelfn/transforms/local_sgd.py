@@ -38,9 +38,10 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
         good = good and all(m < n and n % m == 0 for (_, m), (_, n) in pairwise(parts))
     if not good:
         msg = (
-            f"af.local_sgd(sync_every={owner.sync_every}, neighbours={value!r}): expected numbers"
-            " of ranks by periods, {4: 8}, of which each divides the next, and the last period"
-            " sync_every."
+            f"af.local_sgd(sync_every={owner.sync_every}, neighbours={value!r}): expected a"
+            f" dict from periods to group sizes, such as {{4: 8}}. Each period must divide the"
+            " next longer one, and the longest must divide sync_every. Each group size must"
+            " divide the next larger one."
         )
         raise ArgumentError(msg)
 
@@ -49,49 +50,51 @@ def _are_parts(owner: Any, _field: object, value: Any) -> None:
 class local_sgd:
     """Train ranks independently, and average parameters every `sync_every` updates.
 
-    No gradient is communicated. Batch size, learning rate and schedule do not change. Ranks are
-    averaged by the weight of the samples that they have seen since the last average, so short
-    and empty shares count correctly. `af.finalize` averages once more at the end; evaluation
-    and export use the average at any time. If another transform such as `ema` sets the
-    evaluated parameters, these are averaged too. If no rank has seen a sample since the last
-    average, ranks have equal weights.
+    No gradient is communicated. Batch size, learning rate and schedule do not change. In an
+    average, ranks are weighted by the samples that they have seen since the last average, so
+    short and empty shares count correctly. If no rank has seen a sample, all ranks have equal
+    weights. `af.finalize` averages once more at the end. Evaluation and export use the average
+    over the ranks at any time. If another transform, such as `ema`, sets the parameters to
+    evaluate, the average is over these.
 
-    With `neighbours`, groups of ranks with a fast network between them, such as the ranks of a
-    machine, are averaged more often.
+    With `neighbours`, groups of ranks with a fast network, such as the ranks of one machine,
+    are averaged more often than all ranks.
 
-    With `wrap_fsdp`, in a world with "dp_replicate", the copies of the model train
-    independently, and each rank averages its shard with the same shard of the other copies.
+    With `wrap_fsdp` in a world with "dp_replicate", the copies of the model train
+    independently. Each rank averages its shard with the same shard of the other copies.
 
     Acts on: init, reduce, after_update, eval_params, finalize, merge.
 
     Args:
-        sync_every: updates between averages, at least 1.
-        buffers: average floating-point buffers (running statistics) too.
-        opt_state: average the optimizer's state tensors too, except for step counts. If a rank
-        has no state of a parameter yet, because it had no gradient, that parameter's state is
-        not averaged.
-        bucket_cap_mb: the size of the all-reduced buffer, in MiB.
-        neighbours: the size of groups of neighboring ranks by period: {4: 8} averages groups of
-        8 ranks every 4 updates. Each period must divide the next, and the last must divide
-        `sync_every`; each group size must divide the next, and the last must divide the number
-        of ranks. If several are due, only the largest group is averaged.
+        sync_every: the number of updates between averages, at least 1.
+        buffers: also average floating-point buffers (running statistics).
+        opt_state: also average the tensors of the optimizer's state, except step counts. If a
+        rank has no state for a parameter yet, because there was no gradient, the state of that
+        parameter is not averaged.
+        bucket_cap_mb: the maximum size of an all-reduced buffer, in MiB.
+        neighbours: group sizes by period: `{4: 8}` averages groups of 8 neighboring ranks every
+        4 updates. Each period must divide the next longer one, and the longest must divide
+        `sync_every`. Each group size must divide the next larger one, and the largest must
+        divide the number of ranks. If several averages are due, only the largest group is
+        averaged.
 
     Law:
-        With `sync_every=1` and plain SGD it equals `wrap_ddp`; a split copy equals one rank
-        with a whole model, up to rounding. In a world of 1 nothing changes, bitwise. Replicas
-        differ between averages.
+        With `sync_every=1` and plain SGD it equals `wrap_ddp`. A copy that is split over
+        several ranks trains like one rank with the whole model, up to rounding. In a world of 1
+        nothing changes, bitwise. Ranks have different parameters between averages.
 
     Cost:
-        Every `sync_every` updates, flattened all-reduces (one per `bucket_cap_mb`) of the
-        parameters, or this rank's shards, that are trained now or were before `with_trainable`
-        froze them; memory for one buffer. Twice as many if no rank has seen a sample since the
-        last average; with `opt_state`, a gather of 8 bytes per parameter. With `neighbours`,
-        the same within groups at their periods.
+        Every `sync_every` updates, all-reduces in buckets of `bucket_cap_mb`, of the parameters
+        (or this rank's shards) that are trained, or were trained before `with_trainable` froze
+        them. Memory for one bucket. If no rank has seen a sample since the last average, twice
+        as many all-reduces. With `opt_state`, a gather of 8 bytes per parameter. With
+        `neighbours`, the same within groups, at their periods.
 
     Raises:
         ArgumentError: periods or group sizes do not divide each other; when the state is
         created, a group size does not divide the number of ranks.
-        WorldError: when the state is created, `neighbours` in a world that is a part of another.
+        WorldError: when the state is created, `neighbours` is used in a world that is a part of
+        another world.
 
     References:
         Stich 2019, "Local SGD Converges Fast and Communicates Little"; Lin et al. 2018, "Don't
@@ -115,20 +118,20 @@ class local_sgd:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """What of its slot is each rank's own."""
+        """Tell which slot entries differ by rank, and when ranks must still be averaged."""
         keys = ("weight", "near") if self.neighbours else ("weight",)
         return {"draws_nothing": True, "by_rank": keys, "owes": _owes}
 
     def init(self, state: TrainState) -> Slot:
-        """Start with equal ranks, and create the groups of neighbors."""
+        """Create the slot of equal ranks, and the groups of neighbors."""
         ranks = state.definition.copies
-        for period, size in self.neighbours.items():
+        for size in self.neighbours.values():
             if ranks.size % size:
                 msg = (
-                    f"af.local_sgd(neighbours={dict(self.neighbours)}): every {period} updates"
-                    f" {size} neighbours meet, which do not divide the {ranks.size} ranks that"
-                    " train apart. Leave neighbours out here, or give a number that divides"
-                    " them."
+                    f"af.local_sgd(neighbours={dict(self.neighbours)}): the {ranks.size} ranks"
+                    " (or copies of the model) that train independently cannot be divided into"
+                    f" groups of {size}. Use group sizes that divide {ranks.size}, or leave"
+                    " neighbours= out."
                 )
                 raise ArgumentError(msg)
             ranks.split(size=size)
@@ -137,10 +140,11 @@ class local_sgd:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Add up this rank's weight; average when the period is over."""
+        """Add up this rank's weight, and average if a period is over."""
         slot = {**slot, "weight": slot["weight"] + update.weight}
         if self.neighbours:
-            # a new group's period begins with the period of all ranks
+            # a group that the options did not have before starts with the weight of
+            # `sync_every`
             weights = {f"{p}": slot["weight"] for p in self.neighbours}
             before = slot.get("near", {})
             slot["near"] = {
@@ -155,14 +159,14 @@ class local_sgd:
     def finalize(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Average in place, unless there was no update since the last average."""
+        """Average the parameters in place, if there was an update since the last average."""
         if _owes(state, slot):
             ranks = state.definition.copies
             self._average_(self._averaged_tensors(state, ranks), slot["weight"], ranks)
         return state, self._new_slot(state)
 
     def merge(self, slots: Sequence[Slot], _: World) -> tuple[list[float], Slot]:
-        """Average ranks by the weights of their samples."""
+        """Return the ranks' weights in an average, and the slot afterwards."""
         weights = [float(slot["weight"]) for slot in slots]
         result = {**slots[0], "weight": 0}
         if self.neighbours:
@@ -186,14 +190,14 @@ class local_sgd:
         return {**params, **means}, slot
 
     def _new_slot(self, state: TrainState) -> Slot:
-        """Return the slot of equal ranks."""
+        """Return the slot of ranks that were just averaged."""
         slot: Slot = {"weight": 0, "since": state.step}
         if self.neighbours:
             slot["near"] = {f"{period}": 0 for period in self.neighbours}
         return slot
 
     def _average_neighbours(self, state: TrainState, slot: Slot, updates: int) -> Slot:
-        """Average the largest group that is due, and restart its period and shorter ones."""
+        """Average the largest group that is due, and restart its period and shorter periods."""
         due = [period for period in self.neighbours if updates % period == 0]
         if not due:
             return slot
@@ -211,7 +215,8 @@ class local_sgd:
         average_(tensors, weight, ranks, label=_LABEL, bucket_cap_mb=cap)
 
     def _averaged_tensors(self, state: TrainState, ranks: World) -> list[torch.Tensor]:
-        # never trained parameters are equal on all ranks, and rounding would change them
+        # parameters that were never trained are equal on all ranks, and an average would round
+        # them
         names = state.definition.skeleton.once_trained
         tensors = [param for name, param in state.params.items() if name in names]
         if self.buffers:
@@ -223,12 +228,12 @@ class local_sgd:
 
 
 def _owes(state: TrainState, slot: Slot) -> bool:
-    """Return whether there was an update since the last average."""
+    """Return whether there was an update since the last average of all ranks."""
     return state.step > slot["since"]
 
 
 def _moving(entry: Mapping[str, Any]) -> Tensors:
-    """Return the averaged tensors of an optimizer entry, in the same order on all ranks."""
+    """Return an optimizer entry's tensors to average, in the same order on all ranks."""
     return {
         name: value
         for name, value in sorted(entry.items())
@@ -237,7 +242,7 @@ def _moving(entry: Mapping[str, Any]) -> Tensors:
 
 
 def _held_by_all(entries: Iterable[Tensors], ranks: World) -> list[torch.Tensor]:
-    """Return the tensors of entries that match on all ranks; a collective."""
+    """Return the tensors of entries that have the same layout on all ranks; a collective."""
     rows = list(entries)
     layouts = [
         [(name, tuple(t.shape), str(t.dtype)) for name, t in entry.items()]

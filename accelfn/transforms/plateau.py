@@ -41,33 +41,35 @@ def _frozen(value: Any) -> Any:
 class reduce_lr_on_plateau:
     """Multiply the learning rates by `factor` when a reported value stops improving.
 
-    torch's ReduceLROnPlateau as a transform: pass it an evaluation's result by `state =
-    af.report_metric(state, value)`. Its rates are the rates of the schedule, or of the optimizer,
-    reduced once per stall; a warm-up continues below it. Its memory is in the slot and is saved
-    with the state.
+    It does what torch's ReduceLROnPlateau does. Report the result of each evaluation with
+    `state = af.report_metric(state, value)`. When the value has stopped improving, the
+    transform reduces the learning rates that the schedule (or the optimizer) sets, so a
+    warm-up still works. The best value and all counts are saved with the state.
 
     Acts on: init, hyper.
 
     Args:
-        factor: the factor of each reduction; 0.1.
-        mode: "min" if lower values are better, "max" if higher values are.
-        patience: the number of values in a row that may be no better before a reduction.
-        threshold: the improvement over the best value that counts.
-        threshold_mode: "rel", a part of the best, or "abs", a difference.
+        factor: multiplies the learning rates at each reduction; 0.1.
+        mode: "min" if lower values are better, "max" if higher values are better.
+        patience: how many values in a row may be no better than the best one; the next such
+        value causes a reduction.
+        threshold: a value is better only if it improves on the best value by more than this.
+        threshold_mode: "rel" if `threshold` is a fraction of the best value, "abs" if it is a
+        difference.
         cooldown: the number of values after a reduction that do not count as bad.
-        min_lr: the lower bound of the rates; a list has one bound per parameter group.
-        eps: the smallest reduction that is applied.
+        min_lr: the lower bound of the learning rates; a list has one bound per parameter group.
+        eps: a reduction that changes a learning rate by this or less is not applied.
 
     Law:
-        The rates are bitwise those of ReduceLROnPlateau on the same values. Before the first
-        reduction nothing changes.
+        The learning rates are bitwise equal to those of torch's ReduceLROnPlateau for the same
+        values. Nothing changes before the first reduction.
 
     Cost:
-        One multiplication per group, update and reduction.
+        One multiplication per parameter group, update and earlier reduction.
 
     Raises:
-        ArgumentError: when applied to a state with another number of parameter groups than
-        `min_lr` has rates.
+        ArgumentError: when applied to a state, `min_lr` is a list, and its length is not the
+        number of parameter groups.
 
     Example:
         >>> reduce_lr_on_plateau(0.5, patience=3)
@@ -85,12 +87,12 @@ class reduce_lr_on_plateau:
     eps: float = option(1e-8, _is_size)
 
     def init(self, state: TrainState) -> Slot:
-        """Begin without values."""
+        """Create a slot without reported values."""
         groups = state.definition.optimizer.param_groups
         if isinstance(self.min_lr, Sequence) and len(self.min_lr) != len(groups):
             msg = (
-                f"{self!r}: expected one min_lr, or one for each of the {len(groups)}"
-                f" parameter groups, got {len(self.min_lr)}."
+                f"{self!r}: min_lr has {len(self.min_lr)} values, but the optimizer has"
+                f" {len(groups)} parameter groups. Pass one number, or one number per group."
             )
             raise ArgumentError(msg)
         worst = math.inf if self.mode == "min" else -math.inf
@@ -98,7 +100,7 @@ class reduce_lr_on_plateau:
         return {"best": worst, **counts, "reported": ()}
 
     def _take_value(self, slot: Slot, value: float) -> Slot:
-        """Return the slot after a value, as torch's ReduceLROnPlateau.step counts."""
+        """Return the slot after one value, counted as torch's ReduceLROnPlateau.step does."""
         best, num_bad, cooling = slot["best"], slot["num_bad"] + 1, slot["cooling"]
         num_reductions = slot["num_reductions"]
         if self._is_better(value, best):
@@ -116,7 +118,7 @@ class reduce_lr_on_plateau:
         }
 
     def hyper(self, hyper: Hyper, slot: Slot, update: Update) -> tuple[Hyper, Slot]:
-        """Take the reported values; set the reduced rates after the first reduction."""
+        """Count the values that were reported, and return the reduced learning rates if any."""
         for value in slot["reported"]:
             slot = self._take_value(slot, value)
         if not slot["num_reductions"]:
@@ -138,11 +140,14 @@ class reduce_lr_on_plateau:
         return value > bar
 
     def _reduce_rate(self, rate: Any, floor: float, times: int) -> float:
-        """Return a rate after `times` reductions, each rounded to a tensor rate's dtype."""
+        """Return a learning rate after `times` reductions.
+
+        If the rate is a tensor, the result of each reduction is rounded to its dtype.
+        """
         now = float(rate)
         for _ in range(times):
             lower = max(now * self.factor, floor)
-            if not now - lower > self.eps:  # nor will the next one be larger
+            if not now - lower > self.eps:  # no later reduction is larger
                 break
             is_tensor = isinstance(rate, torch.Tensor)
             now = torch.tensor(lower, dtype=rate.dtype).item() if is_tensor else lower

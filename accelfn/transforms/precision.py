@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mixed precision, and updates that are not finite: `autocast`, `skip_nonfinite`, `identity`."""
+"""Mixed precision and non-finite gradients: `autocast`, `skip_nonfinite`, `identity`."""
 
 import contextlib
 from collections.abc import Callable, Generator, Mapping
@@ -68,44 +68,46 @@ class autocast:
     Parameters, gradients and the optimizer keep their dtype. Evaluation and prediction also run
     under autocast.
 
-    With "fp8", linear layers multiply in float8 with torchao's scaling per tensor; everything
+    With "fp8", linear layers multiply in float8, with torchao's scaling per tensor. Everything
     else is as with "bf16".
 
-    In "fp16", gradients below 6e-8 become 0. Losses are therefore multiplied by a scale, and
-    gradients divided by it before other transforms see them. If any gradient on any rank is
-    infinite or NaN, all ranks skip the update and lower the scale; after `growth_interval`
-    updates without a skip the scale grows. `metrics["skipped"]` is 1 for a skipped update, else
-    0, and `metrics["loss_scale"]` is the scale of the mean: losses that are totals are first
-    divided by a power of 2 near the last update's weight.
+    In "fp16", gradients below 6e-8 become 0. Therefore losses are multiplied by a scale, and
+    gradients are divided by it before other transforms see them. If any gradient on any rank is
+    infinite or NaN, all ranks skip the update and lower the scale. After `growth_interval`
+    updates without a skip, the scale grows. `metrics["skipped"]` is 1 for a skipped update,
+    else 0. `metrics["loss_scale"]` is the scale of the mean loss: losses that are totals are
+    first divided by a power of 2 near the last update's weight.
 
     Acts on: loss; with "fp16" also init, grads, after_update; with "fp8" module.
 
     Args:
         precision: "bf16", "fp16" or "fp8".
         init_scale: the first scale of fp16; by default 65536.
-        growth_factor: the factor by which the scale grows; 2.
-        backoff_factor: the factor by which the scale shrinks; 0.5.
-        growth_interval: the number of good updates before the scale grows; 2000.
-        layers: for fp8, a function `(name, layer) -> bool` that chooses linear layers; default all.
+        growth_factor: the scale is multiplied by this to grow; 2.
+        backoff_factor: the scale is multiplied by this after a skipped update; 0.5.
+        growth_interval: the number of updates without a skip before the scale grows; 2000.
+        layers: for fp8, a function `(name, layer) -> bool` that selects linear layers; by
+        default all.
 
     Law:
-        Dtypes of parameters and gradients do not change. If nothing overflows or underflows, a
-        power of 2 as the scale changes no bit of a gradient. A skipped update leaves
-        parameters, buffers, optimizer and step bitwise unchanged.
+        The dtypes of parameters and gradients do not change. If nothing overflows or
+        underflows, and the scale is a power of 2, the scale changes no bit of a gradient. A
+        skipped update leaves parameters, buffers, optimizer and step bitwise unchanged.
 
     Cost:
-        A 16-bit copy of each weight during a pass. With fp16 one pass over the gradients. On an
-        accelerator a fused optimizer skips on the device, and the host waits only for a
-        schedule, which needs the number of updates taken. With another optimizer, or a
-        transform that acts after updates, the host waits for the flag.
+        A 16-bit copy of each weight during a pass. With fp16, one pass over the gradients. On
+        an accelerator, a fused optimizer skips updates on the device; the host waits only for a
+        schedule, which needs the number of updates that were not skipped. With another
+        optimizer, or a transform that acts after updates, the host waits in every update.
 
     Raises:
-        ArgumentError: an unknown precision, or an option of another precision; fp8 without
-        torchao (`pip install 'accelfn[fp8]'`) or, when built, on a GPU without float8.
-        ModelError: fp16 with float16 parameters; fp8, when built, with a layer size that is not
-        a multiple of 16.
-        NonFiniteGradsError: at a step, the scale fell below its minimum and gradients still are
-        not finite.
+        ArgumentError: the precision is unknown, or an option belongs to another precision; fp8
+        is used without torchao (`pip install 'accelfn[fp8]'`) or, when the engine is built, on
+        a GPU without float8.
+        ModelError: fp16 with float16 parameters; fp8, when the engine is built, with a layer
+        size that is not a multiple of 16.
+        NonFiniteGradsError: at a step, the scale fell below its minimum, and gradients are
+        still not finite.
 
     References:
         Micikevicius et al. 2018, "Mixed Precision Training"; Micikevicius et al. 2022, "FP8
@@ -127,7 +129,7 @@ class autocast:
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Facts about the compute dtype and skipped updates."""
+        """Tell the compute dtype, and how updates are skipped."""
         scales = self.precision == "fp16"
         return {
             "computes_in": _DTYPES[self.precision],
@@ -141,7 +143,7 @@ class autocast:
 
     @property
     def without(self) -> tuple[str, ...]:
-        """Skip the fields of other precisions."""
+        """Leave out the methods that only other precisions need."""
         without = () if self.precision == "fp16" else _SCALING_FIELDS
         return without if self.precision == "fp8" else (*without, "module")
 
@@ -152,17 +154,18 @@ class autocast:
     def loss(
         self, loss_fn: LossFunction, slot: ScaleSlot | None, update: Update
     ) -> tuple[LossFunction, ScaleSlot | None]:
-        """Run the loss function inside autocast on the device of the model."""
+        """Run the loss function under autocast, on the model's device."""
         dtype = _DTYPES[self.precision]
 
         def autocast_loss(model: torch.nn.Module, batch: Any, *extras: Any) -> Any:
             param = next(model.parameters())
             is_plain = type(param) is torch.nn.Parameter
             kind = param.device.type if is_plain else computes_on(param)
-            # torch caches cast weights until the outermost autocast region ends; in a caller's
-            # region around many updates, later updates would use stale weights
+            # torch caches cast weights until the outermost autocast region ends. If a caller's
+            # region contains many updates, later updates would use old weights
             torch.clear_autocast_cache()
-            if self.precision == "fp8":  # an evaluation's model was not converted
+            # the model of an evaluation is not converted yet
+            if self.precision == "fp8":
                 to_float8(model, self.layers, repr(self))
             try:
                 # meta tensors have no autocast
@@ -171,23 +174,23 @@ class autocast:
             finally:
                 torch.clear_autocast_cache()
 
-        vars(autocast_loss)["__wrapped__"] = loss_fn  # whose name errors say
+        vars(autocast_loss)["__wrapped__"] = loss_fn  # for its name in error messages
         return autocast_loss, slot
 
     def module(self, module: torch.nn.Module, state: TrainState) -> torch.nn.Module:
-        """Convert the engine's module to float8 products."""
+        """Convert the linear layers of the engine's module to float8 products."""
         del state
         to_float8(module, self.layers, repr(self))
         return module
 
     def init(self, state: TrainState) -> ScaleSlot:
-        """Start with the initial scale."""
+        """Create a slot with the initial scale."""
         half = [n for n, p in state.params.items() if p.dtype is torch.float16]
         if half:
             msg = (
-                f"{self!r}: {len(half)} parameters are float16 themselves"
-                f" ({', '.join(half[:5])}), in which an update would be lost to rounding."
-                " Keep parameters in float32: model.float()."
+                f"{self!r}: {len(half)} parameters have the dtype float16"
+                f" ({', '.join(half[:5])}), and rounding would discard small updates. Keep"
+                " parameters in float32: call model.float() before TrainState.create."
             )
             raise ModelError(msg)
 
@@ -209,7 +212,7 @@ class autocast:
     def grads(
         self, grads: Grads, slot: ScaleSlot, update: Update
     ) -> tuple[Grads, ScaleSlot]:
-        """Find gradients that are not finite, on all ranks, and adjust the scale."""
+        """Check on all ranks whether gradients are finite, and adjust the scale."""
         overflow = tree.non_finite(grads.as_taken.values()).to(slot["scale"].device)
         if not update.replicated:
             all_reduce_([overflow], update.world, label="autocast: overflow?")
@@ -224,7 +227,7 @@ class autocast:
         )
         weight = grads.weight
         if not isinstance(weight, torch.Tensor):
-            # `full` does not wait for the device; a copy would
+            # `full` does not wait for the device, but a copy from the host does
             weight = torch.full((), weight, dtype=torch.float32, device=overflow.device)
         unit = torch.where(weight > 0, _power_of_2(weight.float()), slot["unit"])
         if not update.num_tried % LOOK_EVERY:
@@ -236,7 +239,7 @@ class autocast:
     def after_update(
         self, state: TrainState, slot: ScaleSlot, update: Update
     ) -> tuple[TrainState, ScaleSlot]:
-        """Keep the adjusted scale, also after a skipped update."""
+        """Keep the adjusted scale, even after a skipped update."""
         if update.skipped and slot["scale"].is_cpu:
             self._check_scale(update, slot)
         return state, slot
@@ -245,15 +248,15 @@ class autocast:
         if float(slot["scale"]) < _SMALLEST_SCALE:
             msg = (
                 f"Update {update.state.step}: the loss scale of {self!r} fell to"
-                f" {float(slot['scale']):g}, and gradients still are infinite or not a"
-                " number, so it is not fp16 that makes them so. Look at the loss, the data"
-                " and the learning rate; af.autocast('bf16') has the range of float32."
+                f" {float(slot['scale']):g}, but gradients are still infinite or NaN, so fp16"
+                " is not the cause. Check the loss, the data and the learning rate."
+                " af.autocast('bf16') has the range of float32."
             )
             raise NonFiniteGradsError(msg)
 
 
 def _rows(state: TrainState) -> float:
-    """Estimate the samples per update, before the first weight is known."""
+    """Estimate the number of samples per update, until the first weight is known."""
     data = state.data
     if data is None:
         return 1.0
@@ -263,20 +266,20 @@ def _rows(state: TrainState) -> float:
 
 
 def _power_of_2(number: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of 2 that is at most a number above 0."""
-    exponent = torch.frexp(number).exponent.to(number.dtype)  # keep the dtype
+    """Return the largest power of 2 that is at most `number`, which is above 0."""
+    exponent = torch.frexp(number).exponent.to(number.dtype)  # in the number's dtype
     return torch.ldexp(torch.ones_like(number), exponent - 1)
 
 
 @contextlib.contextmanager
 def full_precision(*values: Any) -> Generator[Any]:
-    """Run a region of a loss without autocast.
+    """Run a part of a loss without autocast.
 
     Args:
-        values: trees of tensors for the region; 16-bit tensors are cast to float32.
+        values: trees of tensors that the part uses; 16-bit tensors are cast to float32.
 
     Yields:
-        The values: None, the single value, or a tuple of all values.
+        The cast values: None, the single value, or a tuple of all values.
 
     Example:
         >>> import accelfn as af
@@ -308,29 +311,30 @@ class skip_nonfinite:
     """Skip updates with infinite or NaN gradients, on all ranks together.
 
     A skipped update does not change parameters, buffers, optimizer, `state.step` or the
-    schedule; its batch counts as seen. A loss that is not finite no longer raises.
-    `metrics["skipped"]` is 1 for a skipped update, else 0. Under `wrap_deepspeed`, DeepSpeed
-    finds such gradients.
+    schedule, but its batch counts as seen. A loss that is infinite or NaN no longer raises an
+    error. `metrics["skipped"]` is 1 for a skipped update, else 0. Under `wrap_deepspeed`,
+    DeepSpeed checks the gradients.
 
     Acts on: init, grads, after_update.
 
     Args:
-        max_consecutive: the number of updates in a row that may be skipped; the next skip raises.
+        max_consecutive: the number of updates in a row that may be skipped; the next skip
+        raises an error.
 
     Law:
-        One element that is not finite, on one rank, skips exactly that update on every rank,
-        and everything else stays bitwise unchanged. Otherwise nothing changes.
+        If one element of a gradient is not finite on one rank, every rank skips exactly that
+        update, and everything else stays bitwise unchanged. Otherwise nothing changes.
 
     Cost:
-        One pass over the gradients; the host waits for the result. On an accelerator a fused
-        optimizer skips on the device and the count stays there, so the host does not wait,
-        unless a transform acts after updates. If gradients are not reduced, as under
+        One pass over the gradients; the host waits for the result. On an accelerator, a fused
+        optimizer skips on the device, and the number of skips stays there, so the host does not
+        wait, unless a transform acts after updates. If gradients are not reduced, as under
         `local_sgd`, one number is all-reduced.
 
     Raises:
-        NonFiniteGradsError: more than `max_consecutive` skips in a row. The error names the
-        parameters, and the ranks with a loss that was not finite; the state is unchanged. A
-        count on an accelerator is checked every 100 updates.
+        NonFiniteGradsError: there were more than `max_consecutive` skips in a row. The error
+        names the parameters, and the ranks with a loss that was not finite; the state is
+        unchanged. If the number of skips is on an accelerator, it is checked every 100 updates.
 
     Example:
         >>> skip_nonfinite(max_consecutive=3)
@@ -347,11 +351,11 @@ class skip_nonfinite:
     max_consecutive: int = option(10, integer(0, "a number of updates"))
 
     def init(self, state: TrainState) -> Slot:
-        """Start with no skipped updates."""
+        """Create a slot without skipped updates."""
         return {"consecutive": _none(state.world.device)}
 
     def grads(self, grads: Grads, slot: Slot, update: Update) -> tuple[Grads, Slot]:
-        """Find gradients that are not finite."""
+        """Check whether all gradients are finite, and ask to skip the update otherwise."""
         if not update.num_tried % LOOK_EVERY:
             self._check(int(slot["consecutive"]), grads, update)
         overflow = tree.non_finite(grads.as_taken.values())
@@ -360,10 +364,10 @@ class skip_nonfinite:
     def after_update(
         self, state: TrainState, slot: Slot, update: Update
     ) -> tuple[TrainState, Slot]:
-        """Count consecutive skips, and raise after too many."""
+        """Count the skips in a row, and raise if there are too many."""
         count, flag = slot["consecutive"], update.grads.metrics["skipped"]
         if isinstance(flag, torch.Tensor):
-            # not read by the host; a count above the limit stays above it
+            # the host does not read the count here; a count above the limit stays above it
             more = torch.where(flag != 0, count + 1, 0)
             streak = torch.where(count > self.max_consecutive, count, more)
             return state, {"consecutive": streak.to(count.dtype)}
@@ -377,7 +381,7 @@ class skip_nonfinite:
         if count <= self.max_consecutive:
             return
         if grads.taken.owned_by_engine:
-            summary = "not told by DeepSpeed, which holds them"
+            summary = "unknown, because DeepSpeed holds the gradients"
         else:
             bad = [n for n, g in grads.as_taken.items() if tree.non_finite([g])]
             summary = f"{len(bad)} ({', '.join(bad[:5])})" if bad else "none"
@@ -385,11 +389,10 @@ class skip_nonfinite:
         rows = gather_text(summary + loss, update.world, label="skip_nonfinite")
         listing = "\n".join(f"  rank {rank}: {row}" for rank, row in enumerate(rows))
         msg = (
-            f"{count} updates in a row had gradients that are infinite or not a number, the"
-            f" last at update {update.state.step}, which {self!r} does not skip any more."
-            " Parameters with such gradients:\n"
-            f"{listing}\nThe state is as it was. Look at the batch, the loss and the learning"
-            " rate."
+            f"{count} updates in a row had infinite or NaN gradients, the last one at update"
+            f" {update.state.step}, and {self!r} does not allow more. Parameters with such"
+            f" gradients:\n{listing}\nThe state was not changed. Check the batch, the loss and"
+            " the learning rate."
         )
         raise NonFiniteGradsError(msg)
 
@@ -403,12 +406,12 @@ def _none(device: torch.device) -> torch.Tensor:
 
 @transform
 class identity:
-    """Change nothing; laws compare other transforms with it.
+    """Change nothing. Laws compare other transforms with it.
 
     Acts on: nothing.
 
     Law:
-        `chain(identity(), t)` and `chain(t)` take the same steps, bitwise.
+        `chain(identity(), t)` and `chain(t)` make bitwise equal steps.
 
     Example:
         >>> identity()

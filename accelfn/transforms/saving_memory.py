@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Save memory: recompute activations, and step the optimizer in the backward pass."""
+"""Save memory: recompute activations, or step the optimizer in the backward pass."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -23,28 +23,29 @@ from accelfn.state.state import TrainState
 class checkpoint_activations:
     """Recompute activations of some modules in the backward pass (activation checkpointing).
 
-    It uses torch's non-reentrant checkpointing. The second run uses the same random numbers and
-    the same autocast, and does not update running statistics. Modules inside a chosen module
-    belong to it. Evaluation and prediction do not change.
+    This uses torch's non-reentrant checkpointing. The second forward pass of a module uses the
+    same random numbers and the same autocast as the first, and does not update running
+    statistics again. A selected module includes all modules inside it. Evaluation and
+    prediction do not change.
 
     Acts on: module.
 
     Args:
-        regions: a class of modules, such as `nn.TransformerEncoderLayer`, a tuple of classes,
-        or a function `(name, module) -> bool`. None: the model's direct children, such as the
-        layers of an `nn.Sequential`.
+        regions: the modules to recompute: a class such as `nn.TransformerEncoderLayer`, a tuple
+        of classes, or a function `(name, module) -> bool`. None selects the model's direct
+        children, such as the layers of an `nn.Sequential`.
 
     Law:
-        Gradients, buffers and results are bitwise those without checkpointing.
+        Gradients, buffers and results are bitwise equal to those without checkpointing.
 
     Cost:
-        One more forward pass of these modules; they keep only their inputs in memory.
+        One more forward pass of the selected modules. Until the backward pass, only their
+        inputs are in memory.
 
     Raises:
-        ArgumentError: `regions` is neither a class of modules, nor a tuple of classes, nor a
-        function.
-        ModelError: when built, the model has no such module.
-        CompositionError: another checkpoint_activations in the chain.
+        ArgumentError: `regions` is not a module class, a tuple of module classes or a function.
+        ModelError: when the engine is built, `regions` selects no module.
+        CompositionError: the chain has another checkpoint_activations.
 
     References:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost".
@@ -56,16 +57,16 @@ class checkpoint_activations:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True, "recomputes": True}
     refuses: ClassVar[Mapping[str, str]] = {
-        "recomputes": "and {other!r} may mean the same modules. Leave out one, and give the"
-        " other a tuple of classes, or a function."
+        "recomputes": "and {other!r} may select the same modules. Keep one of the two, and"
+        " pass it all classes as a tuple, or a function."
     }
     regions: Regions | None = attrs.field(default=None, validator=are_regions)
 
     def module(self, module: nn.Module, state: TrainState) -> nn.Module:
-        """Checkpoint the calls of some modules of the engine's module."""
+        """Checkpoint the calls of the selected modules of the engine's module."""
         del state
         for select_module in select_modules(module, self.regions, f"{self!r}"):
-            # an instance attribute: the model's structure and names do not change
+            # set an instance attribute, so that the model's structure and names do not change
             select_module.forward = partial(
                 _checkpoint_call, select_module, select_module.forward
             )
@@ -75,12 +76,12 @@ class checkpoint_activations:
 def _checkpoint_call(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward under torch's checkpointing."""
+    """Call a module's forward under torch's activation checkpointing."""
     if any(True for _ in module.buffers()):
         forward = partial(_run_with_buffers, module, forward, [])
     modes = _get_current_function_mode_stack()
     if modes:  # the backward pass runs outside these modes
-        # contexts of both runs; the second restores the first run's modes
+        # the contexts of both forward passes: the second restores the modes of the first
         kwargs["context_fn"] = lambda: (nullcontext(), _enter_modes(modes))
     return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
@@ -100,7 +101,7 @@ def _run_with_buffers(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run a forward the first or second time, and keep buffers of the first run."""
+    """Run a forward the first or second time; both times it sees the same buffers."""
     if torch.compiler.is_compiling():
         return forward(*args, **kwargs)
     is_first = not runs
@@ -110,15 +111,15 @@ def _run_with_buffers(
         return forward(*args, **kwargs)
 
 
-_LARGE = 65_536  # elements; below that a copy costs less than a comparison of values
+_LARGE = 65_536  # elements; copying fewer elements costs less than comparing them
 
 
 class _Buffers:
-    """The buffers of a module: the second run sees the values of the first, and changes none.
+    """Lets the second forward pass of a module see and change only copies of its buffers.
 
-    Large buffers that the first run does not change are not copied. Values are compared,
-    because batch normalization writes without incrementing the version. Small buffers are
-    always copied.
+    The copies have the values from before the first pass. Copies are kept of all small buffers,
+    and of large buffers that the first pass changed. Values are compared to detect a change,
+    because batch normalization writes without incrementing the version of a tensor.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -127,7 +128,7 @@ class _Buffers:
 
     @contextmanager
     def record(self) -> Generator[None]:
-        """Record the buffers' values of the first run."""
+        """Record the values of the buffers before the first forward pass."""
         copies = [
             (table, key, buffer.clone())
             for table in self._tables
@@ -143,7 +144,7 @@ class _Buffers:
 
     @contextmanager
     def replay(self) -> Generator[None]:
-        """Run again on copies of the recorded values."""
+        """Run again with copies of the recorded values, then restore the current buffers."""
         after = [(table, key, table[key]) for table, key, _ in self._before]
         for table, key, copy in self._before:
             table[key] = copy.clone()
@@ -162,11 +163,11 @@ def _differ(one: torch.Tensor, two: torch.Tensor | None) -> bool:
 
 
 _NEEDS_ALL = {
-    "grads": "looks at all gradients",
-    "loss_scale": "may skip the update after it has seen all gradients",
-    "value_and_grad": "runs several backward passes, or other ones",
-    "reduce": "moves gradients over the ranks when all are there",
-    "stays": "weighs all of an update's samples when its gradients are there",
+    "grads": "needs all gradients at the same time",
+    "loss_scale": "may skip the update after it has checked all gradients",
+    "value_and_grad": "may run several backward passes",
+    "reduce": "reduces gradients over ranks only when all of them are complete",
+    "stays": "needs the complete gradients to know the weight of an update's samples",
 }
 
 
@@ -175,30 +176,30 @@ class optimizer_in_backward:
     """Step each parameter as soon as its gradient is complete, and free the gradient.
 
     Only the gradients of about one layer are in memory at a time. The step takes ownership of
-    the state when the first gradient is complete, so if the backward pass raises after that,
-    the state can no longer be used. With `torch.optim.SGD` this is LOMO; any optimizer works
-    that updates each parameter from its own gradient only.
+    the state when the first gradient is complete: if the backward pass raises an error after
+    that, the state can no longer be used. With `torch.optim.SGD` this is the method LOMO. Any
+    optimizer works that updates each parameter from its own gradient only.
 
-    Under `wrap_ddp` a parameter is stepped when its bucket is reduced. DDP's buckets keep
-    memory for all gradients, so only gradients outside the buckets are saved.
+    Under `wrap_ddp` a parameter is stepped when its bucket is reduced. The buckets themselves
+    stay in memory, so only the memory of gradients outside the buckets is saved.
 
-    Acts on: init (tries the optimizer); the optimizer step.
+    Acts on: init (tests the optimizer); the optimizer step.
 
     Law:
-        The result is bitwise that of the plain step; with more than 2 ranks up to rounding,
-        because backends choose the order of sums.
+        The result is bitwise equal to that of the plain step. With more than 2 ranks it is
+        equal up to rounding, because backends choose the order of sums.
 
     Cost:
-        One call of the optimizer per parameter, instead of one for all. With several ranks, an
-        all-reduce of one number before the backward pass.
+        One call of the optimizer per parameter, instead of one call for all parameters. With
+        several ranks, also an all-reduce of one number before the backward pass.
 
     Raises:
         CompositionError: with a transform that needs all gradients (`clip_grad_norm`, fp16,
-        `skip_nonfinite`, `accumulate`, `local_sgd`, `compile`), or when DDP finds unused
+        `skip_nonfinite`, `accumulate`, `local_sgd`, `compile`), or if DDP finds unused
         parameters.
         OptimizerError: when the state is created, the optimizer does not update parameters
-        independently; accelfn tries it on small parameters.
-        GradsError: at `value_and_grad`, because there are no gradients to return.
+        independently. accelfn tests this with small parameters.
+        GradsError: `value_and_grad` was called, but there are no gradients to return.
 
     References:
         Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited
@@ -214,20 +215,21 @@ class optimizer_in_backward:
         "steps_in_backward": True,
     }
     refuses: ClassVar[Mapping[str, str]] = {
-        "steps_in_backward": "and {other!r} are one too many. Leave out one of the two.",
+        "steps_in_backward": "and {other!r} would both step the optimizer in the backward"
+        " pass. Leave out one of the two.",
         **{
             field: "frees each gradient as soon as it is complete, but {other!r} "
             f"{why}. Leave out one of the two."
             for field, why in _NEEDS_ALL.items()
         },
-        "finds_unused": "would step parameters that {other!r} finds unused only when the"
-        " backward pass is over. Leave out {told}.",
-        "compiles": "steps in the midst of the backward pass, which {other!r} makes one"
-        " piece. Leave out one of the two.",
+        "finds_unused": "steps parameters during the backward pass, but {other!r} finds out"
+        " only after it which parameters are unused. Leave out {told}.",
+        "compiles": "steps the optimizer in the middle of the backward pass, which {other!r}"
+        " compiles as a whole. Leave out one of the two.",
     }
 
     def init(self, state: TrainState) -> None:
-        """Reject an optimizer that couples parameters."""
+        """Raise if the optimizer does not update parameters independently."""
         optimizer = state.definition.optimizer
         kind = type(optimizer).__name__
         try:
@@ -235,15 +237,17 @@ class optimizer_in_backward:
             alone, _ = try_optimizer(state, optimizer, alone=True)
         except Exception as error:
             msg = (
-                f"{self!r}: {kind} cannot be tried on small parameters, to see whether it"
-                f" updates each for itself: {error!r}."
+                f"{self!r}: accelfn tests with small parameters whether {kind} updates each"
+                f" parameter independently, but in this test {kind} raised {error!r}. Leave"
+                " this transform out, or use another optimizer."
             )
             raise OptimizerError(msg) from error
         differ = [n for n in joint if not bool((joint[n] == alone[n]).all())]
         if differ:
             msg = (
-                f"{self!r}: {kind} updates parameters by more than their own gradients:"
-                f" stepped one by one, {', '.join(differ[:5])} came out otherwise. Leave"
-                " this transform out, or take another optimizer."
+                f"{self!r}: {kind} does not update each parameter by its own gradient only. In"
+                " a test that stepped the parameters one by one, these parameters changed"
+                f" differently: {', '.join(differ[:5])}. Leave this transform out, or use"
+                " another optimizer."
             )
             raise OptimizerError(msg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split the layers of a model over the ranks along "tp"."""
+"""Split the layers of a model over the ranks along "tp" (tensor parallelism)."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -32,17 +32,17 @@ from accelfn.state.update import Update
 from accelfn.world import World
 
 _NO_PLAN: Mapping[str, str] = {}
-"""The default; layers of `af.megatron.layers` need no plan."""
+"""The default plan; layers of `af.megatron.layers` need no plan."""
 _KEPT = "_accelfn_layers"
-"""The attribute of the engine's module with its `Layers`."""
+"""The attribute of the engine's module that holds its `Layers`."""
 _FAR, _COARSE = 1e-3, 0.1
-"""Relative tolerances of the split loss in 32 bits and in 16 bits."""
+"""Relative tolerances when losses are compared, in 32 bits and in 16 bits."""
 _NOTHING = 1e-6
-"""The absolute tolerance, for losses near 0."""
+"""The absolute tolerance, which matters for losses near 0."""
 _WAY = (
-    "Between a column and a row layer a rank has some of the features: let the model take"
-    " their number from what it is given, as view(..., -1, head_dim) does, and name all the"
-    " layers of such a part in the plan."
+    'Between a "column" and a "row" layer, a tensor has only this rank\'s features. Do not'
+    " write their number into the model, but use view(..., -1, head_dim). Name every layer of"
+    " an attention or feed-forward block in the plan."
 )
 
 
@@ -50,50 +50,55 @@ _WAY = (
 class tensor_parallel:
     """Split layers over the ranks along "tp" (tensor parallelism, as in Megatron-LM).
 
-    The ranks along "tp" take the same samples. The plan gives layers one of these words. A
-    "column" layer is split by output features, a "row" layer by input features: attention and
-    feed-forward blocks begin with a column and end with a row layer, and between them each rank
-    computes only its own heads and features. A row layer ends with a sum over the ranks. A
-    "vocabulary" layer is an embedding or an output head split by words; cross entropy is
-    computed on split scores, and every other function gets the gathered scores of all words. A
-    "gathered" layer is a column layer that gathers its features on all ranks. A "replicated"
-    module between a column and a row layer, such as a norm of each head, exists on all ranks,
-    and its gradients are summed. Modules that the plan does not name are the same on all ranks.
+    The ranks along "tp" get the same samples. The plan gives one of these words to a layer:
 
-    With sequence=True (sequence parallelism) each rank has its own positions of activations
-    between such blocks: from a "vocabulary" embedding, or a "scattered" module, to the head.
-    Modules with parameters there, such as norms, are "sequence": their gradients are summed.
+    - "column": a linear layer that is split by output features. Attention and feed-forward
+      blocks begin with such layers.
+    - "row": a linear layer that is split by input features. It ends a block, and sums its
+      output over the ranks. Between column and row layers, each rank computes only its own
+      heads and features.
+    - "vocabulary": an embedding or an output head that is split by words. Cross entropy is
+      computed from split scores; every other function gets the gathered scores of all words.
+    - "gathered": a column layer that gathers its output features on all ranks.
+    - "replicated": an unsplit module between a column and a row layer, such as a norm of each
+      head. Its gradients are summed over the ranks.
 
-    You write the model for one process. Code between the layers must take the number of
+    Modules that the plan does not name are the same on all ranks.
+
+    With `sequence=True` (sequence parallelism), each rank has only some positions of the
+    activations between such blocks: from a "vocabulary" embedding, or a module with the word
+    "scattered", to the output head. Modules with parameters in between, such as norms, have the
+    word "sequence": their gradients are summed over the ranks.
+
+    You write the model for one process. Code between the layers must read the number of
     features from its inputs, as `view(..., -1, head_dim)` does. To find mistakes, accelfn
-    compares the first loss with the loss of whole layers, on one sample, and the first
-    gradients of unsplit parameters between ranks.
+    compares the first loss with the loss of whole layers, on one sample. It also compares the
+    first gradients of unsplit parameters between ranks.
 
     In a world without "tp" nothing changes.
 
     Acts on: layout, loss; init (checks the plan).
 
     Args:
-        plan: words by module name: "column", "row", "vocabulary", "gathered", "replicated". In
-        a name, `*` matches anything between two dots. The words of Transformers' plans and
-        torch's ColwiseParallel and RowwiseParallel also work. Layers of
-        `af.megatron.layers(world)` split themselves, and must not be in the plan.
+        plan: words by module name. In a name, `*` matches any text between two dots. The words
+        of Transformers' plans, and torch's ColwiseParallel and RowwiseParallel also work.
+        Layers of `af.megatron.layers(world)` split themselves, and must not be in the plan.
+        sequence: also split sequences between the blocks.
 
     Law:
-        Parameters, optimizer state, weights and metrics are those of one process, up to
+        Parameters, optimizer state, weights and metrics equal those of one process, up to
         rounding. Unsplit parameters stay equal on all ranks, bitwise if torch is deterministic.
-        Dropout masks differ by rank between a column and a row layer, and on a rank's own
-        positions; elsewhere they are equal on all ranks. A checkpoint of one layout loads into
-        any other, bitwise.
+        Dropout masks differ between ranks where each rank has its own features or positions,
+        and are equal elsewhere. A checkpoint can be loaded into any other layout, bitwise.
 
     Cost:
         With n ranks along "tp", each rank holds 1/n of the split parameters, of their optimizer
-        state and of the activations between layers. A pair of column and row layers all-reduces
-        its output in the forward pass and its input's gradient in the backward pass: 2 (n - 1)
-        / n of their bytes each; with sequence=True as many bytes, and 1/n of all other
-        activations. Cross entropy of a "vocabulary" head sends three numbers per token. Once
-        per engine, two forward passes on one sample, and a sum of the gradients of unsplit
-        parameters.
+        state and of the activations between layers. A pair of a column and a row layer
+        all-reduces its output in the forward pass, and the gradient of its input in the
+        backward pass: each time a rank sends 2 (n - 1) / n of the bytes. With `sequence=True`
+        it sends as many bytes, and holds 1/n of all other activations. Cross entropy of a
+        "vocabulary" head sends three numbers per token. Once per engine, two forward passes run
+        on one sample, and the gradients of unsplit parameters are summed.
 
     Raises:
         ArgumentError: the plan is not a mapping, or has an unknown word.
@@ -104,13 +109,13 @@ class tensor_parallel:
         split in only one of its places.
         OptimizerError: when the state is created, the optimizer is not elementwise.
         LossError: at a step, the loss differs from the loss of whole layers, or ranks have
-        different gradients of a shared parameter.
+        different gradients of an unsplit parameter.
         BatchError: at a step, the ranks along "tp" got different batches.
 
     References:
         Shoeybi et al. 2019, "Megatron-LM: Training Multi-Billion Parameter Language Models
-        Using Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation
-        in Large Transformer Models".
+        Using Model Parallelism"; Korthikanti et al. 2022, "Reducing Activation Recomputation in
+        Large Transformer Models".
 
     Example:
         >>> tensor_parallel({"blocks.*.up": "column", "blocks.*.down": "row"})
@@ -118,40 +123,40 @@ class tensor_parallel:
     """
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "apart": "has one model that is split over the ranks, and under {other!r} each rank"
-        " has its own model. Leave out one of the two.",
-        "compiles": "has ranks add up in the midst of a model, which {other!r} cannot trace."
-        " Leave out one of the two.",
-        "compression": "has parts of parameters, and {other!r} remembers what it left out of"
-        " whole ones. Leave out one of the two.",
-        "eight_bits": "has layers of its own, and {other!r} would put others in their place."
-        " Leave out one of the two.",
-        "splits_layers": "and {other!r} would split a part once more. Leave out one.",
-        "steps_in_backward": "looks at the gradients of what all ranks have, and {other!r}"
-        " frees each as soon as it is there. Leave out one of the two.",
+        "apart": "splits one model over the ranks, but under {other!r} each rank trains its"
+        " own model. Leave out one of the two.",
+        "compiles": "runs all-reduces inside the model, and {other!r} cannot trace them. Leave"
+        " out one of the two.",
+        "compression": "splits parameters over ranks, but {other!r} works only with whole"
+        " parameters. Leave out one of the two.",
+        "eight_bits": "and {other!r} would both replace the linear layers. Leave out one of"
+        " the two.",
+        "splits_layers": "and {other!r} would both split the layers. Leave out one of the two.",
+        "steps_in_backward": "compares the gradients of unsplit parameters between ranks, but"
+        " {other!r} frees each gradient as soon as it is complete. Leave out one of the two.",
     }
     plan: Mapping[str, str] = attrs.field(default=_NO_PLAN, converter=parse_plan)
     sequence: bool = option(default=False, validator=truth())
 
     def __attrs_post_init__(self) -> None:
-        """Reject words that need sequence=True."""
+        """Raise if the plan has words that need `sequence=True`."""
         check_words(self.plan, sequence=self.sequence)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """The function that splits layers."""
+        """Tell which function splits the layers."""
         return {"draws_nothing": True, "splits_layers": self._split}
 
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Shard the parameters of planned layers along tp."""
+        """Shard the parameters of layers in the plan along "tp"."""
         del axes
         dim = cut_of(self.plan, name, meta)
         return None if dim is None else {"tp": dim}
 
     def init(self, state: TrainState) -> None:
-        """Reject models and optimizers that splitting would change."""
+        """Raise if the plan does not fit the model, or if the optimizer is not elementwise."""
         size = state.world.along("tp").size
         module = state.definition.skeleton.module
         check_model(self.plan, module, size, f"{self!r}", sequence=self.sequence)
@@ -160,7 +165,7 @@ class tensor_parallel:
     def loss(
         self, loss_fn: LossFunction, slot: None, update: Update
     ) -> tuple[LossFunction, None]:
-        """Compare the first loss with the loss of whole layers."""
+        """Wrap the loss: compare it once with whole layers, and gather scores in its result."""
 
         def loss_of_layers(model: nn.Module, batch: Any, *extras: Any) -> Any:
             layers: Layers | None = vars(model).get(_KEPT)
@@ -185,9 +190,10 @@ class tensor_parallel:
 def _check(
     layers: Layers, loss_fn: LossFunction, model: nn.Module, batch: Any, *extras: Any
 ) -> None:
-    """Compare a loss with the loss of whole layers, on the first sample.
+    """Compare the loss of split layers with the loss of whole layers, on the first sample.
 
-    All ranks run as many passes: other ranks may gather units with them.
+    All ranks run equally many forward passes, because a pass may gather parameters of all
+    ranks.
 
     Raises:
         BatchError: the ranks have different batches.
@@ -220,47 +226,49 @@ def _check(
     advice = _WAY
     if split is not None:
         advice += (
-            f" Behind {split!r} each rank has its part of a sequence: what is added to that, as"
-            ' embeddings of positions, is to be "scattered", and the head "vocabulary" or'
-            ' "gathered", which puts sequences together.'
+            f" After {split!r} each rank has only its part of each sequence. In the plan, mark a"
+            ' module whose output is added there, such as position embeddings, as "scattered".'
+            ' Mark the output head as "vocabulary" or "gathered": it gathers the sequences.'
         )
     if trouble is not None:
-        msg = f"af.tensor_parallel: {name} fails where layers are split: {trouble}. {advice}"
+        msg = f"af.tensor_parallel: {name} fails with split layers: {trouble}. {advice}"
         raise LossError(msg) from trouble
     if not torch.equal(
         table[:, 0].nan_to_num(), table[:1, 0].nan_to_num().expand(len(table))
     ):
         msg = (
-            'af.tensor_parallel: the ranks along "tp" were given different batches: the loss'
-            f" of the first sample is {table[:, 0].tolist()}. They share each sample: read by"
-            " af.batches(state), or by world.batch.rank. Or the loss reads parameters beside"
-            " the model's forward pass, as model.parameters(), where each rank has its part."
+            'af.tensor_parallel: the ranks along "tp" must get the same batches, but the losses of'
+            f" their first samples are {table[:, 0].tolist()}. Use af.batches(state), or choose the"
+            " samples by world.batch.rank. If the batches are equal, your loss reads parameters"
+            " directly, for example by model.parameters(), and there each rank has only its shard."
         )
         raise BatchError(msg)
     if bool(rows[:, 2].any()):
-        where = differing or "a row layer, on another rank,"
+        where = repr(differing) if differing else "a row layer on another rank"
         msg = (
-            f"af.tensor_parallel: {name} differs from the loss of full layers: {where!r} does not"
-            f" get this rank's features of what it is given in one piece. {_WAY}"
+            f"af.tensor_parallel: {name} gives another result with split layers: the input of"
+            f" {where} is not this rank's slice of the input that the unsplit layer gets. {_WAY}"
         )
         raise LossError(msg)
     if still_open is not None:
         msg = (
-            f"af.tensor_parallel: {still_open!r} is a column layer, and no row layer follows"
-            " it, so each rank continues with only a part of its features. Make it"
-            ' "gathered", or the'
-            ' layer that takes them "row".'
+            f'af.tensor_parallel: no "row" layer follows the "column" layer {still_open!r}, so'
+            " the model continues with only this rank's features. In the plan, write"
+            ' "gathered" for this layer, or "row" for the layer that uses its output.'
         )
         raise LossError(msg)
     if split is not None:
-        msg = f"af.tensor_parallel: {name} is computed of parts of sequences. {advice}"
+        msg = (
+            f"af.tensor_parallel: {name} is computed from this rank's part of the sequences."
+            f" {advice}"
+        )
         raise LossError(msg)
     far = _COARSE if coarsest.eps > _FAR else _FAR
     distance = (rows[:, 0] - rows[:, 1]).abs()
     if bool((distance > (far * rows[:, :2].abs().amax(1)).clamp(min=_NOTHING)).any()):
         msg = (
-            f"af.tensor_parallel: {name} is {float(table[0, 0]):.6g} of whole layers and"
-            f" {float(table[0, 1]):.6g} of parts. {_WAY}"
+            f"af.tensor_parallel: {name} is {float(table[0, 0]):.6g} with whole layers, but"
+            f" {float(table[0, 1]):.6g} with split layers. {_WAY}"
         )
         raise LossError(msg)
 
@@ -270,7 +278,7 @@ def _total(loss: Any) -> Any:
 
 
 def _number(value: Any) -> torch.Tensor:
-    """Return a number to compare; 0 for values that are not numbers."""
+    """Return a value as a number to compare; 0 if the value is not a number."""
     is_number = isinstance(value, (int, float)) or (
         isinstance(value, torch.Tensor) and value.numel() == 1
     )
