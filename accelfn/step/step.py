@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`make_step`, `apply_grads`, `finalize` and `sync_grads`: optimizer steps on a state.
 
-`make_step(loss_fn)` is `value_and_grad(loss_fn)` followed by `apply_grads`, nothing else.
-So you can write SAM, a GAN or distillation in a few lines from these two functions.
+`make_step(loss_fn)` calls `value_and_grad(loss_fn)` and then `apply_grads`, nothing else. With
+these two functions you can write SAM, a GAN or distillation in a few lines.
 """
 
 import _signal  # pyright: ignore[reportMissingImports]
@@ -52,21 +52,22 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false
 
-# Deferred Ctrl-C: SIGINT arrives before an update or after it, and never loses its state.
+# Deferred Ctrl-C: a KeyboardInterrupt is raised only before or after an update, and the new
+# state is never lost.
 #
-# Python runs a signal handler between any two instructions of the main thread. If the
-# handler raises during an update, some tensors are updated and others are not. If it raises
-# after the step but before the caller's assignment, the only reference to the new state is
-# lost. So SIGINT is recorded from the donation of a state until the step has returned, and
-# sent again when the caller has the result.
+# Python runs a signal handler between any two instructions of the main thread. If the handler
+# raises during an update, some tensors are updated and others are not. If it raises after the
+# step but before the caller's assignment, the only reference to the new state is lost. So
+# SIGINT is recorded from the donation of a state until the step has returned, and sent again
+# when the caller has the result.
 #
-# The handler is replaced for these milliseconds only. The C functions of `_signal` do it in
-# a tenth of the time of their Python wrappers. Other signals, and exceptions that debuggers
-# and notebooks raise in a thread, are not deferred: use `af.salvage`.
+# The handler is replaced only during an update, for milliseconds. The C functions of `_signal`
+# take a tenth of the time of their Python wrappers. Other signals, and exceptions that
+# debuggers and notebooks raise in a thread, are not deferred; after these, use `af.salvage`.
 
 
 _POLL, _LONGEST_POLL = 1e-4, 0.05
-"""First and longest pause, in seconds; a step usually ends within the first."""
+"""First and longest pause between two tries to send SIGINT, in seconds."""
 
 _set: Any = _signal.signal
 _get: Any = _signal.getsignal
@@ -77,11 +78,11 @@ _main_thread = threading.main_thread
 class defer_sigint(AbstractContextManager["defer_sigint"]):
     """Defer Ctrl-C from `begin()` to the end of a `with` block, in the main thread.
 
-    A second Ctrl-C goes to its handler at once, because an update may hang. Return from the
-    block directly, without further work: CPython checks for signals at function entry, at
-    loop back edges and after calls. It also checks after calls of Python functions while a
-    tool such as `torch.compile` evaluates their frames. So a signal may arrive between a
-    `return` and the assignment of the returned value.
+    A second Ctrl-C calls the handler at once, because an update may hang. Return from the block
+    directly, without further work. CPython checks for signals at function entry, at loop back
+    edges and after calls. While a tool such as `torch.compile` evaluates frames, CPython also
+    checks after calls of Python functions. So a signal may arrive between a `return` and the
+    assignment of the returned value.
     """
 
     _previous: Any = None
@@ -92,12 +93,12 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         """Defer SIGINT from now on, if its handler is a Python function."""
         if self._previous is None and _this_thread() == _main_thread().ident:
             handler = _get(signal.SIGINT)
-            if callable(handler):  # else SIGINT is ignored, or ends the process
+            if callable(handler):  # otherwise SIGINT is ignored, or ends the process
                 self._previous = handler
                 _set(signal.SIGINT, self._note)
 
     def __exit__(self, *error: object) -> None:
-        """Restore the handler, and send a deferred signal once the caller has the result."""
+        """Restore the handler, and send a deferred signal when the caller has the result."""
         if self._previous is None:
             return
         try:
@@ -119,14 +120,15 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         self._noted, self._on_the_way = True, lines
 
     def _way_out(self, frame: FrameType | None) -> dict[FrameType, int | None]:
-        """Return the block's frame and its callers' frames, with the call that each is at.
+        """Return the frames of the block and of its callers, each with its current instruction.
 
-        The result is empty if the block is not running: a debugger may have stopped its end.
+        The result is empty if the block is not running, because a debugger may have stopped it
+        before its end.
         """
         lines: dict[FrameType, int | None] = {}
         while frame is not None:
             if any(value is self for value in frame.f_locals.values()):
-                lines = {frame: None}  # a block can end at several calls
+                lines = {frame: None}  # the block can end at several instructions
             elif lines:
                 lines[frame] = frame.f_lasti
             frame = frame.f_back
@@ -139,20 +141,20 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
     def _send(self) -> None:
         """Send SIGINT to the main thread until the caller has the result.
 
-        The main thread checks its frames itself, in the signal handler. Another thread must
-        not read them: CPython 3.11 clears a frame that is still listed as running, and reading
-        such a frame reads freed memory.
+        The main thread checks its frames itself, in the signal handler. Another thread must not
+        read them: CPython 3.11 clears a frame that is still listed as running, and reading such
+        a frame reads freed memory.
         """
         main = _main_thread().ident
         while main is not None and not self._is_sent:
             self._is_asked, pause = True, _POLL
             system.interrupt(main)
-            while self._is_asked:  # long, if the next update defers the signal
+            while self._is_asked:  # takes long if the next update defers the signal
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_POLL)
 
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
-        """Call the original handler if the caller has the result; else wait for the next try."""
+        """Call the original handler if the caller has the result; otherwise do nothing yet."""
         if self._is_over and self._has_arrived(frame):
             self._on_the_way = {}  # frames refer to this block and to the caller's states
             if _get(signal.SIGINT) == self._pass_on:
@@ -162,26 +164,27 @@ class defer_sigint(AbstractContextManager["defer_sigint"]):
         self._is_asked = False
 
     def _has_arrived(self, frame: FrameType | None) -> bool:
-        """Return whether every frame of the main thread has left the call into the block."""
+        """Return whether the main thread has left the call that contains the block."""
         inner = None
         while frame is not None and frame not in self._on_the_way:
             frame, inner = frame.f_back, frame
         if frame is None:
             return True
         at = self._on_the_way[frame]
-        # a call from the same place is the next update, which has not begun
+        # the same call again, without an inner frame, is the next update before its start
         return at is not None and (at != frame.f_lasti or inner is not None)
 
 
-# Skipped updates: all ranks decide alike, on the host or on the device.
+# Skipped updates: all ranks make the same decision, on the host or on the device.
 
 
 def resolve_skip(
     update: Update, wish: Skip, engine: Engine
 ) -> tuple[Update, torch.Tensor | None]:
-    """Decide whether to skip an update, or return the flag for the device to decide.
+    """Decide whether to skip an update, or return a flag with which the device decides.
 
-    The flag is 1 if any rank wants to skip, else 0, and nothing waits for the device.
+    The flag is 1 if any rank wants to skip, else 0. To return it, the host does not wait for
+    the device.
     """
     grads = update.grads
     if not wish.agreed:
@@ -201,7 +204,7 @@ def _reads_at_once(device: torch.device) -> bool:
 def _device_can_skip(update: Update, engine: Engine) -> bool:
     """Return whether the device can skip the update, so that the host need not wait.
 
-    It can if an update changes only parameters, the optimizer's state and buffers.
+    The device can if an update changes only parameters, the optimizer's state and buffers.
     """
     if _reads_at_once(update.world.device) or not engine.can_skip(update.grads):
         return False
@@ -217,10 +220,11 @@ def _device_can_skip(update: Update, engine: Engine) -> bool:
     )
 
 
-# Stages of an update, from gradients to the next state: each returns the next `Update`.
+# Stages of an update, from gradients to the next state. Each stage returns the next `Update`.
 #
-# The state is donated here. An error before the optimizer leaves the state as it was. After
-# that the state's lease is ended, unless the engine knows that nothing was changed.
+# The state is donated in these stages. An error before the optimizer step leaves the state
+# unchanged. An error after that ends the state's lease, unless the engine knows that nothing
+# was changed.
 
 
 _INTERRUPTED = (
@@ -228,18 +232,19 @@ _INTERRUPTED = (
     " be partly updated. Load a checkpoint, or continue from a copy."
 )
 _BEFORE = (
-    "In after_update, read the state that is passed as the first argument: update.state is the"
-    " state before, and its tensors are updated already."
+    "In after_update, use the state that is the first argument. update.state is the state"
+    " before the update, and the update has overwritten its tensors."
 )
 _UNFINISHED = (
-    "DeepSpeed holds these gradients on each rank. Let the last micro-batch of an update reduce"
-    " them: value_and_grad(state, batch, into=grads), with sync=True."
+    "These gradients are not reduced yet: DeepSpeed holds them on each rank. Let the last"
+    " micro-batch of the update reduce them: compute(state, batch, into=grads, sync=True),"
+    " with compute = af.value_and_grad(loss_fn)."
 )
 _DONATED = (
-    "This state was given to the step of update {update}, which updated its tensors in place."
-    " Continue with the state that the step returned; af.salvage(state) finds it if it was"
-    " lost. To keep a state, take state.copy() before the step, or call step(state, batch,"
-    " donate=False)."
+    "This state was passed to the step of update {update}, which updated its tensors in place."
+    " Continue with the state that the step returned; if you no longer have it, call"
+    " af.salvage(state). To keep the old state, call state.copy() before the step, or"
+    " step(state, batch, donate=False)."
 )
 
 
@@ -248,7 +253,8 @@ def take_update(
 ) -> tuple[TrainState, Mapping[str, Number]]:
     """Apply gradients; return the next state and the metrics that transforms report.
 
-    `hold` is called before the state is donated: from then on Ctrl-C would lose it.
+    `hold` is called before the state is donated, because Ctrl-C would lose the state from then
+    on.
     """
     is_profiling = profiler._is_profiler_enabled
     with span("accelfn apply_grads") if is_profiling else NOTHING:
@@ -268,7 +274,7 @@ def take_update(
                 opt_state = _step_optimizer(
                     state, update, assignments, engine, flag=flag, hold=hold
                 )
-                if update.grads.taken.owned_by_engine:  # it may skip by itself
+                if update.grads.taken.owned_by_engine:  # it may skip an update
                     is_skipped = opt_state is None
                     metrics = {
                         **engine.binding.holder.reports(),
@@ -300,11 +306,12 @@ def take_in_backward(
     compute: Callable[[], tuple[Metrics, Grads]],
     hold: Callable[[], None],
 ) -> tuple[TrainState, Metrics]:
-    """Apply gradients during the backward pass: `compute` runs the optimizer steps.
+    """Update a state during the backward pass that `compute` runs.
 
     Args:
-        state: donated as soon as the backward pass has a gradient.
-        compute: runs forward and backward, and returns the gradients' cursor and buffers.
+        state: the state; it is donated as soon as the backward pass has computed a gradient.
+        compute: runs forward and backward, and returns the metrics, and gradients without
+        tensors.
         hold: called before the backward pass, because Ctrl-C would lose the state from then on.
     """
     with span("accelfn step in backward"):
@@ -325,7 +332,7 @@ def take_in_backward(
         try:
             metrics, grads = compute()
         except BaseException:
-            live.forget()  # the backward pass may not have begun
+            live.forget()  # the error may have come before the backward pass
             if state.lease.is_over:
                 _undo(state, engine)
             raise
@@ -339,7 +346,7 @@ def reduce_grads(update: Update) -> Update:
     """Reduce the gradients over the ranks, as the setup defines.
 
     Raises:
-        GradsError: the setup does not reduce, or `reduce` did not return sums of all ranks.
+        GradsError: the setup does not reduce, or `reduce` did not return sums over all ranks.
     """
     grads, definition = update.grads, update.state.definition
     if definition.copy.size == 1 and not definition.setup.reduces:
@@ -382,7 +389,7 @@ def transform_grads(update: Update) -> Update:
 def end_donation(
     state: TrainState, after: TrainState, update: int, *grads: Grads
 ) -> TrainState:
-    """Hand the tensors of a state over to the next state, and return the next state.
+    """Move the tensors of a state to the next state, and return the next state.
 
     Raises:
         StateError: a transform's slot holds tensors of the state itself, or of gradients.
@@ -399,7 +406,7 @@ def end_donation(
 
 
 def _warn_of_owed(state_ref: "ref[TrainState]") -> None:
-    """Warn if a world closes while ranks of a live state hold different parameters."""
+    """Warn if a world closes while its ranks still have different parameters."""
     state = state_ref()
     if state is None or state.definition.copies.size == 1:
         return
@@ -407,16 +414,16 @@ def _warn_of_owed(state_ref: "ref[TrainState]") -> None:
         owes = facts_of(owner).get("owes")
         if owes and owes(state, state.slots[owner.name]) and state.world.is_main:
             advise(
-                f"{owner!r}: the world was closed while the ranks hold different state.params in"
-                f" {state.name!r}, at update {state.step}. Bring them together after the last"
-                " step, before the world is closed: state = af.finalize(state)."
+                f"{owner!r}: the world was closed while the parameters of the state"
+                f" {state.name!r} still differ between ranks, at update {state.step}. After the"
+                " last step, before the world closes, call state = af.finalize(state)."
             )
 
 
 def _check_slots(
     before: Mapping[str, Any], after: TrainState, grads: tuple[Grads, ...]
 ) -> None:
-    """Check slots that an update replaced, at their 1st, 2nd, 4th, 8th, ... change."""
+    """Check the slots that an update replaced, when they change the 1st, 2nd, 4th, ... time."""
     changes = after.definition.cache.slot_changes
     for owner in after.definition.setup:
         slot = after._slots.get(owner.name)
@@ -424,7 +431,7 @@ def _check_slots(
             continue
         count = changes[owner.name] = changes.get(owner.name, 0) + 1
         if count & (count - 1) == 0:
-            # gradients that DeepSpeed holds are hidden
+            # DeepSpeed does not show the gradients that it holds
             check_copied(owner, slot, after, *(g.tensors for g in grads if g.tensors))
 
 
@@ -437,14 +444,15 @@ def _step_optimizer(
     flag: torch.Tensor | None,
     hold: Callable[[], None],
 ) -> OptState | None:
-    """Step the optimizer, and donate the state; return None if nothing was changed."""
+    """Step the optimizer and donate the state; return None if the optimizer changed nothing."""
     grads = update.grads
     engine.prepare(state, grads, assignments)
     hold()
     state.lease.end(StateDonatedError, _INTERRUPTED, update=state.num_tried)
     is_profiling = profiler._is_profiler_enabled
     try:
-        is_torchs = state.definition.has_torchs_optimizer  # another may add noise
+        # others may draw random numbers
+        is_torchs = state.definition.has_torchs_optimizer
         with (
             span("accelfn optimizer") if is_profiling else NOTHING,
             NOTHING if is_torchs else draws_for(state, "optimizer"),
@@ -467,7 +475,7 @@ def _state_after(
     flag: torch.Tensor | None = None,
     params: Any = None,
 ) -> TrainState:
-    """Return the state after the optimizer step, with `after_update` applied."""
+    """Return the state after the optimizer step and the transforms' `after_update`."""
     after = next_state(update, state, opt_state, flag, params)
     if state.definition.setup.owners["after_update"]:
         try:
@@ -479,7 +487,7 @@ def _state_after(
 
 
 def _undo(state: TrainState, engine: Engine) -> None:
-    """Restore a state's lease after an update that raised before changing any tensor."""
+    """Make a state usable again if an update raised before it changed any tensor."""
     if engine.is_undone():
         state.lease.restore()
 
@@ -487,29 +495,32 @@ def _undo(state: TrainState, engine: Engine) -> None:
 def _skip_update(
     state: TrainState, update: Update, grads: Grads, engine: Engine
 ) -> TrainState:
-    """Return the unchanged state after the batch; transforms may record the skip in slots."""
+    """Return the state after a skipped update.
+
+    Parameters and optimizer do not change. Transforms may record the skip in their slots.
+    """
     after = apply_to_state("after_update", skip_update(update, state), update)
     engine.discard()
     return end_donation(state, after, state.num_tried, grads)
 
 
 def _show_totals(grads: Grads, *, totals: bool) -> Grads:
-    """Return gradients whose `tensors` are of totals, or of the mean."""
+    """Return gradients whose `tensors` show totals, or the mean if `totals` is False."""
     return attrs.evolve(grads, taken=attrs.evolve(grads.taken, shows_totals=totals))
 
 
 def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
-    """Raise unless `reduce` returned the same sums on all ranks, as far as can be checked.
+    """Raise unless `reduce` returned equal sums on all ranks, as far as can be checked.
 
-    The check is a collective in the first update and in checked worlds. Simulated ranks
-    compare without a collective.
+    The check is a collective in the first update and in checked worlds. Simulated ranks compare
+    without a collective.
     """
     if not sums.reduced:
         msg = (
-            f"{owner!r}.reduce returned gradients with this rank's own weight, so ranks would"
-            " divide by different weights. Return grads.with_sums(sums, weight), with af.all_reduce"
-            " of grads.tensors and of grads.weight; or, if ranks must differ, declare"
-            ' gives_up = {"replicas_agree": "..."}.'
+            f"{owner!r}.reduce returned gradients with the weight of this rank only, so ranks"
+            " would divide by different weights. Sum grads.tensors and grads.weight with"
+            " af.all_reduce, and return grads.with_sums(sums, weight). If ranks differ on"
+            f' purpose, declare gives_up = {{"replicas_agree": "..."}}.'
         )
         raise GradsError(msg)
     cache = update.state.definition.cache
@@ -517,7 +528,7 @@ def _check_sums(owner: Any, sums: Grads, update: Update) -> None:
         sums.as_taken,
         sums.taken.divisor,
         update.world,
-        label=f"what {owner!r}.reduce returned in update {update.num_tried}",
+        label=f"the gradients that {owner!r}.reduce returned in update {update.num_tried}",
         is_first=not cache.compared_sums,
     )
     cache.compared_sums = True
@@ -537,7 +548,7 @@ class Step(Protocol):
     def __call__(
         self, state: TrainState, batch: Any, /, *extras: Any, donate: bool = True
     ) -> tuple[TrainState, Metrics]:
-        """Take one optimizer update; the state is donated unless `donate=False`."""
+        """Make one update; the given state is donated unless `donate=False`."""
         ...
 
 
@@ -545,27 +556,28 @@ class Step(Protocol):
 def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
     """Create a step function: `(state, batch) -> (state, metrics)`.
 
-    `loss_fn(model, batch, *extras)` gets the plain module under every engine. It returns
-    the mean over the batch's samples, or `af.Loss(total, weight)`. With `count=fn` it also
-    gets the counts of `fn` over the whole update; see `value_and_grad`.
+    `loss_fn(model, batch, *extras)` gets the plain module under every engine. It returns the
+    mean over the batch's samples, or `af.Loss(total, weight)`. With `count=fn` it also gets the
+    counts of `fn` over the whole update; see `value_and_grad`.
 
-    The returned step takes a batch of `af.batches`, or any plain value (under
-    `accumulate` a list of values), then extras for the loss, and `donate=`. It updates the
-    state's tensors in place and returns them in a new state; the old state then raises
-    `StateDonatedError`. With `donate=False` the step works on a copy. A step that raises
-    before its update leaves the given state as it was, buffers included. The caller's
-    `no_grad`, `inference_mode` and `autocast` have no effect on the step.
+    Call the step with a state and a batch of `af.batches`. Any other value is allowed as a
+    batch too (under `accumulate` a list of values). Further arguments are extras, which the
+    loss gets after the batch. The step updates the state's tensors in place and returns them in
+    a new state; after that, the old state raises `StateDonatedError`. With `donate=False` the
+    step works on a copy. If a step raises an error before its update, the given state is
+    unchanged, including its buffers. `no_grad`, `inference_mode` and `autocast` around a step
+    have no effect on it.
 
-    Law: the result depends on (state, batch, extras) alone.
+    Law: the result depends only on (state, batch, extras).
 
-    Cost: as a hand-written loop; docs/benchmarks.md has the figures.
+    Cost: the same as a hand-written loop; see docs/benchmarks.md.
 
     Raises:
         LossError: the loss is not a scalar, or has no gradient.
-        NonFiniteLossError: the loss is infinite or not a number (checked on the CPU).
+        NonFiniteLossError: the loss is infinite or NaN (checked on the CPU).
         BatchError: the batch does not follow the state's cursor.
-        StateDonatedError: the state was given to a step before.
-        GradsError: the world has several ranks and nothing reduces gradients over them.
+        StateDonatedError: the state was already passed to a step.
+        GradsError: the world has several ranks, and no transform reduces gradients over them.
     """
     compute = gradients_of(loss_fn, count)
 
@@ -595,7 +607,7 @@ def make_step(loss_fn: LossFunction, *, count: Count | None = None) -> Step:
 
 
 def prepare_engine(state: TrainState) -> TrainState:
-    """Build the engine now, so that its errors come before the first step.
+    """Build the engine of a state now, so that its errors are raised before the first step.
 
     Raises:
         ReplicaMismatchError: the ranks hold different models.
@@ -608,23 +620,26 @@ def prepare_engine(state: TrainState) -> TrainState:
 
 
 def release_engine(state: TrainState) -> None:
-    """Drop the engine of a state's lineage early; the next step builds another."""
+    """Free the engine of a state and of the states that follow it.
+
+    The next step builds another engine.
+    """
     check_state("af.release_engine(state)", state)
     state.definition.cache.clear()
 
 
 @explain_call_errors
 def apply_grads(state: TrainState, grads: Grads) -> TrainState:
-    """Take one optimizer update: `(state, grads) -> state`.
+    """Apply gradients to a state, as one optimizer update: `(state, grads) -> state`.
 
-    Gradients are divided by their weight, pass through the setup's `grads` transforms, and
-    go to the optimizer; then `after_update` transforms run. The given state and gradients
-    are donated.
+    Gradients are divided by their weight, changed by the `grads` methods of the setup's
+    transforms, and passed to the optimizer. Then the `after_update` methods run. The given
+    state and gradients are donated.
 
     Raises:
         GradsError: the gradients are of another update, or are not reduced in a world of
-            several ranks.
-        StateDonatedError: the state was given to a step before.
+        several ranks.
+        StateDonatedError: the state was already passed to a step.
     """
     check_state("af.apply_grads(state, grads)", state)
     state.lease.check()
@@ -634,9 +649,10 @@ def apply_grads(state: TrainState, grads: Grads) -> TrainState:
 
 
 def finalize(state: TrainState) -> TrainState:
-    """Return the state after the last work of its transforms, such as a final average.
+    """Complete the work of a state's transforms, such as a last average over the ranks.
 
-    The given state is donated. If no transform has work left, the same state is returned.
+    Call it after the last step. The given state is donated. If no transform has such work, the
+    same state is returned.
     """
     check_state("af.finalize(state)", state)
     state.lease.check()
@@ -653,19 +669,21 @@ def finalize(state: TrainState) -> TrainState:
 
 
 def sync_grads(state: TrainState, grads: Grads) -> Grads:
-    """Reduce gradients over the ranks of the state's world, exactly by weight.
+    """Reduce gradients and their weight over the ranks of the state's world.
 
-    If copies of several ranks train independently, reduce over the ranks of this rank's copy.
+    If copies of the model over several ranks train independently, reduce over the ranks of this
+    rank's copy.
 
-    Use it in custom steps that took gradients with `sync=False`, or without `wrap_ddp`.
+    Use it in custom steps whose gradients were computed with `sync=False`, or without
+    `wrap_ddp`.
 
-    Cost: one all-reduce of all gradients, flattened, and one of their weight. At the first
-        call ranks also compare their setups, and at update 0 their parameters.
+    Cost: one all-reduce of all gradients, flattened, and one of their weight. At the first call
+    ranks also compare their setups, and at update 0 their parameters.
 
     Law: the result equals that of `wrap_ddp`.
 
     Raises:
-        GradsError: the gradients are reduced already, sparse, or of another state.
+        GradsError: the gradients are already reduced, are sparse, or belong to another state.
         ReplicaMismatchError: the ranks' setups, optimizers, schedules, seeds or data differ.
         PeerFailedError: another rank failed.
     """
@@ -678,24 +696,24 @@ def sync_grads(state: TrainState, grads: Grads) -> Grads:
     if grads.taken.owned_by_engine:
         raise GradsError(_UNFINISHED)
     if grads.reduced:
-        msg = "sync_grads: these gradients are reduced over the ranks already."
+        msg = "af.sync_grads: these gradients are already reduced over the ranks."
         raise GradsError(msg)
     names = state.definition.skeleton.trainable
     sparse = [name for name, grad in grads.as_taken.items() if grad.is_sparse]
     if sparse:
         msg = (
-            f"sync_grads: the gradients of {', '.join(sparse[:5])} are sparse. Make those"
-            " layers with sparse=False, or let af.wrap_ddp() reduce them."
+            f"af.sync_grads(state, grads): the gradients of {', '.join(sparse[:5])} are sparse."
+            " Create those layers with sparse=False, or let af.wrap_ddp() reduce the gradients."
         )
         raise GradsError(msg)
     if any("dp_shard" in cut_axes(grad) for grad in grads.as_taken.values()):
         msg = (
-            "sync_grads: these gradients are shards of micro-batches under"
-            ' af.wrap_fsdp(keep_grads="sharded"), summed over the ranks already; their weight is'
-            ' not. Let the last micro-batch reduce (sync=True), or use keep_grads="whole".'
+            'af.sync_grads(state, grads): af.wrap_fsdp(keep_grads="sharded") has already summed'
+            " these gradients over the ranks, but not their weight. Instead of calling sync_grads,"
+            ' compute the last micro-batch with sync=True, or use keep_grads="whole".'
         )
         raise GradsError(msg)
-    if grads.taken.trained is None:  # made by hand
+    if grads.taken.trained is None:  # created by a user
         grads.check_fit({name: state.params[name] for name in names})
     compare_ranks(state)
     info = grads.taken

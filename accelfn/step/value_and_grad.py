@@ -36,11 +36,12 @@ from accelfn.state.state import TrainState, check_state
 from accelfn.state.update import Update, apply_readonly
 from accelfn.world import World
 
-# Counts of a whole update, taken before its forward passes.
+# Counts of a whole update, computed before its forward passes.
 #
-# A loss with several denominators (tokens of a text, boxes of an image) is not a total over
-# one weight. The loss function gets the counts of the whole update, over all ranks and
-# micro-batches, and divides by them. It returns its part of the update's loss, and parts add.
+# A loss with several denominators (tokens of a text, boxes of an image) is not a total with one
+# weight. Its loss function gets the counts of the whole update, over all ranks and
+# micro-batches, and divides by them. It returns its part of the update's loss, and these parts
+# are summed.
 
 
 Count: TypeAlias = Callable[[Any], Number | Mapping[str, Number]]
@@ -50,10 +51,10 @@ _ALONE = ""
 
 @attrs.frozen
 class Counts:
-    """Counts of one update, over all micro-batches and ranks.
+    """The counts of one update, over all micro-batches and ranks.
 
     Attributes:
-        divisors: the number, or numbers by name, for the loss function; 0 becomes 1.
+        divisors: the number, or numbers by name, that the loss function gets; 1 instead of 0.
         whole: the sum of all counts.
     """
 
@@ -64,37 +65,43 @@ class Counts:
 def count_update(count: Count, parts: Sequence[Any], ranks: World) -> Counts:
     """Return the counts of an update's micro-batches, over all ranks.
 
-    Cost: on several ranks one all-reduce of a few numbers, and the host waits for it.
+    Cost: with several ranks, one all-reduce of a few numbers; the host waits for it.
 
     Raises:
         LossError: `count` did not return a count, or returned other names than before.
-        CollectiveMismatchError: ranks used the same number of names, but other names.
+        CollectiveMismatchError: `count` returned equally many names on the ranks, but different
+        names.
     """
     totals: dict[str, float] | None = None
     for part in parts:
-        if isinstance(part, Batch) and part.weights[0] == 0:  # of an empty share
+        # the filler of an empty share
+        if isinstance(part, Batch) and part.weights[0] == 0:
             continue
         counts = _call(count, part.value if isinstance(part, Batch) else part)
         if totals is not None and totals.keys() != counts.keys():
-            msg = f"{qualname(count)} counted {sorted(totals)}, and then {sorted(counts)}."
+            msg = (
+                f"count={qualname(count)} must return the same names for all micro-batches, but"
+                f" it returned {sorted(totals)} and then {sorted(counts)}."
+            )
             raise LossError(msg)
         totals = {n: (totals or {}).get(n, 0) + total for n, total in counts.items()}
-    if totals is None:  # an empty share: its stand-in gives the names
+    if totals is None:  # for an empty share, count the filler to get the names
         totals = dict.fromkeys(_call(count, parts[0].value), 0)
     if ranks.size > 1:
         named = {name: (total,) for name, total in totals.items()}
         label = "count the update"
         sums = sum_named(named, ranks, kind="count", label=label, noun="counts")
         totals = {name: total for name, (total,) in sums.items()}
-    # a part with a count of 0 is 0: dividing by 1 keeps it
+    # if a count is 0, the part of the loss is 0, and dividing by 1 does not change it
     divisors: dict[str, Number] = {name: total or 1 for name, total in totals.items()}
     return Counts(divisors.get(_ALONE, divisors), sum(totals.values()))
 
 
 def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
-    """Return a loss function of totals from a function that returns parts of the loss.
+    """Return a loss function of totals, from a function that returns parts of the loss.
 
-    The last extra is the `Counts` of the update; `loss_fn` gets their `divisors`.
+    The new function gets the update's `Counts` as its last extra, and `loss_fn` gets their
+    `divisors`.
     """
 
     @wraps(loss_fn)
@@ -106,9 +113,9 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
         share = result if isinstance(result, Loss) else Loss(result, 1)
         if not isinstance(share.weight, (int, float)) or share.weight != 1:
             msg = (
-                f"{qualname(loss_fn)} returned af.Loss(weight={share.weight!r}), but with count="
-                " it has already divided by the counts. Return its part of the update's loss, or"
-                " af.Loss(part, 1, name=(total, weight))."
+                f"{qualname(loss_fn)} returned af.Loss(..., weight={share.weight!r}), but with"
+                " count= the weight must be 1: the loss function divides by the counts itself."
+                " Return the divided loss, or af.Loss(loss, 1, name=(total, weight)) for a metric."
             )
             raise LossError(msg)
         count_sum = sum(_call(count, batch).values())
@@ -125,7 +132,7 @@ def with_count(loss_fn: Callable[..., Any], count: Count) -> Callable[..., Any]:
 
 
 def _call(count: Count, value: Any) -> dict[str, float]:
-    """Return the counts of a micro-batch, by name."""
+    """Call `count` on a micro-batch's value, and return the counts by name."""
     result = count(value)
     values = result if isinstance(result, Mapping) else {_ALONE: result}
     counts: dict[str, float] = {}
@@ -133,8 +140,8 @@ def _call(count: Count, value: Any) -> dict[str, float]:
         scalar = isinstance(item, torch.Tensor) and item.numel() == 1
         if not (scalar or is_number(item)) or not 0 <= float(item) < math.inf:
             msg = (
-                f"{qualname(count)} returned {result!r}; expected a count of 0 or more, or"
-                " a dict of counts by name."
+                f"count={qualname(count)} returned {result!r}; expected a number of 0 or more,"
+                " or a dict from names to such numbers."
             )
             raise LossError(msg)
         counts[name] = item.item() if isinstance(item, torch.Tensor) else item
@@ -143,13 +150,13 @@ def _call(count: Count, value: Any) -> dict[str, float]:
 
 _WEIGHT = "sample_weight"
 FUNCTION: Any = Callable
-"""What a transform's `loss` and `value_and_grad` return."""
+"""The type that the `loss` and `value_and_grad` methods of a transform return."""
 _ARGUMENTS = range(2, 10)
-"""Numbers of arguments that a loss function may have: a model, a batch, and extras."""
+"""How many arguments a loss function may have: a model, a batch, and extras."""
 
 
 class ValueAndGrad(Protocol):
-    """The function that `value_and_grad` returns, and that transforms wrap."""
+    """A function that `value_and_grad` returns, and that transforms wrap."""
 
     def __call__(
         self,
@@ -160,7 +167,7 @@ class ValueAndGrad(Protocol):
         into: Grads | None = None,
         sync: bool = True,
     ) -> tuple[Metrics, Grads]:
-        """Return metrics and gradients without changing the state."""
+        """Return metrics and gradients, without changing the state."""
         ...
 
 
@@ -168,25 +175,26 @@ class ValueAndGrad(Protocol):
 def value_and_grad(
     loss_fn: LossFunction, *, count: Count | None = None
 ) -> ValueAndGrad:
-    """Create a function that computes a loss's metrics and gradients, and changes nothing.
+    """Create a function that computes a loss's metrics and gradients, and changes no state.
 
-    With `into=grads` it adds to earlier gradients and takes ownership of them. With
-    `sync=False` it leaves gradients on this rank, so several backward passes cost one
-    reduction. Pass the gradients to `apply_grads`.
+    Call it as `compute(state, batch, *extras)`, and pass the gradients to `apply_grads`. With
+    `into=grads` it adds to earlier gradients, and takes ownership of them. With `sync=False`
+    gradients are not reduced over ranks, so that several backward passes need only one
+    reduction.
 
-    `count` is a function of a batch's value that returns a number, or several by name.
-    These are added over all micro-batches and ranks before the first forward pass. The
-    loss function gets the sums as its last argument, divides by them, and returns its part
-    of the update's loss. A loss with several denominators needs this. A sum of 0 is passed
-    as 1.
+    `count` is a function that gets a batch's value and returns a number, or a dict of
+    numbers by name. The numbers are summed over all micro-batches and ranks before the first
+    forward pass. The loss function gets the sums as its last argument, divides by them, and
+    returns its part of the update's loss. Use it for a loss with several denominators. A sum
+    of 0 is passed as 1.
 
-    Acts on: nothing; `loss` and `value_and_grad` of the setup's transforms wrap it, anew in each
-    call.
+    Acts on: nothing. In each call, the `loss` and `value_and_grad` methods of the setup's
+    transforms wrap the function.
 
     Raises:
-        GradsError: `into` is reduced over ranks already; adding to it would make the
-            replicas drift. Or `into` is used with `count`, which counts whole updates.
-        LossError, NonFiniteLossError, BatchError, StateDonatedError: as `make_step`.
+        GradsError: `into` is already reduced over ranks, and adding to it would make the
+        replicas differ. Or `into` is used with `count`, which counts whole updates.
+        LossError, NonFiniteLossError, BatchError, StateDonatedError: as in `make_step`.
     """
     compute = gradients_of(loss_fn, count)
 
@@ -211,19 +219,18 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     """Create the function of `value_and_grad`, without its checks and torch's modes.
 
     Raises:
-        ArgumentError: `loss_fn` is not a function, or does not take a model and a batch.
+        ArgumentError: `loss_fn` is not a function, or does not accept a model and a batch.
     """
     if not callable(loss_fn):
         msg = (
-            f"value_and_grad({loss_fn!r}): expected a function (model, batch, *extras)"
-            " -> loss."
+            f"loss_fn={loss_fn!r}: expected a function (model, batch, *extras) -> loss."
         )
         raise ArgumentError(msg)
     if _is_torchs(loss_fn):
         msg = (
-            f"value_and_grad({qualname(loss_fn)}): it is a loss of torch, of outputs and targets."
-            " Write a function of a model and a batch that calls it: def loss_fn(model, batch):"
-            " inputs, targets = batch; return F.cross_entropy(model(inputs), targets)."
+            f"loss_fn={qualname(loss_fn)}: this is a loss function of torch, which gets outputs and"
+            " targets. Write a function of a model and a batch that calls it: def loss_fn(model,"
+            " batch): inputs, targets = batch; return F.cross_entropy(model(inputs), targets)."
         )
         raise ArgumentError(msg)
     keywords = {_WEIGHT: None} if takes_weight(loss_fn) else {}
@@ -232,12 +239,12 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
     ):
         error = call_mismatch(loss_fn, None, None, **keywords)
         msg = (
-            f"value_and_grad({loss_fn!r}): it is called as loss_fn(model, batch, *extras):"
-            f" {error}."
+            f"loss_fn={loss_fn!r}: accelfn calls it as loss_fn(model, batch, *extras), but it does"
+            f" not accept these arguments: {error}. Define it as def loss_fn(model, batch): ..."
         )
         raise ArgumentError(msg) from error
     if count is not None and not callable(count):
-        msg = f"count={count!r}: expected a function of a batch, or None."
+        msg = f"count={count!r}: expected a function that counts a batch, or None."
         raise ArgumentError(msg)
     origin = loss_fn if count is None else with_count(loss_fn, count)
     innermost = partial(_innermost, origin, takes_weight(origin))
@@ -271,22 +278,23 @@ def gradients_of(loss_fn: LossFunction, count: Count | None) -> ValueAndGrad:
 
 
 def _is_torchs(loss_fn: object) -> bool:
-    """Return whether a loss is a torch function or module, which takes no model."""
+    """Return whether a loss is torch's own function or module, which gets no model."""
     kind = loss_fn if isinstance(loss_fn, (FunctionType, type)) else type(loss_fn)
     return kind.__module__ in ("torch.nn.functional", "torch.nn.modules.loss")
 
 
 def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> Counts:
-    """Return the counts of the whole update that begins with this batch."""
+    """Return the counts of the whole update that starts with this batch."""
     if into is not None:
         msg = (
-            "value_and_grad(count=): into= adds to an update whose counts are fixed already."
-            " Pass all micro-batches at once, under af.accumulate."
+            "af.value_and_grad(loss_fn, count=...): into= cannot be used with count, because"
+            " the counts of all micro-batches are needed before the first one runs. Pass all"
+            " micro-batches in one call, with af.accumulate in the setup."
         )
         raise GradsError(msg)
     parts: list[Any] = [batch]
     cuts = state.definition.setup.facts.get("micro_batches", ())
-    for parts_of in cuts:  # the first is outermost
+    for parts_of in cuts:  # the first transform is the outermost
         parts = [piece for part in parts for piece in parts_of(part)]
     if not cuts and isinstance(batch, Batch):
         parts = [*batch.parts()]
@@ -294,9 +302,10 @@ def _count(count: Count, state: TrainState, batch: Any, into: Grads | None) -> C
 
 
 def weight_as_extra(loss_fn: LossFunction) -> LossFunction:
-    """Return a function whose last extra is the loss's `sample_weight`, if it declares one.
+    """Return a loss function whose last extra is the `sample_weight` that `loss_fn` declares.
 
-    Transforms pass extras on, and need not know the keyword.
+    If `loss_fn` does not declare it, return `loss_fn`. Transforms pass on extras, so they do
+    not need to know this keyword.
     """
     if not takes_weight(loss_fn):
         return loss_fn
@@ -321,8 +330,8 @@ def takes_weight(loss_fn: LossFunction) -> bool:
 
 
 _REDUCED = (
-    "value_and_grad(into=grads): these gradients are reduced over the ranks already, and the"
-    " new ones would not be. Take them with sync=False."
+    "value_and_grad(into=grads): these gradients are already reduced over the ranks, so new"
+    " unreduced gradients cannot be added. Compute the earlier gradients with sync=False."
 )
 
 
@@ -337,13 +346,16 @@ def _innermost(
     into: Grads | None = None,
     sync: bool = True,
 ) -> tuple[Metrics, Grads]:
-    """Return metrics and gradients of `loss_fn`, which is `origin` as transforms wrap it."""
+    """Compute metrics and gradients of `loss_fn` in the engine.
+
+    `loss_fn` is `origin`, wrapped by the `loss` methods of transforms.
+    """
     definition = state.definition
     setup, world = definition.setup, definition.world
     is_scaled = "loss_scale" in setup.facts
     if into is not None:
         check_update(state, into)
-        if is_scaled and into.taken.trained is None:  # a user made them
+        if is_scaled and into.taken.trained is None:  # created by a user
             info = attrs.evolve(into.taken, loss_scale=_loss_scale(state))
             into = attrs.evolve(into, taken=info)
         if into.reduced and world.loss.size > 1 and definition.copy.size > 1:
@@ -373,29 +385,29 @@ def _innermost(
             sync=sync and not setup.reduces,
             cursor=cursor,
             loss_scale=_loss_scale(state) if is_scaled else None,
-            # a transform may take several gradients
+            # a transform may compute several gradients
             may_be_kept=bool(setup.owners["value_and_grad"]),
         )
 
 
 def _reject_stand_in(value: Any, stand_ins: Iterable[Any]) -> None:
-    """Raise if a value has tensors of an empty share: without its batch it would count.
+    """Raise if a value has tensors of a filler: without its batch it would count as a sample.
 
     Raises:
-        BatchError: it does.
+        BatchError: the value has such tensors.
     """
     ids = {id(leaf) for stand_in in stand_ins for leaf in tree.tensor_leaves(stand_in)}
     if any(id(leaf) in ids for leaf in tree.tensor_leaves(value)):
         msg = (
-            "step(state, batch.value): this rank has no sample of the batch, and the value is a"
-            " stand-in that would count as one. Pass the batch, whose weight is 0: step(state,"
-            " batch), or step(state, batch.zip(extra)). Other states can take it, too."
+            "step(state, batch.value): this rank's share of the batch is empty, and batch.value is"
+            " a filler that would count as a sample. Pass the batch, whose weight is 0, to this or"
+            " another state: step(state, batch), or step(state, batch.zip(extra))."
         )
         raise BatchError(msg)
 
 
 def _is_lone(definition: Definition) -> bool:
-    """Return whether no other rank's loss is combined with this rank's."""
+    """Return whether no other rank's loss is combined with this rank's loss."""
     setup = definition.setup
     if setup.reduces:
         return False
@@ -408,21 +420,21 @@ def _is_lone(definition: Definition) -> bool:
 def _check_planned(
     live: LiveUpdate, state: TrainState, into: Grads | None, *, sync: bool
 ) -> None:
-    """Raise if the setup frees each gradient in the backward pass."""
+    """Raise if the setup frees each gradient during the backward pass."""
     if live.is_planned and into is None and sync:
         return
     setup = state.definition.setup
     owner = next(e for e in setup if "steps_in_backward" in facts_of(e))
     msg = (
-        f"{owner!r} updates each parameter, and frees its gradient, in the backward"
-        " pass: there are no gradients to return. Step with af.make_step(loss_fn), or take"
-        " gradients of state.with_setup(...) without it."
+        f"af.value_and_grad: {owner!r} updates each parameter and frees its gradient during the"
+        " backward pass, so there are no gradients to return. Use af.make_step(loss_fn), or"
+        " remove this transform with state.with_setup(...)."
     )
     raise GradsError(msg)
 
 
 def _loss_scale(state: TrainState) -> torch.Tensor:
-    """Return the factor of losses, as a scalar on the device."""
+    """Return the factor of the loss, as a scalar on the device."""
     factors = state.definition.setup.facts["loss_scale"]
     with torch.no_grad():
         scale = math.prod(factor(state) for factor in factors)
@@ -432,11 +444,11 @@ def _loss_scale(state: TrainState) -> torch.Tensor:
 
 
 def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor | None:
-    """Return the cursor after a batch; a batch that is taken twice counts once.
+    """Return the cursor after a batch; a batch that is used twice counts once.
 
     Raises:
-        BatchError: the batch begins neither at the state's cursor nor at the gradients', and
-            is not the batch that was added last.
+        BatchError: the batch starts neither at the state's cursor nor at the gradients' cursor,
+        and is not the batch that was added last.
     """
     start, after = batch.start, batch.cursor
     before = None if into is None else into.taken.cursor
@@ -447,7 +459,7 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
         if data is not None and data.global_batch_size != batch.num_samples:
             _check_size(data, batch)
         return after
-    # or another part of the last one
+    # or another part of the last batch
     if before is not None and (start == state.cursor or after == before):
         is_later = (after.epoch, after.samples) > (before.epoch, before.samples)
         return after if is_later else before
@@ -455,38 +467,38 @@ def _cursor_after(state: TrainState, batch: Batch, into: Grads | None) -> Cursor
 
 
 def _check_size(data: Data, batch: Batch) -> None:
-    """Raise if a batch has another size than the state's data say, as after `with_data`.
+    """Raise if a batch does not have the batch size of the state's data, as after `with_data`.
 
     Raises:
-        BatchError: it has.
+        BatchError: the sizes differ.
     """
     size = data.global_batch_size
     if not isinstance(size, int) or data.is_stream:
         return
     if batch.num_samples > size or not batch.ends_epoch:
         msg = (
-            f"This batch has {batch.num_samples} samples, but the state's data have batches of"
-            f" {size}. After state.with_data(...), end the loop over af.batches, and start"
-            " af.batches(state) again."
+            f"This batch has {batch.num_samples} samples, but the batch size of the state's"
+            f" data is {size}. After state.with_data(...), end the loop over af.batches, and"
+            " start a new loop over af.batches(state)."
         )
         raise BatchError(msg)
 
 
 def _reject_batch(state: TrainState, start: Cursor) -> NoReturn:
-    """Raise because a batch does not begin at the state's cursor."""
+    """Raise an error about a batch that does not start at the state's cursor."""
     is_old = (start.epoch, start.samples) < (state.cursor.epoch, state.cursor.samples)
     why = _TAKEN if is_old else _LOST
     msg = (
-        f"This batch begins at epoch {start.epoch} sample {start.samples}, but the"
-        f" state is at epoch {state.cursor.epoch} sample {state.cursor.samples}. {why} Start"
-        " af.batches(state) again from this state."
+        f"This batch begins at epoch {start.epoch}, sample {start.samples}, but the state is at"
+        f" epoch {state.cursor.epoch}, sample {state.cursor.samples}. {why} Start a new loop"
+        " over af.batches(state) from this state."
     )
     raise BatchError(msg)
 
 
-_TAKEN = "Its update was taken before, or it is from an older state's af.batches."
+_TAKEN = "A step already used this batch, or it is from an older state's af.batches."
 _LOST = (
-    "The loop skipped a batch, or lost the state that an update returned: write state,"
+    "The loop skipped a batch, or did not keep the state of the last update. Write state,"
     " metrics = step(state, batch), or state = af.apply_grads(state, grads)."
 )
 
@@ -495,17 +507,17 @@ def check_update(state: TrainState, grads: Grads) -> None:
     """Raise unless gradients belong to this state's update, and can still be used.
 
     Raises:
-        GradsError: they do not.
-        BatchError: a user made them of a batch that does not begin at the state's cursor.
+        GradsError: the gradients belong to another update, or were used before.
+        BatchError: a user created them from a batch that does not start at the state's cursor.
     """
     if not isinstance(grads, Grads):
-        msg = f"Expected the Grads that value_and_grad returned, got {type(grads).__name__}."
+        msg = f"Expected the Grads that af.value_and_grad returned, got {type(grads).__name__}."
         raise GradsError(msg)
     grads.taken.lease.check()
     if grads.taken.update not in (None, state.num_tried):
         msg = (
-            f"These gradients were taken at update {grads.taken.update}, but the state is at"
-            f" update {state.num_tried}."
+            f"These gradients were computed at update {grads.taken.update}, but the state is at"
+            f" update {state.num_tried}. Compute gradients again, from this state."
         )
         raise GradsError(msg)
     start = grads.taken.start
@@ -515,8 +527,8 @@ def check_update(state: TrainState, grads: Grads) -> None:
     if grads.taken.trained not in (None, trainable):
         differ = sorted({*grads.taken.trained} ^ {*trainable})
         msg = (
-            "These gradients were taken when other parameters were trained;"
-            f" {', '.join(differ[:5])} were trained either then or now. Take gradients"
-            " again after with_trainable."
+            "These gradients were computed with other trainable parameters:"
+            f" {', '.join(differ[:5])} were trainable either then or now, but not both. Compute"
+            " the gradients again after state.with_trainable(...)."
         )
         raise GradsError(msg)
