@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run losses under torch.compile, and warn about recompilation.
 
-A `Compiler` compiles several functions with the same options. It turns torch's errors into a
-`CompileError`, and warns with `RecompilationWarning` when a function is compiled again, which
-takes as long as thousands of steps.
+A `Compiler` compiles several functions with the same options. A `Compiled` function raises
+torch's errors as `CompileError`. It warns with `RecompilationWarning` when torch compiles the
+function again, which takes as long as thousands of steps.
 """
 
 import warnings
@@ -22,41 +22,42 @@ from accelfn.state.results import Loss, Number
 from accelfn.world import World
 
 DOUBLE_BACKWARD = "double backward"
-"""A part of the error about a loss that itself computes gradients."""
+"""These words in an error message mean that the loss itself computes gradients."""
 _TWICE = (
     "af.compile: {} cannot be compiled: it calls torch.autograd.grad, as a gradient penalty"
-    f" does, and torch compiles a {DOUBLE_BACKWARD} only where loss and gradients are one"
-    " graph. Leave out regions=, fullgraph=False, fp16 and checkpointed activations, and"
-    " take another backend than 'eager'; or leave out af.compile."
+    f" does, and torch compiles a {DOUBLE_BACKWARD} only if loss and gradients are one graph."
+    " Leave out regions=, fullgraph=False, fp16 and af.checkpoint_activations, and use"
+    " another backend than 'eager'. Or leave out af.compile."
 )
 _MANY = 8
-"""The number of compiled loss functions at which an engine warns."""
+"""If this many loss functions are compiled for one model, a warning is shown."""
 
 
 class Compiler:
-    """Compiles the functions of one engine."""
+    """Compiles the functions of one engine, with the same options."""
 
     def __init__(self, options: Mapping[str, Any], world: World) -> None:
-        """Take the arguments of torch.compile, and the world, for the update's number."""
+        """Initialize with the arguments of torch.compile, and the world."""
         self._options = options
         self.activity = world.connection.activity
         self._losses: dict[LossFunction | None, Compiled] = {}
         self.num_passes = 0
         on_graphs = options["mode"] in {"reduce-overhead", "max-autotune"}
         self.reuses_memory = world.device.type == "cuda" and on_graphs
-        """Whether a later call overwrites the results of an earlier call (CUDA graphs)."""
+        """Whether a compiled function overwrites its earlier results (CUDA graphs)."""
 
     def count_pass(self, loss_fn: LossFunction, _: Samples) -> LossFunction:
-        """Count a pass; return its loss function, whose parts may be compiled."""
+        """Count a forward pass, and return its loss function unchanged."""
         self.num_passes += 1
         return loss_fn
 
     def loss(
         self, loss_fn: LossFunction | None, graph: Callable[..., Any]
     ) -> "Compiled":
-        """Return `graph` compiled for a loss function, which is the first argument.
+        """Return `graph`, compiled for a loss function that is its first argument.
 
-        Transforms may wrap the same loss function anew in each update.
+        The cache is by the loss function before transforms wrap it, because they wrap it again
+        in each update.
         """
         compiled_fn = self._losses.get(loss_fn)
         if compiled_fn is None:
@@ -64,26 +65,27 @@ class Compiler:
             self._losses[loss_fn] = compiled_fn
             if len(self._losses) == _MANY:
                 msg = (
-                    f"{_MANY} loss functions were compiled for one model, the last of them"
-                    f" {qualname(loss_fn)} at update {self.activity.step}. Call af.make_step once,"
-                    " before the loop, and give it what changes as an extra."
+                    f"{_MANY} loss functions were compiled for one model, the last one,"
+                    f" {qualname(loss_fn)}, at update {self.activity.step}. Call af.make_step"
+                    " once, before the loop, and pass values that change as extras:"
+                    " step(state, batch, value)."
                 )
                 warnings.warn(msg, RecompilationWarning, stacklevel=2)
         return compiled_fn
 
     def compile(self, fn: Callable[..., Any], name: str) -> "Compiled":
-        """Compile a function, with independent caches."""
+        """Compile a function, with a cache that no other function shares."""
         compiler: Any = torch.compile
         under = compiler(fn, **self._options, isolate_recompiles=True)
         return Compiled(under, name, self)
 
 
 class Compiled:
-    """A function under torch.compile, with the same signature."""
+    """A function compiled by torch.compile, with the same signature."""
 
     def __init__(self, fn: Callable[..., Any], name: str, compiler: Compiler) -> None:
-        """Take the compiled function and its name for messages."""
-        # imported at first use, because the import takes a second
+        """Initialize with the compiled function and its name in messages."""
+        # not imported at the top, because the import takes a second
         from torch._dynamo import config, exc, utils  # noqa: PLC0415
 
         self._fn, self._name, self._compiler = fn, name, compiler
@@ -95,7 +97,7 @@ class Compiled:
         self.num_compiled = 0
 
     def __call__(self, *args: Any) -> Any:
-        """Call the function; torch compiles it again if a guard failed."""
+        """Call the function. torch compiles it if it is new or if a guard failed."""
         before = self._stats["unique_graphs"]
         try:
             result = self._first(*args) if self._is_first else self._fn(*args)
@@ -107,11 +109,11 @@ class Compiled:
 
     @property
     def _is_first(self) -> bool:
-        """Whether this is the first pass, which compiles the function."""
+        """Whether this is the first pass with this function, which compiles it."""
         return self._first_pass in (0, self._compiler.num_passes)
 
     def _first(self, *args: Any) -> Any:
-        """Call the function in its first pass, without torch's own deprecation warnings."""
+        """Call the function in its first pass, and hide torch's own deprecation warnings."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", module=r"torch(\..*)?$")
             warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
@@ -120,9 +122,9 @@ class Compiled:
     def differentiating(self, *args: Any) -> Any:
         """Call a function that calls torch.autograd.grad.
 
-        Dynamo traces such a call only with `trace_autograd_ops`. Patching this option takes a
-        fifth of a small step, so it is only patched when something must be compiled, which
-        fails without it.
+        Dynamo can trace such a call only with the option `trace_autograd_ops`. Setting the
+        option takes a fifth of a small step. So it is set only if the call fails without it,
+        because something must be compiled.
         """
         if not self._is_first:
             before = self._stats["unique_graphs"]
@@ -138,7 +140,7 @@ class Compiled:
             return self(*args)
 
     def _note(self) -> None:
-        """Count a compilation, and warn if it is not the first."""
+        """Count a compilation, and warn if it was not the first one."""
         self.num_compiled += 1
         now = self._compiler.num_passes
         self._first_pass = self._first_pass or now
@@ -147,36 +149,36 @@ class Compiled:
         self._num_again += 1
         msg = (
             f"{self._name} was compiled again at update {self._compiler.activity.step} (so far"
-            f" {self._num_again} times), because {self._reason()}. Give it batches of one"
-            " shape, or say af.compile(dynamic=True); give numbers that change as tensors."
+            f" {self._num_again} times), because {self._reason()}. Use batches of one shape, or"
+            " af.compile(dynamic=True). Pass numbers that change as tensors."
         )
         warnings.warn(msg, RecompilationWarning, stacklevel=2)
 
     def _reason(self) -> str:
         reasons = [metric.recompile_reason for metric in self._metrics()[-1:]]
-        line = (reasons[0] if reasons else None) or "something that it uses changed"
-        # torch appends the line of code and the stack
+        line = (reasons[0] if reasons else None) or "a value that it uses changed"
+        # torch appends the line of code and the stack; remove both
         return line.strip().splitlines()[0].partition("  #")[0].strip()
 
     def _cannot(self, error: Exception) -> str:
         text = str(error).strip()
         if "InvalidCxxCompiler" in text or "No working C++ compiler" in text:
             return (
-                f"af.compile: {self._name} cannot be compiled: the backend 'inductor' needs"
-                " a C++ compiler, and there is none. Install g++ or clang++, or name one in"
-                " the environment variable CXX."
+                f'af.compile: {self._name} cannot be compiled: the backend "inductor" needs a'
+                " C++ compiler, but none was found. Install g++ or clang++, or set the"
+                " environment variable CXX to a compiler."
             )
         if "trace_autograd_ops" in text:
             return _TWICE.format(self._name)
         return (
-            f"af.compile: {self._name} cannot be compiled: {text}\nChange that part, or"
-            " leave it out of the graph: af.compile(fullgraph=False) breaks it there, and"
-            " af.compile(regions=...) compiles parts of the model alone."
+            f"af.compile: {self._name} cannot be compiled: {text}\nChange that code, or keep it"
+            " out of the graph: af.compile(fullgraph=False) runs it between graphs, and"
+            " af.compile(regions=...) compiles only some modules."
         )
 
 
 def split_loss(result: Any) -> tuple[bool, Any]:
-    """Return whether a result is an `af.Loss`, and its parts as plain data for a graph."""
+    """Return whether a result is an `af.Loss`, and the result as plain data for a graph."""
     if isinstance(result, Loss):
         return True, (result.total, result.weight, dict(result.aux))
     return False, result
@@ -191,7 +193,7 @@ def join_loss(is_loss: bool, plain: Any) -> Any:  # noqa: FBT001 - from `split_l
 
 
 def detach_tree(leaf: Any) -> Any:
-    """Detach numbers, or totals with their weights."""
+    """Detach the tensors of a loss in plain data."""
     if isinstance(leaf, torch.Tensor):
         return leaf.detach()
     if isinstance(leaf, dict):
@@ -201,11 +203,12 @@ def detach_tree(leaf: Any) -> Any:
     return leaf
 
 
-# Runners of compiled losses: forward and backward as one graph, as two, or by region.
+# Runners of compiled losses: forward and backward pass as one graph, as two graphs, or by
+# region.
 #
-# # One graph gives the compiler most freedom, and needs no autograd at run time. It requires a
-# gradient seed of 1 and no collective between the passes; otherwise forward and backward are
-# two graphs inside another runner.
+# One graph gives the compiler the most freedom, and does not use autograd when it runs. It is
+# possible only if the initial gradient is 1 and there is no collective between the passes.
+# Otherwise forward and backward pass are two graphs, inside another runner.
 
 
 class OneGraphRunner:
@@ -216,7 +219,7 @@ class OneGraphRunner:
     expects_unused = True
 
     def __init__(self, module: nn.Module, compiler: Compiler) -> None:
-        """Take the module and the compiler."""
+        """Initialize with the module and the compiler."""
         self._module, self._compiler = module, compiler
         self._trained = [p for p in module.parameters() if p.requires_grad]
         self._graph = _one_graph(self._trained)
@@ -227,7 +230,7 @@ class OneGraphRunner:
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss; its gradients are computed in the same graph."""
+        """Return the loss; the same graph also computes its gradients."""
         del sync
         compiler, module = self._compiler, self._module
         value, extras = samples.value, samples.extras
@@ -238,25 +241,26 @@ class OneGraphRunner:
                 loss_fn, module, value, extras
             )
         except CompileError:
-            # an error that is not about compiling is raised by the function itself
+            # call the loss without the compiler: an error of the loss itself is raised here
             loss_fn(module, value, *extras)
             raise
         result = join_loss(is_loss, plain)
         if grads is None:
-            return read_loss(result, loss_fn, samples)  # raises with the reason
+            # raises an error with the reason
+            return read_loss(result, loss_fn, samples)
         if compiler.reuses_memory:
             result, grads = tree.clone((result, list(grads)))
         else:
             grads = self._unshare(compiled_fn, grads, (plain, value, extras))
         self._grads = grads
         total: torch.Tensor = result.total if is_loss else result
-        total.requires_grad_()  # the graph checked that it had a gradient
+        total.requires_grad_()  # the graph has checked that the total has a gradient
         return read_loss(result, loss_fn, samples)
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`."""
+        """Add the gradients of `scalar * scale` to the parameters' `.grad`."""
         del weight
         grads, self._grads = self._grads, ()
         if scale is not None:
@@ -280,8 +284,8 @@ class OneGraphRunner:
     ) -> Sequence[torch.Tensor | None]:
         """Copy gradients that share memory with another tensor.
 
-        A compiler may return one tensor for two equal results, or an input as a result, but
-        gradients are scaled in place. Sharing depends only on the graph, so it is checked once
+        Gradients are scaled in place, but a compiler may return one tensor for two equal
+        results, or an input as a result. This depends only on the graph, so it is checked once
         per graph.
         """
         if compiled_fn.num_compiled != self._num_compiled:
@@ -297,19 +301,19 @@ class OneGraphRunner:
 
 
 class TwoGraphs:
-    """Compiled losses whose backward pass is compiled too, for a runner that calls them.
+    """Compiles losses to a forward and a backward graph, for a runner that calls them.
 
-    torch cannot compile a loss that itself computes gradients as two graphs, only as one. Then
-    all gradients are complete before the first is reduced.
+    A loss that itself computes gradients can only be compiled as one graph. Then all gradients
+    are complete before the first one is reduced.
     """
 
     def __init__(self, compiler: Compiler, *, one_graph: bool) -> None:
-        """Take the compiler, and whether a single graph is allowed."""
+        """Initialize with the compiler, and whether one graph is allowed."""
         self._compiler, self._whole = compiler, one_graph
         self._made: dict[LossFunction | None, Callable[..., Any]] = {}
 
     def compiled(self, loss_fn: LossFunction, samples: Samples) -> LossFunction:
-        """Return the loss, compiled."""
+        """Return the compiled loss function."""
         self._compiler.count_pass(loss_fn, samples)
         origin = samples.origin
         if origin not in self._made:
@@ -342,7 +346,7 @@ class TwoGraphs:
     def _in_one_graph(
         self, origin: LossFunction | None, model: nn.Module
     ) -> Callable[..., Any]:
-        """Return a loss with a double backward, compiled with its gradients."""
+        """Return a loss with a double backward, compiled together with its gradients."""
         params = [p for p in model.parameters() if p.requires_grad]
         compiled_fn = self._compiler.compile(_one_graph(params), qualname(origin))
 
@@ -364,7 +368,7 @@ class TwoGraphs:
 
 
 class _WithGrads(torch.autograd.Function):
-    """A total with precomputed gradients: the backward pass only scales them."""
+    """A total with gradients that are already computed: the backward pass only scales them."""
 
     @staticmethod
     def forward(ctx: Any, total: Any, grads: Any, *_params: Any) -> torch.Tensor:
@@ -374,14 +378,15 @@ class _WithGrads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *seeds: torch.Tensor) -> Any:
-        """Return the gradients times the gradient of the total."""
+        """Return the gradients, multiplied by the gradient of the total."""
         return None, None, *(grad * seeds[0] for grad in ctx.grads)
 
 
 def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
     """Compile the forward of modules, once per class.
 
-    The code is compiled inside a call's hooks, in which torch's FSDP gathers a unit.
+    Only the forward itself is compiled. The hooks around it run outside: torch's FSDP uses them
+    to gather a unit.
     """
     by_class: dict[tuple[type, bool], Compiled] = {}
     for region in regions:
@@ -389,7 +394,7 @@ def compile_regions(regions: Iterable[nn.Module], compiler: Compiler) -> None:
         if (kind, is_wrapped) not in by_class:
             graph = _call_uncompiled if is_wrapped else _class_graph(kind)
             by_class[kind, is_wrapped] = compiler.compile(graph, kind.__qualname__)
-        if is_wrapped:  # by a transform, as af.checkpoint_activations does
+        if is_wrapped:  # by a transform, such as af.checkpoint_activations
             vars(region)["_uncompiled"] = region.forward
         region.forward = partial(_call_region, by_class[kind, is_wrapped], region)
 
@@ -414,7 +419,7 @@ def _call_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_graph(params: list[nn.Parameter]) -> Callable[..., Any]:
-    """Return a function that computes a loss and its gradients, for the compiler."""
+    """Return a function for the compiler that computes a loss and its gradients."""
 
     def loss_and_grads(
         loss_fn: LossFunction, module: nn.Module, value: Any, extras: Any
@@ -433,7 +438,7 @@ def _one_graph(params: list[nn.Parameter]) -> Callable[..., Any]:
 def _forward_graph(
     loss_fn: LossFunction, module: nn.Module, value: Any, extras: Any
 ) -> Any:
-    """Return a loss as plain data, for the compiler."""
+    """Call a loss function, and return its result as plain data for the compiler."""
     return split_loss(loss_fn(module, value, *extras))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over a sequence that is split over ranks, by heads or by a ring."""
+"""Attention over a sequence that is split over ranks: by heads (Ulysses), or in a ring."""
 
 import inspect
 import math
@@ -28,7 +28,7 @@ HEADS, POSITIONS = 1, 2
 
 @attrs.frozen
 class Attention:
-    """The arguments of `F.scaled_dot_product_attention`."""
+    """The arguments of one call of `F.scaled_dot_product_attention`."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -41,11 +41,11 @@ class Attention:
 
     @property
     def three(self) -> dict[str, torch.Tensor]:
-        """Return query, key and value, by name."""
+        """The query, key and value by name."""
         return {"query": self.query, "key": self.key, "value": self.value}
 
     def check_dims(self) -> None:
-        """Reject tensors without a dim of heads.
+        """Raise unless query, key and value have a dim of heads.
 
         Raises:
             LossError: the dims of a tensor are not samples, heads, positions and features.
@@ -59,7 +59,7 @@ class Attention:
                 raise LossError(msg)
 
     def check_mask(self, num_queries: int, num_keys: int) -> None:
-        """Reject a mask that does not have all positions.
+        """Raise unless the mask has all positions.
 
         Raises:
             LossError: the mask has another number of positions.
@@ -70,31 +70,32 @@ class Attention:
         ends = zip(mask.shape[-2:], lengths, strict=False)
         if mask.ndim < 2 or any(a not in (1, b) for a, b in ends):
             msg = (
-                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, and"
-                f" attention goes over {lengths[0]} x {lengths[1]} positions, of which this rank"
-                " has a part. Give is_causal=True, or a mask for all positions, such as a"
-                " buffer of the model or one of fewer dims than seq_dim names."
+                f"af.context_parallel: attn_mask has the shape {tuple(mask.shape)}, but"
+                f" attention is over the {lengths[0]} x {lengths[1]} positions of all ranks."
+                " Pass is_causal=True, or a mask for all positions. accelfn splits tensors of"
+                " the batch that have the dim seq_dim, so make the mask a buffer of the model,"
+                " or give it fewer dims."
             )
             raise LossError(msg)
 
 
 class Attending(TorchFunctionMode):
-    """A mode that replaces `F.scaled_dot_product_attention`."""
+    """A torch function mode that replaces `F.scaled_dot_product_attention`."""
 
     def __init__(self, attend: Callable[[Attention], torch.Tensor]) -> None:
-        """Take the replacement."""
+        """Initialize with the function that replaces attention."""
         super().__init__()
         self._attend, self._with_gradients = attend, False
 
     def __enter__(self) -> Self:
-        """Enter the mode; note whether gradients are enabled."""
+        """Enter the mode, and record whether gradients are enabled."""
         self._with_gradients = torch.is_grad_enabled()
         return super().__enter__()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function of torch, or the replacement of attention."""
+        """Call a function of torch, or the function that replaces attention."""
         del types
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
@@ -103,8 +104,8 @@ class Attending(TorchFunctionMode):
             return self._attend(Attention(*args, **kwargs))
         if func is F.multi_head_attention_forward:
             msg = (
-                "af.context_parallel: nn.MultiheadAttention would attend to the positions of"
-                " this rank alone. Compute query, key and value by layers of your own, and"
+                "af.context_parallel: nn.MultiheadAttention would compute attention over this"
+                " rank's positions only. Compute query, key and value with linear layers, and"
                 " call F.scaled_dot_product_attention."
             )
             raise LossError(msg)
@@ -112,7 +113,7 @@ class Attending(TorchFunctionMode):
 
 
 def _may_run_again() -> bool:
-    """Whether the current layer may be inside torch's activation checkpointing."""
+    """Return whether the current layer may be inside torch's activation checkpointing."""
     hooks = cast("Any", torch)._C._autograd
     ignore_is_tracing = True
     is_hooked = hooks._top_saved_tensors_default_hooks(ignore_is_tracing) is not None
@@ -123,10 +124,10 @@ _CHECKPOINT = inspect.unwrap(checkpoint).__code__
 
 
 def _refuse_rerun() -> None:
-    """Reject layers that torch runs again in the backward pass, outside this mode.
+    """Raise in layers that torch runs again in the backward pass, without this mode.
 
-    Other layers are allowed: layers without gradients, such as a teacher's, run once, and
-    `af.checkpoint_activations` restores the mode in the second run.
+    Two kinds of layers are allowed. Layers without gradients, such as a teacher's, run only
+    once. `af.checkpoint_activations` enters this mode again for the second run.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -135,26 +136,27 @@ def _refuse_rerun() -> None:
             and frame.f_locals["context_fn"] is noop_context_fn
         ):
             msg = (
-                "af.context_parallel: a layer that attends is run by torch.utils.checkpoint,"
-                " which runs it again outside the loss, on the positions of this rank alone. Leave"
-                " it out (a model of Transformers has gradient_checkpointing_disable()), and"
-                " add af.checkpoint_activations to the setup."
+                "af.context_parallel: an attention layer runs under torch.utils.checkpoint,"
+                " which runs it again in the backward pass. This second run would see only the"
+                " positions of this rank. Turn it off (for a Transformers model:"
+                " model.gradient_checkpointing_disable()), and add af.checkpoint_activations()"
+                " to the setup instead."
             )
             raise LossError(msg)
         frame = frame.f_back
 
 
-# Split sequences, by heads (Ulysses): ranks exchange heads for positions.
+# Attention over split sequences, each rank with all positions of some heads (Ulysses).
 #
-# # Before attention an all-to-all gives each rank all positions of its heads; after it, an
-# all-to-all reverses that. All other operations work position by position.
+# Before attention, an all-to-all gives each rank all positions of its heads. After attention,
+# an all-to-all reverses the exchange. All other operations work position by position.
 
 
 _HEADS = "context_parallel: heads for positions"
 
 
 class Heads:
-    """Attention by heads: each rank attends to all positions with a share of the heads.
+    """Attention by heads: each rank computes attention over all positions, for some heads.
 
     Attributes:
         num_pieces: the number of pieces of a sequence.
@@ -162,7 +164,7 @@ class Heads:
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that share a sequence, in order."""
+        """Initialize with the ranks that share a sequence, in order."""
         self._ranks = ranks
         self.num_pieces, self.pieces = ranks.size, (ranks.rank,)
 
@@ -170,7 +172,8 @@ class Heads:
         """Return the result of attention for this rank's positions.
 
         Raises:
-            LossError: the ranks cannot share the heads, or a mask does not have all positions.
+            LossError: the number of ranks does not divide the number of heads, or a mask does
+            not have all positions.
         """
         ranks = self._ranks
         _check_heads(attention, ranks)
@@ -188,15 +191,15 @@ class Heads:
 
 
 def _check_heads(attention: Attention, ranks: World) -> None:
-    """Reject a number of heads that is not a multiple of the number of ranks."""
+    """Raise unless the number of heads is a multiple of the number of ranks."""
     attention.check_dims()
     for name, tensor in attention.three.items():
         if tensor.shape[HEADS] % ranks.size:
             msg = (
-                f"af.context_parallel: {tensor.shape[HEADS]} heads of the {name}, of shape"
-                f" {tuple(tensor.shape)}, cannot be shared out over {ranks.size} ranks along"
-                ' "cp". Take a number of ranks that divides them, or'
-                " af.context_parallel(ring=True), which shares no heads out."
+                f"af.context_parallel: the {name} of shape {tuple(tensor.shape)} has"
+                f" {tensor.shape[HEADS]} heads, which cannot be divided among {ranks.size}"
+                ' ranks along "cp". Use a number of ranks that divides the number of heads, or'
+                " af.context_parallel(ring=True), which does not split heads."
             )
             raise LossError(msg)
 
@@ -204,7 +207,7 @@ def _check_heads(attention: Attention, ranks: World) -> None:
 def exchange_heads(
     tensors: Sequence[torch.Tensor], ranks: World, dims: tuple[int, int]
 ) -> tuple[torch.Tensor, ...]:
-    """Exchange two dims by an all-to-all: split the first, and gather the second.
+    """Run an all-to-all that splits the first of two dims, and gathers the second.
 
     The backward pass is the reverse exchange.
     """
@@ -239,15 +242,15 @@ class _Exchange(torch.autograd.Function):
         return None, None, *back
 
 
-# Blockwise attention: attention to a block of keys, and joining the results of blocks.
+# Blockwise attention: attention to a block of keys, and combining the results of blocks.
 #
-# # Each block returns its result and the logarithm of the sum of exponentials (`lse`), which
-# weighs the results of several blocks (Milakov and Gimelshein 2018, "Online normalizer
-# calculation for softmax"). The gradients of a block follow from the result and the `lse` of
-# all blocks together (Dao et al. 2022, "FlashAttention").
+# Each block returns its result and the logarithm of the sum of exponentials (`lse`). The `lse`
+# gives the weights to combine the results of several blocks (Milakov and Gimelshein 2018,
+# "Online normalizer calculation for softmax"). The gradients of a block follow from the result
+# and the `lse` of all blocks together (Dao et al. 2022, "FlashAttention").
 #
-# # torch's internal kernels compute both where possible; its public attention does not return
-# `lse`.
+# torch's internal kernels compute both where possible, because its public attention function
+# does not return `lse`.
 
 
 Three: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -258,12 +261,12 @@ _NOTHING = -math.inf
 
 @attrs.frozen
 class Block:
-    """Queries, with the keys and values that they attend to.
+    """Queries, with a block of keys and values that they attend to.
 
     Attributes:
-        mask: a mask of four dims that is added to the products, or None.
+        mask: a mask of four dims that is added to the scores, or None.
         is_causal: whether queries attend only to keys up to their own position.
-        scale: the factor of the products.
+        scale: the factor of the scores.
     """
 
     query: torch.Tensor
@@ -293,7 +296,7 @@ class Block:
         """Return the gradients of query, key and value.
 
         Args:
-            upstream: the gradient of the result.
+            upstream: the gradient of the result of all blocks.
             output: the result of all blocks together.
             lse: the `lse` of all blocks together.
         """
@@ -306,7 +309,7 @@ class Block:
     def gradients_with_mask(
         self, upstream: torch.Tensor, output: torch.Tensor, lse: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of query, key, value, and the products before masking."""
+        """Return the gradients of query, key, value, and of the scores before masking."""
         upstream, output, query = wide(upstream), wide(output), wide(self.query)
         key, value = (
             _expand_heads(wide(self.key), self),
@@ -334,7 +337,7 @@ class Block:
         return products
 
     def _sum_heads(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Sum a gradient over the query heads that share keys or values."""
+        """Sum a gradient over the query heads that share the same keys or values."""
         return gradient.unflatten(1, (self.key.shape[1], -1)).sum(2)
 
     def _kernel(self) -> "type[_OnHost | _OnCuda] | None":
@@ -361,7 +364,7 @@ def join(
     more: torch.Tensor,
     lse_of_more: torch.Tensor,
 ) -> None:
-    """Join the result of one more block, in place."""
+    """Combine the result of one more block with an earlier result, in place."""
     total_lse = torch.logaddexp(lse, lse_of_more)
     ours, theirs = (
         (part - finite(total_lse)).exp()[..., None] for part in (lse, lse_of_more)
@@ -371,12 +374,12 @@ def join(
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
-    """Replace minus infinity by 0, to avoid NaN in differences."""
+    """Replace minus infinity by 0, so that differences are not NaN."""
     return lse.masked_fill(lse == _NOTHING, 0.0)
 
 
 def _has_flash(device: torch.device) -> bool:
-    """Whether a GPU supports the flash kernel, and it is enabled."""
+    """Return whether a GPU supports the flash kernel, and torch has enabled it."""
     cuda = torch.backends.cuda
     is_old = torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (
         8,
@@ -386,7 +389,7 @@ def _has_flash(device: torch.device) -> bool:
 
 
 class _OnHost:
-    """torch's kernel for the CPU."""
+    """torch's attention kernel for the CPU."""
 
     @staticmethod
     def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -414,7 +417,7 @@ class _OnHost:
 
 
 class _OnCuda:
-    """torch's kernel for GPUs: 16 bits, without a mask."""
+    """torch's attention kernel for GPUs: 16 bits, without a mask."""
 
     @staticmethod
     def attend(block: Block) -> tuple[torch.Tensor, torch.Tensor]:
@@ -433,7 +436,7 @@ class _OnCuda:
             *_of_each_head(block),
             output,
             lse.contiguous(),
-            *(None, None),  # offsets of sequences with several lengths
+            *(None, None),  # only for batches of sequences with different lengths
             *(block.query.shape[2], block.key.shape[2]),
             0.0,
             block.is_causal,
@@ -448,25 +451,26 @@ def _of_each_head(block: Block) -> Three:
         _expand_heads(block.key, block),
         _expand_heads(block.value, block),
     )
-    # kernels assume contiguous features, without a check
+    # kernels need contiguous features, but do not check it
     query, key, value = (t if t.stride(-1) == 1 else t.contiguous() for t in three)
     return query, key, value
 
 
 def _expand_heads(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """Repeat keys or values for the query heads that share them (GQA)."""
+    """Repeat keys or values for all query heads that share them (GQA)."""
     shared_by = block.query.shape[1] // tensor.shape[1]
     return tensor if shared_by == 1 else tensor.repeat_interleave(shared_by, 1)
 
 
-# Split sequences, by a ring: keys and values go around the ranks.
+# Attention over split sequences, with keys and values passed around a ring of ranks.
 #
-# # Each rank keeps its queries, and passes keys and values to the next rank, until all have
-# met. In the backward pass keys and values go around once more, followed by their gradients.
+# Each rank keeps its queries, and passes keys and values to the next rank, until every query
+# has been combined with all keys. In the backward pass, keys and values go around the ring once
+# more, followed by their gradients.
 #
-# # Under a causal mask early positions attend to few keys and late ones to many. So each rank
-# has a piece from the front and one as far from the end, and computes half a block with each
-# other rank (the order of "zigzag" ring attention).
+# Under a causal mask, early positions attend to few keys and late positions to many. So each
+# rank has one piece from the start and one piece from the end of the sequence, and computes
+# half a block with every other rank (the order of "zigzag" ring attention).
 
 
 _RING = "context_parallel: keys and values round a ring"
@@ -474,7 +478,7 @@ _ALL = slice(None)
 
 
 class Ring:
-    """Ring attention: each rank's positions attend, with all heads, to all ranks' positions.
+    """Ring attention: each rank computes all heads for its own positions.
 
     Attributes:
         num_pieces: the number of pieces of a sequence.
@@ -482,7 +486,7 @@ class Ring:
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that share a sequence, in order."""
+        """Initialize with the ranks that share a sequence, in order."""
         self._ranks = ranks
         self.num_pieces, self.pieces = 2 * ranks.size, _pieces(ranks.rank, ranks.size)
 
@@ -490,8 +494,8 @@ class Ring:
         """Return the result of attention for this rank's positions.
 
         Raises:
-            LossError: heads or samples differ, a mask does not have all positions, or there is
-            attention dropout.
+            LossError: numbers of heads or samples differ, a mask does not have all positions,
+            or attention has dropout.
         """
         _check_ring(attention)
         three = [_as_autocast(tensor) for tensor in attention.three.values()]
@@ -505,7 +509,7 @@ class Ring:
     def _masks(
         self, attention: Attention, dtype: torch.dtype
     ) -> list[torch.Tensor | None]:
-        """Return the mask of this rank's queries and each rank's keys."""
+        """Return the masks of this rank's queries and each rank's keys."""
         size = self._ranks.size
         lengths = [
             part.shape[POSITIONS] * size for part in (attention.query, attention.key)
@@ -519,7 +523,8 @@ class Ring:
             mask = zeros.masked_fill(~mask, -torch.inf)
         mask = _as_autocast(mask)[(None,) * (4 - mask.ndim)]
         rows = _of_pieces(mask, -2, self.num_pieces, self.pieces)
-        # in a row that is masked by large finite numbers, the `lse` would be such a number
+        # a row may be masked by large finite numbers; without this, its `lse` would be such a
+        # number
         if rows.shape[-1]:
             rows = rows - finite(rows.detach().amax(-1, keepdim=True))
         return [
@@ -543,7 +548,7 @@ def _of_pieces(
 
 
 def _as_autocast(tensor: torch.Tensor) -> torch.Tensor:
-    """Cast a tensor to autocast's dtype for attention."""
+    """Cast a tensor to the dtype that autocast uses for attention."""
     kind = tensor.device.type
     if tensor.dtype is torch.float64 or not is_autocast_available(kind):
         return tensor
@@ -556,15 +561,16 @@ def _check_ring(attention: Attention) -> None:
     query, key, value = attention.three.values()
     if attention.dropout_p:
         msg = (
-            f"af.context_parallel(ring=True): attention is to drop a share of"
-            f" {attention.dropout_p:g} of what it sees, and each meeting of the ring would draw"
-            " anew. Set dropout_p=0, or leave out ring."
+            "af.context_parallel(ring=True): ring attention does not support dropout, but"
+            f" attention was called with dropout_p={attention.dropout_p:g}. Set dropout_p=0, or"
+            " leave out ring=True."
         )
         raise LossError(msg)
     if attention.is_causal and attention.attn_mask is not None:
         msg = (
-            "af.context_parallel(ring=True): attention is called with an attn_mask and with"
-            " is_causal=True. Give one of the two: let the mask hide what is to come."
+            "af.context_parallel(ring=True): attention was called with both attn_mask and"
+            " is_causal=True. Pass only one of the two. If it is the mask, let it also hide"
+            " later positions."
         )
         raise LossError(msg)
     shared_by, rest = divmod(query.shape[HEADS], max(key.shape[HEADS], 1))
@@ -572,10 +578,10 @@ def _check_ring(attention: Attention) -> None:
     is_fit = is_fit and key.shape[: POSITIONS + 1] == value.shape[: POSITIONS + 1]
     if not is_fit or query.shape[0] != key.shape[0]:
         msg = (
-            f"af.context_parallel(ring=True): a query of shape {tuple(query.shape)} cannot"
-            f" attend to a key of {tuple(key.shape)} with a value of {tuple(value.shape)}. Give"
-            " tensors of as many samples and heads, and a value for each key; or, with"
-            " enable_gqa=True, a query of a multiple of the heads."
+            f"af.context_parallel(ring=True): the query of shape {tuple(query.shape)} does not"
+            f" fit the key of {tuple(key.shape)} and the value of {tuple(value.shape)}. They"
+            " must have equal numbers of samples and heads, and key and value equal numbers of"
+            " positions. With enable_gqa=True, the query may have a multiple of the heads."
         )
         raise LossError(msg)
     num_queries, num_keys = query.shape[POSITIONS], key.shape[POSITIONS]
@@ -583,28 +589,29 @@ def _check_ring(attention: Attention) -> None:
     is_odd = has_places and (num_queries % 2 or num_keys % 2)
     if is_odd or (attention.is_causal and num_queries != num_keys):
         msg = (
-            f"af.context_parallel(ring=True): this rank's part has {num_queries} queries and"
-            f" {num_keys} keys. Under a mask a part is two pieces of one length, and"
-            " is_causal=True wants a key for each query: attend with one of each for every"
-            " position of the part."
+            f"af.context_parallel(ring=True): attention was called with {num_queries} queries"
+            f" and {num_keys} keys on this rank. With a mask or is_causal=True both numbers"
+            " must be even, and with is_causal=True they must be equal. Pass one query and one"
+            " key for each position of this rank's part."
         )
         raise LossError(msg)
 
 
 @attrs.frozen
 class _Meetings:
-    """Blocks of a rank's queries with each rank's keys."""
+    """Makes the blocks of this rank's queries with each rank's keys."""
 
     ranks: World
     is_causal: bool = attrs.field(kw_only=True)
     scale: float = attrs.field(kw_only=True)
 
     def places(self, owner: int, length: int) -> tuple[slice, slice]:
-        """Return which queries attend to which keys of a rank.
+        """Return which of this rank's queries attend to which keys of a rank.
 
-        Under a causal mask a rank's first piece attends to the first pieces of earlier ranks.
-        Its second piece attends to all first pieces, and to the second pieces of later ranks,
-        which come earlier in the sequence. A rank's own block is causal.
+        Without a causal mask, all queries attend to all keys. With one, both pieces of this
+        rank attend to the first pieces of earlier ranks. Only its second piece attends to later
+        ranks, to both of their pieces, because second pieces are in reverse order. The block of
+        a rank's own keys is causal.
         """
         half = length // 2
         if not self.is_causal or owner == self.ranks.rank:
@@ -620,7 +627,7 @@ class _Meetings:
         pair: tuple[torch.Tensor, ...],
         mask: torch.Tensor | None,
     ) -> Block:
-        """Return the block of this rank's queries with a rank's keys."""
+        """Return the block of this rank's queries with the keys of `owner`."""
         rows, columns = self.places(owner, query.shape[POSITIONS])
         key, value = (part[:, :, columns] for part in pair)
         is_causal = self.is_causal and owner == self.ranks.rank
@@ -630,7 +637,7 @@ class _Meetings:
 
 
 class _Attention(torch.autograd.Function):
-    """Attention to the keys of all ranks."""
+    """Attention of this rank's queries to the keys of all ranks."""
 
     @staticmethod
     def forward(
@@ -642,7 +649,7 @@ class _Attention(torch.autograd.Function):
             owners(ranks), pass_ring((key, value), ranks, label=_RING), strict=True
         )
         with _plainly(query):
-            owner, pair = next(pairs)  # its own keys, with all queries
+            owner, pair = next(pairs)  # this rank's own keys, with all queries
             output, lse = map(
                 wide, meetings.block(owner, query, pair, masks[0]).attend()
             )
@@ -691,8 +698,8 @@ class _Attention(torch.autograd.Function):
 
 
 def _plainly(tensor: torch.Tensor) -> Any:
-    """Return a context without autocast."""
-    kind = tensor.device.type  # meta has no autocast
+    """Return a context without autocast, on the tensor's device."""
+    kind = tensor.device.type  # the meta device has no autocast
     return (
         torch.autocast(kind, enabled=False) if is_autocast_available(kind) else NOTHING
     )

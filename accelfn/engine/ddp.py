@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data parallelism with torch's DistributedDataParallel, around the loss."""
+"""Data parallelism: run the loss inside torch's DistributedDataParallel."""
 
 import re
 import weakref
@@ -34,12 +34,12 @@ from accelfn.errors import ModelError, WorldError
 from accelfn.state.results import Number
 from accelfn.world import World
 
-# Compressed gradients in buckets of DistributedDataParallel.
+# Compress the gradients in the buckets of DistributedDataParallel.
 #
-# # Gradients are divided by the total weight of the losses before compression, so they are near
-# the mean gradient. Therefore 16 bits do not overflow for large batches, and errors of one
-# update have the right scale in the next. A loss scale brings small gradients into the range of
-# 16 bits; without 16 bits it is divided out.
+# Before compression, gradients are divided by the total weight of the losses, so that they are
+# near the mean gradient. Then 16 bits do not overflow for large batches, and the errors of one
+# update have the right scale in the next update. A loss scale brings small gradients into the
+# range of 16 bits. Methods without 16 bits divide it out.
 
 
 Gradients: TypeAlias = Mapping[str, torch.Tensor]
@@ -49,30 +49,34 @@ _LABEL = "compressed gradients"
 
 
 class Narrow:
-    """Sums gradients in 16 bits."""
+    """Sums gradients over the ranks in 16 bits."""
 
     def __init__(self, name: str, dtype: torch.dtype, ranks: World) -> None:
-        """Take the slot's name, the 16-bit dtype and the ranks."""
+        """Initialize with the slot's name, the 16-bit dtype and the ranks."""
         self.name = name
         self._dtype, self._ranks = dtype, ranks
         self._is_scaled = False
         self._unit = torch.ones(())
 
     def begin(self, slot: None, seed: int, loss_scale: torch.Tensor | None) -> None:
-        """Note whether there is a loss scale; slot and seed are not used."""
+        """Begin a pass: record whether there is a loss scale. Slot and seed are not used."""
         del slot, seed
         self._is_scaled = loss_scale is not None
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Choose a unit, the next power of 2 of the weight; dividing by it changes no bit."""
+        """Choose the divisor of gradients: the power of 2 that is the weight or the next above.
+
+        Dividing by a power of 2 does not round.
+        """
         mantissa, exponent = torch.frexp(weight)
-        exponent = exponent - (mantissa == 0.5).to(exponent)  # it is a power of 2
+        # the weight is a power of 2
+        exponent = exponent - (mantissa == 0.5).to(exponent)
         unit = torch.ldexp(torch.ones_like(weight), exponent)
         divides = (weight > 0) & (not self._is_scaled)
         self._unit = torch.where(divides, unit, 1.0)
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Sum over the ranks in 16 bits, during the backward pass."""
+        """Start to sum a bucket over the ranks in 16 bits, during the backward pass."""
         del gradients
         unit, size = self._unit.to(bucket), self._ranks.size
         narrow = (bucket / unit).to(self._dtype)
@@ -84,13 +88,13 @@ class Narrow:
         return work.get_future().then(widen)
 
     def end(self) -> dict[str, Any]:
-        """Keep nothing."""
+        """Return no slots, because sums in 16 bits keep nothing."""
         return {}
 
 
 @attrs.frozen
 class _Matrix:
-    """A gradient as a matrix in units of the mean gradient, and its last factor."""
+    """A gradient as a matrix, in units of the mean gradient, and its last factor."""
 
     name: str
     gradient: torch.Tensor
@@ -99,16 +103,16 @@ class _Matrix:
 
 
 class LowRank:
-    """PowerSGD: reduces matrices as products of two thin ones, with error feedback.
+    """PowerSGD: reduces each matrix as a product of two thin matrices, with error feedback.
 
-    Each matrix is compressed independently, by its parameter's name, so a resumed run with
+    Each matrix is compressed independently, under its parameter's name. So a resumed run with
     other buckets gives the same result.
     """
 
     def __init__(
         self, name: str, state: str, ranks: World, *, rank: int, start: int, rate: float
     ) -> None:
-        """Take the slot's name, the state's name, the ranks and the options."""
+        """Initialize with the names of slot and state, the ranks and the options."""
         self.name = name
         self._state, self._seed, self._ranks = state, 0, ranks
         self._rank, self._start, self._rate = rank, start, rate
@@ -119,25 +123,25 @@ class LowRank:
         self._factors: dict[str, torch.Tensor] = {}
 
     def begin(self, slot: Any, seed: int, loss_scale: torch.Tensor | None) -> None:
-        """Load errors and factors from the slot."""
+        """Begin a pass: load errors and factors from the slot."""
         self._before, self._seed, self._scale = slot, seed, loss_scale
         self._errors, self._factors = dict(slot["error"]), dict(slot["q"])
 
     def weigh(self, weight: torch.Tensor) -> None:
-        """Choose the unit of the mean gradient."""
+        """Choose the divisor that turns summed gradients into the mean gradient."""
         scale = 1.0 if self._scale is None else self._scale.to(weight)
-        # without any weight, errors are applied with the loss scale alone
+        # if the weight is 0, only the loss scale applies to the errors
         self._unit = torch.where(weight > 0, weight / self._ranks.size, 1.0) * scale
 
     def end(self) -> dict[str, Any]:
-        """Return the slot with new errors and factors."""
+        """Return the slot with the new errors and factors, by its name."""
         count = self._before["iter"] + 1
         slot = {"iter": count, "error": self._errors, "q": self._factors}
         self._before, self._errors, self._factors = {}, {}, {}
         return {self.name: slot}
 
     def reduce(self, bucket: torch.Tensor, gradients: Gradients) -> Reduced:
-        """Reduce synchronously, so that all ranks run collectives in the same order."""
+        """Reduce a bucket at once, so that all ranks run collectives in the same order."""
         plain: list[torch.Tensor] = []
         matrices: list[_Matrix] = []
         for name, gradient in gradients.items():
@@ -154,7 +158,7 @@ class LowRank:
         return future
 
     def _pays(self, gradient: torch.Tensor) -> bool:
-        """Whether the factors are smaller than the matrix by the minimum rate."""
+        """Return whether the factors are smaller than the matrix, by the minimum rate."""
         if gradient.ndim < 2 or not gradient.numel():
             return False
         rows, columns = _shape(gradient)
@@ -180,7 +184,7 @@ class LowRank:
         return torch.randn(shape, dtype=rows.dtype, generator=generator).to(rows.device)
 
     def _approximate_(self, matrices: list[_Matrix]) -> None:
-        """Set gradients to their approximate mean, and keep the errors."""
+        """Replace gradients by their approximate mean over the ranks, and keep the errors."""
         bases = [matrix.rows @ matrix.factor for matrix in matrices]
         self._mean_(bases)
         bases = [torch.linalg.qr(matrix).Q for matrix in bases]
@@ -211,34 +215,34 @@ def _shape(gradient: torch.Tensor) -> tuple[int, int]:
 
 
 Compression: TypeAlias = Narrow | LowRank
-"""A method to reduce gradients in fewer bytes."""
+"""A method that reduces gradients with fewer bytes."""
 _INDICES = re.compile(r"did not receive grad for rank \d+: ([\d ]+)")
 _COPY = torch.ops.aten.copy_.default
 
 
 class LossModule(nn.Module):
-    """A module whose forward is the loss, so that the loss gets the plain model.
+    """A module whose forward is the loss. The loss gets the plain model.
 
-    `weight` is a parameter that no optimizer steps. Its gradient is the weight of the loss,
-    which DDP reduces in its buckets, so the total weight of all ranks costs no collective. It
-    is a separate root of the backward pass, and adds no work to the loss.
+    `weight` is a parameter that no optimizer steps. Its gradient is set to the weight of the
+    loss. DDP reduces this gradient in its buckets, so the total weight of all ranks needs no
+    extra collective. It is a separate root of the backward pass, and adds no work to the loss.
     """
 
     def __init__(
         self, module: nn.Module, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """Take the model, and the weight's dtype and device."""
+        """Initialize with the model, and the dtype and device of the weight."""
         super().__init__()
         self.module = module
         self.weight = nn.Parameter(torch.zeros((), dtype=dtype, device=device))
-        # lists, because getting and setting attributes of a module is slow
+        # lists, because it is slow to get and set attributes of a module
         self.roots = [self.weight]
         self.reads: list[ReadLoss] = []
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the loss, and the root of its weight."""
+        """Return the loss, and the root that reduces its weight."""
         result = loss_fn(self.module, samples.value, *samples.extras)
         read = read_loss(result, loss_fn, samples)
         self.reads.append(read)
@@ -246,22 +250,23 @@ class LossModule(nn.Module):
 
 
 class LeanDDP(DistributedDataParallel):
-    """DistributedDataParallel with final buckets from the start, and a faster forward.
+    """DistributedDataParallel with its final buckets from the start, and a faster forward.
 
-    A backend's order of summation depends on a value's place in a bucket. torch rebuilds
-    buckets after the first step of a process, so a resumed run would have other buckets, and
-    other last bits, than an uninterrupted run.
+    The order in which a backend sums values depends on their place in a bucket. torch rebuilds
+    the buckets after the first step of a process. So a resumed run would have other buckets
+    than an uninterrupted run, and its results would differ in the last bits.
 
-    torch's forward spends some 60 µs on a disabled profiler and a context manager; this one
-    does not. Under a profiler torch's own forward runs.
+    torch's forward spends some 60 µs on a disabled profiler and a context manager, which this
+    class leaves out. Under a profiler, torch's own forward runs.
     """
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
-        """Return parameters in the most likely order of their gradients."""
+        """Return the parameters in the order of their gradients, as far as it is known."""
         params, are_sparse = super()._build_params_for_reducer()
         if not self.find_unused_parameters:
             params, are_sparse = params[::-1], are_sparse[::-1]
-        # otherwise torch builds buckets once, in reverse order
+        # with find_unused_parameters, torch itself reverses the order, and builds the buckets
+        # once
         self._in_reducer = params
         return params, are_sparse
 
@@ -271,9 +276,9 @@ class LeanDDP(DistributedDataParallel):
         return [param for param, is_sparse in pairs if is_sparse]
 
     def params_missing(self) -> list[nn.Parameter]:
-        """Return the parameters without a gradient in the last pass.
+        """Return the parameters that got no gradient in the last pass.
 
-        Parameters that the loss froze in that pass are left out.
+        Parameters that the loss itself froze in that pass are left out.
         """
         try:
             self._check_reducer_finalized()
@@ -285,21 +290,21 @@ class LeanDDP(DistributedDataParallel):
         return []
 
     def lay_out(self) -> None:
-        """Build the final buckets now; torch would after a step."""
+        """Build the final buckets now; torch would build them after the first step."""
         self.reducer._push_all_rebuilt_params()
         with _KeepsOrder() if self.device.type == "meta" else NOTHING:
             self.reducer._rebuild_buckets()
 
     def learn(self) -> None:
-        """Take the next pass, which reduces, as the static graph.
+        """Use the next pass, which reduces gradients, as the static graph.
 
-        If torch is told before, it adds the passes before that one to the graph, waits for
-        gradients that never come, and reduces nothing any more (torch 2.13).
+        If the static graph is set earlier, torch adds the passes before that one to the graph.
+        It then waits for gradients that never come, and reduces nothing any more (torch 2.13).
         """
         self._set_static_graph()
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the module between DDP's own pre- and post-forward steps."""
+        """Run the module between DDP's own steps before and after a forward pass."""
         if profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage]
             return super().forward(*inputs)
         inputs, _ = self._pre_forward(*inputs)
@@ -309,22 +314,23 @@ class LeanDDP(DistributedDataParallel):
         try:
             output = self.module(*inputs)
         finally:
-            # simulated ranks take turns: it may be another rank's module now
+            # simulated ranks take turns, so another rank's module may be active now
             if DistributedDataParallel._active_ddp_module is self:
                 DistributedDataParallel._active_ddp_module = None
         return self._post_forward(output)
 
 
 class _KeepsOrder(TorchDispatchMode):
-    """Lets DDP keep its own order of buckets, instead of rank 0's.
+    """Lets DDP keep its own order of buckets, instead of using rank 0's order.
 
-    Meta tensors cannot be read, and the order is the same on all ranks.
+    On the meta device tensors have no values, so rank 0's order cannot be read. All ranks have
+    the same order there.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Run an operation, except for a copy from meta to the CPU."""
+        """Run an operation, except for copies from meta tensors to the CPU."""
         del types
         if func is _COPY and args[1].is_meta and not args[0].is_meta:
             return args[0]
@@ -334,7 +340,7 @@ class _KeepsOrder(TorchDispatchMode):
 def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
     """Return the gradients in a bucket, as views.
 
-    The bucket's own `gradients()` assumes contiguous, real parameters.
+    The bucket's own `gradients()` supports only contiguous, real parameters.
     """
     params = bucket.parameters()
     lengths = [param.numel() * (1 + param.is_complex()) for param in params]
@@ -343,7 +349,7 @@ def _gradients(bucket: dist.GradBucket) -> list[torch.Tensor]:
 
 
 def _laid_out(part: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return flat values as a gradient with the strides of its parameter."""
+    """Return a flat part of a bucket as a gradient, with the strides of its parameter."""
     if param.is_complex():
         part = torch.view_as_complex(part.view(param.numel(), 2))
     dense = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -356,14 +362,14 @@ def _hook(
     reduce: "weakref.WeakMethod[Callable[[dist.GradBucket], Reduced]]",
     bucket: dist.GradBucket,
 ) -> Reduced:
-    """Call the reduction of a bucket; torch checks these annotations."""
+    """Reduce a bucket. torch checks the annotations of this function."""
     reduce_bucket = reduce()
     assert reduce_bucket is not None  # noqa: S101 - the runner is alive during its backward pass
     return reduce_bucket(bucket)
 
 
 class DDPRunner:
-    """Runs the loss in DistributedDataParallel; only the last micro-batch communicates."""
+    """Runs the loss in DistributedDataParallel. Only the last micro-batch communicates."""
 
     reduces = True
     lone_module = None
@@ -376,11 +382,11 @@ class DDPRunner:
         compression: Compression | None = None,
         live: LiveUpdate | None = None,
     ) -> None:
-        """Wrap the module for the world's process group, given explicitly.
+        """Wrap the module in DDP, over the world's process group.
 
-        DDP's initial broadcast of rank 0's values is disabled: ranks were already compared. For
-        compression, and for an update in the backward pass, the weight is all-reduced before
-        the gradients.
+        DDP's first broadcast of rank 0's values is turned off, because the ranks were already
+        compared. For compression, and for an update during the backward pass, the weight is
+        all-reduced before the gradients.
         """
         self._ranks, self._compression, self._live = ranks, compression, live
         self._is_early = compression is not None or live is not None
@@ -394,8 +400,8 @@ class DDPRunner:
             options.get(name) for name in ("find_unused_parameters", "static_graph")
         )
         dtypes = {p.dtype for p in module.parameters() if p.requires_grad}
-        # as precise as the most precise gradient, so that no gradient is divided by a rounded
-        # weight; and at least float32, to count exactly
+        # the weight is as precise as the most precise gradient, so that no gradient is divided
+        # by a rounded weight; and at least float32, to count exactly
         is_double = bool(dtypes & {torch.float64, torch.complex128})
         dtype = torch.float64 if is_double else torch.float32
         inner = LossModule(module, dtype, ranks.device)
@@ -412,17 +418,17 @@ class DDPRunner:
         self._wrapped: LeanDDP | None = ddp
         if self._is_early:
             self._refuse_sparse(ddp)
-            # weakly: Python does not collect references that the reducer holds in C++
+            # a weak reference: Python does not collect references that the reducer holds in C++
             ddp.register_comm_hook(weakref.WeakMethod(self._reduce), _hook)
         ranks.connection.hold(self.let_go)
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss; without `sync`, DDP does not prepare to reduce."""
+        """Return the loss. Without `sync`, DDP does not prepare to reduce gradients."""
         self._sync = sync
         ddp = self._ddp
-        # torch treats a pass after `no_sync` as a continuation of that one
+        # otherwise torch treats a pass after `no_sync` as its continuation
         ddp.require_forward_param_sync = samples.begins
         with self._forward:
             if sync and self._learns:
@@ -431,27 +437,27 @@ class DDPRunner:
             with NOTHING if sync else ddp.no_sync():
                 self._roots = ddp(loss_fn, samples)
         read = self._reads.pop()
-        self._reads.clear()  # results of a forward that raised
+        self._reads.clear()  # drops results of a forward that raised an error
         return read
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
-        del scalar  # DDP may have wrapped it
+        """Add the gradients of `scalar * scale`; with sync, average them and the weight."""
+        del scalar  # DDP may have wrapped this scalar
         assert self._roots is not None  # noqa: S101 - forward set it
         (scalar, root), self._roots = self._roots, None
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
         carrier, early = self._carrier, self._sync and self._is_early
         if early:
             self._sum(weight)
-        # 16 bits cannot hold a count; it was summed before
+        # with compression the weight was already summed, because 16 bits cannot hold a count
         seeds = (seed, like(root, 0 if early else weight))
         with self._backward:
             with NOTHING if self._sync else self._ddp.no_sync():
                 run_backward((scalar, root), seeds)
             self._step_reduced(wait=True)
-        # an earlier micro-batch's gradient is only reduced if the last one uses the parameter
+        # all parameters must be used in the last micro-batch, even if earlier ones used them
         missing = self._ddp.params_missing() if self._sync else []
         if missing:
             reject_unused((self._names[id(p)] for p in missing), are_held=False)
@@ -460,23 +466,24 @@ class DDPRunner:
             return None
         if early:
             return self._weight.to(mean_weight)[0]
-        # with gradient_as_bucket_view the next pass overwrites it in its bucket
+        # with gradient_as_bucket_view this is a view into a bucket, which the next pass
+        # overwrites
         return mean_weight if mean_weight._base is None else mean_weight.clone()
 
     def _sum(self, weight: Number) -> None:
-        """All-reduce the weight before the gradients, for compression and early updates."""
+        """All-reduce the weight before the gradients are reduced."""
         ranks = self._ranks
         total = torch.zeros(1, dtype=torch.float64, device=ranks.device) + weight
         sum_(total, ranks, label="weight of the loss")
         self._weight = total / ranks.size
-        self._reduced.clear()  # buckets of a pass that raised
+        self._reduced.clear()  # drops buckets of a pass that raised an error
         if self._compression is not None:
             self._compression.weigh(total[0])
         if self._live is not None:
             self._live.divide_by(self._weight[0])
 
     def _reduce(self, bucket: dist.GradBucket) -> Reduced:
-        """Reduce a bucket that the backward pass has filled."""
+        """Reduce a bucket whose gradients are complete."""
         params, gradients = bucket.parameters(), _gradients(bucket)
         if self._compression is None:
             future = self._average(bucket.buffer())
@@ -496,13 +503,13 @@ class DDPRunner:
         return future
 
     def _refuse_sparse(self, ddp: LeanDDP) -> None:
-        """Reject sparse gradients, which are in no bucket."""
+        """Raise if a gradient is sparse, because then it is in no bucket."""
         sparse = [self._names[id(param)] for param in ddp.sparse_params()]
         if sparse:
             msg = (
-                f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, which"
-                " af.compress_grads and af.optimizer_in_backward cannot take from its buckets."
-                " Make those layers with sparse=False, or leave these transforms out."
+                f"af.wrap_ddp: the gradients of {', '.join(sparse[:5])} are sparse, but"
+                " af.compress_grads and af.optimizer_in_backward need dense gradients. Create"
+                " those layers with sparse=False, or leave these transforms out."
             )
             raise ModelError(msg)
 
@@ -517,7 +524,7 @@ class DDPRunner:
         return work.get_future().then(first)
 
     def _step_reduced(self, *, wait: bool) -> None:
-        """Step the parameters of reduced buckets, in order."""
+        """Step the parameters of buckets that are reduced, in order."""
         while self._live is not None and self._reduced:
             future, params = self._reduced[0]
             if not (wait or future.done()):
@@ -528,12 +535,12 @@ class DDPRunner:
                 self._live.take(param)
 
     def let_go(self) -> None:
-        """Release DistributedDataParallel and its process group."""
+        """Release DistributedDataParallel and with it the process group."""
         self._wrapped = None
 
     @property
     def _ddp(self) -> LeanDDP:
         if self._wrapped is None:
-            msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
+            msg = "The world is closed, but a step needs its ranks. Step inside its `with` block."
             raise WorldError(msg)
         return self._wrapped

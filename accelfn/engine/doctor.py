@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find likely mistakes in the first updates of an engine: no steady step enters this file.
+"""Find likely mistakes in an engine's first updates. No step in the steady loop runs this code.
 
-A `Doctor` looks at the first passes and updates, and gives advice. Functions named `reject_`
-explain a step that failed.
+A `Doctor` examines the first passes and updates, and warns. Functions named `reject_` explain
+why a step failed.
 """
 
 import math
@@ -45,31 +45,28 @@ from accelfn.state.views import was_lent
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _FAR = 1e-2
-"""The relative tolerance of gradients, for the order of sums."""
+"""The relative tolerance when gradients are compared, because the order of sums differs."""
 _ASKED = 0, 1, 10, 100, 1000
-"""Updates at which schedules are compared by their values: functions cannot be compared."""
+"""Updates at which the factors of schedules are compared: functions cannot be compared."""
 _IGNORED = -100
 """The label that Transformers leaves out of a loss."""
 _MANY = 4
-"""A usual number of features in a batch: inputs, targets, a mask, weights."""
+"""A list of at most this length may be a batch of features: inputs, targets, weights."""
 _PASSES = 4
-"""The number of passes to look at: three equal changes mean a count or a decay.
-
-Values that depend on the batch, such as a sequence length, change irregularly.
-"""
+"""The number of passes to examine: three equal changes mean a count or a decay."""
 
 
 class Doctor:
-    """Looks at the passes and updates of a new engine, and gives advice.
+    """Examines the first passes and updates of a new engine, and warns about likely mistakes.
 
-    The engine drops the doctor when there is nothing left to see. Data with a `collate`
-    function keep it, because any of their batches may lack samples.
+    The engine drops the doctor when there is nothing more to examine. If the data have a
+    `collate` function, the doctor stays, because any batch may lack samples.
     """
 
     def __init__(
         self, state: TrainState, module: nn.Module, optimizers: Iterable[Optimizer]
     ) -> None:
-        """Take the first state, the engine's module, and the parts of its optimizer."""
+        """Initialize with the first state, the engine's module and its torch optimizers."""
         data = state.data
         self._modules = Counters.of(module.named_modules(), _OF_MODULES)
         named = (("", optimizer) for optimizer in optimizers)
@@ -83,7 +80,7 @@ class Doctor:
         self._num_passes = 0
 
     def examine_loss(self, state: TrainState, samples: Samples, read: ReadLoss) -> None:
-        """Look at a loss and its samples, before the backward pass."""
+        """Examine a loss and its samples, before the backward pass."""
         self._num_passes += 1
         if self._last_value is not None:
             self._examine_value(state, samples)
@@ -100,12 +97,13 @@ class Doctor:
     def examine_gradients(
         self, trainable: Iterable[str], gradients: Mapping[str, torch.Tensor]
     ) -> None:
-        """Compare the first gradients of unsplit parameters over the ranks along "tp".
+        """Compare the first gradients of unsplit parameters between the ranks along "tp".
 
         Cost: one sum of these gradients over the ranks, once per engine.
 
         Raises:
-            LossError: a gradient was computed from a rank's own features only.
+            LossError: ranks have different gradients, because each used only its own features
+            or positions.
         """
         ranks = self._layer_ranks
         if ranks is None:
@@ -129,7 +127,7 @@ class Doctor:
         self._layer_ranks = None
 
     def examine_update(self) -> bool:
-        """Look at the optimizer after an update; return whether there is more to see."""
+        """Examine the optimizer after an update; return whether there is more to examine."""
         if self._optimizers is not None and not self._optimizers.look():
             self._optimizers = None
         checks = self._modules, self._optimizers, self._left_out, self._last_value
@@ -137,10 +135,11 @@ class Doctor:
         return is_waiting or any(check is not None for check in checks)
 
     def _examine_value(self, state: TrainState, samples: Samples) -> None:
-        """Warn at the second update on plain values: the state's data do not advance.
+        """Warn at the second update with values that are not from `af.batches`.
 
-        Values between batches (a replay of samples) and one repeated value (overfitting) do
-        not warn.
+        Then the position in the state's data does not advance. Two cases do not warn: some
+        batches came from `af.batches` (a replay of samples), or all values are the same
+        (overfitting).
         """
         before, cursor = self._last_value, state.cursor
         if samples.batch is not None or cursor.epoch or cursor.samples:
@@ -154,56 +153,58 @@ class Doctor:
 
 
 def _advise_row_count(samples: Samples) -> None:
-    """Warn about a list of samples that looks like a list of features."""
+    """Warn about a list of samples that accelfn counts as a list of features."""
     value: Any = samples.value
     if samples.known is not None or not isinstance(value, list):
         return
     sizes = {leaf.size(0) for leaf in tree.tensor_leaves(value) if leaf.ndim}
-    if len(sizes) != 1:  # a loss alone needs no number of samples
+    if len(sizes) != 1:  # rows of different sizes are not counted
         return
     length, rows = len(cast("list[Any]", value)), sizes.pop()
     if length > max(rows, _MANY):
         advise(
-            f"This batch is a list of {length} values of {rows} rows each,"
-            f" and counts as {rows} samples next to other batches. If it is a list of samples,"
-            " stack them: torch.stack(samples), or torch.utils.data.default_collate(samples);"
-            " or return af.Loss(total, weight) from the loss function."
+            f"This batch is a list of {length} tensors with {rows} rows each, so accelfn counts"
+            f" {rows} samples. If the list has one entry per sample, stack it:"
+            " torch.stack(samples), or torch.utils.data.default_collate(samples). Or return"
+            " af.Loss(total, weight) from the loss function."
         )
 
 
 def _advise_token_weights(batch: Any) -> None:
-    """Warn about ignored labels in a Transformers model's own mean over tokens."""
+    """Warn if labels are ignored in a Transformers model's own mean over tokens."""
     labels = batch.get("labels") if isinstance(batch, Mapping) else None
     if isinstance(labels, torch.Tensor) and bool((labels == _IGNORED).any()):
         advise(
-            "A Transformers model's own loss is a mean over the labels that are not -100, and"
-            " counts here for the number of samples, so training depends on how ranks and"
-            " micro-batches share them. Return kept = (batch['labels'][:, 1:] != -100).sum();"
-            " af.Loss(model(**batch).loss * kept, kept), without [:, 1:] where labels are not"
-            " shifted."
+            "A Transformers model's own loss is the mean over the labels that are not -100,"
+            " but accelfn weights it by the number of samples. So training depends on how"
+            " samples are divided among ranks and micro-batches. Return"
+            " af.Loss(model(**batch).loss * kept, kept) instead, with kept ="
+            " (batch['labels'][:, 1:] != -100).sum(), or without [:, 1:] if the model does not"
+            " shift labels."
         )
 
 
 _OF_VALUES = (
-    "step(state, batch) gets values that are no batches of af.batches(state), so the"
-    " state stays at the beginning of its data, and a resumed run reads them again;"
-    " nor does af.shard_data() cut them. Write `for batch in af.batches(state,"
-    " until_epoch=...):` and step(state, batch, noise) with the batch itself and anything"
-    " else behind it. If a loader of your own is meant, leave out data=."
+    "step(state, batch) gets values that are not from af.batches(state), so the state stays at"
+    " the start of its data, a resumed run reads the data again, and af.shard_data() does not"
+    " split the values. Write `for batch in af.batches(state, until_epoch=...):`, and pass the"
+    " batch itself, with other values as extras: step(state, batch, noise). If you use your"
+    " own loader on purpose, create the state without data=."
 )
 
 
-# The first call of a loss function: a dropped load, and batches that are not cut.
+# Checks at the first call of a loss function: a loaded state that was dropped, and batches that
+# are not split.
 #
-# Replicas that all train on the same samples stay equal, so only a check of the batch shows
-# that each rank does all the work.
+# Replicas that all train on the same samples stay equal, so only a look at the batch shows that
+# each rank does all the work.
 
 
 def examine_call(state: TrainState, batch: Any) -> None:
-    """Look at the first call of a loss function, after ranks compared their definitions.
+    """Examine the first call of a loss function, after ranks have compared their definitions.
 
-    Cost: at the first batch of a definition, an all-gather of 8 bytes if the batch is a plain
-    value under `shard_data` and the state has no data; otherwise none.
+    Cost: at the first batch of a definition, an all-gather of 8 bytes, if the setup has
+    `shard_data`, the state has no data, and the batch is not from `af.batches`. Otherwise none.
     """
     definition = state.definition
     is_main, cache = definition.world.is_main, definition.cache
@@ -211,10 +212,10 @@ def examine_call(state: TrainState, batch: Any) -> None:
         template_ref, result_ref = cache.loaded
         if template_ref() is state.lease and result_ref() is None:
             advise(
-                "af.load and CheckpointStore.restore return the saved state, and nothing keeps"
-                " what the last one returned; this step takes the state that it was given,"
-                f" which stands at update {state.step}. Write state = af.load(state,"
-                " directory). If this state is meant, all is well."
+                "af.load and CheckpointStore.restore return the loaded state, but your script"
+                " did not keep the last result. This step got the state that was passed to"
+                f" that call, at update {state.step}. Write state = af.load(state, directory),"
+                " or ignore this warning if you want to use the old state."
             )
     if definition.world.batch.size == 1 or cache.saw_a_batch:
         return
@@ -225,15 +226,16 @@ def examine_call(state: TrainState, batch: Any) -> None:
 
 
 def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
-    """Return advice about work that each rank does in full, or None."""
+    """Return a warning if each rank does the work of all ranks, or None."""
     definition, size = state.definition, state.world.batch.size
     is_sharded = definition.plan.num_shares > 1
     if not isinstance(batch, Batch):
-        # a doctor warns of a value if the state has data
+        # if the state has data, the doctor warns about values
         is_asked = is_sharded and state.data is None
         return _SAME.format(size) if is_asked and _is_alike(batch, state) else None
     has_all = sum(weight or 0 for weight in batch.weights) == batch.num_samples > 1
-    is_own = state.data is not None and state.data.sharded  # each rank's own stream
+    # each rank has its own stream
+    is_own = state.data is not None and state.data.sharded
     if batch.start is None or not has_all or is_own:
         return None
     if is_sharded:
@@ -242,27 +244,27 @@ def _advise_of_batch(state: TrainState, batch: Any) -> str | None:
 
 
 _SAME = (
-    "step(state, batch) got the same value on all {0} ranks: af.shard_data() cuts batches of"
-    " af.batches alone, so each rank trains on all samples, which is {0} times the work for the"
-    " result of one rank. Give the dataset to the state, TrainState.create(data=af.Data(dataset,"
-    " global_batch_size=...)), and write `for batch in af.batches(state, until_epoch=...):`; or"
-    " give each rank its part, af.split_over_ranks(value, world)."
+    "step(state, batch) got the same value on all {0} ranks, so each rank trains on all"
+    " samples: {0} times the work for the result of one rank. af.shard_data() splits only"
+    " batches of af.batches: use TrainState.create(data=af.Data(dataset,"
+    " global_batch_size=...)), and write `for batch in af.batches(state, until_epoch=...):`."
+    " Or give each rank its part: af.split_over_ranks(value, world)."
 )
 _UNCUT = (
-    "This batch is not cut: its {} samples are all on this rank, one of {} that af.shard_data()"
-    " gives a part each. It is of another state, or was begun before this setup was given: write"
-    " `for batch in af.batches(state):` with the state that is trained, made with world= and its"
-    " setup."
+    "This batch is not split: its {} samples are all on this rank, although af.shard_data()"
+    " divides batches among {} ranks. The batch belongs to another state, or to a loop that"
+    " started before the setup changed. Write `for batch in af.batches(state):` with the state"
+    " that you train, created with world= and setup=."
 )
 _UNSHARDED = (
-    "Nothing in the setup gives ranks their part: each of the {0} ranks trains on all samples of"
-    " every batch, which is {0} times the work for the result of one. Write af.shard_data() into"
-    " the setup, as in af.chain(af.shard_data(), af.wrap_ddp())."
+    "No transform of the setup splits batches: each of the {0} ranks trains on all samples of"
+    " every batch, which is {0} times the work for the result of one rank. Add af.shard_data()"
+    " to the setup, as in af.chain(af.shard_data(), af.wrap_ddp())."
 )
 
 
 def _is_alike(value: Any, state: TrainState) -> bool:
-    """Whether the value's tensors are equal on all ranks."""
+    """Return whether the value's tensors are equal on all ranks."""
     batch = state.world.batch
     sums = [
         checksum(tensor)
@@ -271,24 +273,24 @@ def _is_alike(value: Any, state: TrainState) -> bool:
         and not tensor.is_nested
         and tensor.numel() > 1
     ]
-    # without tensors to compare, use the rank, so that ranks differ
+    # without tensors to compare, use the rank's number, so that ranks differ
     own_sum = checksum(torch.stack(sums)) if sums else torch.tensor(batch.rank)
     all_sums = all_gather_list(own_sum.to(batch.device), batch, label="first batch")
     return len({int(value) for value in all_sums}) == 1
 
 
-# Ranks that train one model have equal definitions and parameters.
+# Check that ranks that train one model have equal definitions and parameters.
 
 
 def is_one_training(state: TrainState) -> bool:
-    """Whether the setup reduces gradients over ranks, or splits the model."""
+    """Return whether the setup reduces gradients over ranks, or splits the model."""
     owners = state.setup.owners
     reduces = owners["engine"] or owners["reduce"]
     return bool(reduces) or state.definition.layout is not None
 
 
 def compare_ranks(state: TrainState) -> None:
-    """Raise unless ranks have the same definition and parameters; once per definition.
+    """Raise unless ranks have equal definitions and parameters; checks once per definition.
 
     Ranks that train independently may hold different parameters after the first update.
 
@@ -314,7 +316,7 @@ def compare_ranks(state: TrainState) -> None:
         trainable=set(definition.skeleton.trainable),
     )
     if not values and definition.trains_apart:
-        copy = definition.copy  # whose ranks agree at any time
+        copy = definition.copy  # ranks of one copy are always equal
         check_replicas(full_params, copy, label="compare replicas", values=True)
     cache.is_compared = True
 
@@ -322,9 +324,10 @@ def compare_ranks(state: TrainState) -> None:
 def check_definitions(state: TrainState) -> None:
     """Raise unless setup, optimizer, schedule, seed and data are equal on all ranks.
 
-    Data must be equal if ranks share it (`shard_data`); otherwise each rank may have its own.
+    Data must be equal if ranks share them (`shard_data`). Otherwise each rank may have its own
+    data.
 
-    Cost: a small all-reduce, once per state, and another for data (see `check_same_data`).
+    Cost: a small all-reduce, once per state, and another one for data (see `check_same_data`).
 
     Raises:
         ReplicaMismatchError: names the first difference, with one row per rank.
@@ -341,17 +344,19 @@ def check_definitions(state: TrainState) -> None:
 
 
 _GRADIENTS_DIFFER = (
-    "af.tensor_parallel: ranks have other gradients of {!r}, which all of them hold: each"
-    " computes with it for the features that it has, between a column and a row layer, or for"
-    ' the positions. If it stands there rightly, as a norm does, add {{{!r}: "replicated"}} to'
-    ' the plan in the first case, and "sequence" in the second, and its gradients are summed.'
+    "af.tensor_parallel: all ranks have the parameter {!r}, but their gradients of it differ:"
+    ' each rank uses it for its own features (between a "column" and a "row" layer) or its own'
+    " positions. If this is intended, as for a norm, let accelfn sum the gradients: add"
+    ' {{{!r}: "replicated"}} to the plan if ranks have their own features, or "sequence" if'
+    " they have their own positions."
 )
 
 
 def _rows(state: TrainState) -> dict[str, str]:
     definition = state.definition
     names = {id(p): n for n, p in definition.skeleton.module.named_parameters()}
-    rows = reader_rows(definition.data)  # first: ranks that read together report it
+    # first: ranks that read data together report it
+    rows = reader_rows(definition.data)
     rows |= {"seed": str(state.seed)}
     for i, transform in enumerate(definition.setup):
         text = f"{transform.name}{_plain_options(transform)}"
@@ -374,8 +379,9 @@ def _rows(state: TrainState) -> dict[str, str]:
 
 
 def _plain_options(transform: Any) -> dict[str, object]:
-    """Return the options of a user's transform that are numbers or text, and compared."""
-    read = object.__getattribute__  # a test of whether options are used does not see it
+    """Return the options of a user's transform that are numbers or text, to compare them."""
+    # hides this read from a test that records used options
+    read = object.__getattribute__
     names = [field.name for field in attrs.fields(type(transform)) if field.eq]
     options = {name: read(transform, name) for name in names}
     return {n: v for n, v in options.items() if isinstance(v, (int, float, str))}
@@ -403,7 +409,7 @@ def _sample_schedule(rates: Rates, schedule: object) -> str:
     return str(samples)
 
 
-# Counters in modules and optimizers outside the state.
+# Find counters that modules and optimizers keep outside the state.
 
 
 _Numbers: TypeAlias = dict[tuple[str, str], float]
@@ -416,13 +422,13 @@ class Counters:
     """
 
     def __init__(self, owners: list[tuple[str, object]], advice: str) -> None:
-        """Take the objects with their names, and the text of the warning."""
+        """Initialize with the objects by name, and the text of the warning."""
         self._owners, self._advice = owners, advice
         self._seen = list[_Numbers]()
 
     @classmethod
     def of(cls, owners: Iterable[tuple[str, object]], advice: str) -> "Counters | None":
-        """Return a check of objects by name, or None if all are torch's own."""
+        """Return a check of these objects by name, or None if all of them are torch's own."""
         user_objects = [
             (path or type(owner).__name__, owner)
             for path, owner in owners
@@ -431,7 +437,7 @@ class Counters:
         return cls(user_objects, advice) if user_objects else None
 
     def look(self) -> bool:
-        """Record values after a pass, and finally warn; return whether to continue."""
+        """Record numbers after a pass, and warn after the last; return whether to continue."""
         self._seen.append(
             {
                 (path, name): value
@@ -453,10 +459,10 @@ class Counters:
 
 
 def _numbers(attributes: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield an object's numbers by name: values, dict values, and lengths of lists.
+    """Yield an object's numbers by name: numbers, numbers in dicts, and lengths of lists.
 
-    For a tensor it is the number of writes; a tensor that is new in each pass has a constant
-    number.
+    For a tensor it is the number of in-place writes. If each pass creates the tensor, that
+    number is constant.
     """
     for name, value in attributes.items():
         if type(value) in (int, float):
@@ -483,7 +489,7 @@ def _of_tensor(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, float]]:
 
 
 def _counts(values: list[Any]) -> bool:
-    """Whether values change by a constant difference or ratio."""
+    """Return whether values change by a constant difference or a constant ratio."""
     if None in values or values[0] == values[1] or not all(map(math.isfinite, values)):
         return False
     pairs = list(pairwise(values))
@@ -502,18 +508,19 @@ def _format_counts(counts: dict[str, list[Any]]) -> str:
 
 
 _OF_MODULES = (
-    "As the loss function ran, {}. What a module keeps for itself is no part of a"
-    " state: it is not saved, a run that is resumed begins it again, and copies of the state"
-    " share it. Make it a buffer, register_buffer('name', torch.tensor(0))."
+    "While the loss function ran, {}. Attributes of a module are not part of the state: they"
+    " are not saved, a resumed run starts them again, and copies of the state share them. Use"
+    " a buffer instead: register_buffer('name', torch.tensor(0))."
 )
 _OF_OPTIMIZERS = (
-    "As the optimizer stepped, {}. What an optimizer keeps for itself is no part of a"
-    " state: it is not saved, and a run that is resumed begins it again. Keep it in a parameter"
-    " group, group['name'], or in self.state[param], which are."
+    "While the optimizer stepped, {}. Attributes of an optimizer are not part of the state:"
+    " they are not saved, and a resumed run starts them again. Keep the number in a parameter"
+    " group, group['name'], or in self.state[param]: these are saved."
 )
 
 
-# Untracked leaves of a loss's graph, such as a criterion's parameters.
+# Find leaves of a loss's graph that do not belong to the state, such as a criterion's
+# parameters.
 
 
 def untracked_leaves(
@@ -521,14 +528,15 @@ def untracked_leaves(
 ) -> "list[ref[torch.Tensor]]":
     """Return the leaves of a loss's graph that do not belong to the state.
 
-    No pass may add to their `grad`, or a step would depend on earlier steps.
+    A pass must not add to their `grad`, because a step would then depend on earlier steps.
 
     Args:
         loss: the loss; its graph is searched.
-        param_ids: ids of the running model's parameters.
+        param_ids: the ids of the parameters of the engine's model.
 
     Raises:
-        LossError: a leaf belongs to a module of `af.borrow_model` whose with block has ended.
+        LossError: a leaf belongs to a model of `af.borrow_model`, and the `with` block of that
+        call has ended.
     """
     leaves = [leaf for leaf in _leaves_of(loss) if id(leaf) not in param_ids]
     _warn_of_untrained([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
@@ -538,20 +546,20 @@ def untracked_leaves(
 def _warn_of_untrained(params: list[nn.Parameter]) -> None:
     if any(map(was_lent, params)):
         msg = (
-            "The loss depends on a module that af.borrow_model lent for a with block, which has"
-            " ended before the backward pass: it is empty. A model that judges is"
-            " af.snapshot_model(other), made in the loss function, or before:"
-            " step(state, batch, af.snapshot_model(other))."
+            "The loss uses a model of af.borrow_model, but the `with` block of that call ended"
+            " before the backward pass, so the model has no parameters any more. Use a copy"
+            " instead, made before the step or in the loss function: step(state, batch,"
+            " af.snapshot_model(other))."
         )
         raise LossError(msg)
     shapes = [tuple(param.shape) for param in params]
     if shapes:
         advise(
-            "The loss depends on parameters that are not those of the model that the loss"
-            f" function is given, of shapes {shapes[:5]}, and no step trains them. A criterion with"
-            " parameters belongs into the model; of a model that was given away take the"
-            " parameters in the loss function, model.parameters(); one that only judges is"
-            " af.snapshot_model(state), or has requires_grad_(False)."
+            f"The loss depends on parameters of shapes {shapes[:5]} that do not belong to the model"
+            " that the loss function gets, so no step trains them. Make a criterion with"
+            " parameters a submodule of the model, or use model.parameters() of the loss"
+            " function's model, not of the model that you passed to TrainState.create. If they"
+            " should not be trained, use af.snapshot_model(state), or call requires_grad_(False)."
         )
 
 
@@ -570,30 +578,30 @@ def _leaves_of(loss: torch.Tensor) -> list[torch.Tensor]:
     return leaves
 
 
-# Missing and unexpected gradients.
+# Reject missing and unexpected gradients.
 
 
 OWN_BACKWARD = (
-    "The loss function has left gradients behind. It returns a loss, and the step runs the"
-    " backward pass: leave loss.backward() out of it."
+    "The loss function must not run a backward pass, but it left gradients behind. Remove"
+    " loss.backward() and return the loss: the step runs the backward pass."
 )
 DISCONNECTED = (
-    "The loss depends on no trainable parameter of the model, only on other tensors that require"
-    " a gradient."
+    "The loss does not depend on a trainable parameter of the model, but only on other tensors"
+    " that require a gradient. Compute it with the model that the loss function gets."
 )
 
 
 def reject_frozen(
     params: Mapping[str, torch.Tensor], gradients: Container[str]
 ) -> None:
-    """Reject a loss function that froze parameters, and unfreeze them.
+    """Raise if a loss function froze parameters, and unfreeze them.
 
     Args:
         params: the trained parameters, by name.
-        gradients: the names of parameters with a gradient.
+        gradients: the names of the parameters that have a gradient.
 
     Raises:
-        LossError: names the frozen parameters.
+        LossError: parameters were frozen; the error names them.
     """
     frozen = [
         n for n, p in params.items() if n not in gradients and not p.requires_grad
@@ -602,55 +610,56 @@ def reject_frozen(
         params[name].requires_grad_()
     if frozen:
         msg = (
-            f"The loss function froze {len(frozen)} parameters that are trained:"
-            f" {_list_names(frozen)}. Which ones are trained belongs to the state: call"
-            " requires_grad_(False) in the model's factory, or write state ="
-            " state.with_trainable(lambda name, param: ...)."
+            f"The loss function set requires_grad=False on {len(frozen)} parameters that the"
+            f" state trains: {_list_names(frozen)}. Freeze them outside the loss function: call"
+            " requires_grad_(False) in the function that makes the model, or write state ="
+            " state.with_trainable(lambda name, param: ...), which returns True for parameters"
+            " to train."
         )
         raise LossError(msg)
 
 
 def reject_unused(names: Iterable[str], *, are_held: bool) -> NoReturn:
-    """Reject unused parameters, whose gradients other ranks would wait for.
+    """Raise an error about unused parameters: other ranks would wait for their gradients.
 
     Args:
         names: the names of the unused parameters.
-        are_held: whether DeepSpeed holds the gradients, which has no option for them.
+        are_held: whether DeepSpeed holds the gradients; it has no option to allow unused
+        parameters.
 
     Raises:
-        UnusedParametersError: always; names the parameters.
+        UnusedParametersError: always; the error names the parameters.
     """
     names = list(names)
     options = (
-        "take af.wrap_fsdp(find_unused_parameters=True), use them by 0, as in"
-        " `+ 0 * net.head.weight.sum()`,"
+        "Use af.wrap_fsdp(find_unused_parameters=True), add them to the loss times 0, as in `+"
+        " 0 * net.head.weight.sum()`,"
         if are_held
-        else "give af.wrap_ddp or af.wrap_fsdp find_unused_parameters=True,"
+        else "Pass find_unused_parameters=True to af.wrap_ddp or af.wrap_fsdp,"
     )
     msg = (
-        f"{len(names)} parameters took no part in the loss: {_list_names(names)}."
-        f" Ranks wait for the gradients of all: {options} or freeze them with"
-        " requires_grad_(False)."
+        f"{len(names)} parameters took no part in the loss: {_list_names(names)}. Other ranks"
+        f" would wait for their gradients. {options} or freeze them with requires_grad_(False)."
     )
     raise UnusedParametersError(msg)
 
 
 def _list_names(names: list[str]) -> str:
-    """Format the first names and the number of others."""
+    """Return the first names, and how many more there are, as text."""
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more
 
 
-# Batches on another device than the state.
+# Explain an error if a batch is on another device than the state.
 
 
 def reject_device_mismatch(
     samples: Samples, device: torch.device, error: BaseException
 ) -> None:
-    """Explain a failed loss if its arguments are on another device.
+    """Raise a clear error for a failed loss, if its arguments are on another device.
 
     Raises:
-        BatchError: some tensors are.
+        BatchError: some tensors are on another device.
     """
     tensors = tree.tensor_leaves((samples.value, samples.extras))
     other_devices = {
@@ -659,19 +668,19 @@ def reject_device_mismatch(
     if not other_devices:
         return
     msg = (
-        f"The loss function failed ({str(error).partition(chr(10))[0]}). It was given tensors"
-        f" on {', '.join(sorted(other_devices))}, and the state is on {device}. Batches of"
-        " af.batches(state) are there already; move another one: batch ="
+        f"The loss function failed ({str(error).partition(chr(10))[0]}). Its arguments have"
+        f" tensors on {', '.join(sorted(other_devices))}, but the state is on {device}. Batches"
+        " of af.batches(state) are already on that device. Move your own batches: batch ="
         " batch.to(state.world.device)."
     )
     raise BatchError(msg) from error
 
 
-# Comparing a loss with itself on one sample, before training.
+# Compare a loss with itself on one sample, before training.
 
 
 class Coarsest(TorchFunctionMode):
-    """A mode that records the lowest precision of torch's results: the largest `eps`."""
+    """A mode that records the lowest precision of torch's results, as their largest `eps`."""
 
     def __init__(self) -> None:
         """Start without results."""
@@ -681,7 +690,7 @@ class Coarsest(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function, and record the precision of its result."""
+        """Call a function of torch, and record the precision of its result."""
         del types
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.is_floating_point():
@@ -693,9 +702,11 @@ class Coarsest(TorchFunctionMode):
 
 @contextmanager
 def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
-    """Evaluate a model, then restore the model and the default generators.
+    """Set a model to evaluation mode in a `with` block, and restore the model afterwards.
 
-    Yields: a function that says whether random numbers were drawn.
+    Buffers and the default random generators are restored too.
+
+    Yields: a function that returns whether random numbers were drawn.
     """
     modules = [*model.modules()]
     training = [module.training for module in modules]
@@ -718,7 +729,7 @@ def preserve_model(model: nn.Module, device: torch.device) -> Generator[Any]:
 
 
 def first_of(batch: Any) -> Any:
-    """Return a batch's first sample, or the whole batch if tensors have different rows."""
+    """Return a batch's first sample, or the whole batch if its tensors differ in rows."""
     try:
         tree.num_rows(batch)
     except BatchError:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine: runs losses and optimizer steps. All side effects of training are here.
+"""The engine runs losses and optimizer steps. All side effects of training are here.
 
 An engine binds a state's tensors to a module and an optimizer, and runs backward passes and
 updates on them. It is a cache: it can be dropped and rebuilt at any time, and its results
 depend only on the state.
 
-In the steady loop the state is the result of the last update, and nothing is rebound. Binding
-another state swaps pointers.
+In the steady loop, each state is the result of the last update, and its tensors are bound
+already. To bind another state, the engine changes pointers and copies nothing but buffers.
 """
 
 from collections.abc import Callable, Mapping
@@ -53,13 +53,13 @@ if TYPE_CHECKING:
 
     from accelfn.engine.ddp import Compression
 
-# Buffers that a forward pass writes (BatchNorm statistics): passes stay pure.
+# Buffers that a forward pass changes (BatchNorm statistics). A pass must not change the state.
 #
-# A forward pass uses copies; the state's buffers are written only when the update is applied.
-# Large buffers (masks, tables) are copied too, twice per update: only their values show whether
-# a pass wrote to them, because neither BatchNorm nor a write to `.data` increments the version,
-# and comparing two tensors takes as long as copying one (64 MiB on a CPU: 10 ms by bits, 40 by
-# numbers).
+# A forward pass uses copies of the buffers. The state's buffers are written only when the
+# update is applied. Large buffers (masks, tables) are copied too, twice per update. Only a
+# comparison of values shows whether a pass changed them, because neither BatchNorm nor a write
+# to `.data` increments the version. Comparing two tensors takes as long as copying one (64 MiB
+# on a CPU: 10 ms if bits are compared, 40 ms if numbers are).
 
 
 Table: TypeAlias = dict[str, torch.Tensor | None]
@@ -67,7 +67,7 @@ Table: TypeAlias = dict[str, torch.Tensor | None]
 
 @attrs.frozen(eq=False)
 class _Buffer:
-    """A buffer's place in the module, and the tensor object that stays there."""
+    """A buffer's place in the module, and the tensor object that stays in this place."""
 
     name: str
     table: Table
@@ -76,10 +76,10 @@ class _Buffer:
 
 
 class Buffers:
-    """The buffers of an engine's module."""
+    """The buffers of an engine's module: copies for forward passes, and the state's tensors."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Find the buffers; a shared buffer counts once."""
+        """Find the module's buffers; a shared buffer counts once."""
         self._tables: list[tuple[str, Table, Table]] = []
         by_id: dict[int, _Buffer] = {}
         self._fixed: list[tuple[str, Table, str, torch.Tensor | None]] = []
@@ -98,13 +98,16 @@ class Buffers:
         self._scratch: dict[str, torch.Tensor] = {}
 
     def bind(self, home: Mapping[str, torch.Tensor]) -> None:
-        """Take over a state's buffers."""
+        """Use the buffers of a state from now on."""
         self._home = dict(home)
         for buffer in self._found:
             self._place(buffer, home[buffer.name].clone())
 
     def begin(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Set values for a forward pass: the state's, or `values` of earlier passes."""
+        """Set the buffers' values for a forward pass.
+
+        They are `values` of earlier passes, or otherwise the state's.
+        """
         if not self._home:
             return
         sources = {name: values.get(name, home) for name, home in self._home.items()}
@@ -118,7 +121,7 @@ class Buffers:
     def end(self) -> dict[str, torch.Tensor]:
         """Return the buffers after forward passes, by name.
 
-        The next pass overwrites them, unless `leave` is called.
+        The next pass overwrites these tensors, unless `leave` is called.
 
         Raises:
             ModelError: a pass registered or removed a buffer, or changed a dtype or device.
@@ -130,7 +133,7 @@ class Buffers:
                 raise ModelError(_buffer_error(_join_path(path, key), problem))
         for name, table, key, tensor in self._fixed:
             if table.get(key) is not tensor:
-                shared = "is shared, and was assigned under one of its names"
+                shared = "is shared, and was replaced under one of its names"
                 problem = "was None, and was set" if tensor is None else shared
                 raise ModelError(_buffer_error(name, problem))
         for buffer in self._found:
@@ -140,12 +143,12 @@ class Buffers:
         return dict(self._scratch)
 
     def leave(self) -> None:
-        """Give the last pass's buffers to their owner; the next pass writes to new memory."""
+        """Keep the last pass's buffers as they are: the next pass writes to new memory."""
         for buffer in self._found:
             self._place(buffer, torch.empty_like(self._scratch[buffer.name]))
 
     def abandon(self) -> None:
-        """Forget a forward pass that raised."""
+        """Restore the buffers of the module after a forward pass that raised an error."""
         for _, table, before in self._tables:
             table.clear()
             table.update(before)
@@ -155,7 +158,7 @@ class Buffers:
     def commit(
         self, values: Mapping[str, torch.Tensor], skip: torch.Tensor | None = None
     ) -> None:
-        """Write the values into the state's buffers, unless `skip` is 1."""
+        """Write these values into the state's buffers, unless `skip` is 1."""
         for name, value in values.items():
             if self._home[name].shape != value.shape:
                 self._home[name].data = value.clone()
@@ -167,23 +170,23 @@ class Buffers:
         tree.copy_(homes, new)
 
     def keep_shapes(self, values: Mapping[str, torch.Tensor]) -> bool:
-        """Whether no shape changed, so that a flag on the device can skip the write."""
+        """Return whether all shapes are unchanged, so that the device can skip the write."""
         return all(self._home[n].shape == value.shape for n, value in values.items())
 
     def _place(self, buffer: _Buffer, values: torch.Tensor) -> None:
-        """Point the module's buffer at these values."""
+        """Point the module's buffer to these values."""
         self._scratch[buffer.name] = values
         buffer.tensor.data = values
 
     def _take(self, buffer: _Buffer, current: torch.Tensor | None) -> None:
-        """Copy the values of a buffer that the pass assigned instead of writing in place."""
+        """Copy a buffer that the pass replaced by a new tensor; put back the old object."""
         if current is None:
             raise ModelError(_buffer_error(buffer.name, "was set to None"))
         home = self._home[buffer.name]
         for attribute in ("dtype", "device"):
             old, new = getattr(home, attribute), getattr(current, attribute)
             if old != new:
-                problem = f"had the {attribute} {old}, and was given {new}"
+                problem = f"changed its {attribute} from {old} to {new}"
                 raise ModelError(_buffer_error(buffer.name, problem))
         buffer.table[buffer.key] = buffer.tensor
         self._assigned[buffer.name] = buffer
@@ -196,14 +199,14 @@ def _join_path(path: str, key: str) -> str:
 
 def _buffer_error(name: str, problem: str) -> str:
     return (
-        f"The buffer {name!r} {problem} in the forward pass. A state has the buffers that its"
-        " model was made with, in their dtypes and on their devices: register it with a"
-        " tensor of the dtype that it is to have, and write into that one."
+        f"The buffer {name!r} {problem} in the forward pass. The buffers of a state cannot"
+        " change their names, dtypes or devices. Register the buffer in __init__, with a"
+        " tensor of the final dtype, and write into that tensor in forward."
     )
 
 
 class Engine:
-    """Live machinery for the states of one definition."""
+    """Runs losses and optimizer steps for the states of one definition."""
 
     def __init__(
         self,
@@ -216,14 +219,14 @@ class Engine:
         live_update: LiveUpdate | None = None,
         compression: "Compression | None" = None,
     ) -> None:
-        """Take the binding, the runner of losses and the optimizer; see `build_engine`.
+        """Initialize with the binding, the runner and the optimizer; see `build_engine`.
 
         `module` is the module that the runner runs.
         """
         self.binding, self._runner, self._optimizer = binding, runner, optimizer
         self._holder, self._compression = binding.holder, compression
         self.live_update = live_update
-        # parameters after an update, if they are not those of the state before
+        # parameters after an update, if they are not the tensors of the state before
         self.params: Mapping[str, torch.Tensor] | None = None
         definition = state.definition
         self._device = definition.world.device
@@ -236,23 +239,24 @@ class Engine:
         self._buffers = Buffers(module)
         self._of_all_ranks = norm_buffers(module, is_synced=True)
         self._of_this_rank = norm_buffers(module, is_synced=False)
-        # gradients in the binding that are not yet applied
+        # gradients that are set in the binding, but not yet applied
         self._live: Mapping[str, torch.Tensor] | None = None
         self._handed_out: frozenset[str] = frozenset()
         self._is_whole = definition.layout is None
         self._forward = runner.forward
         if self._is_whole:
             self._forward = order_norms(module, runner.forward)
-        # of a loss function's code: leaves of its graph that are not the state's
+        # by the loss function's code: leaves of its graph that do not belong to the state
         self._untracked: dict[Any, list[ref[torch.Tensor]]] = {}
         parts = optimizer.parts if isinstance(optimizer, LiveOptimizer) else ()
-        # what the optimizer's kernel divides gradients by in the update that was prepared
+        # the divisor that the optimizer's kernel applies to the gradients of the prepared
+        # update
         self._divisor: Number | None = None
         self._doctor: Doctor | None = Doctor(state, module, parts)
 
     def bind(self, state: TrainState) -> None:
-        """Point module and optimizer at the state's tensors, unless they already do."""
-        # a holder returns copies
+        """Point module and optimizer to the state's tensors, unless they already do."""
+        # with a holder, the user only gets copies
         if state.definition.cache.has_shown and self._holder is None:
             _reset_autograd(state)
         params = state._params  # pyright: ignore[reportPrivateUsage]
@@ -279,9 +283,9 @@ class Engine:
         loss_scale: torch.Tensor | None,
         may_be_kept: bool,
     ) -> tuple[Metrics, Grads]:
-        """Run the loss forward and backward, adding to `into`; the state stays as it was.
+        """Run the loss forward and backward, and add to `into`; the state stays unchanged.
 
-        With `may_be_kept`, the caller may keep the gradients after the next pass.
+        If `may_be_kept`, the caller may use the gradients after the next pass.
         """
         self.bind(state)
         update, activity = state.num_tried, self._activity
@@ -295,13 +299,13 @@ class Engine:
         compression = self._compression if sync else None
         buffers: Mapping[str, torch.Tensor] = {} if into is None else into.buffers
         try:
-            if samples.known == 0:  # the placeholder's pass may write into its buffers
+            if samples.known == 0:  # the pass of a filler may write into its buffers
                 buffers = tree.clone(dict(buffers))
             self._buffers.begin(buffers)
             if compression is not None:
                 slot = state.slots.get(compression.name)
                 compression.begin(slot, state.seed, loss_scale)
-            if self._seed != state.seed:  # the key of this rank's losses
+            if self._seed != state.seed:  # the random key of this rank's losses
                 loss, name = state.definition.world.loss, state.definition.name
                 self._key = draws.key(state.seed, name, "loss", loss.rank)
                 self._seed = state.seed
@@ -313,7 +317,7 @@ class Engine:
             self._live, new_buffers = tensors, self._buffers.end()
         except BaseException as error:
             self._abandon(state)
-            if type(error) is RuntimeError:  # from torch, and not out of memory
+            if type(error) is RuntimeError:  # an error of torch, but not out of memory
                 reject_device_mismatch(samples, self._device, error)
             raise
         if samples.known == 0:
@@ -322,7 +326,7 @@ class Engine:
         grad_info = GradInfo(
             divisor=weight if mean_weight is None else mean_weight,
             num_averaged=1 if mean_weight is None else self._num_losses,
-            # weights are never negative, so one rank's weight is enough
+            # weights are never negative, so it is enough if one rank has a weight
             has_weight=not isinstance(weight, torch.Tensor) and weight >= 1,
             loss_scale=loss_scale,
             cursor=cursor,
@@ -354,7 +358,7 @@ class Engine:
         sync: bool,
         loss_scale: torch.Tensor | None,
     ) -> tuple[ReadLoss, torch.Tensor | None]:
-        """Run forward and backward; return the loss, and the average weight if reduced."""
+        """Run forward and backward; return the loss, and the ranks' mean weight if reduced."""
         activity, outer = self._activity, self._activity.samples
         activity.samples, activity.has_coupled = samples, False
         has_profiler = profiler._is_profiler_enabled  # pyright: ignore[reportPrivateUsage]
@@ -373,17 +377,21 @@ class Engine:
     def _of_others(
         self, new_buffers: dict[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return buffers after an empty share's placeholder: keep statistics of all ranks."""
+        """Return the buffers after the filler of an empty share.
+
+        Only buffers that depend on all ranks, such as synchronized statistics, keep the pass's
+        values.
+        """
         names = self._of_all_ranks
-        if self._activity.has_coupled:  # such as a center that the loss moves
+        if self._activity.has_coupled:  # for example, the loss updates a center
             names = new_buffers.keys() - self._of_this_rank
         return {**buffers, **{n: new_buffers[n] for n in new_buffers.keys() & names}}
 
     def hand_out(self) -> None:
         """Let the caller keep the gradients that were just computed.
 
-        The next pass overwrites DDP's buckets. Gradients in buckets then get memory of their
-        own.
+        The next pass overwrites DDP's buckets. So gradients that are in buckets now get their
+        own memory.
         """
         live = self._live if isinstance(self._live, dict) else {}
         buckets = {n: g for n, g in live.items() if local(g)._base is not None}
@@ -393,11 +401,11 @@ class Engine:
             live[name] = with_local(grad, part) if is_shard(grad) else part
 
     def prepare(self, state: TrainState, grads: Grads, hyper: Assignments) -> None:
-        """Set gradients for the optimizer, divided unless its kernel divides.
+        """Set the gradients for the optimizer, divided unless its kernel divides them.
 
         Raises:
             GradsError: the gradients do not fit the parameters.
-            OptimizerError: nobody set a schedule-free optimizer's mode.
+            OptimizerError: the optimizer is schedule-free, and nothing set its training mode.
         """
         self.bind(state)
         self._optimizer.expect(hyper)
@@ -406,12 +414,12 @@ class Engine:
             self.binding.put_gradients(grads)
 
     def finish(self, grads: Grads) -> OptState:
-        """End an update taken by the backward pass; return the optimizer's state by name."""
+        """End an update that the backward pass made; return the optimizer's state by name."""
         assert self.live_update is not None  # noqa: S101 - the update was planned
         return self._end_update(grads, self.live_update.end())
 
     def can_skip(self, grads: Grads) -> bool:
-        """Whether a flag on the device can skip the update and its buffer writes."""
+        """Return whether the device can skip the update and its buffer writes by a flag."""
         return self._optimizer.skips and self._buffers.keep_shapes(grads.buffers)
 
     def update(
@@ -419,8 +427,8 @@ class Engine:
     ) -> OptState | None:
         """Step the optimizer on the state's tensors, in place; return its state by name.
 
-        If `skip` is 1 on the device, nothing changes. If the optimizer itself skips an update
-        that is not finite, nothing changes and the result is None.
+        If the flag `skip` is 1 on the device, nothing changes. If the optimizer itself skips an
+        update with infinite or NaN gradients, nothing changes and the result is None.
         """
         opt_state = self._optimizer.update(hyper, self._divisor, skip)
         if opt_state is None:
@@ -430,7 +438,7 @@ class Engine:
     def _end_update(
         self, grads: Grads, opt_state: OptState, skip: torch.Tensor | None = None
     ) -> OptState:
-        """Clear gradients, commit buffers and bind the state after the update."""
+        """Clear gradients, write the buffers, and bind the state after the update."""
         self.binding.clear_gradients()
         if grads.buffers:
             self._buffers.commit(grads.buffers, skip)
@@ -444,14 +452,14 @@ class Engine:
         return opt_state
 
     def discard(self) -> None:
-        """Drop gradients that no update will apply."""
+        """Drop gradients that no update will use."""
         self.binding.clear_gradients()
         self._live, self._handed_out = None, frozenset()
 
     def is_undone(self) -> bool:
-        """Drop an update that raised; return whether it certainly changed nothing."""
+        """Clean up after an update that raised; return whether it certainly changed nothing."""
         self.discard()
-        self._bound = (None, None, None)  # rebind, which resets the optimizer
+        self._bound = (None, None, None)  # bind again, which resets the optimizer
         return self._optimizer.is_untouched
 
     def _backward(
@@ -464,14 +472,14 @@ class Engine:
     ) -> torch.Tensor | None:
         """Run the backward pass of a total, or of a single mean.
 
-        Leaves of the loss's graph that are not the state's keep their gradients.
+        Leaves of the loss's graph that do not belong to the state keep their `.grad`.
         """
         weight = read.weight if into is None else into.taken.divisor + read.weight
         if read.is_mean:
             needs_no_scale = samples.lone and read.weight and loss_scale is None
             scale = None if needs_no_scale else read.weight
         elif isinstance(read.weight, torch.Tensor):
-            scale = read.weight != 0  # a total without weight counts for nothing
+            scale = read.weight != 0  # a total with weight 0 does not count
         else:
             scale = None if read.weight else 0
         if loss_scale is not None:
@@ -497,7 +505,11 @@ class Engine:
                 leaf.grad = grad
 
     def _collect_gradients(self, *, is_reduced: bool) -> Mapping[str, torch.Tensor]:
-        """Return the gradients of the backward pass; hidden ones are not in the result."""
+        """Return the gradients of the backward pass.
+
+        If a holder hides the gradients, return its placeholder. If parameters were already
+        stepped, return nothing.
+        """
         live, holder = self.live_update, self._holder
         stepped_params = {} if live is None else live.stepped_params()
         gradients = stepped_params or self.binding.take_gradients()
@@ -511,22 +523,22 @@ class Engine:
             raise LossError(doctor.DISCONNECTED)
         if self._doctor is not None:
             self._doctor.examine_gradients(params, gradients)
-        if live is not None:  # already stepped and freed
+        if live is not None:  # the gradients are already used and freed
             return {}
         return gradients if holder is None else holder.hidden()
 
     def _load_partial_grads(
         self, into: Grads | None, loss_scale: torch.Tensor | None
     ) -> None:
-        """Load partial gradients, so that the backward pass adds to them."""
+        """Load earlier micro-batches' gradients, so that the backward pass adds to them."""
         if self._live is not None and (into is None or into.as_taken is not self._live):
             self._detach_exported_grads()
         if into is None:
             return
         if (into.taken.loss_scale is None) != (loss_scale is None):
             msg = (
-                "value_and_grad(into=grads): these gradients were taken under another"
-                " setup, which scales losses otherwise."
+                "value_and_grad(into=grads): these gradients were computed with another setup,"
+                " which scales losses differently. Compute them again with the current setup."
             )
             raise GradsError(msg)
         try:
@@ -539,7 +551,7 @@ class Engine:
             raise
 
     def _detach_exported_grads(self) -> None:
-        """Copy exported gradients out of DDP's buckets, then drop unapplied gradients."""
+        """Move the caller's gradients out of DDP's buckets; drop the engine's gradients."""
         if self._live is None:
             return
         live = self._live if isinstance(self._live, dict) else {}
@@ -549,7 +561,7 @@ class Engine:
         self.discard()
 
     def _abandon(self, state: TrainState) -> None:
-        """Clean up after a pass that raised; a DDP reducer is then unusable."""
+        """Clean up after a pass that raised; a DDP reducer cannot be used any more then."""
         self.discard()
         self._buffers.abandon()
         if self.live_update is not None:
@@ -559,14 +571,14 @@ class Engine:
 
 
 def _reset_autograd(state: TrainState) -> None:
-    """Reset `requires_grad` and `grad` that a user set on a state's tensors."""
+    """Undo changes of `requires_grad` and `grad` that a user made on a state's tensors."""
     state.definition.cache.has_shown = False
     params, buffers = state._params, state._buffers  # pyright: ignore[reportPrivateUsage]
     for tensor in (*params.values(), *buffers.values()):
         tensor.requires_grad, tensor.grad = False, None
 
 
-# The engine of a state, built at first use after ranks have compared their definitions.
+# The engine of a state: it is built at first use, after ranks have compared their definitions.
 
 
 MakeRunner: TypeAlias = Callable[[nn.Module], Runner]
@@ -574,7 +586,7 @@ Innermost: TypeAlias = Callable[[nn.Module, LiveUpdate | None], Runner]
 
 
 def engine_of(state: TrainState) -> Engine:
-    """Return the engine of the state's definition, building it at first use."""
+    """Return the engine of the state's definition; build it at first use."""
     cache, world = state.definition.cache, state.definition.world
     if cache.engine is None or cache.is_to_compare:
         state.lease.check()
@@ -599,7 +611,7 @@ def build_engine(
 ) -> Engine:
     """Return an engine over a binding of the state's tensors.
 
-    `optimizer` defaults to the state's optimizer.
+    `innermost` makes the runner. `optimizer` is the state's optimizer by default.
     """
     definition, live = state.definition, None
     if optimizer is None:
@@ -630,7 +642,7 @@ def build_engine(
 
 
 def _build_engine(state: TrainState) -> Engine:
-    """Return the engine of a transform, or a local engine without collectives."""
+    """Return the engine that a transform builds, or a local engine without collectives."""
     chosen = state.setup.owners["engine"]
     if not (chosen and state.definition.copy.size > 1):
         return build_engine(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fully sharded data parallelism: torch's `fully_shard`, around the loss."""
+"""Fully sharded data parallelism: torch's `fully_shard`, with the loss inside."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -53,9 +53,10 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-# Units: modules whose parameters are gathered together.
+# Units are modules whose parameters are gathered together.
 #
-# # A parameter belongs to its innermost unit; parameters outside all units belong to the root.
+# A parameter belongs to the innermost unit that contains it. Parameters outside all units
+# belong to the root.
 
 
 ROOT = "the rest of the model"
@@ -66,7 +67,7 @@ def units_of(module: nn.Module, regions: Regions | None, owner: str) -> list[nn.
     """Return the modules that are units; by default the members of module lists.
 
     Raises:
-        ModelError: no module matches `regions`; the error names the existing classes.
+        ModelError: `regions` selects no module; the error names the existing classes.
     """
     if regions is not None:
         return select_modules(module, regions, owner)
@@ -80,7 +81,7 @@ def units_of(module: nn.Module, regions: Regions | None, owner: str) -> list[nn.
 
 
 def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
-    """Yield members that have a forward, including members of nested containers."""
+    """Yield the members of a container that have a forward, also in nested containers."""
     for member in container.children():
         if has_forward(member):
             yield member
@@ -89,23 +90,23 @@ def _callable_members(container: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outermost_lists(module: nn.Module) -> list[nn.ModuleList]:
-    """Return the outermost module lists: lists of blocks, not lists inside blocks."""
+    """Return the outermost module lists, such as the list of blocks, but no lists in blocks."""
     if isinstance(module, nn.ModuleList):
         return [module]
     return [found for child in module.children() for found in _outermost_lists(child)]
 
 
 def check_units(module: nn.Module, units: list[nn.Module], whose: str) -> None:
-    """Reject units that torch cannot gather, or would gather twice.
+    """Raise if torch cannot gather a unit, or would gather a parameter twice.
 
     Args:
         module: the whole model.
         units: its units.
-        whose: the call that asks, for error texts.
+        whose: the call that needs units, for error messages.
 
     Raises:
-        ModelError: a parameter is in two units, a unit has parameters of two dtypes, or a
-            layer has sparse gradients.
+        ModelError: a parameter is in two units, a unit has parameters of two dtypes or complex
+        parameters, or a layer has sparse gradients.
     """
     for problem in _problems(module, units):
         msg = f"{whose}: {problem}"
@@ -116,9 +117,9 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
     for name, each in module.named_modules():
         if isinstance(each, _TABLES) and each.sparse and each.weight.requires_grad:
             yield (
-                f"the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and torch"
-                " reduces parts of dense ones alone. Make that layer with sparse=False, or"
-                " train it by af.wrap_ddp()."
+                f"the gradient of {f'{name}.weight'.lstrip('.')!r} is sparse, and torch shards"
+                " only dense gradients. Create that layer with sparse=False, or train this"
+                " model with af.wrap_ddp()."
             )
     names = {id(unit): name for name, unit in module.named_modules()}
     unit_ids = set(map(id, units))
@@ -128,9 +129,9 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
         unit = _unit_of(name, module, unit_ids, names)
         if owner.setdefault(id(param), unit) != unit:
             yield (
-                f"{name!r} is tied to a parameter of another unit: of {owner[id(param)]}, and"
-                f" of {unit}. Each would gather it for itself. Give units= that have both in"
-                " one, or in none."
+                f"{name!r} is shared by two places of the model, {owner[id(param)]} and {unit},"
+                " and each of them would gather it. Pass units= so that both places are in one"
+                " unit, or outside of all units."
             )
         if param.ndim:  # scalars are not sharded
             dtypes.setdefault(unit, {}).setdefault(param.dtype, name)
@@ -138,14 +139,14 @@ def _problems(module: nn.Module, units: list[nn.Module]) -> Iterator[str]:
         for dtype, name in first.items():
             if dtype.is_complex:
                 yield (
-                    f"{name!r} is complex, and torch gathers real numbers alone. Hold its real"
-                    " view (torch.view_as_real) as the parameter."
+                    f"{name!r} is complex, but torch can gather only real parameters. Make its"
+                    " real view (torch.view_as_real) the parameter."
                 )
         if len(first) > 1:
             listed = ", ".join(f"{name!r} is {dtype}" for dtype, name in first.items())
             yield (
                 f"{unit} has parameters of several dtypes, but is gathered as one tensor:"
-                f" {listed}. Make them of one dtype, or give units= that have one each."
+                f" {listed}. Give them one dtype, or pass units= that each have only one dtype."
             )
 
 
@@ -161,9 +162,9 @@ def _unit_of(
     return ROOT
 
 
-# All-gather and reduce-scatter of units with the Gloo backend.
+# All-gather and reduce-scatter units with the Gloo backend.
 #
-# # The arguments are torch's. Asynchronous calls use torch's own collectives.
+# The arguments are those of torch's functions. Asynchronous calls use torch's own collectives.
 
 
 gather, reduce_scatter = DefaultAllGather(), DefaultReduceScatter()
@@ -193,19 +194,19 @@ def reduce_scatter_by_gloo(
 
 # `UnitOrder`: all ranks gather and reduce the units of a model in the same order.
 #
-# # Ranks may need units in different orders, or not all units (experts, heads, skipped layers).
-# A rank that does not need a unit still contributes its shards to a gather, and zeros to a
-# reduction, so the other ranks get correct results.
+# Ranks may need units in different orders, or may not need all units (experts, heads, skipped
+# layers). A rank that does not need a unit still contributes its shards to the gather, and
+# zeros to the reduction, so that other ranks get correct results.
 
 
-# torch's FSDP has no public names for the parts of a unit
+# torch's FSDP has no public names for the attributes of a unit
 
 
 class OrderedCollective(DefaultAllocMixin):
-    """A unit's collective that waits for its turn."""
+    """A collective of a unit that waits for its turn."""
 
     def __init__(self, reach: Callable[[], object], make: Callable[..., Any]) -> None:
-        """Take the function that waits for the turn, and the collective."""
+        """Initialize with the function that waits for the turn, and the collective."""
         self._reach, self._make = reach, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -215,12 +216,15 @@ class OrderedCollective(DefaultAllocMixin):
 
 
 class UnitOrder(CallOrder):
-    """The common order of gathers and reductions of a model's units."""
+    """A common order on all ranks for the gathers and reductions of a model's units."""
 
     def __init__(
         self, ranks: World, units: Mapping[str, FSDPParamGroup], *, by_gloo: bool
     ) -> None:
-        """Take the ranks, and the units by name, in the same order on all ranks."""
+        """Initialize with the ranks and the units by name.
+
+        All ranks must pass the units in the same order.
+        """
         self._gather: Any = gather_by_gloo if by_gloo else gather
         self._reduce: Any = OrderedCollective(
             tuple, reduce_scatter_by_gloo if by_gloo else reduce_scatter
@@ -241,9 +245,11 @@ class UnitOrder(CallOrder):
         super().__init__(ranks, calls)
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return the notes of all ranks."""
+        """End the pass on all ranks; return the `note` of each rank."""
         notes = super().end(note)
-        for unit in self._reduced_units:  # torch may not have seen them in this pass
+        for (
+            unit
+        ) in self._reduced_units:  # this rank may not have run these units in this pass
             unit.finalize_backward()
         self._reduced_units.clear()
         return notes
@@ -261,7 +267,7 @@ class UnitOrder(CallOrder):
 
     @torch.no_grad()
     def _reduce_zeros(self, unit: FSDPParamGroup) -> None:
-        """Add zeros to a unit's gradients, and take this rank's shard of the sum."""
+        """Add zeros to the sum of a unit's gradients, and keep this rank's shard of the sum."""
         params = [
             param for param in unit.fsdp_params if param.sharded_param.requires_grad
         ]
@@ -283,32 +289,32 @@ class UnitOrder(CallOrder):
         self._reduced_units.append(unit)
 
 
-# `ShardBinding`: binds sharded parameters to torch's `fully_shard`.
+# `ShardBinding` connects a state's sharded parameters with torch's `fully_shard`.
 #
-# # For each parameter torch keeps a flat view of the shard, which it gathers; a DTensor, which
-# is in the module between gathers; and the gathered parameter. The first two share the memory
-# of the state's value, and so does the plain parameter that the optimizer steps.
+# For each parameter, torch keeps three tensors: the gathered parameter; a DTensor, which is in
+# the module between gathers; and a flat view of the shard, which torch gathers. The last two
+# share the memory of the state's value. So does the plain parameter that the optimizer steps.
 
 
-# torch's FSDP has no public names for the places of a parameter
+# torch's FSDP has no public names for the attributes of a parameter
 
 
-# whether gradient sums in another dtype than the parameter's have their own attribute; from
-# torch 2.15 on they are in the unsharded parameter's `grad`, and the name is read-only
+# whether FSDPParam has its own attribute for gradient sums in another dtype; from torch 2.15 on
+# they are in the unsharded parameter's `grad`, and the name is read-only
 _ACCUMULATES_APART = not hasattr(FSDPParam, "unsharded_accumulated_grad")
 
 
 class Unit(FSDPParamGroup):
-    """A unit whose gradients are reduced together, if this rank has at least one.
+    """A unit whose gradients are reduced together, if this rank has at least one of them.
 
     Attributes:
-        came: the parameters that had a gradient in the backward pass.
+        came: the parameters that got a gradient in the backward pass.
     """
 
     came: set[FSDPParam]
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Gather the unit for a forward pass; reject values that the gather would replace.
+        """Gather the unit for a forward pass; raise if the gather would replace other values.
 
         Raises:
             LossError: the loss calls the unit with other parameters.
@@ -319,32 +325,32 @@ class Unit(FSDPParamGroup):
             full = getattr(param, "_unsharded_param", None)
             if value is not param.sharded_param and value is not full:
                 msg = (
-                    "The loss calls the model with other parameters, as"
-                    " torch.func.functional_call does, and af.wrap_fsdp would gather its own"
-                    f" instead, into {place.param_name!r} of a {type(place.module).__name__}."
-                    " Train this model with af.wrap_ddp(), or with af.wrap_fsdp(units=) that"
-                    " leaves out this module."
+                    "The loss calls the model with other parameters, as torch.func.functional_call"
+                    f" does, but af.wrap_fsdp would replace {place.param_name!r} of a"
+                    f" {type(place.module).__name__} by the state's own. Train this model with"
+                    " af.wrap_ddp(), or with af.wrap_fsdp(units=...) that leaves out this module."
                 )
                 raise LossError(msg)
         return super().pre_forward(module, args, kwargs)
 
     def pre_backward(self, default_prefetch: Any, *unused: Any) -> None:
-        """Gather the unit for a backward pass; reject a double backward.
+        """Gather the unit for a backward pass; raise in a double backward.
 
         Raises:
-            LossError: the loss differentiates the backward pass; torch would reduce freed values.
+            LossError: the loss differentiates the backward pass; torch would reduce values that
+            are already freed.
         """
         if torch.is_grad_enabled():
             msg = (
                 "The loss calls torch.autograd.grad(create_graph=True), as a gradient penalty"
-                " does, and af.wrap_fsdp cannot run such a double backward. Train this model"
-                " with af.wrap_ddp(), or leave the penalty out."
+                " does, but af.wrap_fsdp does not support such a double backward. Train this"
+                " model with af.wrap_ddp(), or remove the penalty."
             )
             raise LossError(msg)
         super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
-        """Reduce gradients; unused parameters contribute zeros."""
+        """Reduce gradients; parameters that were not used contribute zeros."""
         came = [
             param for param in self.fsdp_params if _whole_gradient(param) is not None
         ]
@@ -354,35 +360,35 @@ class Unit(FSDPParamGroup):
 
 
 class Valueless(Unit):
-    """A unit of meta tensors, which torch would require to be loaded first."""
+    """A unit of meta tensors, for which torch's check of their values is turned off."""
 
     def _validate_no_meta_params(self) -> None:
         """Allow meta parameters."""
 
 
 class FunctionModule(nn.Module):
-    """A root module whose forward calls a function of the model."""
+    """A root module whose forward calls a given function with the model."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the model."""
+        """Initialize with the model."""
         super().__init__()
         self.module = module
 
     def forward(self, fn: Callable[..., Any], *inputs: Any) -> Any:
-        """Return what a function of the model returns."""
+        """Call a function with the model, and return its result."""
         return gather_scores(fn(self.module, *inputs))
 
 
 @attrs.frozen(kw_only=True)
 class Splitter:
-    """How to shard a model.
+    """Shards models with torch's `fully_shard`, with these options.
 
     Attributes:
         mesh: the device mesh of the ranks.
         units: a function that returns a model's units.
         reshard_after_forward: whether units are resharded after the forward pass.
-        gather_dtype: the dtype of gathered parameters; None is their own.
-        reduce_dtype: the dtype of reduced gradients; None is the parameters' own.
+        gather_dtype: the dtype of gathered parameters; None means their own.
+        reduce_dtype: the dtype of reduced gradients; None means the parameters' own.
         device: the device that computes.
         cpu_offload: whether shards are on the CPU.
     """
@@ -408,10 +414,10 @@ class Splitter:
     def split(
         self, module: nn.Module, root: nn.Module, whole: set[nn.Parameter]
     ) -> None:
-        """Shard a model's units, and the rest with the root module."""
+        """Shard a model's units, and all other parameters with the root module."""
         how: dict[str, Any] = {
             "mesh": self.mesh,
-            # None: reshard all but the root
+            # None means that all units except the root are resharded
             "reshard_after_forward": None if self.reshard_after_forward else False,
             "ignored_params": whole,
             "offload_policy": CPUOffloadPolicy(pin_memory=self.pins)
@@ -420,13 +426,13 @@ class Splitter:
         }
         for unit in reversed(self.units(module)):  # inner units first
             fully_shard(unit, mp_policy=self._policy(unit), **how)
-        if self.gather_dtype is not None:  # as torch casts the inputs of units
+        if self.gather_dtype is not None:  # torch casts only the inputs of units
             cast = partial(_cast, self.gather_dtype)
             module.register_forward_pre_hook(cast, with_kwargs=True)
         fully_shard(root, mp_policy=self._policy(root), **how)
 
     def _policy(self, unit: nn.Module) -> MixedPrecisionPolicy:
-        # torch's default is to reduce in the gather dtype
+        # without this, torch would reduce in the gather dtype
         own = next((param.dtype for param in unit.parameters() if param.ndim), None)
         dtype = self.reduce_dtype or (own if self.gather_dtype else None)
         return MixedPrecisionPolicy(param_dtype=self.gather_dtype, reduce_dtype=dtype)
@@ -443,12 +449,12 @@ def _cast(dtype: torch.dtype, _: nn.Module, args: Any, kwargs: Any) -> tuple[Any
 
 
 class ShardBinding:
-    """Binds sharded parameters to torch's FSDP units.
+    """Connects a state's sharded parameters with torch's FSDP units.
 
     Attributes:
         whole: the unsharded parameters, by name.
-        came: the parameters that had a gradient in the backward pass.
-        order: the common order of the units' collectives.
+        came: the parameters that got a gradient in the backward pass.
+        order: the order of the units' collectives on all ranks.
     """
 
     holder = None
@@ -493,7 +499,7 @@ class ShardBinding:
         self.opt_state_view = ShardedParams(self._split, self.params, params)
 
     def split(self, root: nn.Module) -> None:
-        """Shard a root around this binding's module, and find torch's parameter objects."""
+        """Shard a root that contains this binding's module; find torch's FSDP parameters."""
         self._splitter.split(self.module, root, set(self.whole.values()))
         units = {
             path.removeprefix("module.") or ROOT: unit
@@ -520,18 +526,18 @@ class ShardBinding:
         self.order = UnitOrder(self._definition.copy, units, by_gloo=carries)
         state: Any = cast("Any", root)._get_fsdp_state()
         state._lazy_init()
-        # units that autograd has not reduced come last, the root last of all: whether a unit's
-        # inputs need a gradient may differ between ranks
+        # torch reduces units that autograd has not reduced in this order, the root last: ranks
+        # may differ in whether a unit's inputs need a gradient
         state._state_ctx.all_states.reverse()
 
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return a callable that runs functions of a model with other values, sharded alike."""
+        """Return a callable that runs `fn(model, ...)` on other values, sharded alike."""
         return lend_sharded(self._definition, self._splitter, params, buffers)
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Point torch's and the optimizer's shards at the state's memory."""
+        """Point the shards of torch and of the optimizer to the state's memory."""
         for name, param in self.params.items():
             value: Any = params[name]
             if name not in self._split:
@@ -540,9 +546,8 @@ class ShardBinding:
             split = self._split[name]
             count = split.padded_sharded_param_size.numel()
             part = value._local_tensor
-            has_room = (
-                tree.room(part) >= count
-            )  # user code may have made a tensor without padding
+            # a tensor made by user code may lack the padding
+            has_room = tree.room(part) >= count
             if not has_room or (self._splitter.pins and not part.is_pinned()):
                 part = value._local_tensor = self._reallocate(part, count)
             split._sharded_param_data = part.as_strided(
@@ -553,7 +558,7 @@ class ShardBinding:
         self.opt_state_view.state = params
 
     def _reallocate(self, part: torch.Tensor, count: int) -> torch.Tensor:
-        """Copy a shard to padded memory, from which torch can gather."""
+        """Copy a shard to padded memory, as torch needs it to gather."""
         if not self._splitter.pins:
             return tree.pad_part(part, count)
         shape = (max(count, part.numel()),)
@@ -565,7 +570,7 @@ class ShardBinding:
         return any(param.grad is not None for param in self.trained.values())
 
     def used_params(self) -> dict[str, bool]:
-        """Return for each trained parameter whether this rank's pass used it."""
+        """Return for each trained parameter whether this rank's pass has used it."""
         return {
             name: param.grad is not None
             if name in self.whole
@@ -574,7 +579,7 @@ class ShardBinding:
         }
 
     def whole_gradients(self) -> list[torch.Tensor]:
-        """Return the gradients of unsharded parameters, zeros if there was none."""
+        """Return the gradients of unsharded parameters; set missing ones to zeros."""
         gradients: list[torch.Tensor] = []
         for param in self.whole.values():
             if param.requires_grad:
@@ -584,7 +589,7 @@ class ShardBinding:
         return gradients
 
     def parts_there(self) -> set[str]:
-        """Return the names of parameters that already have a reduced gradient shard."""
+        """Return the names of parameters that already have a shard of a reduced gradient."""
         return {
             name
             for name, split in self._split.items()
@@ -599,7 +604,7 @@ class ShardBinding:
                 self._split[name].sharded_param.grad = None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return reduced gradient shards, or unsharded gradients that were not reduced."""
+        """Return the reduced gradient shards, or whole gradients that are not reduced yet."""
         gradients: dict[str, torch.Tensor] = {}
         for name, param in self.trained.items():
             split = self._split.get(name)
@@ -613,14 +618,15 @@ class ShardBinding:
                 else:
                     param.grad = part = tree.local(grad)
                     split.sharded_param.grad = None
-                    if self._is_inner:  # torch's FSDP only knows its own ranks
+                    # torch's FSDP knows only the ranks of its own mesh
+                    if self._is_inner:
                         grad = tree.with_local(self.opt_state_view.state[name], part)
             if grad is not None:
                 gradients[name] = grad
         return gradients
 
     def put_gradients(self, grads: Grads) -> None:
-        """Set shards for the optimizer, or partial gradients for the next pass."""
+        """Set shards for the optimizer, or earlier gradients for the next pass to add to."""
         # unreduced gradients have the compute dtype
         dtypes = () if grads.reduced else self._splitter.dtypes
         grads.check_fit(self.opt_state_view.state, dtypes, self._splitter.device)
@@ -655,11 +661,11 @@ def sharded_lender(
 ) -> Callable[
     [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
 ]:
-    """Return a binding's `lend` that splits the model by torch's FSDP.
+    """Return a function like a binding's `lend`, which splits the model by torch's FSDP.
 
     Args:
-        definition: its layout splits the parameters by rows.
-        caller: the transform, for errors.
+        definition: the definition of a state; its layout splits parameters by rows.
+        caller: the transform that needs it, for error messages.
     """
     splitter = Splitter(
         mesh=definition.splits.mesh,
@@ -676,7 +682,7 @@ def lend_sharded(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Return a callable that runs functions of a sharded model in evaluation mode."""
+    """Return a callable that runs `fn(model, ...)` on a sharded model, in evaluation mode."""
     home = ShardBinding(definition, splitter, dict(params), buffers)
     lent = FunctionModule(home.module.eval())
     home.split(lent)
@@ -691,12 +697,12 @@ def lend_sharded(
 
 
 def _fsdp_part(split: FSDPParam, part: torch.Tensor) -> torch.Tensor:
-    """Return a shard as torch's FSDP keeps it: a DTensor over FSDP's own ranks."""
+    """Return a shard in the form that torch's FSDP keeps: a DTensor over FSDP's own ranks."""
     return DTensor(part, split._sharding_spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
 def _put_whole(split: FSDPParam, grad: torch.Tensor) -> None:
-    """Set an unsharded gradient, to which torch adds further passes."""
+    """Set an unsharded gradient. torch adds the gradients of further passes to it."""
     whole = getattr(split, "_unsharded_param", None)
     if not _ACCUMULATES_APART:
         split.unsharded_param.grad = grad
@@ -716,8 +722,8 @@ def _whole_gradient(split: FSDPParam) -> torch.Tensor | None:
 class FSDPRunner:
     """Runs the loss inside a module that torch has sharded.
 
-    The last micro-batch of an update reduces gradients; with `in_parts` each micro-batch does,
-    and the last one reduces the weight.
+    The last micro-batch of an update reduces gradients. With `in_parts`, each micro-batch
+    reduces gradients, and the last one also reduces the weight.
     """
 
     reduces = True
@@ -732,7 +738,7 @@ class FSDPRunner:
         in_parts: bool,
         finds_unused: bool,
     ) -> None:
-        """Shard the module, which transforms may have changed."""
+        """Shard the module, which transforms may have changed before."""
         self._ranks, self._home, self._in_parts = ranks, home, in_parts
         self.expects_unused = finds_unused
         self._root: Any = RootModule(module)
@@ -741,15 +747,15 @@ class FSDPRunner:
         self._forward = naming("FSDP forward", ranks)
         self._backward = naming("FSDP backward", ranks)
         self._ones, self._sync, self._ends = Ones(), True, True
-        # on this rank: parameters used in this update, and those with earlier gradients
+        # of this rank: the parameters used in this update, and those with earlier gradients
         self._used, self._parts = set[str](), set[str]()
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss; units are gathered as they are reached.
+        """Return the loss; each unit is gathered when the model calls it.
 
-        The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
+        Before the first micro-batch of an update, rank 0's buffers are broadcast, as in DDP.
         """
         self._parts = self._home.parts_there()
         if samples.begins:
@@ -773,7 +779,7 @@ class FSDPRunner:
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        """Add the gradients of `scalar * scale`; with sync, average them and the weight."""
         scalar = self._scalar
         del self._scalar
         seed = self._ones.like(scalar) if scale is None else like(scalar, scale)
@@ -785,7 +791,7 @@ class FSDPRunner:
                 self._used |= {name for name, is_used in used.items() if is_used}
                 misses = self._ends and not self.expects_unused
                 unused = [name for name in used if misses and name not in self._used]
-                if any(order.end(len(unused))):  # on some rank, so all of them raise
+                if any(order.end(len(unused))):  # true on some rank: all ranks raise
                     told = "\n".join(unused)
                     texts = gather_text(told, self._ranks, label="unused parameters")
                     names = filter(None, "\n".join(texts).split("\n"))
@@ -817,14 +823,14 @@ class FSDPRunner:
 
 _EXPLAINED = {
     "differentiated Tensor": (
-        "The loss calls torch.autograd.grad with parameters that af.wrap_fsdp() has split: it"
-        " has no gradients of them before the backward pass. Train this model with"
-        " af.wrap_ddp(), or read the gradients in a transform's grads."
+        "The loss calls torch.autograd.grad for parameters that af.wrap_fsdp() has sharded,"
+        " but their gradients exist only after the backward pass. Train this model with"
+        " af.wrap_ddp(), or read the gradients in the `grads` method of a transform."
     ),
     "mixed torch.Tensor and DTensor": (
-        "The loss used parameters of a unit that was not gathered: a unit of af.wrap_fsdp is"
-        " gathered when it is called itself. Call it as unit(...), not by another method of it"
-        " nor by a module inside it; or give units= that leave that module out."
+        "The loss used parameters of a unit that was not gathered. af.wrap_fsdp gathers a unit"
+        " when the unit itself is called. Call it as unit(...), not by another method or by a"
+        " module inside it, or pass units= without that module."
     ),
 }
-"""What to write, by a part of torch's error about shards beside whole tensors."""
+"""Error messages, by a part of torch's own message that has the same cause."""

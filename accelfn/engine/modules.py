@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change modules of a model: choose modules, float8 layers, synchronized BatchNorm."""
+"""Change modules of a model: select modules, float8 layers, synchronized BatchNorm."""
 
 import importlib.util
 import weakref
@@ -27,7 +27,7 @@ Regions: TypeAlias = type[nn.Module] | tuple[type[nn.Module], ...] | Predicate
 
 
 def are_regions(owner: object, field: Any, value: object) -> None:
-    """Check an option: a module class, a tuple of classes, a predicate or None.
+    """Check an option that selects modules: a module class, a tuple, a function or None.
 
     Raises:
         ArgumentError: `value` is something else.
@@ -39,8 +39,8 @@ def are_regions(owner: object, field: Any, value: object) -> None:
     predicate = callable(value) and not isinstance(value, (nn.Module, type))
     if value is not None and not (several and fit) and not predicate:
         msg = (
-            f"af.{type(owner).__name__}({field.name}={value!r}): expected a class of modules,"
-            " a tuple of them, or a function (name, module) -> bool."
+            f"af.{type(owner).__name__}({field.name}={value!r}): expected a module class, a"
+            " tuple of module classes, or a function (name, module) -> bool."
         )
         raise ArgumentError(msg)
 
@@ -48,13 +48,14 @@ def are_regions(owner: object, field: Any, value: object) -> None:
 def select_modules(
     module: nn.Module, regions: Regions | None, owner: str
 ) -> list[nn.Module]:
-    """Return the chosen modules, without modules inside another chosen module.
+    """Return the selected modules, without modules that are inside another selected module.
 
-    None means the model's direct children, and the members of containers without a forward.
+    None selects the model's direct children, and the members of containers that have no
+    forward.
 
     Raises:
-        ModelError: no module matches (the error names the existing classes), or a chosen module
-        has no forward, so it is never called.
+        ModelError: no module is selected (the error names the existing classes), or a selected
+        module has no forward, so it is never called.
     """
 
     def is_meant(name: str, module: nn.Module) -> bool:
@@ -68,8 +69,8 @@ def select_modules(
     if not chosen:
         names = sorted({type(submodule).__qualname__ for submodule in module.modules()})
         msg = (
-            f"{owner}: no module of {type(module).__qualname__} is meant. There are modules"
-            f" of the classes {', '.join(names)}."
+            f"{owner}: this selects no module of {type(module).__qualname__}. Its modules have"
+            f" the classes {', '.join(names)}."
         )
         raise ModelError(msg)
     unique = {id(region): region for region in chosen}
@@ -79,7 +80,7 @@ def select_modules(
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Return whether a module can be called, as `nn.ModuleList` cannot."""
+    """Return whether a module can be called; `nn.ModuleList`, for example, cannot."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -88,10 +89,10 @@ def _check_forward(region: nn.Module, module: nn.Module, owner: str) -> None:
         return
     name = next(name for name, inner in module.named_modules() if inner is region)
     kinds = sorted({type(child).__qualname__ for child in region.children()})
-    members = f"its members, by their class: {', '.join(kinds)}"
+    members = f"its members instead, by their class: {', '.join(kinds)}"
     msg = (
-        f"{owner}: {name!r} is a {type(region).__qualname__}, which has no forward and is"
-        " never called, so nothing can happen around its call. Choose"
+        f"{owner}: this selects {name!r}, a {type(region).__qualname__}, but such a container"
+        " has no forward and is never called. Choose"
         f" {members if kinds else 'the module that uses it'}."
     )
     raise ModelError(msg)
@@ -107,13 +108,13 @@ def _outermost(module: nn.Module, name: str, is_meant: Predicate) -> list[nn.Mod
     ]
 
 
-# Transforms of the engine's module.
+# Apply the transforms that change the engine's module.
 
 
 def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
-    """Apply the setup's transforms to the engine's module.
+    """Apply the `module` methods of the setup's transforms to the engine's module.
 
-    The module is changed in place, because its parameters are bound to the state.
+    They change the module in place, because its parameters are bound to the state.
 
     Raises:
         ModelError: a transform returned a module with other parameters or buffers.
@@ -129,9 +130,9 @@ def apply_module_transforms(module: nn.Module, state: TrainState) -> nn.Module:
         }
         if differing:
             msg = (
-                f"{owner!r}.module returned a module of other parameters or buffers"
-                f" ({', '.join(sorted(differing)[:5])}), which no state would hold. Return the"
-                " one that was given, changed in place."
+                f"{owner!r}.module returned a module with other parameters or buffers than it"
+                f" got, and a state does not have these: {', '.join(sorted(differing)[:5])}."
+                " Change the module in place, and return it."
             )
             raise ModelError(msg)
         module = new_module
@@ -142,7 +143,7 @@ def _held_by(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
-# Linear layers with float8 matrix products, by torchao.
+# Linear layers with float8 matrix products, computed by torchao.
 
 
 _MULTIPLE = 16
@@ -151,24 +152,24 @@ _CONVERTED: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
 
 
 def check_installed(call: str) -> None:
-    """Reject float8 without torchao.
+    """Raise if torchao is not installed, because float8 needs it.
 
     Raises:
         ArgumentError: torchao is not installed.
     """
     if importlib.util.find_spec("torchao") is None:
-        msg = f"{call}: float8 is torchao's. Install it: pip install 'accelfn[fp8]'."
+        msg = f"{call}: float8 needs torchao. Install it: pip install 'accelfn[fp8]'."
         raise ArgumentError(msg)
 
 
 def to_float8(model: nn.Module, layers: Predicate | None, call: str) -> None:
     """Let the linear layers of a module multiply in float8, without changing its structure.
 
-    A module is converted once. Both sizes of a layer must be multiples of 16, on every device,
-    as GPUs require.
+    A module is converted only once. Both sizes of a layer must be multiples of 16 on every
+    device, because GPUs require it.
 
     Raises:
-        ModelError: a layer's size is not a multiple of 16, or no layer is chosen.
+        ModelError: a layer's size is not a multiple of 16, or no layer is selected.
         ArgumentError: the device cannot multiply in float8.
     """
     if model in _CONVERTED:
@@ -182,7 +183,7 @@ def to_float8(model: nn.Module, layers: Predicate | None, call: str) -> None:
     _check_device(named[0][1].weight.device, call)
     float8 = cast("Any", importlib.import_module("torchao.float8.float8_linear"))
     for _, module in named:
-        # a layer over the same parameters; only its forward is used
+        # a second layer with the same parameters; only its forward is used
         twin = float8.Float8Linear.from_float(module)
         vars(module)["forward"] = partial(_forward, twin)
     _CONVERTED.add(model)
@@ -192,14 +193,14 @@ def _forward(twin: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     kind = inputs.device.type
     if torch.is_autocast_enabled(kind):
         inputs = inputs.to(torch.get_autocast_dtype(kind))
-    # torchao would also cast them, only on CUDA, by a deprecated call
+    # torchao would cast the inputs too, but only on CUDA, and by a deprecated call
     with torch.autocast("cuda", enabled=False):
         return twin.forward(inputs)
 
 
 def _check_layers(named: list[tuple[str, nn.Linear]], call: str) -> None:
     if not named:
-        msg = f"{call}: no torch.nn.Linear is meant, and only they multiply in float8."
+        msg = f"{call}: this selects no torch.nn.Linear, and only these can run in float8."
         raise ModelError(msg)
     odd = [
         f"{name} ({module.in_features} to {module.out_features})"
@@ -208,9 +209,9 @@ def _check_layers(named: list[tuple[str, nn.Linear]], call: str) -> None:
     ]
     if odd:
         msg = (
-            f"{call}: the sizes of {len(odd)} linear layers are no multiples of"
-            f" {_MULTIPLE}, which float8 needs: {', '.join(odd[:5])}. Leave them in"
-            " bfloat16: layers=lambda name, layer: layer.out_features % 16 == 0."
+            f"{call}: float8 needs layer sizes that are multiples of {_MULTIPLE}, but"
+            f" {len(odd)} linear layers have other sizes: {', '.join(odd[:5])}. Keep these"
+            " layers in bfloat16: layers=lambda name, layer: layer.out_features % 16 == 0."
         )
         raise ModelError(msg)
 
@@ -222,57 +223,55 @@ def _check_device(device: torch.device, call: str) -> None:
         have = torch.cuda.get_device_capability(device)
         if have >= _CAPABILITY:
             return
-        problem = f"this GPU's is {have[0]}.{have[1]}"
+        problem = f"this GPU has {have[0]}.{have[1]}"
     else:
-        problem = f"this is a device of type {device.type!r}"
+        problem = f"the device is of type {device.type!r}"
     msg = (
-        f"{call}: products in float8 need a GPU of compute capability 8.9 or more; {problem}."
-        " Use af.autocast('bf16')."
+        f"{call}: float8 matrix products need a GPU of compute capability 8.9 or more, but"
+        f" {problem}. Use af.autocast('bf16')."
     )
     raise ArgumentError(msg)
 
 
-# Batch normalization by the statistics of all ranks' samples.
+# Batch normalization with the statistics of all ranks' samples.
 #
-# # Each rank's count, means and centered sums of squares are all-gathered once, in float64, and
-# combined in rank order (Chan, Golub, LeVeque 1979), so all ranks have the same numbers. The
-# backward pass sums two numbers per channel. torch's SyncBatchNorm does the same with CUDA
-# kernels, and has no CPU kernels.
+# Each rank's count, means and centered sums of squares are all-gathered once, in float64, and
+# combined in rank order (Chan, Golub, LeVeque 1979). So all ranks have the same statistics. The
+# backward pass sums two numbers per channel. torch's SyncBatchNorm does the same, but only on
+# CUDA.
 
 
 BatchNorm: TypeAlias = _BatchNorm
-"""The base class of torch's batch normalization, including lazy and synchronized layers."""
+"""The base class of torch's batch normalization, also of lazy and synchronized layers."""
 
 _LABEL = "sync_batchnorm"
 _OWN_FORWARDS = (BatchNorm.forward, nn.SyncBatchNorm.forward)
 
 
 _SYNCED = "_accelfn_synced"
-"""The attribute of a synchronized layer with its `SyncedNorm`."""
+"""The attribute of a synchronized layer that holds its `SyncedNorm`."""
 
 
 class SyncedNorm:
-    """The forward of a batch normalization layer over all ranks."""
+    """The forward of a batch normalization layer, with statistics of all ranks."""
 
     def __init__(self, layer: BatchNorm, ranks: World, label: str) -> None:
-        """Take the layer, which keeps its parameters, buffers and options."""
+        """Initialize with the layer, which keeps its parameters, buffers and options."""
         self._layer, self.ranks, self.label = layer, ranks, label
 
     def take_part(self) -> None:
-        """Take part in the collective without samples."""
+        """Take part in the layer's collective without samples."""
         nothing = torch.zeros(2 * self._layer.num_features + 1, dtype=torch.float64)
         _combine_statistics(nothing.to(self.ranks.device), self.ranks, self.label)
 
     def __call__(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Normalize; a collective if batch statistics are used."""
+        """Normalize inputs; a collective if batch statistics are used."""
         layer = self._layer
         if not layer.training and layer.running_mean is not None:
             return type(layer).forward(layer, inputs)
         layer._check_input_dim(inputs)  # pyright: ignore[reportPrivateUsage]
         samples = self.ranks.connection.activity.samples
-        counts = (
-            samples is None or samples.known != 0
-        )  # not an empty share's placeholder
+        counts = samples is None or samples.known != 0  # a filler does not count
         outputs, count, mean, var = _Normed.apply(  # pyright: ignore[reportGeneralTypeIssues]
             *(inputs, layer.weight, layer.bias, layer.eps),
             *(self.ranks, counts, self.label),
@@ -291,7 +290,7 @@ class SyncedNorm:
     def _track(
         self, count: torch.Tensor, mean: torch.Tensor, var: torch.Tensor
     ) -> None:
-        """Update running statistics as torch does; without samples they do not change."""
+        """Update the running statistics as torch does; without samples they do not change."""
         layer, has_samples = self._layer, count > 0
         factor: Any = 0.0 if layer.momentum is None else layer.momentum
         unbiased_var = var * (count / (count - 1).clamp(min=1))
@@ -308,7 +307,7 @@ class SyncedNorm:
 
 
 class _Normed(torch.autograd.Function):
-    """Normalize by the statistics of all ranks."""
+    """Normalizes inputs with the statistics of all ranks."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - a Function takes no keywords
@@ -343,12 +342,12 @@ class _Normed(torch.autograd.Function):
         wide = tree.wide(inputs)
         scale = torch.ones_like(mean) if weight is None else weight.to(wide)
         masks = [ctx.needs_input_grad[0], True, True]
-        nothing = mean.new_empty(0)  # CUDA needs an empty tensor for "none"
+        nothing = mean.new_empty(0)  # CUDA needs an empty tensor instead of None
         plain, by_weight, by_bias = torch.ops.aten.native_batch_norm_backward(
             *(grads[0].to(wide), wide, scale, mean, var, nothing, nothing),
-            *(False, ctx.eps, masks),  # by given statistics
+            *(False, ctx.eps, masks),  # use the given statistics
         )
-        # whether an input needs a gradient may differ between ranks, so all of them sum
+        # ranks may differ in whether an input needs a gradient, so all of them sum
         sums, label = torch.cat([by_weight, by_bias]), f"{ctx.label} backward"
         await_turn(label, ctx.ranks)
         sum_(sums, ctx.ranks, label=label)
@@ -359,7 +358,7 @@ class _Normed(torch.autograd.Function):
             slope = scale * inverse * inverse * weight_total
             offset = scale * inverse * bias_total - slope * mean
             through = wide * _channels(slope, wide) + _channels(offset, wide)
-            # samples that did not count do not affect the statistics
+            # samples that do not count have no effect on the statistics
             input_grad = (plain - through if ctx.counts else plain).to(inputs.dtype)
         needs = ctx.needs_input_grad[1:3]
         parameters = [
@@ -390,7 +389,7 @@ def _local(wide: torch.Tensor, *, counts: bool) -> torch.Tensor:
 def _combine_statistics(
     statistics: torch.Tensor, ranks: World, label: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return count, means and variances of all ranks; without samples, mean 0 and variance 1."""
+    """Return count, means and variances over all ranks; mean 0, variance 1 without samples."""
     num_channels = (len(statistics) - 1) // 2
     rows = torch.stack(all_gather_list(statistics, ranks, label=label))
     means, squares, counts = rows.split([num_channels, num_channels, 1], dim=1)
@@ -402,7 +401,7 @@ def _combine_statistics(
 
 
 class _AnyDims(BatchNorm):
-    """Batch normalization of inputs with any number of dims, like SyncBatchNorm."""
+    """Batch normalization that accepts inputs with any number of dims, like SyncBatchNorm."""
 
     _check_input_dim = nn.SyncBatchNorm._check_input_dim  # pyright: ignore[reportPrivateUsage]
 
@@ -418,16 +417,16 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiles: bool) -
             continue
         if type(layer).forward not in _OWN_FORWARDS or "forward" in vars(layer):
             msg = (
-                f"{owner}: {path!r} is a {type(layer).__name__} with a forward of its own,"
-                " which would be left out. Where another transform gave it one, put"
-                f" {owner} before it in the chain."
+                f"{owner}: {path!r} is a {type(layer).__name__} with a custom forward, which"
+                " would not run any more. If another transform replaced its forward, put"
+                f" {owner} before that transform in the chain."
             )
             raise ModelError(msg)
         chosen = getattr(layer, "process_group", None)
         if chosen is not None and chosen is not ranks.group:
             msg = (
-                f"{owner}: {path!r} is a SyncBatchNorm over its own process group."
-                " Leave out one of the two."
+                f"{owner}: {path!r} is a SyncBatchNorm with its own process group. Create it"
+                f" without process_group=, or leave out {owner}."
             )
             raise ModelError(msg)
         if isinstance(layer, nn.SyncBatchNorm):
@@ -435,18 +434,19 @@ def sync_norms(module: nn.Module, ranks: World, owner: str, *, compiles: bool) -
             cast("Any", layer).__class__ = _AnyDims
         norm: Any = SyncedNorm(layer, ranks, f"{_LABEL} {path}".rstrip())
         vars(layer)[_SYNCED] = norm
-        if compiles:  # collectives run between graphs
+        if compiles:  # collectives run between the compiled graphs
             norm = torch.compiler.disable(norm.__call__)
         vars(layer)["forward"] = norm
 
 
 def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward pass that compares the order of synchronized layers between ranks.
+    """Return a forward pass that checks whether all ranks run the same synchronized layers.
 
-    A layer normalizes the samples of all ranks together, so each rank must run it.
+    Each rank must run a layer, because the layer normalizes the samples of all ranks together.
 
     Raises:
-        CollectiveMismatchError: by that pass, on all ranks, if they ran different layers.
+        CollectiveMismatchError: the returned function raises it on all ranks, if they ran
+        different layers.
     """
     norms: list[SyncedNorm] = [
         vars(layer)[_SYNCED] for layer in module.modules() if _SYNCED in vars(layer)
@@ -467,7 +467,7 @@ def order_norms(module: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 
 
 def norm_buffers(module: nn.Module, *, is_synced: bool) -> frozenset[str]:
-    """Return the names of running statistics, synchronized or per rank."""
+    """Return the names of running statistics: synchronized ones, or those of each rank."""
     return frozenset(
         f"{path}.{key}" if path else key
         for path, owner in module.named_modules()

@@ -35,30 +35,30 @@ from accelfn.model.optimizer import (
 from accelfn.state.results import Number, divide_, never_zero
 from accelfn.state.state import OptState, TrainState
 
-# Adam's fused kernel on lists that are built once.
+# Call Adam's fused kernel with lists of tensors that are built only once.
 #
-# # torch's Adam gathers gradients and state from each parameter at every step, before it calls
-# its kernel. For a small network that takes as long as the kernel. In the steady loop the
-# tensors do not change, so they are gathered once here. Each parameter has a step count, a
-# tensor; adding 1 to each takes as long again. Here the counts are views of one tensor,
-# incremented once.
+# At every step, torch's Adam collects gradients and state from each parameter before it calls
+# its kernel. For a small network this takes as long as the kernel. In the steady loop the
+# tensors do not change, so here they are collected once. Each parameter also has a step count,
+# which is a tensor, and adding 1 to each count takes as long again. Here the counts are views
+# of one tensor, which is incremented once.
 
 
 _set_grad_enabled = torch._C._set_grad_enabled  # pyright: ignore[reportPrivateUsage]
 _READ = frozenset({"lr", "betas", "eps", "weight_decay", "maximize"})
-"""Options of a group that are read at each step."""
+"""Options of a parameter group that the kernel reads at each step."""
 _OTHERS = ("amsgrad", "capturable", "differentiable")
 Group: TypeAlias = tuple[
     dict[str, Any], Any, tuple[list[torch.Tensor], ...], torch.Tensor
 ]
-"""A group's options, its kernel, its parameters with their state, and their counts."""
+"""A parameter group's options, kernel, parameters with their state, and step counts."""
 FusedStep: TypeAlias = Callable[[torch.Tensor | None, torch.Tensor | None], bool]
 
 
 def fused_step(optimizer: Optimizer) -> FusedStep | None:
-    """Return the kernel calls of an optimizer's step; None if it is not a fused Adam.
+    """Return a function that steps a fused Adam by its kernel; None for another optimizer.
 
-    They are valid while the tensors of the optimizer's state do not change.
+    The function can be used as long as the tensors of the optimizer's state stay the same.
     """
     if type(optimizer) not in (Adam, AdamW):
         return None
@@ -74,7 +74,7 @@ def fused_step(optimizer: Optimizer) -> FusedStep | None:
         if len({(n.shape, n.dtype, n.device) for n in steps}) != 1:
             return None
         with torch.no_grad():
-            counts = torch.stack(steps)  # of which each entry gets a view
+            counts = torch.stack(steps)  # each entry gets a view of this tensor
         for entry, step in zip(entries, counts.unbind(), strict=True):
             entry["step"] = step
         names = ("exp_avg", "exp_avg_sq", "step")
@@ -88,13 +88,13 @@ def fused_step(optimizer: Optimizer) -> FusedStep | None:
 def _step_groups(
     groups: list[Group], grad_scale: torch.Tensor | None, found_inf: torch.Tensor | None
 ) -> bool:
-    """Update the parameters; if some have no gradient, do nothing and return False."""
+    """Update the parameters. If some have no gradient, do nothing and return False."""
     grads = [[p.grad for p in params] for _, _, (params, *_), _ in groups]
     if [grad for group_grads in grads for grad in group_grads if grad is None]:
         return False
-    # a call in C takes a tenth of the time of a `no_grad` block
+    # a call of this C function takes a tenth of the time of a `no_grad` block
     before = torch.is_grad_enabled()
-    _set_grad_enabled(False)  # noqa: FBT003 - in C it has no name
+    _set_grad_enabled(False)  # noqa: FBT003 - the C function has no keywords
     try:
         for group, group_grads in zip(groups, grads, strict=True):
             options, kernel, (params, exp_avgs, exp_avg_sqs, steps), counts = group
@@ -119,21 +119,25 @@ def _step_groups(
     return True
 
 
-# Tensor versions: whether an update that raised had changed anything.
+# Tensor versions show whether an update that raised an error had changed anything.
 #
-# # torch increments a tensor's version at each in-place operation, so no copy is needed. It
-# does not count writes by kernels on lists of tensors, through `param.data`, or by custom
-# kernels. Therefore only torch's own optimizers are trusted, and only without such kernels.
+# torch increments a tensor's version at each in-place operation, so no copy is needed to detect
+# a change. But torch does not count writes by kernels on lists of tensors, through
+# `param.data`, or by custom kernels. Therefore only torch's own optimizers are trusted, and
+# only without such kernels.
 
 
 _version = attrgetter("_version")
 
 
 class Versions:
-    """Versions of an optimizer's parameters and state."""
+    """Detects whether an optimizer's parameters and state have changed."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        """Take the optimizer; an untrusted optimizer is not checked."""
+        """Initialize with the optimizer.
+
+        Nothing is recorded of an optimizer that is not trusted.
+        """
         is_known = all(map(_is_known, parts_of(optimizer)))
         states = list(cast("Any", optimizer.state).values()) if is_known else []
         groups = optimizer.param_groups if is_known else []
@@ -161,25 +165,25 @@ class Versions:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the update certainly changed nothing."""
+        """Whether it is certain that the update changed nothing."""
         if not self._is_sure or self._count != sum(map(_version, self._tensors)):
             return False
         return all(_is_same(entry, old) for entry, old in self._entries)
 
 
 def _counts(tensor: torch.Tensor) -> bool:
-    """Whether torch counts changes of a tensor."""
+    """Return whether torch counts the changes of a tensor in its version."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and not tensor.is_inference()
 
 
 def _is_known(optimizer: Optimizer) -> bool:
-    """Whether the step is torch's own, and works tensor by tensor."""
+    """Return whether the step is torch's own, and updates one tensor after the other."""
     goes_by_lists = any(map(_goes_by_lists, optimizer.param_groups))
     return is_torchs(optimizer) and not goes_by_lists
 
 
 def _goes_by_lists(group: dict[str, Any]) -> bool:
-    """Whether torch updates a group by kernels on lists (not the default on the CPU)."""
+    """Return whether torch updates a group by kernels on lists (not by default on the CPU)."""
     if group.get("foreach") or group.get("fused"):
         return True
     is_open = group.get("foreach", False) is None
@@ -192,30 +196,30 @@ def _is_same(entry: dict[str, Any], old: dict[str, Any]) -> bool:
 
 
 _MODE = "train_mode"
-"""The key of schedule-free optimizers in their groups; `af.schedule_free` sets it."""
+"""The key in the parameter groups of schedule-free optimizers that `af.schedule_free` sets."""
 
 
 class OptStateView(Protocol):
-    """Converts optimizer state between local shards and a state's values."""
+    """Converts optimizer state between local shards and the form that a state has."""
 
     def to_state(self, opt_state: OptState) -> OptState:
-        """Return the state's values of local shards."""
+        """Return the optimizer state in the form that a state has, from local shards."""
         ...
 
     def from_state(self, opt_state: OptState) -> OptState:
-        """Return the local shards of a state's values."""
+        """Return local shards of the optimizer state, from the form that a state has."""
         ...
 
 
 class LiveOptimizer:
-    """A torch optimizer over the parameters of an engine, with its state by name.
+    """A torch optimizer over the parameters of an engine, with its state by parameter name.
 
-    A parameter group's tensors, and numbers that the optimizer itself changes, are state. The
-    rest are hyperparameters, which belong to the definition.
+    Tensors in a parameter group, and numbers in a group that the optimizer itself changes, are
+    state. All other values in a group are hyperparameters, which belong to the definition.
 
     Attributes:
         parts: the optimizers that it consists of.
-        skips: whether its kernel can skip an update by a flag.
+        skips: whether its kernel can skip an update by a flag on the device.
     """
 
     def __init__(
@@ -224,9 +228,9 @@ class LiveOptimizer:
         names: Mapping[Any, str],
         opt_state_view: "OptStateView | None" = None,
     ) -> None:
-        """Take ownership of an optimizer over live parameters, with their names.
+        """Take ownership of an optimizer, with the names of the engine's parameters.
 
-        If parameters are shards of a state's, `opt_state_view` converts their state.
+        If the parameters are shards, `opt_state_view` converts their optimizer state.
         """
         self._opt_state_view, self._torch = opt_state_view, optimizer
         self._step = bare_step(self._torch)
@@ -262,7 +266,7 @@ class LiveOptimizer:
         }
 
     def load(self, state: OptState) -> None:
-        """Load a state's entries; tensors are shared, not copied."""
+        """Load a state's optimizer entries; tensors are shared, not copied."""
         live = cast("dict[Any, Any]", self._torch.state)
         live.clear()
         source, view = state, self._opt_state_view
@@ -274,7 +278,7 @@ class LiveOptimizer:
         for i, group in enumerate(self._torch.param_groups):
             numbers = state.get(group_key(i), {})
             for key in group.keys() - self._base[i].keys() - STRUCTURE:
-                del group[key]  # a number that another state's steps added
+                del group[key]  # a number that the steps of another state have added
             for key, value in self._base[i].items():
                 group[key] = _value(value)
             group.update(numbers)
@@ -284,28 +288,29 @@ class LiveOptimizer:
         self._kernel = None
         self._versions = None
         self._state = source
-        self._num_entries = -1  # the entries are copies: name them again after the step
+        # the dicts are copies: name the state again after the step
+        self._num_entries = -1
 
     def expect(self, hyper: Assignments) -> None:
-        """Prepare for an update.
+        """Prepare for an update with these hyperparameters.
 
         Raises:
-            OptimizerError: a schedule-free optimizer is not in training mode.
+            OptimizerError: the optimizer is schedule-free, and nothing set its training mode.
         """
         self._has_begun = False
         for i in self._modal:
             if not hyper.get((i, _MODE)):
                 msg = (
-                    f"The optimizer's parameter group {i} has a {_MODE!r}: it is"
-                    " schedule-free, trains at one point and is evaluated at another. Add"
+                    f"The optimizer is schedule-free (its parameter group {i} has {_MODE!r}):"
+                    " it evaluates other parameters than those that it trains. Add"
                     " af.schedule_free() to the setup."
                 )
                 raise OptimizerError(msg)
 
     def divides(self, divisor: Number) -> bool:
-        """Whether the optimizer's kernel divides gradients by `divisor`.
+        """Return whether the optimizer's kernel divides gradients by `divisor` itself.
 
-        torch's fused optimizers do, as for a GradScaler, which saves a pass.
+        torch's fused optimizers do this for a GradScaler. It saves a pass over the gradients.
         """
         return (
             self.skips
@@ -319,14 +324,14 @@ class LiveOptimizer:
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> OptState:
-        """Step, and return the optimizer's state by name.
+        """Step the optimizer, and return its state by name.
 
-        Gradients are divided by `divisor`, if the optimizer `divides` by it, and where `skip`
-        is 1 nothing is changed, if it `skips`.
+        The optimizer divides gradients by `divisor`, if `divides(divisor)` is true. If `skip`
+        is 1, the kernel changes nothing; this needs an optimizer that `skips`.
 
-        In the steady loop the same mapping is returned: entries are changed in place. A new
-        mapping is made when the optimizer adds entries or changes a number of a parameter
-        group, as schedule-free optimizers do.
+        In the steady loop the result is the same mapping each time, with entries that are
+        changed in place. A new mapping is made when the optimizer adds entries, or changes a
+        number of a parameter group, as schedule-free optimizers do.
         """
         everywhere = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
         self._begin(hyper, watch=self._kernel is None and not everywhere)
@@ -340,14 +345,14 @@ class LiveOptimizer:
         return self.finish()
 
     def begin(self, hyper: Assignments) -> None:
-        """Begin an update that steps parameters one by one."""
+        """Begin an update that steps the parameters one by one."""
         self._begin(hyper, watch=True)
         self._kernel = None
         self._found = [dict(group) for group in self._torch.param_groups]
         self._waiting = set(range(len(self._found)))
 
     def step_alone(self, param: torch.Tensor, divisor: Number | None = None) -> None:
-        """Step one parameter as a step of all parameters would.
+        """Step one parameter with the same result as a step of all parameters.
 
         Each parameter sees its group's numbers from before the update.
         """
@@ -365,7 +370,7 @@ class LiveOptimizer:
             part.param_groups, group["params"] = groups, before["params"]
 
     def end(self) -> OptState:
-        """End an update that stepped parameters one by one; return the state by name.
+        """End an update that stepped the parameters one by one; return the state by name.
 
         Groups without any gradient are stepped too, because they may count steps.
         """
@@ -379,7 +384,7 @@ class LiveOptimizer:
         return self.finish()
 
     def finish(self) -> OptState:
-        """Return the optimizer's state by name, after a step."""
+        """Complete an update after the optimizer step; return the optimizer's state by name."""
         self._is_watched = False
         if self._assigned:
             self._put_back()
@@ -393,15 +398,15 @@ class LiveOptimizer:
                 self._check_entries()
             self._state = self._name_state()
             self._num_entries = entries
-            self._versions = None  # rebuild with the new entries
-            # an optimizer with hooks of its own is stepped by torch
+            self._versions = None  # make this again with the new entries
+            # an optimizer that has hooks is stepped by torch's own step
             has_no_hooks = isinstance(self._step, partial)
             self._kernel = fused_step(self._torch) if has_no_hooks else None
         return self._state
 
     @property
     def is_untouched(self) -> bool:
-        """Whether an update that raised certainly changed nothing."""
+        """Whether it is certain that an update that raised an error changed nothing."""
         if not self._has_begun:
             return True
         return (
@@ -411,7 +416,7 @@ class LiveOptimizer:
         )
 
     def _begin(self, hyper: Assignments, *, watch: bool) -> None:
-        """Begin an update; watching versions costs 60 ns per tensor."""
+        """Begin an update. To watch tensor versions costs 60 ns per tensor."""
         if watch:
             self._versions = self._versions or Versions(self._torch)
             self._versions.begin()
@@ -423,7 +428,7 @@ class LiveOptimizer:
     def _step_with(
         optimizer: Optimizer, step: Callable[[], object], **tensors: torch.Tensor | None
     ) -> None:
-        """Call `step`, and pass tensors to fused kernels as a GradScaler does."""
+        """Call `step`, and pass tensors to fused kernels like a GradScaler does."""
         attributes = vars(optimizer)
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -435,10 +440,10 @@ class LiveOptimizer:
                 raise
             kind = type(optimizer).__name__
             msg = (
-                f"{kind} lacks {error} among what the state keeps of its parameters. A state that"
-                " was loaded has what the optimizer kept that was saved: one of other options,"
-                " as amsgrad or centered, keeps other things. Create it with those, or leave"
-                ' the optimizer\'s out: af.load_part(state, directory, ["params", "buffers"]).'
+                f"{kind} needs the entry {error} in its state, but the state does not have it. If"
+                " you loaded the state, it was saved with other options of the optimizer, such as"
+                " amsgrad or centered: create the optimizer with the saved options. Or do not load"
+                ' the optimizer state: af.load_part(state, directory, ["params", "buffers"]).'
             )
             raise OptimizerError(msg) from error
         finally:
@@ -446,7 +451,7 @@ class LiveOptimizer:
                 attributes.pop(name, None)
 
     def _assign(self, hyper: Assignments) -> None:
-        """Set hyperparameters; reset those that only the last update set."""
+        """Set this update's hyperparameters; reset those that only the last update set."""
         over = {
             at: self._base[at[0]][at[1]] for at in self._assigned if at not in hyper
         }
@@ -461,9 +466,10 @@ class LiveOptimizer:
         self._assigned = hyper
 
     def _put_back(self) -> None:
-        """Restore tensor hyperparameters that were set for this update.
+        """Restore hyperparameters that are tensors to their values from before this update.
 
-        These tensors are in the state, so a copy or checkpoint would keep the set values.
+        These tensors are in the state, so a copy or checkpoint would otherwise have the
+        temporary values.
         """
         rest: Assignments = {}
         for (i, key), value in self._assigned.items():
@@ -475,7 +481,7 @@ class LiveOptimizer:
         self._assigned = rest
 
     def _note_changes(self) -> bool:
-        """Record numbers that the step changed in the parameter groups."""
+        """Record the numbers that the step changed in the parameter groups."""
         has_changed = False
         for i, group in enumerate(self._torch.param_groups):
             numbers = self._expected[i]
@@ -486,13 +492,13 @@ class LiveOptimizer:
         return has_changed
 
     def _check_entries(self) -> None:
-        """Raise if an entry cannot be saved, at the update that makes it.
+        """Raise if an entry cannot be saved, in the update that creates the entry.
 
         Raises:
             OptimizerError: an entry has a tensor class that no checkpoint can store.
         """
         for entry in cast("dict[Any, Any]", self._torch.state).values():
-            # an entry without a parameter may be a single value
+            # an entry that belongs to no parameter may be a single value
             values = entry.values() if isinstance(entry, dict) else (entry,)
             if any(isinstance(v, torch.Tensor) and is_wrapper(v) for v in values):
                 raise OptimizerError(wrapper_error(type(self._torch).__name__))
@@ -520,18 +526,19 @@ def _value(entry: Any) -> Any:
 
 
 def _is_of(optimizer: Optimizer, error: BaseException) -> bool:
-    """Whether an optimizer's own code raised the error, not a hook."""
+    """Return whether an optimizer's own code raised the error, and not a hook."""
     frames = traceback.walk_tb(error.__traceback__)
     *_, (last, _) = frames
     module = str(last.f_globals.get("__name__"))
     return module == type(optimizer).__module__ or module.startswith("torch.optim.")
 
 
-# The engine's interface to an optimizer: a `LiveOptimizer`, or DeepSpeed's.
+# The interface between the engine and an optimizer: a `LiveOptimizer`, or DeepSpeed's
+# optimizer.
 
 
 class TakesUpdates(Protocol):
-    """Steps the parameters of a binding.
+    """Steps the parameters of an engine.
 
     Attributes:
         skips: whether the kernel can skip an update by a flag on the device.
@@ -541,19 +548,19 @@ class TakesUpdates(Protocol):
 
     @property
     def is_untouched(self) -> bool:
-        """Whether an update that raised certainly changed nothing."""
+        """Whether it is certain that an update that raised an error changed nothing."""
         ...
 
     def load(self, state: OptState) -> None:
-        """Load a state's entries."""
+        """Load a state's optimizer entries."""
         ...
 
     def expect(self, hyper: Assignments) -> None:
-        """Prepare for an update; raise if it cannot be taken."""
+        """Prepare for an update; raise if the optimizer cannot make it."""
         ...
 
     def divides(self, divisor: Number) -> bool:
-        """Whether the optimizer divides gradients by `divisor` itself."""
+        """Return whether the optimizer divides gradients by `divisor` itself."""
         ...
 
     def update(
@@ -562,23 +569,21 @@ class TakesUpdates(Protocol):
         divisor: Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> OptState | None:
-        """Step, and return the optimizer's state by name; None for a skipped update."""
+        """Step, and return the optimizer's state by name, or None if it skipped the update."""
         ...
 
 
-# Try an optimizer on small parameters, to find out what each update depends on.
+# Test an optimizer with small parameters, to find out what each update depends on.
 
 
 _MOST = 4
 """The size of a small parameter along each dim."""
 _OF_A_KIND = 2
-"""How many parameters with the same small shape are tried per group: one may depend on another;
-a third adds nothing.
-"""
+"""How many parameters of a small shape are tested per group: one may depend on another."""
 _ON_HOST = {"train_mode": True, "capturable": False}
-"""Options of the trial's parameter groups, which run on the CPU."""
+"""Options of the parameter groups in the test, which runs on the CPU."""
 _HALVES = slice(None, 2), slice(2, None)
-"""The shards of a trial."""
+"""The shards of a parameter in the test."""
 
 
 def check_elements(
@@ -588,16 +593,16 @@ def check_elements(
     dims: Iterable[int],
     optimizer: Optimizer | None = None,
 ) -> None:
-    """Reject an optimizer that is not elementwise.
+    """Raise unless the optimizer is elementwise.
 
     Args:
-        state: the state; its optimizer is tried by default.
-        caller: the call that asks, for error texts.
-        dims: the dims at which parameters are sharded.
-        optimizer: a prototype of another optimizer to try.
+        state: the state; by default its optimizer is tested.
+        caller: the call that needs an elementwise optimizer, for error messages.
+        dims: the dims along which parameters are sharded.
+        optimizer: a prototype of another optimizer to test.
 
     Raises:
-        OptimizerError: the optimizer is not elementwise, or cannot be tried.
+        OptimizerError: the optimizer is not elementwise, or cannot be tested.
     """
     optimizer = optimizer or state.definition.optimizer
     kind = type(optimizer).__name__
@@ -605,22 +610,23 @@ def check_elements(
         differ = [name for dim in dims for name in _differing(state, dim, optimizer)]
     except Exception as error:
         msg = (
-            f"{caller}: {kind} cannot be tried on small parameters, to see whether it"
-            f" updates each element for itself: {error!r}."
+            f"{caller}: accelfn tests with small parameters whether {kind} updates each element"
+            f" independently, but in this test {kind} raised {error!r}. Use another optimizer,"
+            " or af.wrap_ddp."
         )
         raise OptimizerError(msg) from error
     if differ:
         msg = (
-            f"{caller}: {kind} updates an element by more than its own gradient, and a"
-            f" rank has only a part of them: {', '.join(dict.fromkeys(differ[:5]))} came out"
-            " otherwise in parts. Take an optimizer that goes element by element, such as"
-            " AdamW, or af.wrap_ddp."
+            f"{caller}: {kind} does not update each element by its own gradient only, so it"
+            " cannot update shards. In a test with small parameters, these changed differently"
+            f" when they were sharded: {', '.join(dict.fromkeys(differ[:5]))}. Use an"
+            " elementwise optimizer, such as AdamW, or af.wrap_ddp."
         )
         raise OptimizerError(msg)
 
 
 def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
-    """Return the parameters that differ when they are sharded at a dim."""
+    """Return the names of parameters that change differently if they are sharded."""
     full_params, _ = try_optimizer(state, optimizer, part=(dim, slice(None)))
     parts = [try_optimizer(state, optimizer, part=(dim, half))[0] for half in _HALVES]
     return [
@@ -632,15 +638,15 @@ def _differing(state: TrainState, dim: int, optimizer: Optimizer) -> list[str]:
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether numbers are equal up to the rounding of a few operations."""
+    """Return whether numbers are equal up to the rounding of a few operations."""
     few = 16 * torch.finfo(one.dtype).eps
     return bool(((one - other).abs() <= few * (1 + one.abs())).all())
 
 
 def counts_by_group(state: TrainState, *, optimizer: Optimizer | None = None) -> bool:
-    """Whether an update changes numbers of the optimizer's parameter groups.
+    """Return whether an update changes numbers of the optimizer's parameter groups.
 
-    The state's optimizer is tried, unless `optimizer` is given.
+    This tests the state's optimizer, unless `optimizer` is given.
     """
     optimizer = optimizer or state.definition.optimizer
     _, opt_state = try_optimizer(state, optimizer)
@@ -665,7 +671,8 @@ def try_optimizer(
         state: the state, which does not change.
         optimizer: a prototype of the optimizer.
         alone: whether parameters are updated one by one, the last one first.
-        part: a dim and the slice of each parameter and its gradients that the optimizer gets.
+        part: a dim and a slice: the optimizer gets this slice of each parameter and its
+        gradients.
     """
     dim, within = part
     skeleton = state.definition.skeleton
@@ -708,7 +715,7 @@ def try_optimizer(
 
 
 def _small(meta: torch.Tensor, dim: int) -> tuple[int, ...]:
-    """Return a parameter's shape in the trial: large enough to shard."""
+    """Return a parameter's shape in the test: large enough to shard."""
     return tuple(
         _MOST if at == dim else min(n, _MOST) for at, n in enumerate(meta.shape)
     )
@@ -720,7 +727,7 @@ def _two_of_a_kind(
     trainable: Iterable[str],
     dim: int,
 ) -> dict[str, torch.Tensor]:
-    """Choose parameters for the trial: only two of each kind, because layers repeat."""
+    """Choose parameters for the test: only two of each kind, because layers repeat."""
     trainable = frozenset(trainable)
     groups = {
         id(param): i
@@ -740,7 +747,10 @@ def _two_of_a_kind(
 
 
 def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
-    """Return an optimizer over some parameters only, given by the ids of the originals."""
+    """Return an optimizer over only these parameters.
+
+    `params` has the new parameters by the ids of the originals.
+    """
     chosen = set(map(id, params.values()))
     new_optimizer = rebuilt(optimizer, params)
     for group in new_optimizer.param_groups:
@@ -750,23 +760,23 @@ def _over(optimizer: Optimizer, params: dict[int, Any]) -> Optimizer:
 
 # Optimizer in backward: step each parameter during the backward pass.
 #
-# # As soon as a parameter's gradient is complete, the optimizer steps this parameter and frees
+# As soon as a parameter's gradient is complete, the optimizer steps this parameter and frees
 # the gradient. Transforms that need several gradients cannot run in between.
 
 
 class LiveUpdate:
-    """The update that a backward pass takes.
+    """Steps parameters during a backward pass.
 
     Attributes:
-        is_planned: whether the next pass takes an update.
-        by_buckets: whether gradients are complete only after their bucket is reduced.
+        is_planned: whether the next backward pass makes an update.
+        by_buckets: whether a gradient is complete only after its bucket is reduced.
         hold: defers interrupts until the end of the planned update.
     """
 
     def __init__(
         self, optimizer: LiveOptimizer, named: Mapping[str, nn.Parameter]
     ) -> None:
-        """Take the optimizer, and the parameters that it trains."""
+        """Initialize with the optimizer, and the parameters that it trains."""
         self.is_planned = self.by_buckets = False
         self._optimizer = optimizer
         self._named = dict(named)
@@ -785,13 +795,13 @@ class LiveUpdate:
     def plan(
         self, hyper: Assignments, hold: Callable[[], None], begin: Callable[[], None]
     ) -> None:
-        """Let the next backward pass take an update.
+        """Let the next backward pass make an update.
 
-        `begin` is called just before the first step, possibly in autograd's thread; the step's
-        thread calls `hold` earlier.
+        `begin` is called just before the first parameter is stepped, possibly in autograd's
+        thread. `hold` is called earlier, in the thread of the step.
 
         Raises:
-            OptimizerError: a schedule-free optimizer is not in training mode.
+            OptimizerError: the optimizer is schedule-free, and nothing set its training mode.
         """
         self._optimizer.expect(hyper)
         self._hyper, self.hold, self._begin = hyper, hold, begin
@@ -803,11 +813,14 @@ class LiveUpdate:
         self.is_planned, self.hold, self._begin = False, tuple, None
 
     def divide_by(self, weight: Number) -> None:
-        """Set the weight of the losses before gradients are computed: see `divide_`."""
+        """Set the divisor of the gradients, before any gradient is computed.
+
+        It is the weight of the losses; see `divide_`.
+        """
         self._divisor = never_zero(weight)
 
     def take(self, param: torch.Tensor) -> None:
-        """Step a parameter with a complete gradient, and free the gradient."""
+        """Step a parameter whose gradient is complete, and free the gradient."""
         if self.is_planned and param.grad is not None:
             with torch.no_grad():
                 self._take(param, param.grad)

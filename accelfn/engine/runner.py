@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The two parts of an engine: the binding of a state's tensors, and the runner of losses.
 
-A `ParamBinding` points a module at a state's tensors and collects gradients. Only it knows
-whether a parameter is a whole tensor on each rank, or a shard. A `Runner` runs a loss function
-in that module, forward and backward, and checks what the function returns.
+A `ParamBinding` points a module to a state's tensors, and collects gradients. Only the binding
+knows whether a parameter is a whole tensor on each rank or a shard. A `Runner` runs a loss
+function in that module, forward and backward, and checks what the function returns.
 """
 
 import itertools
@@ -45,11 +45,11 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false
 
-# The binding: replicated parameters, or layers that are split along "tp".
+# The binding of parameters that are replicated, or of layers that are split along "tp".
 
 
 class ParamBinding(Protocol):
-    """Points a module at a state's tensors, and collects the module's gradients.
+    """Points a module to a state's tensors, and collects the module's gradients.
 
     Attributes:
         module: the module that computes the loss; runners wrap it.
@@ -63,28 +63,31 @@ class ParamBinding(Protocol):
 
     @property
     def opt_state_view(self) -> OptStateView | None:
-        """Converts optimizer state between shards and a state's values; None: they are the same."""
+        """The converter of optimizer state between shards and a state's values.
+
+        None means that no conversion is needed.
+        """
         ...
 
     @property
     def holder(self) -> Any:
-        """The object that hides gradients until the update (DeepSpeed); None: they are visible.
+        """The object that hides gradients until the update (DeepSpeed), or None.
 
-        It has `hidden()`, a placeholder for the gradients, `reports()`, metrics of the last
-        update, and `bound`, the parameters of the state after an update.
+        It has `hidden()`, a placeholder for the gradients; `reports()`, metrics of the last
+        update; and `bound`, the parameters of the state after an update.
         """
         ...
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Point the module at a state's parameters, without a copy."""
+        """Point the module to a state's parameters, without a copy."""
         ...
 
     def has_gradients(self) -> bool:
-        """Whether some parameter has a gradient, by a quick check."""
+        """Return whether some parameter has a gradient; the check is quick, not complete."""
         ...
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the gradients of the last backward pass, by name, without clearing `.grad`."""
+        """Return the gradients of the last backward pass by name; `.grad` is not cleared."""
         ...
 
     def put_gradients(self, grads: Grads) -> None:
@@ -107,7 +110,7 @@ class ParamBinding(Protocol):
 
 
 class ReplicaBinding:
-    """Binds whole parameters on each rank: one process, or a replica of DDP."""
+    """Binds whole parameters on each rank: of one process, or of a DDP replica."""
 
     opt_state_view: OptStateView | None = None
     holder = None
@@ -121,7 +124,7 @@ class ReplicaBinding:
         self._pairs = list(self.trained.items())
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Point the module's parameters at the state's memory."""
+        """Point the module's parameters to the state's memory."""
         for name, param in self.params.items():
             param.data = params[name]
 
@@ -131,7 +134,7 @@ class ReplicaBinding:
         return first.grad is not None or last.grad is not None
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the existing gradients by parameter name."""
+        """Return the gradients of the parameters that have one, by name."""
         gradients: dict[str, torch.Tensor] = {}
         for name, param in self._pairs:
             if param.grad is not None:
@@ -152,12 +155,12 @@ class ReplicaBinding:
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return a callable that runs functions of a module on these tensors."""
+        """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
         return lend_module(self._definition, params, buffers)
 
 
 class LayerBinding(ReplicaBinding):
-    """Binds this rank's shards of layers split along "tp", and the rest whole."""
+    """Binds this rank's shards of layers split along "tp", and all other parameters."""
 
     def __init__(self, state: TrainState) -> None:
         """Build a module around this rank's shards."""
@@ -170,17 +173,17 @@ class LayerBinding(ReplicaBinding):
         )
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Point the module's parameters at the memory of the state's shards."""
+        """Point the module's parameters to the memory of the state's shards."""
         super().bind({name: local(param) for name, param in params.items()})
         self._parts.state = params
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return gradients in the layout of their parameters."""
+        """Return the gradients by name, in the layout of their parameters."""
         gradients = super().take_gradients()
         return {n: self._layout.laid(n, grad) for n, grad in gradients.items()}
 
     def put_gradients(self, grads: Grads) -> None:
-        """Set each parameter's shard of its gradient, or None."""
+        """Set each parameter's `.grad` to this rank's shard of the gradient, or None."""
         grads.check_fit(self._parts.state)
         for name, param in self._pairs:
             grad = grads.as_taken.get(name)
@@ -190,7 +193,7 @@ class LayerBinding(ReplicaBinding):
 
 
 def binding_of(state: TrainState) -> ParamBinding:
-    """Return the binding of a state whose ranks compute with their own tensors."""
+    """Return the binding for an engine that does not gather parameters."""
     return (
         ReplicaBinding(state)
         if state.definition.layout is None
@@ -203,7 +206,7 @@ def build_module(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> nn.Module:
-    """Return the model around this rank's tensors, with split layers set up."""
+    """Return the model with this rank's tensors; split layers are set up."""
     params = {name: local(param) for name, param in params.items()}
     module = definition.skeleton.build(params, buffers)
     for split in definition.setup.facts.get("splits_layers", ()):
@@ -216,7 +219,7 @@ def lend_module(
     params: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> Callable[..., Any]:
-    """Return a callable that runs `fn(model, ...)` on a model around these tensors."""
+    """Return a callable that runs `fn(model, ...)` in evaluation mode on these tensors."""
     from accelfn.engine.vocabulary import gather_scores  # noqa: PLC0415 - of split layers
 
     model = build_module(definition, params, buffers).eval()
@@ -227,11 +230,11 @@ def lend_module(
     return call
 
 
-# Optimizer state of sharded parameters.
+# Convert the optimizer state of sharded parameters.
 
 
 class ShardedParams:
-    """Converts optimizer state between local shards, as stepped, and a state's DTensors."""
+    """Converts optimizer state between local shards and the DTensors of a state."""
 
     def __init__(
         self,
@@ -239,7 +242,7 @@ class ShardedParams:
         params: Mapping[str, torch.nn.Parameter],
         state: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take the names of split parameters, the stepped parameters and the state's values."""
+        """Initialize with split names, stepped parameters and the state's parameters."""
         self._split, self._params, self.state = split, params, state
 
     def to_state(self, opt_state: OptState) -> OptState:
@@ -273,17 +276,17 @@ def _local(value: Any) -> Any:
     return tree.local(value) if isinstance(value, torch.Tensor) else value
 
 
-# The runner of losses.
+# Read and check what a loss function returns.
 
 
 @attrs.frozen
 class ReadLoss:
-    """A checked loss: the scalar to differentiate, its weight and metrics.
+    """A checked loss: the scalar to differentiate, its weight and the metrics.
 
     Attributes:
         scalar: the total, or the mean that a loss function returned.
         weight: the divisor of the total.
-        is_mean: whether `scalar` is the mean, so that the total is `scalar * weight`.
+        is_mean: whether `scalar` is a mean; the total is then `scalar * weight`.
         sums: the step's metrics.
         is_finite: False if the loss is known to be infinite or NaN.
     """
@@ -300,19 +303,19 @@ LossFunction: TypeAlias = Callable[..., Any]
 
 @attrs.frozen
 class Samples:
-    """The inputs of a loss function, except the model, and their number of samples.
+    """The arguments of a loss function except the model, and how their samples count.
 
     Attributes:
-        value: a batch.
+        value: the value of a batch.
         extras: the extra arguments.
-        known: the number of samples, if the data say it; 0 for an empty share's placeholder.
+        known: the number of samples, if the data define it; 0 for the filler of an empty share.
         lone: whether no other loss is combined with this one, so the number is not needed.
-        judged: whether a transform checks the gradients, so the loss may be infinite.
+        judged: whether a transform checks the gradients, so the loss may be infinite or NaN.
         begins: whether these are the first samples of an update.
         is_whole: whether these are all samples of the update on this rank.
-        is_weighed: whether the loss function takes a weight per sample.
+        is_weighed: whether the loss function gets a weight per sample.
         batch: the batch of `af.batches` that has these samples, if any.
-        origin: the loss function before transforms wrapped it, which compiled code is kept by.
+        origin: the loss function before transforms wrap it; the key for compiled functions.
     """
 
     value: Any
@@ -333,20 +336,20 @@ class Samples:
         return [share[cast("Batch", batch).part] for share in shares]
 
     def with_weight(self, device: torch.device) -> "Samples":
-        """Append a weight per row as the last extra: 1, or 0 for a placeholder.
+        """Add an extra with a weight for each row: 1, or 0 for a filler.
 
         Raises:
-            BatchError: the batch's tensors differ in their number of rows.
+            BatchError: the batch's tensors have different numbers of rows.
         """
         rows = tree.num_rows(self.value)
         weight = torch.full((rows,), float(self.known != 0), device=device)
         return attrs.evolve(self, extras=(*self.extras, weight))
 
     def count(self) -> int:
-        """Return the number of samples that the data do not say.
+        """Return the number of samples from the tensors, if the data do not define it.
 
         Raises:
-            BatchError: the number is needed and cannot be determined.
+            BatchError: the number is needed, but tensors have different numbers of rows.
         """
         try:
             rows = tree.num_rows(self.value) or 1
@@ -358,13 +361,15 @@ class Samples:
 
 
 def read_loss(result: Any, loss_fn: Callable[..., Any], samples: Samples) -> ReadLoss:
-    """Check a loss function's result; an empty share's placeholder has weight 0.
+    """Check a loss function's result; the loss of a filler gets weight 0.
 
     Raises:
         LossError: the result is not a scalar tensor or an `af.Loss`, or has no gradient; or its
         weight is negative, infinite or NaN.
-        NonFiniteLossError: the loss is infinite or NaN. On a GPU neither is checked, because
-        that would wait for the device.
+        NonFiniteLossError: the loss is infinite or NaN.
+
+    On a GPU the values of loss and weight are not checked, because that would wait for the
+    device.
     """
     if isinstance(result, torch.Tensor):
         value, finite = _check_scalar(result, loss_fn, samples)
@@ -393,21 +398,21 @@ def read_loss(result: Any, loss_fn: Callable[..., Any], samples: Samples) -> Rea
             result.total, weight, is_mean=False, sums=sums, is_finite=finite
         )
     msg = (
-        f"{qualname(loss_fn)} returned {type(result).__name__}; expected a scalar tensor"
-        " (the mean over the samples), or af.Loss(total, weight, name=total)."
+        f"{qualname(loss_fn)} returned {type(result).__name__}; expected a scalar tensor (the"
+        " mean over the samples), or af.Loss(total, weight, name=total)."
     )
     raise LossError(msg)
 
 
 def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
-    """Reject a weight tensor that cannot be a divisor; `af.Loss` checks numbers."""
+    """Raise if a weight tensor cannot be a divisor; `af.Loss` itself checks plain numbers."""
     if not isinstance(weight, torch.Tensor) or not weight.is_cpu:
         return
     number: Any = weight.tolist()
     if not 0 <= number < math.inf:
         msg = (
             f"{qualname(loss_fn)} returned af.Loss(total, weight={number}): expected a finite"
-            " count or sum, 0 or more."
+            " weight of 0 or more."
         )
         raise LossError(msg)
 
@@ -415,34 +420,35 @@ def _check_weight(weight: Number, loss_fn: Callable[..., Any]) -> None:
 def _check_scalar(
     scalar: torch.Tensor, loss_fn: Callable[..., Any], samples: Samples
 ) -> tuple[torch.Tensor, bool]:
-    """Check a scalar; return its detached value, which no update changes.
+    """Check a scalar loss; return its detached value, which no update changes.
 
-    Returns also whether it is finite, as far as known without waiting for a device.
+    The second result is whether the value is finite, if this is known without waiting for a
+    device.
     """
     if type(scalar) is not torch.Tensor:
         check_whole(scalar, qualname(loss_fn))
     if scalar.ndim != 0:
         msg = (
-            f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)};"
-            " expected a scalar. Take its mean(), or return af.Loss(total.sum(),"
-            " weight)."
+            f"{qualname(loss_fn)} returned a tensor of shape {tuple(scalar.shape)}; expected a"
+            " scalar. Take its mean(), or return af.Loss(total.sum(), weight)."
         )
         raise LossError(msg)
     if scalar.is_complex():
-        msg = f"{qualname(loss_fn)} returned a complex number; a loss is real. Take its abs()."
+        msg = f"{qualname(loss_fn)} returned a complex number; a loss is real. Return its abs()."
         raise LossError(msg)
     if not scalar.requires_grad:
         msg = (
-            f"The loss that {qualname(loss_fn)} returned has no gradient: it does not"
-            " depend on a trainable parameter. Was it detached, computed under no_grad, or"
-            " rebuilt from numbers? If no sample of a batch counts, run the model on none"
-            " and return af.Loss(model(x[:0]).sum(), weight=0), not a constant."
+            f"The loss that {qualname(loss_fn)} returned has no gradient: it does not depend on"
+            " a trainable parameter. Maybe it was detached, computed under no_grad, or made"
+            " from Python numbers. If a batch has no sample that counts, do not return a"
+            " constant, but af.Loss(model(x[:0]).sum(), weight=0)."
         )
         raise LossError(msg)
     value = scalar.detach()
-    if scalar.is_leaf or scalar._is_view():  # a computed scalar has its own memory
+    # other computed scalars have their own memory
+    if scalar.is_leaf or scalar._is_view():
         value = value.clone()
-    # not `item`, an operator that waits for devices, so that a step has none
+    # not `item`: a step must not use this operator, because it waits for devices
     if not value.is_cpu or math.isfinite(cast("Any", value.tolist())):
         return value, True
     if samples.judged:
@@ -450,9 +456,8 @@ def _check_scalar(
     empty = _has_no_rows(samples.value)
     of = " for a batch without samples" if empty else ""
     msg = (
-        f"{qualname(loss_fn)} returned {float(value)}{of}. The state is as it was before this"
-        " step. Look at the batch, the learning rate and the precision; af.skip_nonfinite()"
-        " skips such updates."
+        f"{qualname(loss_fn)} returned {float(value)}{of}. The step did not change the state. Check"
+        " the batch, the learning rate and the precision. af.skip_nonfinite() skips such updates."
     )
     raise NonFiniteLossError(msg)
 
@@ -463,7 +468,7 @@ def _has_no_rows(value: Any) -> bool:
 
 
 def _detach(value: Number) -> Number:
-    """Return a number's value as an independent tensor."""
+    """Return a number's detached value, in its own memory if it is a tensor."""
     return (
         own_number(value.detach().reshape(()))
         if isinstance(value, torch.Tensor)
@@ -471,14 +476,14 @@ def _detach(value: Number) -> Number:
     )
 
 
-# Runners: how a loss runs, and how its gradients are reduced.
+# Runners run a loss, and reduce its gradients.
 
 
 class Runner(Protocol):
-    """Runs a loss over a module forward and backward; gradients go to `param.grad`.
+    """Runs a loss in a module forward and backward; gradients are added to `param.grad`.
 
     Attributes:
-        reduces: whether a synchronising backward pass averages gradients over ranks.
+        reduces: whether a backward pass with `sync` averages gradients over ranks.
         expects_unused: whether parameters without a gradient are allowed.
     """
 
@@ -487,19 +492,19 @@ class Runner(Protocol):
 
     @property
     def lone_module(self) -> nn.Module | None:
-        """The module, if nothing but the loss runs in a pass, so one graph can hold it."""
+        """The module, if only the loss runs in a pass and could be one graph; or None."""
         ...
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss."""
+        """Run the loss function, and return the checked loss."""
         ...
 
     def backward(
         self, scalar: torch.Tensor, scale: Number | None, weight: Number
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`, None being 1.
+        """Add the gradients of `scalar * scale` to the parameters; None means a scale of 1.
 
         Returns the mean of `weight` over ranks if gradients were averaged, else None.
         """
@@ -507,39 +512,39 @@ class Runner(Protocol):
 
 
 class Delegating:
-    """Runs another loss function in a runner: the one that `replace` returns."""
+    """Runs another loss function in a runner: the function that `replace` returns."""
 
     lone_module = None
 
     def __init__(
         self, inner: Runner, replace: Callable[[LossFunction, Samples], LossFunction]
     ) -> None:
-        """Take the inner runner, and a function of a loss function and its samples."""
+        """Initialize with the inner runner, and a function of a loss function and samples."""
         self.reduces, self.expects_unused = inner.reduces, inner.expects_unused
         self.backward, self._inner, self._replace = inner.backward, inner, replace
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss."""
+        """Run the loss function that `replace` returns."""
         return self._inner.forward(self._replace(loss_fn, samples), samples, sync=sync)
 
 
 class LocalRunner:
-    """Calls the loss function on the module itself; nothing crosses ranks."""
+    """Calls the loss function with the module itself, without communication."""
 
     reduces = False
     expects_unused = True
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the module."""
+        """Initialize with the module."""
         self.lone_module = self._module = module
         self._ones = Ones()
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss."""
+        """Run the loss function, and return the checked loss."""
         del sync
         result = loss_fn(self._module, samples.value, *samples.extras)
         return read_loss(result, loss_fn, samples)
@@ -555,14 +560,14 @@ class LocalRunner:
 
 
 class Ones:
-    """The initial gradient 1 of a backward pass, cached."""
+    """A cache of the initial gradient 1 of a backward pass."""
 
     def __init__(self) -> None:
         """Start with an empty cache."""
         self._last: torch.Tensor | None = None
 
     def like(self, scalar: torch.Tensor) -> torch.Tensor:
-        """Return a 1 of the scalar's dtype, on its device."""
+        """Return a 1 with the dtype and device of the scalar."""
         last = self._last
         if last is None or last.dtype is not scalar.dtype:
             last = self._last = torch.ones_like(scalar.detach())
@@ -572,10 +577,10 @@ class Ones:
 def run_backward(
     roots: tuple[torch.Tensor, ...], seeds: tuple[torch.Tensor, ...]
 ) -> None:
-    """Run torch's backward engine from scalars with given gradients.
+    """Run torch's backward pass from scalars with given initial gradients.
 
-    On the CPU the engine is called directly: `torch.autograd.backward` adds checks that are not
-    needed here, and a context for device threads, at 17 µs per call.
+    On the CPU torch's engine is called directly. `torch.autograd.backward` adds checks that are
+    not needed here, and a context for device threads, and costs 17 µs per call.
     """
     first, last = roots[0], roots[-1]
     if type(first) is type(last) is torch.Tensor and first.is_cpu and last.is_cpu:
@@ -591,7 +596,7 @@ def run_backward(
 
 
 def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
-    """Return `value` as a tensor of the scalar's dtype, on its device, without a wait."""
+    """Return `value` as a tensor with the scalar's dtype and device, without waiting."""
     if isinstance(value, torch.Tensor):
         # a copy, because autograd may store the tensor as a leaf's `.grad`
         return value.to(scalar, copy=True)
@@ -602,10 +607,10 @@ def like(scalar: torch.Tensor, value: Number) -> torch.Tensor:
 
 
 class RootModule(nn.Module):
-    """A module whose forward is the loss, so that the loss sees the plain model."""
+    """A module whose forward is the loss. The loss gets the plain model."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Take the model."""
+        """Initialize with the model."""
         super().__init__()
         self.module = module
         self._reads: list[ReadLoss] = []
@@ -619,25 +624,25 @@ class RootModule(nn.Module):
         return read.scalar
 
     def take_read(self) -> ReadLoss:
-        """Return the last pass's checked loss, and drop those of passes that raised."""
+        """Return the last pass's checked loss, and drop the losses of passes that raised."""
         read = self._reads.pop()
         self._reads.clear()
         return read
 
     def share_buffers(self, ranks: World) -> None:
         """Broadcast rank 0's buffers, as DDP does before an update; a collective."""
-        if self._shared is None:  # the tensors stay: see `Buffers`
+        if self._shared is None:  # the tensor objects stay the same: see `Buffers`
             self._shared = list(self.module.buffers())
         if self._shared:
             broadcast_(self._shared, ranks, label="buffers of rank 0")
 
 
-# Keep the collectives of a pass in one order on all ranks.
+# Keep the collectives of a pass in the same order on all ranks.
 #
-# A collective needs all ranks at once, so they follow one plan, the order of the last pass.
-# A rank that needs another call first takes part in the planned one with nothing to add. At
-# the end of the plan the ranks ask one another what they still need, until no rank needs
-# anything.
+# A collective needs all ranks at once, so ranks follow one plan: the order of calls in the last
+# pass. If a rank first needs another call, it still takes part in the planned call, and adds
+# nothing. At the end of the plan, the ranks ask each other which calls they still need, until
+# no rank needs one.
 
 
 _LABEL = "order of calls"
@@ -648,18 +653,21 @@ _END = -1
 class CallOrder:
     """The order of the collectives of a pass on the ranks of a world.
 
-    `needed` has the labels of the calls that this rank made in the pass, in order.
+    `needed` has the labels of the calls that this rank itself made in the pass, in order.
 
-    Cost: one all-gather of 24 bytes per pass. If ranks differ, one more for each call missing
-    from the plan, and an all-reduce to drop unneeded calls.
+    Cost: one all-gather of 24 bytes per pass. If ranks differ, one more for each call that is
+    not in the plan, and an all-reduce to drop calls that are not needed any more.
     """
 
     def __init__(self, ranks: World, calls: Mapping[str, Callable[[], object]]) -> None:
-        """Take the ranks, and by label the function that takes part in a call."""
+        """Initialize with the ranks and the calls.
+
+        `calls` has, for each label, the function that takes part in the call.
+        """
         self._ranks = attrs.evolve(ranks, group=ranks.connection, checked=False)
         self._labels, self._takes = list(calls), list(calls.values())
         self._turns = {label: turn for turn, label in enumerate(calls)}
-        host = torch.device("cpu")  # reading does not wait for a device
+        host = torch.device("cpu")  # to read a CPU tensor does not wait for a device
         joins_host = ranks.size > 1 and ranks.connection.joins(host)
         self._device = host if joins_host else readable(ranks.device)
         self._plans: dict[bool, list[int]] = {}
@@ -668,7 +676,7 @@ class CallOrder:
 
     @contextmanager
     def begins(self, *, kind: bool = False) -> Generator[None]:
-        """Begin a pass; each kind of pass has a separate plan."""
+        """Begin a pass in a `with` block; each kind of pass has its own plan."""
         self._plan = self._plans.setdefault(kind, [])
         self._at, self.needed = 0, {}
         with self.goes_on():
@@ -676,7 +684,7 @@ class CallOrder:
 
     @contextmanager
     def goes_on(self) -> Generator[None]:
-        """Make collectives of the loss wait for their turn."""
+        """In a `with` block, make the collectives of the loss wait for their turn."""
         activity = self._ranks.connection.activity
         activity.before_call = self.reach
         try:
@@ -685,10 +693,10 @@ class CallOrder:
             activity.before_call = None
 
     def reach(self, label: str, world: World | None = None) -> None:
-        """Take part in earlier calls of other ranks; return at the call's turn.
+        """Take part in calls that come first; return when it is this call's turn.
 
         Raises:
-            CollectiveMismatchError: the call needs all ranks, and ranks make different calls.
+            CollectiveMismatchError: the call needs all ranks, but ranks make different calls.
         """
         if world is not None and world.group is not self._ranks.group:
             return
@@ -703,7 +711,7 @@ class CallOrder:
         self.needed[self._at - 1] = label
 
     def end(self, note: int = 0) -> list[int]:
-        """End the pass on all ranks; return each rank's note."""
+        """End the pass on all ranks; return the `note` of each rank."""
         rows = self._reach(_END, note, "ends its pass")
         del self._plan[self._at :]
         if all(idle for _, idle, _ in rows):  # otherwise one rank needed the whole plan
@@ -714,7 +722,7 @@ class CallOrder:
         return [note for *_, note in rows]
 
     def refuse(self, words: str) -> NoReturn:
-        """Raise an error with each rank's words on all ranks.
+        """Raise an error on all ranks, with the words of each rank.
 
         Raises:
             CollectiveMismatchError: always.
@@ -722,14 +730,17 @@ class CallOrder:
         texts = gather_text(words, self._ranks, label=_LABEL)
         rows = "; ".join(f"rank {rank} {words}" for rank, words in enumerate(texts))
         msg = (
-            f"Rank {self._ranks.rank} of {self._ranks.size}: all ranks must make the same"
-            f" collectives in a loss, in the same order, but {rows}. Make these calls on all"
-            " ranks, in no branch that depends on the samples."
+            f"Rank {self._ranks.rank} of {self._ranks.size}: in a loss, all ranks must make the"
+            f" same collectives in the same order, but {rows}. Make these calls on all ranks,"
+            " not in a branch that depends on the samples."
         )
         raise CollectiveMismatchError(msg)
 
     def _reach(self, turn: int, note: int = 0, words: str = "") -> list[list[int]]:
-        """Make the calls before a turn; return all ranks' rows if the turn needs all ranks."""
+        """Make the planned calls before a turn.
+
+        If the turn needs all ranks, return the rows of all ranks, otherwise an empty list.
+        """
         while True:
             while self._at < len(self._plan) and self._plan[self._at] >= 0:
                 call = self._plan[self._at]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensor parallelism: split layers along "tp", and plans that say how."""
+"""Tensor parallelism: layers that are split along "tp", and plans that name these layers."""
 
 import difflib
 import math
@@ -21,34 +21,35 @@ from accelfn.world import World
 
 # pyright: reportPrivateUsage=false
 
-# Random numbers per rank, between column and row layers and on a rank's own positions.
+# Random numbers that differ by rank: between column and row layers, and on a rank's own
+# positions.
 
 
 States = list[torch.Tensor]
 
 
 class PerRankRng:
-    """Seeds torch's default generators by rank for a region of a loss, and restores them.
+    """Seeds torch's default generators by rank in a region of a loss, and restores them.
 
-    A generator's seed identifies its region. So recomputed activations, which restore the
-    generators, draw the same numbers again, wherever the recomputed part begins or ends.
+    A generator's seed identifies its region. When activations are recomputed, torch restores
+    the generators. So the same numbers are drawn again, no matter which part is recomputed.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that draw independently."""
+        """Initialize with the ranks that draw independently."""
         self._ranks = ranks
         self._alike: dict[int, tuple[States, States]] = {}
 
     def begin(self) -> None:
-        """Forget all regions."""
+        """Forget the regions of the last pass."""
         self._alike = {}
 
     def draw(self, place: str) -> None:
-        """Seed this rank's generators for a region, unless they already are."""
+        """Seed this rank's generators for a region, unless they are already seeded for one."""
         first = self._generators()[0]
         if first.initial_seed() in self._alike:
             return
-        # draw no number, so that the common random numbers do not change
+        # do not draw a number for the seed, because the common random numbers must not change
         before = self._states()
         content = b"".join(state.cpu().numpy().tobytes() for state in before)
         key = draws.key(content.hex(), place, self._ranks.rank)
@@ -57,7 +58,7 @@ class PerRankRng:
         self._alike[first.initial_seed()] = before, self._states()
 
     def draw_alike(self) -> None:
-        """Restore the generators that all ranks share."""
+        """Restore the generators whose numbers are equal on all ranks."""
         generators = self._generators()
         entry = self._alike.get(generators[0].initial_seed())
         if entry is None:
@@ -82,16 +83,16 @@ class PerRankRng:
 
 
 _FAR = 1e-3
-"""The relative tolerance of a layer's input, for the order of sums."""
+"""The relative tolerance when inputs are compared, because the order of sums differs."""
 _COARSE = 0.1
-"""The same tolerance in 16 bits."""
+"""The relative tolerance in 16 bits."""
 
 
 class InputComparison:
-    """Compares the inputs of row layers with the inputs of whole layers."""
+    """Compares the inputs of split row layers with the inputs of the same layers unsplit."""
 
     def __init__(self, ranks: World) -> None:
-        """Take the ranks that share the features, in order."""
+        """Initialize with the ranks that share the features, in order."""
         self._ranks = ranks
         self._wholes: dict[str, torch.Tensor] | None = None
         self._parts: dict[str, torch.Tensor] = {}
@@ -101,13 +102,13 @@ class InputComparison:
         self._wholes, self._parts = {}, {}
 
     def see(self, place: str, tensor: torch.Tensor, *, is_whole: bool) -> None:
-        """Record the input of a layer's last call."""
+        """Record a layer's input. If the layer is called several times, the last one counts."""
         if self._wholes is not None and not torch.is_grad_enabled():
             inputs = self._wholes if is_whole else self._parts
             inputs[place] = tensor.detach()
 
     def end(self) -> str | None:
-        """Stop recording; return the first layer with a different input, or None."""
+        """Stop recording; return the name of a layer whose inputs differ, or None."""
         wholes, parts = self._wholes or {}, self._parts
         self._wholes, self._parts = None, {}
         if wholes.keys() != parts.keys():
@@ -128,36 +129,36 @@ class InputComparison:
 
 # Split layers, as in Megatron-LM.
 #
-# # A column layer is split by output features, and a row layer by the same features of its
-# input. In the region between them each rank computes its own features. Ranks all-reduce at the
+# A column layer is split by output features, and a row layer by the same features of its input.
+# In the region between them, each rank computes only its own features. Ranks all-reduce at the
 # end of a region in the forward pass, and at its beginning in the backward pass. Parameters are
-# plain tensors with a rank's shard.
+# plain tensors that hold a rank's shard.
 #
-# # If sequences are split between regions, a region begins with an all-gather and ends with a
+# If sequences are split between regions, a region begins with an all-gather and ends with a
 # reduce-scatter.
 
 
-# a module's tables of parameters have no public name
+# torch has no public name for a module's dict of parameters
 
 _SEQUENCE = -2
-"""The dim of activations that is split between regions; the last is the features."""
+"""The dim of activations that is split between regions; the last dim is the features."""
 
 
 class Layers:
-    """The shared state of one module's parallel layers.
+    """The ranks and the progress of a pass, shared by the parallel layers of one model.
 
     Attributes:
         ranks: the ranks along "tp".
         sequence: whether sequences are split between regions.
         looks: the comparison of layers' inputs, during the first check.
-        is_whole: whether each rank now computes with whole layers, to compare.
+        is_whole: whether each rank currently computes with whole layers, for a comparison.
         is_checked: whether the loss was compared.
         open: the column layer of a region that no row layer has ended yet.
         split: the layer after which sequences are split, until a head gathers them.
     """
 
     def __init__(self, ranks: World, *, sequence: bool) -> None:
-        """Take the ranks."""
+        """Initialize with the ranks, and whether sequences are split."""
         self.ranks, self.sequence, self.looks = ranks, sequence, InputComparison(ranks)
         self.is_whole, self.is_checked = False, False
         self._apart = PerRankRng(ranks)
@@ -171,9 +172,9 @@ class Layers:
         self._apart.begin()
 
     def enter(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an input to the ranks; the backward pass sums its gradient.
+        """Return an input of a region; the backward pass sums its gradient over the ranks.
 
-        Layers with the same input, such as query, key and value, sum its gradient once.
+        Layers with the same input, such as query, key and value, sum its gradient only once.
         """
         entry = self._entered
         if entry is not None and entry[0] is tensor:
@@ -186,38 +187,41 @@ class Layers:
         return output
 
     def leave(self, part: torch.Tensor, layer: "Parallel") -> torch.Tensor:
-        """Return the sum over the ranks, or this rank's positions of the sum."""
+        """Return the sum of a region's outputs over ranks, or this rank's positions of it."""
         if not self.sequence:
             return vocabulary.reduce_from_ranks(part, self.ranks)
         self._check_length(part, layer.place)
         return vocabulary.reduce_scatter(part, _SEQUENCE, self.ranks)
 
     def begin_region(self, place: str, *, training: bool) -> None:
-        """Begin a region: seed dropout by rank, in training."""
+        """Begin a region; in training, random numbers then differ by rank."""
         self.open = place
         if training:
             self._apart.draw(place)
 
     def end_region(self) -> None:
-        """End a region: restore common random numbers, unless sequences are split."""
+        """End a region; restore common random numbers, unless sequences are split."""
         self._entered = self.open = None
         if not self.sequence:
             self._apart.draw_alike()
 
     def begin_sequence(self, place: str, *, training: bool) -> None:
-        """Begin split sequences: seed dropout by rank, in training."""
+        """Begin split sequences; in training, random numbers then differ by rank."""
         self.split = place
         if training:
             self._apart.draw(place)
 
     def end_sequence(self) -> None:
-        """End split sequences: restore common random numbers."""
+        """End split sequences; restore common random numbers."""
         self._entered = self.split = None
         if self.sequence:
             self._apart.draw_alike()
 
     def gather_features(self, part: torch.Tensor) -> torch.Tensor:
-        """Return the features of all ranks, the last dim; a gradient is of the own part."""
+        """Return the features (the last dim) of all ranks.
+
+        In the backward pass, each rank gets the gradient of its own features.
+        """
         return vocabulary.gather_from_ranks(part, -1, self.ranks)
 
     def scatter_features(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -232,25 +236,29 @@ class Layers:
     def _check_length(self, tensor: torch.Tensor, place: str) -> None:
         if tensor.ndim < 2 or tensor.shape[_SEQUENCE] % self.ranks.size:
             msg = (
-                f"af.tensor_parallel(sequence=True): {place!r} gives {tuple(tensor.shape)}, and"
-                f" its last dim but one is to be a sequence that {self.ranks.size} ranks along"
-                ' "tp" share alike. Pad the sequences of a batch to a multiple of that.'
+                f"af.tensor_parallel(sequence=True): the tensor of shape {tuple(tensor.shape)}"
+                f" at {place!r} cannot be split into equal parts for {self.ranks.size} ranks"
+                ' along "tp": the dim before the last must be the sequence. Pad the sequences'
+                f" of a batch to a multiple of {self.ranks.size}."
             )
             raise LossError(msg)
 
     def part(self, param: torch.Tensor | None) -> torch.Tensor | None:
-        """Return a parameter for use on this rank's positions; gradients are summed."""
+        """Return a parameter for use on this rank's positions.
+
+        The backward pass sums its gradients over the ranks.
+        """
         if param is None or not self.sequence or self.is_whole:
             return param
         return vocabulary.copy_to_ranks(param, self.ranks)
 
     def gather_param(self, part: torch.Tensor, dim: int) -> torch.Tensor:
-        """All-gather a parameter; a collective."""
+        """All-gather a parameter along a dim; a collective."""
         return vocabulary.all_parts(part.detach(), dim, self.ranks)
 
     @contextmanager
     def in_one_piece(self) -> Generator[None]:
-        """Compute with whole layers, gathered one at a time."""
+        """In a `with` block, compute with whole layers, each gathered when it is used."""
         self.is_whole = True
         try:
             yield
@@ -259,12 +267,12 @@ class Layers:
 
 
 class Parallel:
-    """A split layer.
+    """A layer that is split over the ranks.
 
     Attributes:
         cuts: the split dim of each split parameter; other parameters are whole.
         place: its name in the model.
-        layers: the state that it shares with other layers.
+        layers: the object that it shares with other layers.
     """
 
     cuts: ClassVar[Mapping[str, int]]
@@ -272,51 +280,51 @@ class Parallel:
     layers: Layers
 
     def now(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """Return a parameter's shard, or the whole while layers are compared."""
+        """Return a parameter's shard, or the whole parameter while layers are compared."""
         if not self.layers.is_whole or name not in self.cuts:
             return param
         return self.layers.gather_param(param, self.cuts[name])
 
 
 class SelfSplittingLayer(nn.Module):
-    """A layer that splits itself and is in no plan, such as Megatron-core's.
+    """A layer that splits itself and is in no plan, such as a layer of Megatron-core.
 
     Its parameters have Megatron's attributes with the split dim.
     """
 
     def split(self, layers: Layers, place: str) -> None:
-        """Switch to this rank's shards of the parameters."""
+        """Replace the parameters by this rank's shards."""
         raise NotImplementedError
 
     def check(self, size: int, place: str, caller: str, *, sequence: bool) -> None:
-        """Reject a number of ranks that cannot share the layer.
+        """Raise if the layer cannot be split over this number of ranks.
 
         Raises:
-            ModelError: the ranks cannot.
+            ModelError: the layer cannot be split.
         """
         raise NotImplementedError
 
 
 def own_cut(param: torch.Tensor) -> int | None:
-    """Return a parameter's own split dim (Megatron's attribute), or None."""
+    """Return the split dim that Megatron's attributes of a parameter define, or None."""
     fields = vars(param)
     return fields.get("partition_dim") if fields.get("tensor_model_parallel") else None
 
 
 class _Linear(Parallel, nn.Linear):
-    """A linear layer, split by output features unless its class has other `cuts`."""
+    """A linear layer that is split by output features, or by the `cuts` of its class."""
 
     cuts = {"weight": 0, "bias": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return what `give` makes of this rank's features, or all while layers are compared."""
+        """Compute this rank's features and pass them to `give`, unless layers are whole."""
         weight, bias = self._tensors()
         if self.layers.is_whole:
             return F.linear(input, weight, bias)
         return self.give(F.linear(self.layers.enter(input), weight, bias))
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the layer's result from this rank's features."""
+        """Return the layer's output, given this rank's features."""
         raise NotImplementedError
 
     def _tensors(self) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -326,39 +334,39 @@ class _Linear(Parallel, nn.Linear):
 
 
 class ColumnLinear(_Linear):
-    """A linear layer split by output features, for a row layer to take."""
+    """A linear layer that is split by output features, and followed by a row layer."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return this rank's features."""
+        """Return this rank's features, and begin a region."""
         self.layers.begin_region(self.place, training=self.training)
         return features
 
 
 class GatheredLinear(_Linear):
-    """A linear layer split by output features, which it gathers."""
+    """A linear layer that is split by output features, and gathers its output."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return all features."""
+        """Return the features of all ranks."""
         self.layers.end_sequence()
         return self.layers.gather_features(features)
 
 
 class VocabularyLinear(_Linear):
-    """An output head split by words; returns split scores."""
+    """An output head that is split by words, and returns split scores."""
 
     def give(self, features: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the scores."""
+        """Return the scores of this rank's words."""
         self.layers.end_sequence()
         return Scores.of(features, self.layers.ranks)
 
 
 class RowLinear(_Linear):
-    """A linear layer split by input features; sums over the ranks."""
+    """A linear layer that is split by input features, and sums its output over the ranks."""
 
     cuts = {"weight": 1}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return the sum over the ranks, and the bias."""
+        """Return the sum over the ranks, plus the bias."""
         layers = self.layers
         weight, bias = self._tensors()
         layers.looks.see(self.place, input, is_whole=layers.is_whole)
@@ -371,12 +379,12 @@ class RowLinear(_Linear):
 
 
 class VocabularyEmbedding(Parallel, nn.Embedding):
-    """An embedding split by words."""
+    """An embedding that is split by words."""
 
     cuts = {"weight": 0}  # noqa: RUF012 - of all
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's word
-        """Return the vectors of all words, each from its rank."""
+        """Return the vectors of all words, summed over ranks; each word is on one rank."""
         weight, layers = self.now("weight", self.weight), self.layers
         if layers.is_whole:
             return F.embedding(input, weight, self.padding_idx)
@@ -397,7 +405,7 @@ class VocabularyEmbedding(Parallel, nn.Embedding):
 
 
 def scatter(module: nn.Module, place: str, layers: Layers) -> None:
-    """Scatter the positions of a module's output over the ranks."""
+    """Let a module's output be split by positions over the ranks."""
 
     def give_some(module: nn.Module, _: object, output: Any) -> Any:
         if layers.is_whole:
@@ -414,7 +422,7 @@ def share_gradients(
 ) -> None:
     """Sum the gradients of a module's parameters over the ranks.
 
-    All ranks have these parameters, and use them for their own features or positions.
+    All ranks have these parameters, but use them for their own features or positions.
     """
 
     def lend(module: nn.Module, *_: object) -> None:
@@ -441,20 +449,20 @@ def share_gradients(
 
 
 def _check_stands(place: str, layers: Layers, *, by_position: bool) -> None:
-    """Reject summing gradients that all ranks already have in full.
+    """Raise if gradients would be summed although every rank has the full gradients.
 
     Raises:
-        LossError: the module is outside a region.
+        LossError: the module is not in a region, or not where sequences are split.
     """
     if (layers.split if by_position else layers.open) is not None:
         return
     word, where = ("replicated", "between a column and a row layer")
     if by_position:
-        word, where = ("sequence", "where sequences are split")
+        word, where = ("sequence", "in a part of the model where sequences are split")
     msg = (
-        f"af.tensor_parallel: {place!r} is {word!r}, and does not stand {where}: all ranks"
-        " compute the same with it, and a sum of its gradients would count each several times."
-        " Leave it out of the plan."
+        f"af.tensor_parallel: the plan says {word!r} for {place!r}, but this module is not"
+        f" {where}. There, every rank already has the full gradient, and a sum over ranks would"
+        f" be too large. Remove {place!r} from the plan."
     )
     raise LossError(msg)
 
@@ -465,10 +473,10 @@ LAYERS: Mapping[str, Mapping[type[nn.Module], type[Parallel]]] = {
     "row": {nn.Linear: RowLinear},
     "vocabulary": {nn.Embedding: VocabularyEmbedding, nn.Linear: VocabularyLinear},
 }
-"""The classes of split layers, by word and original class."""
+"""The classes of split layers, by the plan's word and the original class."""
 REPLICATED, SEQUENCE, SCATTERED = "replicated", "sequence", "scattered"
-"""The words for unsplit modules: used on a rank's features, used on a rank's positions, or
-followed by split positions.
+"""Words for modules that are not split. They are used on a rank's own features ("replicated")
+or positions ("sequence"), or their output is split by positions ("scattered").
 """
 OF_SEQUENCES = SEQUENCE, SCATTERED
 WORDS = (*LAYERS, REPLICATED, *OF_SEQUENCES)
@@ -488,23 +496,23 @@ def parse_plan(plan: Any) -> dict[str, str]:
     """Check a plan, and return it in accelfn's words.
 
     Args:
-        plan: words by name pattern: accelfn's, Transformers', or torch's ColwiseParallel and
-        RowwiseParallel.
+        plan: a word for each name pattern: accelfn's or Transformers' word, or torch's
+        ColwiseParallel or RowwiseParallel.
 
     Raises:
-        ArgumentError: not a valid plan.
+        ArgumentError: the plan is not valid.
     """
     if not isinstance(plan, Mapping):
         msg = (
-            f"af.tensor_parallel({plan!r}): expected a word by name, such as"
-            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+            f"af.tensor_parallel({plan!r}): expected a dict from module names to words, such as"
+            f' {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
         )
         raise ArgumentError(msg)
     return {str(name): _word(name, value) for name, value in plan.items()}
 
 
 def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
-    """Reject words about split sequences without sequence=True.
+    """Raise if a plan has words about split sequences, but `sequence` is False.
 
     Raises:
         ArgumentError: the plan has such a word.
@@ -512,8 +520,9 @@ def check_words(plan: Mapping[str, str], *, sequence: bool) -> None:
     for name, word in plan.items():
         if word in OF_SEQUENCES and not sequence:
             msg = (
-                f"af.tensor_parallel: {name!r} is to be {word!r}, which is about sequences that"
-                " are split between layers. Say sequence=True, or leave it out of the plan."
+                f"af.tensor_parallel: the plan says {word!r} for {name!r}, but this word needs"
+                " sequences that are split between layers. Pass sequence=True, or remove"
+                f" {name!r} from the plan."
             )
             raise ArgumentError(msg)
 
@@ -526,15 +535,15 @@ def _word(name: object, value: Any) -> str:
         matches = difflib.get_close_matches(value, WORDS, n=1)
         meant = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"af.tensor_parallel: {name!r} is to be {value!r}, which is no word of a plan;"
-            f" they are {', '.join(WORDS)}.{meant}"
+            f"af.tensor_parallel: the plan says {value!r} for {name!r}; expected one of"
+            f" {', '.join(WORDS)}.{meant}"
         )
         raise ArgumentError(msg)
     return _word_of_torch(name, value)
 
 
 def _word_of_torch(name: object, style: Any) -> str:
-    """Return the word for one of torch's parallel styles."""
+    """Return accelfn's word for one of torch's parallel styles."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415 - heavy
     from torch.distributed.tensor.parallel import (  # noqa: PLC0415 - heavy
         ColwiseParallel,
@@ -558,16 +567,16 @@ def _word_of_torch(name: object, style: Any) -> str:
     if key in words:
         return words[key]
     msg = (
-        f"af.tensor_parallel: {name!r} is to be {style!r}. Of torch's styles ColwiseParallel(),"
-        " RowwiseParallel() and SequenceParallel() have a word here, and of a head"
-        " ColwiseParallel(output_layouts=Replicate()) and (use_local_output=False). The words"
-        f" are {', '.join(WORDS)}."
+        f"af.tensor_parallel: the plan says {style!r} for {name!r}, and accelfn does not"
+        f" support this style. Use one of {', '.join(WORDS)}, or torch's ColwiseParallel(),"
+        " RowwiseParallel() or SequenceParallel(). For an output head, use ColwiseParallel"
+        " with output_layouts=Replicate() or use_local_output=False."
     )
     raise ArgumentError(msg)
 
 
 def word_of(plan: Mapping[str, str], name: str) -> str | None:
-    """Return the word of the first pattern that matches a module, or None."""
+    """Return the word of the first pattern that matches a module's name, or None."""
     for pattern, word in plan.items():
         if _matches(pattern, name):
             return word
@@ -575,7 +584,7 @@ def word_of(plan: Mapping[str, str], name: str) -> str | None:
 
 
 def _matches(pattern: str, name: str) -> bool:
-    """Whether a pattern matches a name; `*` matches anything between two dots."""
+    """Return whether a pattern matches a name; `*` matches any text between two dots."""
     parts, words = name.split("."), pattern.split(".")
     return len(parts) == len(words) and all(map(fnmatchcase, parts, words))
 
@@ -591,7 +600,7 @@ def planned_modules(
 
 
 def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | None:
-    """Return a parameter's split dim, or None."""
+    """Return the dim along which a plan splits a parameter, or None."""
     own_dim = own_cut(meta)
     if own_dim is not None:
         return own_dim
@@ -604,7 +613,7 @@ def cut_of(plan: Mapping[str, str], param: str, meta: torch.Tensor) -> int | Non
 
 
 def split(plan: Mapping[str, str], module: nn.Module, layers: Layers) -> None:
-    """Turn the layers of a model with sharded parameters into split layers."""
+    """Turn the layers in a plan, whose parameters are shards already, into split layers."""
     for name, layer in module.named_modules():
         if isinstance(layer, SelfSplittingLayer):
             layer.split(layers, name)
@@ -626,13 +635,13 @@ def check_model(
     *,
     sequence: bool,
 ) -> None:
-    """Reject a plan that does not fit a model.
+    """Raise if a plan does not fit a model.
 
     Args:
-        plan: as `parse_plan` returns it.
-        module: with meta tensors.
+        plan: a plan that `parse_plan` returned.
+        module: the model, with meta tensors.
         size: the number of ranks along "tp".
-        caller: the call that asks, for error texts.
+        caller: the call that has the plan, for error messages.
         sequence: whether sequences are split between regions.
 
     Raises:
@@ -649,15 +658,15 @@ def check_model(
             split_themselves += 1
     if not plan and not split_themselves:
         msg = (
-            f"{caller}: the plan names no layer, and {type(module).__name__} has none of"
-            " af.megatron.layers(world), which need no name. Write a word by name, such as"
-            ' {"blocks.*.up": "column", "blocks.*.down": "row"}.'
+            f"{caller}: the plan is empty, and {type(module).__name__} has no layer of"
+            " af.megatron.layers(world), which splits itself. Pass a dict from module names to"
+            f' words, such as {{"blocks.*.up": "column", "blocks.*.down": "row"}}.'
         )
         raise ModelError(msg)
 
 
 def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator[str]:
-    """Yield what does not fit between a plan and a model."""
+    """Yield a message for each contradiction between a plan and a model."""
     modules = dict(module.named_modules())
     for pattern in plan:
         if not any(_matches(pattern, name) for name in modules):
@@ -672,23 +681,23 @@ def _problems(plan: Mapping[str, str], module: nn.Module, size: int) -> Iterator
         if any(own_cut(param) is not None for param in params):
             kind = type(submodule)
             yield (
-                f"{name!r} is a {kind.__module__}.{kind.__name__}, whose parameters say that"
-                " each rank has a part of them. Make it by af.megatron.layers(world), which"
-                " makes it whole, and each rank's part of it here."
+                f"{name!r} is a {kind.__module__}.{kind.__name__} that already has only this"
+                " rank's shard of its parameters. Create it with af.megatron.layers(world):"
+                " then it has the full parameters, and accelfn splits them."
             )
     first: dict[int, str] = {}
     for name, param in module.named_parameters(remove_duplicate=False):
         first_name = first.setdefault(id(param), name)
         if cut_of(plan, first_name, param) != cut_of(plan, name, param):
             yield (
-                f"{first_name!r} and {name!r} are one parameter, which would be split in one place"
-                " and not so in the other. Name both layers: a head that is tied to a"
-                ' "vocabulary" is "gathered".'
+                f"{first_name!r} and {name!r} are the same parameter, but the plan splits it"
+                " differently in the two places. Name both layers in the plan: if an output"
+                ' head is tied to a "vocabulary" embedding, the head is "gathered".'
             )
 
 
 def _explain_name(pattern: str, module: nn.Module) -> str:
-    """Say that a pattern has no match, and name similar modules."""
+    """Return a message about a pattern without a match, with similar names."""
     names = dict.fromkeys(
         re.sub(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)", "*", name)
         for name, layer in module.named_modules()
@@ -696,8 +705,8 @@ def _explain_name(pattern: str, module: nn.Module) -> str:
     )
     best = difflib.get_close_matches(pattern, names, n=5, cutoff=0.3) or list(names)[:5]
     return (
-        f"{pattern!r} is no module of {type(module).__name__}. Near to it are"
-        f" {', '.join(map(repr, best)) or 'no layers at all'}."
+        f"{type(module).__name__} has no module {pattern!r}. The closest names are"
+        f" {', '.join(map(repr, best)) or 'none, as it has no linear or embedding layers'}."
     )
 
 
@@ -706,44 +715,45 @@ def _layer_problems(
 ) -> Iterator[str]:
     if isinstance(module, SelfSplittingLayer):
         yield (
-            f"{name!r} is to be {word!r}, and is a layer of af.megatron.layers, which says for"
-            " itself how it is split. Leave it out of the plan."
+            f"the plan says {word!r} for {name!r}, but this is a layer of af.megatron.layers,"
+            " which splits itself. Remove it from the plan."
         )
     if word not in LAYERS:
         return
     kinds = LAYERS[word]
     if type(module) not in kinds:
         yield (
-            f"{name!r} is to be {word!r}, for which it must be an"
-            f" {' or '.join(f'nn.{kind.__name__}' for kind in kinds)}, with its own forward;"
-            f" it is a {type(module).__module__}.{type(module).__name__}."
+            f"the plan says {word!r} for {name!r}, but only an"
+            f" {' or '.join(f'nn.{kind.__name__}' for kind in kinds)} can be {word!r}, not a"
+            f" subclass; this is a {type(module).__module__}.{type(module).__name__}."
         )
     wrong = [option for option in _REFUSED if getattr(module, option, None)]
     if wrong:
         yield (
-            f"the embedding {name!r} has {', '.join(wrong)}, which looks at all words of a"
-            " batch, and a rank has some of them. Make it without, or leave it out of the plan."
+            f"the embedding {name!r} has the option {', '.join(wrong)}, which needs all words"
+            " on one rank. Create it without this option, or remove it from the plan."
         )
     dim = next(iter(kinds.values())).cuts["weight"]
     count = module.get_parameter("weight").shape[dim]
     if count % size:
         unit = "words" if word == "vocabulary" else "output features"
         yield (
-            f"{name!r} has {count} {(unit, 'input features')[dim]}, which {size} ranks along"
-            ' "tp" cannot share alike. Make them a multiple, or leave it out of the plan.'
+            f"{name!r} has {count} {(unit, 'input features')[dim]}, which cannot be divided"
+            f' evenly among {size} ranks along "tp". Use a multiple of {size}, or remove'
+            f" {name!r} from the plan."
         )
 
 
 def _inner_problems(
     name: str, module: nn.Module, word: str, plan: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield modules in a module that are split or named, so gradients are summed twice."""
+    """Yield a message for each inner module whose gradients would be summed twice."""
     for inner, part in module.named_modules(prefix=name):
         role = word_of(plan, inner)
         if inner == name or (role is None and not isinstance(part, SelfSplittingLayer)):
             continue
         problem = f"is {role!r}" if role else "is split"
         yield (
-            f"{name!r} is to be {word!r}, which is about all modules in it, and {inner!r}"
-            f" {problem}. Name those in it that are {word!r}, each for itself."
+            f"the plan says {word!r} for {name!r}, which includes all modules inside it, but"
+            f" {inner!r} {problem}. Instead, name each module inside it that is {word!r}."
         )

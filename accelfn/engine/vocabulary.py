@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Scores (logits) split by words over the ranks along "tp", and their collectives.
+"""Scores (logits) that are split by words over the ranks along "tp", and their collectives.
 
 Cross entropy is computed from split scores: ranks exchange three numbers per token, and no rank
-has the scores of all words. Common functions between a head and its loss, such as casts, views
-and scaling, also work on split scores. Every other function gets the gathered scores: correct,
-at the cost of a gathered head.
+has the scores of all words. Common functions between an output head and its loss, such as
+casts, views and scaling, also work on split scores. Every other function gets the gathered
+scores: it is correct, but needs memory for the scores of all words.
 """
 
 import math
@@ -25,40 +25,40 @@ from accelfn.world import World
 
 # Differentiable collectives along "tp".
 #
-# # They form pairs, each the other's gradient: copy and all-reduce; all-gather and scatter;
-# and, for split sequences, reduce-scatter and all-gather.
+# They form pairs: each is the gradient of the other. The pairs are copy and all-reduce;
+# all-gather and scatter; and, for split sequences, reduce-scatter and all-gather.
 
 
 _LABEL = "tensor_parallel"
 
 
 def copy_to_ranks(inputs: torch.Tensor, ranks: World) -> torch.Tensor:
-    """Return the input on each rank; the backward pass all-reduces its gradient."""
+    """Return the input on each rank; the backward pass all-reduces the gradient."""
     return _differentiable(inputs, 0, ranks, _same, _sum)
 
 
 def reduce_from_ranks(part: torch.Tensor, ranks: World) -> torch.Tensor:
-    """All-reduce; the backward pass copies the gradient to each rank."""
+    """All-reduce a tensor; the backward pass copies the gradient to each rank."""
     return _differentiable(part, 0, ranks, _sum, _same)
 
 
 def gather_from_ranks(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim; each rank gets the gradient of its own part."""
+    """All-gather along a dim; in the backward pass each rank gets its part's gradient."""
     return _differentiable(part, dim, ranks, all_parts, _own_part)
 
 
 def scatter_to_ranks(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Return this rank's part along a dim; the backward pass all-gathers."""
+    """Return this rank's part along a dim; the backward pass all-gathers the gradient."""
     return _differentiable(tensor, dim, ranks, _own_part, all_parts)
 
 
 def gather_and_copy(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim; the backward pass reduce-scatters."""
+    """All-gather along a dim; the backward pass reduce-scatters the gradient."""
     return _differentiable(part, dim, ranks, all_parts, _sum_of_part)
 
 
 def reduce_scatter(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """Reduce-scatter along a dim; the backward pass all-gathers."""
+    """Reduce-scatter along a dim; the backward pass all-gathers the gradient."""
     return _differentiable(tensor, dim, ranks, _sum_of_part, all_parts)
 
 
@@ -68,7 +68,7 @@ Collective: TypeAlias = Callable[[torch.Tensor, int, World], torch.Tensor]
 def _differentiable(
     tensor: torch.Tensor, dim: int, ranks: World, run: Collective, back: Collective
 ) -> torch.Tensor:
-    """Run a collective; the backward pass runs another, and its backward pass the first."""
+    """Run the collective `run`; its backward pass runs `back`, and vice versa."""
     return cast("Any", _Collective).apply(tensor, dim, ranks, run, back)
 
 
@@ -97,7 +97,7 @@ def _sum(part: torch.Tensor, _: int, ranks: World) -> torch.Tensor:
 
 
 def all_parts(part: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
-    """All-gather along a dim, without a gradient."""
+    """All-gather along a dim; autograd does not record it."""
     part = part.contiguous()
     parts = [torch.empty_like(part) for _ in range(ranks.size)]
     with naming(_LABEL, ranks):
@@ -123,7 +123,7 @@ def _sum_of_part(tensor: torch.Tensor, dim: int, ranks: World) -> torch.Tensor:
 
 # Cross entropy of split scores.
 #
-# # As in Megatron-LM, ranks exchange three numbers per token: the largest score, the sum of
+# As in Megatron-LM, ranks exchange three numbers per token: the largest score, the sum of
 # exponentials, and the score of the target word.
 
 
@@ -137,7 +137,7 @@ def cross_entropy(
     reduction: Literal["none", "mean", "sum"] = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Return `F.cross_entropy` of all scores.
+    """Return what `F.cross_entropy` returns for the scores of all words.
 
     Args:
         part: the scores of this rank's words, in the last dim.
@@ -145,12 +145,12 @@ def cross_entropy(
         ranks: the ranks that share the words, in order.
         weight: the weight of each word of the vocabulary.
         ignore_index: the target of rows that do not count.
-        reduction: as torch's.
-        label_smoothing: as torch's.
+        reduction: the same as in torch.
+        label_smoothing: the same as in torch.
     """
     dtype, counts = part.dtype, target != ignore_index
     number, word = part.shape[-1] * ranks.size, target.masked_fill(~counts, 0)
-    part = wide(part)  # as torch does internally
+    part = wide(part)  # torch does this internally, too
     largest = part.detach().amax(-1)
     with naming(_LABEL, ranks):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=ranks.group)
@@ -194,14 +194,14 @@ def _target_scores(
 
 
 class Scores(torch.Tensor):
-    """A tensor that acts as all words' scores, and holds this rank's part."""
+    """A tensor that acts like the scores of all words, but holds only this rank's part."""
 
     _ranks: World
     _dim: int
 
     @classmethod
     def of(cls, part: torch.Tensor, ranks: World, dim: int = -1) -> "Scores":
-        """Return scores with this rank's part along a dim."""
+        """Return scores, given this rank's part along a dim."""
         scores = part.as_subclass(cls)
         scores._ranks, scores._dim = ranks, dim % part.ndim
         return scores
@@ -210,7 +210,7 @@ class Scores(torch.Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call a function on parts if possible, otherwise on gathered scores."""
+        """Call a function on the parts if possible, otherwise on the gathered scores."""
         del types
         kwargs = kwargs or {}
         first = args[0] if args else None
@@ -222,28 +222,29 @@ class Scores(torch.Tensor):
             return func(args[1], args[0])
         if func.__name__.endswith("_") and not func.__name__.endswith("__"):
             msg = (
-                f"af.tensor_parallel: {func.__name__} would change scores in place of which a"
-                " rank has those of some words. Call what returns others, as"
-                " scores.masked_fill(...), or make the head gathered."
+                f"af.tensor_parallel: {func.__name__} cannot change scores in place, because"
+                " each rank has the scores of only some words. Call a function that returns a"
+                ' new tensor, such as scores.masked_fill(...), or make the head "gathered" in'
+                " the plan."
             )
             raise LossError(msg)
         return func(*gather_scores(args), **gather_scores(kwargs))
 
     def __format__(self, form: str) -> str:
-        """Show the part."""
+        """Return a text with this rank's part."""
         del form
         return repr(self)
 
     def __repr__(
         self, **_: Any
-    ) -> str:  # no collective, because one rank alone may print
-        """Show the part."""
+    ) -> str:  # no collective, because a single rank may print
+        """Return a text with this rank's part."""
         with torch._C.DisableTorchFunctionSubclass():
             return f"Scores of this rank's words: {_part(self)!r}"
 
 
 def gather_scores(tree: Any) -> Any:
-    """Gather all scores in a tree; a collective if there are any."""
+    """Gather all split scores in a tree; a collective if there are any."""
     return tree_map(_gather_leaf, tree)
 
 
@@ -266,7 +267,7 @@ def _shape(scores: Scores) -> list[int]:
 
 
 def _by_parts(func: Any, scores: Scores, args: tuple[Any, ...], options: Any) -> Any:
-    """Call a function on parts; return NotImplemented if it needs all scores."""
+    """Call a function on the parts; return NotImplemented if it needs all scores."""
     if func in _PART_PROPERTIES:
         with torch._C.DisableTorchFunctionSubclass():
             return func(scores, *args, **options)
@@ -336,7 +337,7 @@ def _view(scores: Scores, *sizes: Any) -> Any:
 
 
 def _index(scores: Scores, index: Any) -> Any:
-    """Index the dims before the words' dim, which is the last."""
+    """Index the dims before the last one, which is the dim of words."""
     part = _part(scores)
     index = index if isinstance(index, tuple) else (index,)
     if scores._dim != part.ndim - 1 or not all(map(_is_index, index)):
@@ -360,7 +361,7 @@ def _is_index(item: Any) -> bool:
 
 
 def _num_taken(index: tuple[Any, ...]) -> int:
-    """Return the number of dims that an index takes."""
+    """Return the number of dims that an index uses."""
     return sum(
         item.ndim if isinstance(item, torch.Tensor) and item.dtype == torch.bool else 1
         for item in index
@@ -376,7 +377,7 @@ def _cross_entropy(
     reduce: bool | None,
     **options: Any,
 ) -> Any:
-    """Return `F.cross_entropy` from parts; not for probabilities or deprecated options."""
+    """Compute `F.cross_entropy` from parts, except for probabilities and deprecated options."""
     part = _part(scores)
     is_by_word = scores._dim == (1 if part.ndim > 1 else 0)
     says_how = size_average is not None or reduce is not None
@@ -398,7 +399,7 @@ _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((_T.view, _T.reshape, torch.reshape), _view),
     _T.__getitem__: _index,
 }
-"""Functions on parts, by torch's function."""
+"""Functions that work on parts, by torch's function."""
 _ELEMENTWISE = {
     *(_T.float, _T.double, _T.half, _T.bfloat16, _T.to, _T.type, _T.contiguous),
     *(_T.clone, _T.detach, torch.clone, torch.detach, _T.tanh, torch.tanh),
@@ -407,9 +408,9 @@ _ELEMENTWISE = {
     *(_T.neg, torch.neg, _T.__neg__, _T.clamp, torch.clamp),
     *(_T.mul_, _T.div_, _T.add_, _T.sub_, _T.tanh_),
 }
-"""Elementwise functions."""
+"""Functions that work on parts element by element."""
 _COMMUTATIVE = {_T.mul, torch.mul, _T.add, torch.add}
-"""Functions whose arguments may be swapped."""
+"""Functions whose two arguments may be swapped."""
 _PROPERTIES = (
     *("dtype", "device", "requires_grad", "grad_fn", "is_leaf", "ndim", "layout"),
     *("is_cuda", "is_cpu", "is_meta", "is_sparse", "is_quantized"),
@@ -419,4 +420,4 @@ _PART_PROPERTIES = {
     *(_T.retain_grad, _T.get_device),
     *(getattr(_T, name).__get__ for name in _PROPERTIES),
 }
-"""Properties that the part and the whole have in common."""
+"""Properties that are equal for a part and for all scores."""
