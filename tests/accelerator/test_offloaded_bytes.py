@@ -110,7 +110,7 @@ def test_bytes_are_told_by_where_they_are():
 def test_one_rank_on_a_device_offloads_nothing_and_is_refused():
     """By a sentence that says what to write."""
     with pytest.raises(
-        af.errors.WorldError, match="one rank, whose device has the model whole"
+        af.errors.WorldError, match="has only one rank, so the parameters"
     ):
         PLAIN.state(af.World.single(device=fake.NAME), on_host())
 

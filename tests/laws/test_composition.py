@@ -123,7 +123,7 @@ def test_values_flow_left_to_right(bounds: list[float], values: list[float]) -> 
 def test_pairs_without_meaning_are_refused():
     """DDP beside local SGD, and a static graph beside accumulation, name both and why."""
     for pair, why in (
-        ((af.wrap_ddp(), af.local_sgd(sync_every=2)), "never reduce"),
+        ((af.wrap_ddp(), af.local_sgd(sync_every=2)), "no gradients to reduce"),
         ((af.check_replicas(every=2), af.local_sgd(sync_every=2)), "differ on purpose"),
         (
             (af.accumulate(num_micro_batches=2), af.wrap_ddp(static_graph=True)),

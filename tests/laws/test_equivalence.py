@@ -193,7 +193,7 @@ def test_what_would_drift_is_refused(run: Run, size: int) -> None:
     """Adding to reduced gradients, and applying what nothing has reduced, say what to do."""
     run = attrs.evolve(run, setup=af.chain(DDP, af.accumulate(num_micro_batches=2)))
     with pytest.raises(
-        af.errors.GradsError, match="are reduced over the ranks already"
+        af.errors.GradsError, match="are already reduced over the ranks"
     ):
         simulate(size, lambda world: by_hand(world, run, "always"))
     with pytest.raises(af.errors.GradsError, match=r"not reduced.*wrap_ddp"):

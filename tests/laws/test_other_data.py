@@ -115,5 +115,5 @@ def test_a_batch_of_another_size_is_rejected():
     batches = iter(af.batches(state))
     state, _ = step(state, next(batches))
     state = state.with_data(attrs.evolve(state.data, global_batch_size=4))
-    with pytest.raises(af.errors.BatchError, match=r"start af\.batches\(state\) again"):
+    with pytest.raises(af.errors.BatchError, match=r"loop over af\.batches\(state\)"):
         step(state, next(batches))

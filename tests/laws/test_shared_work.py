@@ -125,7 +125,7 @@ def test_values_that_are_not_cut_are_told(
     if has_data and way in ("plain", "own plain"):
         assert len(told) == 1
         only = told[0]
-        assert "a resumed run reads them again" in only
+        assert "a resumed run reads the data again" in only
         assert "step(state, batch, noise)" in only
     elif size > 1 and way == "plain":
         assert len(told) == 1
@@ -173,6 +173,6 @@ def test_batches_that_another_state_cut_are_told(
     told = said(size, rank)
     if size > 1 and of == "one before" and batch_size > 1:
         assert told
-        assert all("This batch is not cut" in each for each in told)
+        assert all("This batch is not split" in each for each in told)
     else:
         assert told == []

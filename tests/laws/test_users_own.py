@@ -114,7 +114,7 @@ def test_what_not_all_may_evaluate_is_brought_together():
 
 
 def test_two_that_recompute_are_refused():
-    with pytest.raises(af.errors.CompositionError, match="may mean the same modules"):
+    with pytest.raises(af.errors.CompositionError, match="may select the same modules"):
         af.chain(af.checkpoint_activations(), own.Recompute())
-    with pytest.raises(af.errors.CompositionError, match="may mean the same modules"):
+    with pytest.raises(af.errors.CompositionError, match="may select the same modules"):
         af.chain(own.Recompute(), af.checkpoint_activations(torch.nn.Linear))

@@ -230,7 +230,7 @@ class Recompute:
 
     tells: ClassVar[Mapping[str, Any]] = {"draws_nothing": True, "recomputes": True}
     refuses: ClassVar[Mapping[str, str]] = {
-        "recomputes": "and {other!r} may mean the same modules."
+        "recomputes": "and {other!r} may select the same modules."
     }
 
     def module(self, module: nn.Module, state: af.TrainState) -> nn.Module:

@@ -117,7 +117,7 @@ def test_the_model_is_not_touched():
 @pytest.mark.parametrize("regions", [3, "Linear", nn.Linear(2, 2), (), int, (int,)])
 def test_what_is_no_region(regions):
     """Only classes of modules and functions say which modules are meant."""
-    with pytest.raises(af.errors.ArgumentError, match="class of modules"):
+    with pytest.raises(af.errors.ArgumentError, match="module class"):
         af.checkpoint_activations(regions)
 
 

@@ -111,11 +111,11 @@ REFUSED: dict[str, tuple[Pass, str]] = {
     "unset": (lambda m: setattr(m, "count", None), "'0.count' was set to None"),
     "dtype": (
         lambda m: setattr(m, "count", m.count + 0.5),
-        "'0.count' had the dtype torch.int64, and was given torch.float32",
+        "'0.count' changed its dtype from torch.int64 to torch.float32",
     ),
     "data": (
         lambda m: setattr(m.table, "data", m.table.double()),
-        "'0.table' had the dtype torch.float32, and was given torch.float64",
+        "'0.table' changed its dtype from torch.float32 to torch.float64",
     ),
     "registered": (
         lambda m: m.register_buffer("later", torch.ones(())),
@@ -124,7 +124,7 @@ REFUSED: dict[str, tuple[Pass, str]] = {
     "removed": (lambda m: delattr(m, "count"), "'0.count' was removed"),
     "shared": (
         lambda m: setattr(m, "twin", m.twin + 1),
-        "'0.twin' is shared, and was assigned under one of its names",
+        "'0.twin' is shared, and was replaced under one of its names",
     ),
 }
 

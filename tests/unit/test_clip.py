@@ -25,7 +25,7 @@ def test_a_name_that_is_another_groups_number():
 
     clip = af.clip_grad_norm(0.1, per_group=True)
     with pytest.raises(
-        af.errors.OptimizerError, match="groups 0 and 1 are both called '1'"
+        af.errors.OptimizerError, match="groups 0 and 1 are both named '1'"
     ):
         create(clip)
     create(af.clip_grad_norm(0.1))

@@ -73,7 +73,7 @@ def test_whatever_group_couples_elements_is_found(
     if not is_coupled:
         optimizer.check_elements(state, "here", dims=(0, 1))
         return
-    with pytest.raises(af.errors.OptimizerError, match="more than its own gradient"):
+    with pytest.raises(af.errors.OptimizerError, match="by its own gradient only"):
         optimizer.check_elements(state, "here", dims=(0, 1))
 
 

@@ -38,13 +38,13 @@ def test_what_is_no_axis_of_samples_is_refused(within):
 
 def test_workers_that_nothing_brings_together_are_refused():
     """When the setup is applied, in the transform's words."""
-    with pytest.raises(CompositionError, match=r"nothing brings them together\. Add"):
+    with pytest.raises(CompositionError, match=r"no transform synchronizes .* Add"):
         _state(af.World(), WORKER)
 
 
 def test_without_an_axis_there_is_nothing_to_reduce():
     """The refusal beside `local_sgd` says what is missing."""
-    with pytest.raises(CompositionError, match='as within="dp_shard"'):
+    with pytest.raises(CompositionError, match='for example within="dp_shard"'):
         af.chain(af.wrap_ddp(), EVERY)
 
 
@@ -56,7 +56,7 @@ def test_a_reduce_of_ones_own_is_refused():
         def reduce(self, grads, slot, update):
             return grads, slot
 
-    with pytest.raises(CompositionError, match="says how they cross ranks"):
+    with pytest.raises(CompositionError, match="no gradients to reduce, because"):
         af.chain(WORKER, Own())
 
 

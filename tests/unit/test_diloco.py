@@ -34,18 +34,18 @@ REFUSED = {
     "no period": (lambda: af.diloco(sync_every=0), "integer, 1 or more"),
     "a made optimizer": (
         lambda: af.diloco(sync_every=2, outer=SGD([nn.Parameter(torch.ones(1))])),
-        "expected a factory of a torch optimizer",
+        "expected a function that makes a torch optimizer",
     ),
     "no fragment": (lambda: af.diloco(sync_every=2, fragments=0), "1 or more"),
     "more fragments than updates": (
         lambda: af.diloco(sync_every=2, fragments=3),
-        "give fragments no more than sync_every",
+        "Use at most 2 fragments",
     ),
     "a delay as long as the period": (
         lambda: af.diloco(sync_every=2, delay=2),
-        "Give a delay that is less than sync_every",
+        "Use a delay below sync_every=2",
     ),
-    "all of one's own": (lambda: af.diloco(sync_every=2, mix=1.0), "less than 1"),
+    "all of one's own": (lambda: af.diloco(sync_every=2, mix=1.0), "below 1"),
     "3 bits": (lambda: af.diloco(sync_every=2, bits=3), "expected 32 or 16 or 8 or 4"),
     "True bits": (lambda: af.diloco(sync_every=2, bits=True), "expected 32 or 16"),
     "no bucket": (lambda: af.diloco(sync_every=2, bucket_cap_mb=0), "number of MiB"),
@@ -55,11 +55,11 @@ REFUSED = {
     ),
     "beside an average over time": (
         lambda: af.chain(af.diloco(sync_every=2), af.ema(0.5)),
-        "has its anchor evaluated",
+        "evaluates its anchor",
     ),
     "beside DDP": (
         lambda: af.chain(af.diloco(sync_every=2), af.wrap_ddp()),
-        "would never reduce a gradient",
+        "would have no gradients to reduce",
     ),
 }
 
@@ -95,13 +95,13 @@ def whole(params: Any) -> torch.optim.Optimizer:
 UNFIT = {
     "fragments of few parameters": (
         af.diloco(sync_every=8, fragments=3),
-        "fragments would be empty",
+        "would be empty",
     ),
     "one that needs a closure": (af.diloco(sync_every=2, outer=whole), "closure"),
     "one that is schedule-free": (af.diloco(sync_every=2, outer=free), "schedule-free"),
     "one that counts for all": (
         af.diloco(sync_every=2, outer=partial(Counting, lr=1.0), fragments=2),
-        "counts updates for all",
+        "has one update count for all",
     ),
     "no optimizer": (
         af.diloco(sync_every=2, outer=lambda _: None),
@@ -124,7 +124,7 @@ def test_parts_do_not_fly_in_few_bits():
 
     def go(world: af.World) -> None:
         with pytest.raises(
-            af.errors.CompositionError, match="Leave out delay, or bits"
+            af.errors.CompositionError, match="delay= and bits= cannot be combined"
         ):
             state(af.chain(af.wrap_fsdp(), late), world)
 
@@ -186,7 +186,7 @@ def test_other_options_begin_where_ranks_agree():
         it = state(af.diloco(sync_every=4), world)
         it, _ = step(it, torch.ones(2, 2) + world.rank)
         other = af.diloco(sync_every=4, fragments=2, bits=8)
-        with pytest.raises(af.errors.StateError, match="Call af.finalize"):
+        with pytest.raises(af.errors.StateError, match="call state = af.finalize"):
             step(it.copy().with_setup(other), torch.ones(2, 2))
         it = af.finalize(it).with_setup(other)
         for _ in range(4):

@@ -207,7 +207,7 @@ def test_a_function_takes_a_model_and_a_batch(fn):
     af.make_step(lambda _model, _batch, _teacher, _weight: 1.0)
     for of_torch in (nn.MSELoss(), nn.functional.mse_loss):
         with pytest.raises(
-            af.errors.ArgumentError, match="loss of torch, of outputs and targ"
+            af.errors.ArgumentError, match="function of torch, which gets outputs"
         ):
             af.make_step(of_torch)
 

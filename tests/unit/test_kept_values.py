@@ -76,7 +76,7 @@ def test_values_that_were_trained_on_are_not_read(field, read):
     shown = getattr(state, field)
     READS[read](shown)
     after, _ = af.make_step(square)(state, INPUTS[:4])
-    with pytest.raises(StateDonatedError, match="was given to the step of update 1"):
+    with pytest.raises(StateDonatedError, match="was passed to the step of update 1"):
         READS[read](shown)
     READS[read](getattr(after, field))
 
@@ -322,7 +322,9 @@ def test_a_list_of_samples_is_told(name):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", af.errors.AccelfnWarning)
         step(state, batch)
-    expected = ["This batch is a list of 12 values of 3 rows each"] if is_told else []
+    expected = (
+        ["This batch is a list of 12 tensors with 3 rows each"] if is_told else []
+    )
     assert [str(each.message).partition(",")[0] for each in told] == expected
 
 
@@ -332,7 +334,7 @@ def test_a_list_of_samples_is_told(name):
 @pytest.mark.parametrize("loss", [nn.CrossEntropyLoss, nn.CrossEntropyLoss()])
 def test_a_loss_of_torchs_is_no_loss_of_a_model(loss):
     """Be it a class, which nobody called."""
-    with pytest.raises(af.errors.ArgumentError, match="it is a loss of torch"):
+    with pytest.raises(af.errors.ArgumentError, match="a loss function of torch"):
         af.make_step(loss)
 
 

@@ -114,11 +114,11 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
             Net,
             {"up": "column"},
             {},
-            "'up' is to be 'column', and is a layer of af.mega",
+            "the plan says 'column' for 'up', but this is a layer of af.mega",
         ),
-        (Net, {"down": "replicated"}, {}, "Leave it out of the plan"),
-        (Tailed, {"tail": "replicated"}, {}, "and 'tail.1' is split. Name those in it"),
-        (Foreign, {}, {}, "'up' is a torch.nn.modules.linear.Linear, whose parameters"),
+        (Net, {"down": "replicated"}, {}, "Remove it from the plan"),
+        (Tailed, {"tail": "replicated"}, {}, "but 'tail.1' is split. Instead"),
+        (Foreign, {}, {}, "'up' is a torch.nn.modules.linear.Linear that already has"),
         (Grouped, {}, {}, "Grouped cannot be copied for its 'up.tp_group'"),
     ],
     ids=["sequence", "named", "shared", "inside", "foreign", "grouped"],
@@ -169,9 +169,7 @@ def test_layers_of_another_world_are_refused():
 
 def test_no_layer_at_all_is_refused():
     """An empty plan splits nothing that does not split itself."""
-    with pytest.raises(
-        ModelError, match="the plan names no layer, and Linear has none"
-    ):
+    with pytest.raises(ModelError, match="the plan is empty, and Linear has no layer"):
         af.TrainState.create(
             model=partial(nn.Linear, 2, 2),
             optimizer=partial(torch.optim.SGD, lr=0.1),
@@ -201,8 +199,8 @@ def test_without_the_package_it_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Open, "'up' is a column layer, and no row layer follows"),
-        (Heads, "'down' does not get this rank's features"),
+        (Open, 'no "row" layer follows the "column" layer \'up\''),
+        (Heads, "the input of 'down' is not this rank's"),
     ],
 )
 def test_a_model_that_is_another_in_parts_is_refused(model, said):

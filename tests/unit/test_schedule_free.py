@@ -126,7 +126,7 @@ def test_beside_another_average(other):
     """Two transforms that say what is evaluated do not compose."""
     for order in ((af.schedule_free(), other), (other, af.schedule_free())):
         with pytest.raises(
-            af.errors.CompositionError, match="both say what is evaluated"
+            af.errors.CompositionError, match="both set the parameters to evaluate"
         ):
             af.chain(*order)
 

@@ -248,9 +248,7 @@ def test_a_transform_is_told_which_state_is_before():
     with pytest.raises(af.errors.StateDonatedError) as caught:
         STEP(make().with_setup(ReadsBefore()), X)
     (note,) = caught.value.__notes__
-    assert (
-        "read the state that is passed as the first argument: update.state is" in note
-    )
+    assert "use the state that is the first argument. update.state is" in note
 
 
 def test_optimizer_that_refuses_gradients_leaves_the_state():

@@ -164,16 +164,16 @@ def on_two(fn: Any, *args: Any, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (None, "expected a word by name"),
-        (["up"], "expected a word by name"),
+        (None, "expected a dict from module names to words"),
+        (["up"], "expected a dict from module names to words"),
         ({"up": "columns"}, "Did you mean 'column'?"),
-        ({"up": "split"}, "no word of a plan; they are column, gathered, row"),
-        ({"up": "sequence"}, "about sequences that are split between layers"),
-        ({"up": SequenceParallel()}, "Say sequence=True"),
-        ({"up": 3}, "Of torch's styles"),
-        ({"up": SequenceParallel(sequence_dim=0)}, "Of torch's styles"),
-        ({"up": ColwiseParallel(input_layouts=Shard(0))}, "Of torch's styles"),
-        ({"up": RowwiseParallel(use_local_output=False)}, "Of torch's styles"),
+        ({"up": "split"}, "'split' for 'up'; expected one of column, gathered, row"),
+        ({"up": "sequence"}, "needs sequences that are split between layers"),
+        ({"up": SequenceParallel()}, "Pass sequence=True"),
+        ({"up": 3}, "support this style"),
+        ({"up": SequenceParallel(sequence_dim=0)}, "support this style"),
+        ({"up": ColwiseParallel(input_layouts=Shard(0))}, "support this style"),
+        ({"up": RowwiseParallel(use_local_output=False)}, "support this style"),
     ],
 )
 def test_what_is_no_plan_is_refused(plan, said):
@@ -205,30 +205,30 @@ def test_words_of_others_are_taken(value, word):
 @pytest.mark.parametrize(
     ("plan", "model", "said"),
     [
-        ({"blocks.*.up": "column"}, Net, "is no module of Net. Near to it are 'up'"),
-        ({"ups": "column"}, Net, "Near to it are 'up'"),
-        ({"norm": "column"}, Net, "must be an nn.Linear, with its own forward"),
-        ({"norm": "vocabulary"}, Net, "must be an nn.Embedding or nn.Linear"),
-        ({"words": "row"}, Net, "must be an nn.Linear"),
+        ({"blocks.*.up": "column"}, Net, "'blocks.*.up'. The closest names are 'up'"),
+        ({"ups": "column"}, Net, "The closest names are 'up'"),
+        ({"norm": "column"}, Net, "only an nn.Linear can be 'column'"),
+        ({"norm": "vocabulary"}, Net, "only an nn.Embedding or nn.Linear can be"),
+        ({"words": "row"}, Net, "only an nn.Linear can be 'row'"),
         ({"up": "column"}, own, "test_tensor_parallel.Own"),
-        ({"words": "vocabulary"}, partial(Net, max_norm=1.0), "has max_norm"),
-        ({"words": "vocabulary"}, partial(Net, sparse=True), "has sparse"),
+        ({"words": "vocabulary"}, partial(Net, max_norm=1.0), "option max_norm"),
+        ({"words": "vocabulary"}, partial(Net, sparse=True), "option sparse"),
         (
             {"words": "vocabulary"},
             partial(Net, scale_grad_by_freq=True),
-            "has scale_grad_by_freq",
+            "option scale_grad_by_freq",
         ),
-        ({"words": "vocabulary"}, Tied, "'words.weight' and 'head.weight' are one"),
-        ({"head": "gathered"}, Tied, "'words.weight' and 'head.weight' are one"),
+        ({"words": "vocabulary"}, Tied, "'words.weight' and 'head.weight' are the"),
+        ({"head": "gathered"}, Tied, "'words.weight' and 'head.weight' are the"),
         (
             {"up": "column", "tail.down": "row", "tail": "replicated"},
             Tailed,
-            "about all modules in it, and 'tail.down' is 'row'. Name those in it that",
+            "includes all modules inside it, but 'tail.down' is 'row'. Instead, name each",
         ),
         (
             {"tail": "replicated", "tail.norm": "replicated"},
             Tailed,
-            "and 'tail.norm' is 'replicated'",
+            "but 'tail.norm' is 'replicated'",
         ),
     ],
 )
@@ -241,7 +241,7 @@ def test_what_a_model_has_not_is_refused(plan, model, said):
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        ({"up": "column"}, "'up' has 16 output features, which 3 ranks"),
+        ({"up": "column"}, "'up' has 16 output features, which cannot"),
         ({"up": "row"}, "'up' has 8 input features"),
         ({"words": "vocabulary"}, "'words' has 4 words"),
     ],
@@ -264,19 +264,19 @@ class ByColumns(torch.optim.SGD):
 
 def test_an_optimizer_of_rows_is_refused():
     """Of a row layer a rank has columns."""
-    with pytest.raises(OptimizerError, match="more than its own gradient"):
+    with pytest.raises(OptimizerError, match="by its own gradient only"):
         on_two(state_of, optimizer=partial(ByColumns, lr=0.1))
 
 
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (Heads, "'down' does not get this rank's features"),
-        (Normed, "'down' does not get this rank's features"),
-        (Fixed, "fails where layers are split: shape"),
-        (Open, "'up' is a column layer, and no row layer follows"),
-        (Leaking, "of whole layers and"),
-        (Scaled, "ranks have other gradients of 'scale'"),
+        (Heads, "the input of 'down' is not this rank's slice"),
+        (Normed, "the input of 'down' is not this rank's slice"),
+        (Fixed, "fails with split layers: shape"),
+        (Open, 'no "row" layer follows the "column" layer \'up\''),
+        (Leaking, "with whole layers, but"),
+        (Scaled, "all ranks have the parameter 'scale'"),
     ],
 )
 def test_a_model_that_is_another_in_parts_is_refused(model, said):
@@ -292,7 +292,7 @@ def test_what_was_refused_is_refused_again():
         state = state_of(world, model=Scaled)
         step, batch = af.make_step(loss), next(iter(af.batches(state)))
         for _ in range(2):
-            with pytest.raises(LossError, match="other gradients"):
+            with pytest.raises(LossError, match="their gradients of it differ"):
                 step(state, batch)
 
     on_two(fn)
@@ -322,7 +322,7 @@ def test_batches_that_differ_along_tp_are_refused():
         batch = torch.full((2, WIDTH), float(world.rank))
         af.make_step(loss)(state, batch)
 
-    with pytest.raises(BatchError, match='along "tp" were given different batches'):
+    with pytest.raises(BatchError, match='along "tp" must get the same batches'):
         on_two(fn)
 
 
@@ -538,15 +538,12 @@ def reading(
 @pytest.mark.parametrize(
     ("word", "said"),
     [
-        ({"head": "row"}, 'and the head "vocabulary" or'),
-        (
-            {"head": "replicated"},
-            "'head' is 'replicated', and does not stand between a",
-        ),
-        ({"up": "replicated", "down": "replicated"}, "does not stand between a column"),
-        ({"norm": "replicated"}, "'norm' is 'replicated', and does not stand between"),
-        ({"words": "sequence"}, "'words' is 'sequence', and does not stand where"),
-        ({"places": "sequence"}, 'as embeddings of positions, is to be "scattered"'),
+        ({"head": "row"}, 'Mark the output head as "vocabulary" or'),
+        ({"head": "replicated"}, "'head', but this module is not between a"),
+        ({"up": "replicated", "down": "replicated"}, "is not between a column"),
+        ({"norm": "replicated"}, "'norm', but this module is not between"),
+        ({"words": "sequence"}, "'words', but this module is not in a part"),
+        ({"places": "sequence"}, 'such as position embeddings, as "scattered"'),
     ],
 )
 def test_a_word_in_the_wrong_place_is_refused(word, said):
@@ -563,9 +560,9 @@ def test_a_word_in_the_wrong_place_is_refused(word, said):
 def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking):
     """A norm whose gradients are not summed, and a loss of some positions alone."""
     said = {
-        "head": "Behind 'places' each rank has its part of a sequence",
-        "norm": "ranks have other gradients of 'norm.",
-        "down": "fails where layers are split",
+        "head": "After 'places' each rank has only its part of each sequence",
+        "norm": "all ranks have the parameter 'norm.",
+        "down": "fails with split layers",
     }
 
     def fn(world: af.World) -> None:
@@ -577,8 +574,7 @@ def test_a_plan_of_sequences_that_lacks_a_layer_is_refused(lacking):
 
 
 @pytest.mark.parametrize(
-    ("letters", "said"),
-    [(LETTERS[:, :5], "5, 8), and its last dim but one is to be a sequence")],
+    ("letters", "said"), [(LETTERS[:, :5], "5, 8) at 'words' cannot be split")]
 )
 def test_sequences_that_ranks_cannot_share_are_refused(letters, said):
     """Where they are read, with what to do."""
@@ -609,7 +605,7 @@ def test_ranks_have_their_positions_between_layers_and_words_behind_the_head():
 
     def headless(world: af.World) -> None:
         plan = {name: word for name, word in READ.items() if name != "head"}
-        with pytest.raises(LossError, match="is computed of parts of sequences"):
+        with pytest.raises(LossError, match="is computed from this rank's part"):
             reading(world, plan, mean_of_parts)
 
     on_two(headless)
@@ -659,7 +655,7 @@ def test_changing_scores_in_place_is_refused_where_words_are_chosen():
 
     def fn(world: af.World) -> dict[str, torch.Tensor]:
         if world.size > 1:
-            with pytest.raises(LossError, match="masked_fill_ would change scores"):
+            with pytest.raises(LossError, match="masked_fill_ cannot change scores"):
                 reading(world, loss=masked)
         return af.full_params(reading(world, loss=halved))
 

@@ -92,7 +92,7 @@ def test_bad_options(case):
     ) as caught:
         BAD[case]()
     assert isinstance(caught.value, ValueError)
-    assert "expected" in str(caught.value) or "give either" in str(caught.value)
+    assert "expected" in str(caught.value)
 
 
 SWITCHES = [
@@ -124,7 +124,7 @@ def test_unknown_precision_lists_the_known():
 @pytest.mark.parametrize("num", [0, -1, 6, "2", 2.0, True])
 def test_micro_batches_refuses_a_number_of_parts(num):
     """A number of parts that cannot be made is refused with the number of rows."""
-    with pytest.raises(af.errors.Error, match=r"micro_batches\(num="):
+    with pytest.raises(af.errors.Error, match=r"micro_batches\(value, "):
         af.micro_batches(torch.arange(5), num)
 
 
@@ -155,7 +155,7 @@ def test_micro_batches_of_what_has_no_rows(value):
 
 
 def test_a_static_graph_finds_unused_parameters_itself():
-    with pytest.raises(af.errors.ArgumentError, match="Give one of the two"):
+    with pytest.raises(af.errors.ArgumentError, match="Pass only one of the two"):
         af.wrap_ddp(static_graph=True, find_unused_parameters=True)
 
 

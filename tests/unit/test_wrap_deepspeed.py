@@ -192,7 +192,7 @@ def two(kind: Any, named: Any) -> Any:
     ("optimizer", "match"),
     [
         (partial(torch.optim.Adagrad, lr=0.1), "another of Adagrad"),
-        (partial(torch.optim.Adafactor, lr=0.1), "more than its own gradient"),
+        (partial(torch.optim.Adafactor, lr=0.1), "by its own gradient only"),
     ],
 )
 def test_optimizers_go_element_by_element(optimizer, match):

@@ -105,7 +105,7 @@ def of_sparse_gradients() -> nn.Module:
 
 UNSPLITTABLE = {
     "sparse gradients": (of_sparse_gradients, "'0.weight' is sparse.*sparse=False"),
-    "tied": (tied, "tied to a parameter of another unit: of unit 'blocks.0'"),
+    "tied": (tied, "is shared by two places of the model, unit 'blocks.0'"),
     "two dtypes": (of_two_dtypes, "unit 'blocks.0' has parameters of several dtypes"),
     "complex": (of_complex_numbers, "is complex"),
 }
@@ -136,7 +136,7 @@ def test_rows_that_are_not_trained_are_split():
 
 def test_units_that_match_nothing_are_refused():
     """The classes that there are are named."""
-    with pytest.raises(af.errors.ModelError, match="of the classes Block, Linear"):
+    with pytest.raises(af.errors.ModelError, match="have the classes Block, Linear"):
         in_two(begun, af.wrap_fsdp(nn.Conv2d))
 
 
@@ -158,10 +158,10 @@ class Containers(nn.Module):
 
 
 CONTAINERS = {
-    "list": (nn.ModuleList, "'parts' is a ModuleList.*Linear, ModuleDict"),
-    "dict": (nn.ModuleDict, "'parts.0' is a ModuleDict.*class: Linear"),
-    "parameters": (nn.ParameterList, "'scales' is a ParameterList.*that uses it"),
-    "by name": (lambda name, _: name == "plain", "'plain' is a Module.*class: Linear"),
+    "list": (nn.ModuleList, "'parts', a ModuleList.*Linear, ModuleDict"),
+    "dict": (nn.ModuleDict, "'parts.0', a ModuleDict.*class: Linear"),
+    "parameters": (nn.ParameterList, "'scales', a ParameterList.*that uses it"),
+    "by name": (lambda name, _: name == "plain", "'plain', a Module.*class: Linear"),
 }
 
 
@@ -243,7 +243,7 @@ def test_an_optimizer_that_couples_elements_is_refused(name):
     """It is tried, whole and in parts; one that goes element by element is not named."""
     optimizer = partial(getattr(torch.optim, name), lr=0.1)
     model = partial(nn.Linear, 4, 4, bias=False)
-    with pytest.raises(af.errors.OptimizerError, match=f"{name} updates an element by"):
+    with pytest.raises(af.errors.OptimizerError, match=f"{name} does not update"):
         in_two(begun, model=model, optimizer=optimizer)
 
 
@@ -264,7 +264,7 @@ def test_an_optimizer_that_is_for_accelerators_alone_is_tried(kind):
     ("axes", "words"),
     [
         ({"dp_shard": 2, "tp": 2}, "The world has 2 ranks along 'tp'"),
-        ({"dp_replicate": 4}, "no dp_shard of several ranks"),
+        ({"dp_replicate": 4}, "that axis is missing or has one rank"),
     ],
 )
 def test_worlds_that_are_not_split_are_refused(axes, words):
@@ -277,9 +277,9 @@ def test_worlds_that_are_not_split_are_refused(axes, words):
     ("other", "words"),
     [
         (af.wrap_ddp(), "wrap_ddp"),
-        (Drift(), "has one model that is split"),
-        (af.optimizer_in_backward(), "reduces the gradients of a unit at once"),
-        (af.compile(), "Give regions=, the units"),
+        (Drift(), "splits one model over the ranks"),
+        (af.optimizer_in_backward(), "reduces the gradients of a unit together"),
+        (af.compile(), "Pass regions= with the units"),
         (af.compress_grads("fp16"), "af.wrap_ddp\\(\\) reduces"),
     ],
 )
@@ -291,16 +291,16 @@ def test_what_cannot_stand_beside_it_is_refused(other, words):
 
 def test_copies_that_train_apart_are_counted_by_axes():
     """Without any, all ranks have one copy together."""
-    with pytest.raises(af.errors.WorldError, match="Say how many there are"):
+    with pytest.raises(af.errors.WorldError, match="Set the number of copies"):
         in_two(begun, af.wrap_fsdp(), af.local_sgd(sync_every=2))
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"units": "blocks"}, "expected a class of modules"),
-        ({"gather_dtype": "bf16"}, "expected a dtype of real numbers"),
-        ({"reduce_dtype": torch.int32}, "expected a dtype of real numbers"),
+        ({"units": "blocks"}, "expected a module class"),
+        ({"gather_dtype": "bf16"}, "expected a floating-point dtype"),
+        ({"reduce_dtype": torch.int32}, "expected a floating-point dtype"),
         ({"keep_grads": "parts"}, "expected 'whole' or 'sharded'"),
         ({"reshard_after_forward": 1}, "expected True or False"),
     ],
@@ -343,7 +343,7 @@ def test_gradients_of_split_parameters_within_the_loss_are_refused():
     def fn(world: af.World) -> None:
         af.make_step(loss)(begun(world), rows(world))
 
-    with pytest.raises(af.errors.LossError, match="autograd.grad with parameters that"):
+    with pytest.raises(af.errors.LossError, match="autograd.grad for parameters that"):
         in_two(fn)
 
 
@@ -639,7 +639,7 @@ def test_nothing_is_offloaded_from_the_cpu():
     setup = af.wrap_fsdp(cpu_offload=True)
 
     def fn(world: af.World) -> None:
-        with pytest.raises(af.errors.WorldError, match="Leave cpu_offload out here"):
+        with pytest.raises(af.errors.WorldError, match="cpu_offload has no effect"):
             af.TrainState.create(model=Net, optimizer=adamw, setup=setup, world=world)
 
     in_two(fn)
@@ -659,7 +659,7 @@ def test_what_lies_on_the_host_is_summed_there(kind, backend, joins):
     if joins:
         check(world)
         return
-    words = rf'parts lie on the CPU, .*backend="cpu:gloo,{kind}:{backend}"'
+    words = rf'does not connect the CPUs.*backend="cpu:gloo,{kind}:{backend}"'
     with pytest.raises(af.errors.WorldError, match=words):
         check(world)
 
