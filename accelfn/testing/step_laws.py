@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`check_step` and `check_resume`: check that your step keeps the laws of all steps."""
+"""`check_step` and `check_resume`: check that your step keeps the laws that all steps must keep."""
 
 import tempfile
 import warnings
@@ -45,44 +45,46 @@ def check_step(
     sizes: Sequence[int] = (1, 2, 4),
     updates: int = 3,
 ) -> None:
-    """Check that a step that you wrote keeps the laws of all steps.
+    """Check that a step that you wrote keeps the laws that all steps must keep.
 
-    A step is `(states, batch) -> (states, metrics)`, over one TrainState or a tree of states
-    (a tuple, dict or list), such as a GAN's two players. It runs in simulated worlds, on its
-    states and on copies.
+    A step is a function `(states, batch) -> (states, metrics)`. Its states are one TrainState, or
+    a tuple, dict or list of TrainStates, such as the two players of a GAN. `check_step` runs the
+    step in simulated worlds, with the states and with copies of the states.
 
-    | law | says |
+    | law | property |
     | --- | --- |
-    | `returns_states` | it returns states of the same types, not passed to a step before |
-    | `memory_in_state` | the same state gives the same run each time |
-    | `leaves_settings` | torch's settings, such as the default dtype, do not change |
-    | `no_environment` | environment variables, such as `RANK`, change nothing |
-    | `own_randomness` | the process's random generators are neither read nor moved |
-    | `forks_apart` | a copy trains like its original while another copy trains in turns |
-    | `any_schedule` | the order of ranks' turns does not change the run |
-    | `replicas_agree` | ranks hold the same parameters, optimizer state and slots |
-    | `resumes` | a run saved and loaded after any update continues bit by bit |
+    | `returns_states` | the step returns states of the same types as it got, and no state that \
+was already passed to a step |
+    | `memory_in_state` | if a run starts again from the same state, it gives the same results |
+    | `leaves_settings` | the step does not change torch's settings, such as the default dtype |
+    | `no_environment` | environment variables, such as `RANK`, do not change the run |
+    | `own_randomness` | the step does not use or advance the random generators of the process |
+    | `forks_apart` | two copies of a state that train in turns give the same results as one \
+copy by itself |
+    | `any_schedule` | the results do not depend on the order of the ranks' turns |
+    | `replicas_agree` | all ranks have the same parameters, optimizer state and slots |
+    | `resumes` | if the run is saved and loaded after any update, it continues bitwise equal |
 
     Args:
         step: the step.
         states: a function of a world that returns the states before the first update.
-        batches: a function of a world that returns the rank's batches, at least `updates`.
-            Default: `af.batches` of the first state.
+        batches: a function of a world that returns the rank's batches, at least `updates` of
+            them. Default: `af.batches` of the first state.
         sizes: the sizes of the worlds.
         updates: the number of updates, at least 2.
 
     Raises:
         LawError: the step breaks a law.
-        ArgumentError: there are too few batches, or no data to take batches from; `states` is
-            not a function, or does not return states.
+        ArgumentError: there are too few batches, or the first state has no data for batches, or
+            `states` is not a function that returns states.
     """
     if not callable(step):
         msg = f"check_step({step!r}): expected a function (states, batch) -> (states, metrics)."
         raise ArgumentError(msg)
     if not callable(states):
         msg = (
-            f"check_step(states=...): expected a function of a World that makes the states,"
-            f" got {type(states).__name__}. Each run needs new states; write"
+            "check_step(states=...): expected a function that takes a World and returns new states,"
+            f" got {type(states).__name__}. Each test run needs new states: write"
             " states=lambda world: af.TrainState.create(..., world=world)."
         )
         raise ArgumentError(msg)
@@ -91,7 +93,7 @@ def check_step(
     arguments.check_sizes("check_step", sizes)
     subjects = [_subject(step, states, batches, size, updates) for size in sizes]
     with warnings.catch_warnings():
-        if batches is not None:  # the states' own data stay unused, on purpose
+        if batches is not None:  # accelfn would warn that the states' data are not used
             warnings.simplefilter("ignore", AccelfnWarning)
         _hold("the step", {"returns_states": _returns_states, **COMMON}, subjects)
 
@@ -102,20 +104,22 @@ def check_resume(
     *,
     sizes: Sequence[int] = (1, 2, 4),
 ) -> None:
-    """Check that a run saved and loaded after any update continues bit by bit.
+    """Check that a run that is saved and loaded after any update continues bitwise equal.
 
-    Metrics and states are compared after every later update, and so are batches by their
-    effects. Simulated sums are in the order of a ring.
+    `check_resume` compares metrics and states after every later update. A difference in the
+    batches shows in the states. Simulated reductions add in the order of a ring.
 
     Args:
-        make: a function of a world that returns the state before the first update, with data,
-            and its step.
-        steps: the number of updates; the run is saved and loaded before and after each.
+        make: a function of a world that returns `(state, step)`: the state before the first
+            update, with data, and the step.
+        steps: the number of updates. The run is saved and loaded before the first update and
+            after each update.
         sizes: the sizes of the worlds.
 
     Raises:
-        LawError: a run differs; the text has the cut, the update and the difference.
-        ArgumentError: `make` is not a function, or returns something else.
+        LawError: a resumed run differs. The message names the update of the save, the update of
+            the difference, and the difference.
+        ArgumentError: `make` is not a function that returns a state and a step.
 
     Example:
         >>> import accelfn as af, torch
@@ -133,8 +137,8 @@ def check_resume(
     """
     if not callable(make):
         msg = (
-            "check_resume(make): expected a function of a World that returns (state, step),"
-            f" got {type(make).__name__}."
+            "check_resume(make): expected a function that takes a World and returns"
+            f" (state, step), got {type(make).__name__}."
         )
         raise ArgumentError(msg)
     _check_takes_world("check_resume(make)", make)
@@ -161,12 +165,12 @@ def check_resume(
 
 
 def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
-    """Raise for a function that does not take a world."""
+    """Raise an error if a function does not take exactly a world."""
     error = arguments.call_mismatch(function, None)
     if error is not None:
         msg = (
-            f"{call}: the function does not take the World of a rank: {error}. Write a"
-            " function of a world, such as lambda world: ..."
+            f"{call}: accelfn calls the function with the World of a rank, but it does not accept"
+            f" that: {error}. Write a function of a world, such as lambda world: ..."
         )
         raise ArgumentError(msg) from error
 
@@ -174,14 +178,14 @@ def _check_takes_world(call: str, function: Callable[..., Any]) -> None:
 def _state_and_step(
     make: Callable[[World], tuple[TrainState, Step]], world: World
 ) -> tuple[TrainState, Step]:
-    """Return the state and step that a user's function makes."""
+    """Return the state and the step that the user's function returns."""
     match cast("Any", make(world)):
         case (TrainState() as state, step) if callable(step):
             return state, cast("Step", step)
         case made:
             msg = (
-                f"check_resume: make returned {_kinds(made)}; expected (state, step): the"
-                " TrainState before the first update, and its step."
+                f"check_resume: make(world) returned {_kinds(made)}. Expected (state, step): the"
+                " TrainState before the first update, and the step."
             )
             raise ArgumentError(msg)
 
@@ -211,7 +215,7 @@ def _subject(
             count += 1
             yield tree, metrics
         if count < number:
-            msg = f"check_step: there were {count} batches; expected {number} or more."
+            msg = f"check_step: there are only {count} batches for {number} updates."
             raise ArgumentError(msg)
 
     def start(world: World) -> States:
@@ -219,8 +223,8 @@ def _subject(
         kinds = {type(state) for _, state in leaves(tree)}
         if not kinds or not all(issubclass(kind, TrainState) for kind in kinds):
             msg = (
-                f"check_step: states(world) returned {_kinds(tree)}; expected a TrainState,"
-                " or a tuple, dict or list of them."
+                f"check_step: states(world) returned {_kinds(tree)}. Expected a TrainState, or a"
+                " tuple, dict or list of TrainStates."
             )
             raise ArgumentError(msg)
         return tree
@@ -243,7 +247,7 @@ def _hold(subject: str, laws: dict[str, Law], subjects: Sequence[Subject]) -> No
 
 
 def _returns_states(subject: Subject) -> str | None:
-    """The step returns states of the same types, and none that it has passed to a step."""
+    """The step returns states of the same types, and no state that was passed to a step."""
     broken: list[str] = []
 
     def start(world: World) -> None:
@@ -252,7 +256,10 @@ def _returns_states(subject: Subject) -> str | None:
         after, _ = next(subject.advance(before, 0, 1))
         new_kinds = [type(state).__name__ for _, state in leaves(after)]
         if new_kinds != kinds:
-            broken.append(f"it got {kinds} and returned {new_kinds}.")
+            types = [", ".join(names) or "none" for names in (kinds, new_kinds)]
+            broken.append(
+                f"it got states of types {types[0]}, and returned {types[1]}."
+            )
         over = [
             place
             for place, (_, state) in enumerate(leaves(after))
@@ -260,15 +267,15 @@ def _returns_states(subject: Subject) -> str | None:
         ]
         if over:
             broken.append(
-                f"its returned state {over[0]} was passed to a step before. Return the state"
-                " that this step returned."
+                f"it returned a state (at position {over[0]}) that was already passed to a step."
+                " Return the state that the inner step returned."
             )
 
     simulate(subject.size, start)
     return broken[0] if broken else None
 
 
-# Whether training depends on how an update is split over ranks, micro-batches or shards.
+# The law that training does not depend on the split of an update into shares or micro-batches.
 
 
 _SPLITTING = frozenset({"data", "reduce", "engine", "layout"})
@@ -277,25 +284,26 @@ _RESULT = frozenset(
 )
 _DRAWING = {"loss", "value_and_grad", "module", "compiles"}
 _COARSE = Comparison(rtol=5e-2, atol=1e-3)
-"""For computation in 16 bits or less: each order of a sum rounds differently."""
+"""For computation in 16 bits or less, because each order of a sum rounds differently."""
 
 
 _ADVICE = {
-    "wrap_fsdp": " There tensors are DTensors: take a number of norm().full_tensor(), or"
-    ' reject it: refuses = {"layout": "..."}.',
-    "micro-batches": " A penalty on an af.Loss needs the loss's weight:"
-    " af.Loss(total + weight * penalty, weight). If it needs the whole batch,"
+    "wrap_fsdp": " Under wrap_fsdp, tensors are DTensors. Compute a norm as"
+    ' tensor.norm().full_tensor(), or reject wrap_fsdp: refuses = {"layout": "..."}.',
+    "micro-batches": " Multiply a penalty on an af.Loss by the weight of the loss:"
+    " af.Loss(total + weight * penalty, weight). If the transform needs the whole batch,"
     ' reject micro-batches: refuses = {"micro_batches": "..."}.',
 }
-"""The code to write, by how the update was split."""
+"""Advice for the error message, by how the update was split."""
 _FAR = 0.4
-"""Allowed relative difference of the way of parameters if gradients are sent later."""
+"""The allowed relative difference of parameter changes if gradients are sent later."""
 
 
 def split_law(members: Sequence[Any], build: Around) -> Law:
-    """Return the law that a result does not depend on how an update is split.
+    """Return the law that results do not depend on how an update is split.
 
-    The reference is one rank with whole updates, without transforms that only split them.
+    The reference is a run on one rank without micro-batches, and without transforms that only
+    split updates.
     """
     full = chain(*members)
     rough = "reduces_to_mean" in full.gives_up()
@@ -307,17 +315,17 @@ def split_law(members: Sequence[Any], build: Around) -> Law:
         if not subject.splits:
             return None
         with warnings.catch_warnings():
-            # all ranks take the same samples on purpose
+            # accelfn would warn that all ranks take the same samples, which is intended here
             warnings.simplefilter("ignore", AccelfnWarning)
             reference = _histories(subject, build(base), 1)
             if isinstance(reference, str):
-                return f"on one rank, the run raised {reference}"
+                return f"the run on one rank raised {reference}"
             for how, setup in _split_setups(
                 members, build, subject.size, lossy=lossy
             ).items():
                 runs = _histories(subject, setup, subject.size)
                 broken = _compare(subject, setup, reference[0], runs, rough=rough)
-                if broken and draws:  # other numbers for each rank and micro-batch
+                if broken and draws:  # ranks and micro-batches draw different numbers
                     again = _histories(subject, build(base), 1, name="another")
                     if isinstance(again, str) or _differ(
                         reference[0], again, NEARLY_EQUAL
@@ -345,19 +353,19 @@ def _compare(
     *,
     rough: bool,
 ) -> str | None:
-    """Return how runs in a setup differ from the reference, or failed."""
+    """Return how runs with a setup differ from the reference, or which error they raised."""
     if isinstance(histories, str):
-        return f"are not alike: the second raised {histories}"
+        return f"differ: the second run raised {histories}"
     if rough:
         off = max(_distance(reference, history) for history in histories)
-        text = f"move the parameters differently, by {off:.2g} of their way"
+        text = f"differ in the change of parameters, by {off:.2g} times this change."
         return text if off > _FAR else None
     broken = _differ(reference, histories, NEARLY_EQUAL)
     if broken and _is_coarse(subject, setup):
-        # whether scaled losses overflow depends on how large the sums of a part are
+        # the sums of a micro-batch decide whether scaled losses overflow
         scales = "loss_scale" in setup.facts
         broken = None if scales else _differ(reference, histories, _COARSE)
-    return broken and f"differ {broken}"
+    return broken and f"differ {broken}."
 
 
 def _counts_samples(
@@ -368,21 +376,19 @@ def _counts_samples(
     *,
     rough: bool,
 ) -> str | None:
-    """Return how ranks without samples change the run of the rank that has all samples.
+    """Return how ranks without samples change the results of the rank that has all samples.
 
-    The run is also saved on all ranks and resumed on one.
+    The run is also saved on all ranks, and resumed on one rank.
     """
     setup = build(members, shares=None, outside=rank_0_takes_all())
     runs = _histories(subject, setup, subject.size)
     first = runs if isinstance(runs, str) else runs[:1]
-    how = (
-        "a run on one rank, and the same run on ranks of which only rank 0 has samples,"
-    )
+    how = "a run on one rank, and the same run on ranks with all samples on rank 0,"
     broken = _compare(subject, setup, reference, first, rough=rough)
     if broken:
         return f"{how} {broken}{_WEIGHTS}"
     if isinstance(runs, str) or _differ(reference, first, NEARLY_EQUAL):
-        return None  # it rounds anew for each number of ranks
+        return None  # rounding depends on the number of ranks
     within = subject.within(setup)
     for at in within.cuts[1:-1]:
         params = [_params(run[at - 1]) for run in runs]
@@ -394,7 +400,7 @@ def _counts_samples(
             rest = on_one.resume_from(at, Path(folder))
         broken = _differ(reference[at:], rest, NEARLY_EQUAL)
         if broken:
-            end = f"resumed on one rank, differ {broken}{_MERGE}"
+            end = f"resumed on one rank, differ {broken}.{_MERGE}"
             return f"{how} saved after {at} updates and {end}"
     return None
 
@@ -405,10 +411,10 @@ def _params(contents: Mapping[str, Any]) -> dict[str, Any]:
 
 @transform_of
 class rank_0_takes_all:
-    """Gives every sample to rank 0, and none to the others."""
+    """A transform that gives all samples to rank 0, and no samples to the other ranks."""
 
     def value_and_grad(self, inner: Any, slot: Any, update: Update) -> tuple[Any, Any]:
-        """Give batches the weight 0 on other ranks."""
+        """Set the weights of all samples on the other ranks to 0."""
 
         def compute(state: Any, batch: Batch, *args: Any, **options: Any) -> Any:
             world = update.world
@@ -426,13 +432,13 @@ class rank_0_takes_all:
 
 _WEIGHTS = " Weight each rank's part by its number of samples: add up update.weight in the slot."
 _MERGE = (
-    " In merge, give each rank its number of samples as weight, and give a sum that is not yet"
-    " sent to the new ranks in equal parts: divide it by world.size."
+    " In merge, return each rank's number of samples as its weight. If the slot has a sum that is"
+    " not yet sent, divide it by world.size, so that the new ranks together have the same sum."
 )
 
 
 def _distance(reference: History, other: History) -> float:
-    """Return the relative difference of two runs' changes of parameters."""
+    """Return how much two runs differ in their change of parameters, relative to the change."""
 
     def change_of(history: History) -> torch.Tensor:
         last, names = history[-1], [n for n in history[0] if n.startswith("params[")]
@@ -443,7 +449,7 @@ def _distance(reference: History, other: History) -> float:
 
 
 def _only_splits(transform: Any) -> bool:
-    """Whether a transform splits updates and does not change their result."""
+    """Whether a transform only splits updates, and does not change their results."""
     splits, results = (
         any(contract.has_field(transform, field) for field in fields)
         for fields in (_SPLITTING, _RESULT)
@@ -454,9 +460,9 @@ def _only_splits(transform: Any) -> bool:
 def _split_setups(
     members: Sequence[Any], build: Around, size: int, *, lossy: bool
 ) -> Mapping[str, chain]:
-    """Return the setups that split updates, by their names in messages.
+    """Return the setups that split updates, by their names in error messages.
 
-    If ranks may differ, or send a part of their gradients later, they take the same samples.
+    If ranks may differ, or may send gradients later, all ranks take the same samples.
     """
     splits = {f for f in _SPLITTING if any(contract.has_field(m, f) for m in members)}
     several = f"on {size} ranks"
@@ -482,9 +488,9 @@ def _split_setups(
 def _histories(
     subject: Subject, setup: chain, size: int, *, name: str | None = None
 ) -> list[History] | str:
-    """Return each rank's history in a setup, with means of metrics; or its error.
+    """Return each rank's history in a setup, with the mean metrics; or the error of the run.
 
-    A state with another name draws other random numbers.
+    With another `name`, the state draws other random numbers.
     """
     within = subject.within(setup)
 
@@ -507,18 +513,18 @@ def _histories(
 
 
 _ADDED = "metrics", "slots"
-"""Parts of a history to which a transform adds entries."""
+"""The prefixes of history entries that a transform may add."""
 
 
 def _differ(ref: History, runs: Sequence[History], margin: Comparison) -> str | None:
-    """Return the first difference of ranks' histories from a reference, beyond rounding."""
+    """Return the first difference of ranks' histories from a reference, except for rounding."""
     for rank, history in enumerate(runs):
         for update, (one, other) in enumerate(zip(ref, history, strict=True), 1):
             where = "at the end" if update == len(ref) else f"after update {update}"
             names = [n for n in other if not n.startswith(OWN)]
             differences = margin.by_name(
                 {n: one[n] for n in names if n in one},
-                # a transform that only splits is not in the reference
+                # the reference lacks transforms that only split updates
                 {n: other[n] for n in names if n in one or not n.startswith(_ADDED)},
             )
             for difference in differences.values():
@@ -527,14 +533,14 @@ def _differ(ref: History, runs: Sequence[History], margin: Comparison) -> str | 
 
 
 class _Dtypes(TorchDispatchMode):
-    """Records whether an operator returned numbers of 16 bits or less."""
+    """A mode that records whether an operator returned numbers of 16 bits or less."""
 
     is_coarse = False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Call an operator, and check the dtype of its result."""
+        """Call an operator, and record whether its result has 16 bits or less."""
         result = func(*args, **(kwargs or {}))
         if isinstance(result, torch.Tensor) and result.dtype is not torch.bool:
             self.is_coarse = self.is_coarse or result.dtype.itemsize < 4
@@ -542,7 +548,7 @@ class _Dtypes(TorchDispatchMode):
 
 
 def _is_coarse(subject: Subject, setup: chain) -> bool:
-    """Whether a setup rounds to 16 bits or less, in the first updates."""
+    """Whether a setup computes with 16 bits or less in the first updates."""
     within = subject.within(setup)
 
     def rank(world: World) -> bool:

@@ -151,7 +151,7 @@ def test_batches_may_be_given():
         sizes=(1, 2),
         updates=2,
     )
-    with pytest.raises(af.errors.ArgumentError, match=r"there were \d batches"):
+    with pytest.raises(af.errors.ArgumentError, match=r"only \d batches for"):
         check_step(
             af.make_step(reconstruction),
             states=lambda world: state_of(world, lambda: player(3)),
@@ -270,9 +270,9 @@ def test_wrong_arguments_are_refused():
 @pytest.mark.parametrize(
     ("made", "words"),
     [
-        (None, "returned NoneType; expected a TrainState, or a tuple"),
-        ((), r"returned \(\); expected a TrainState"),
-        ((3, "a"), r"returned \(int, str\); expected a TrainState"),
+        (None, "returned NoneType. Expected a TrainState, or a tuple"),
+        ((), r"returned \(\)\. Expected a TrainState"),
+        ((3, "a"), r"returned \(int, str\)\. Expected a TrainState"),
     ],
 )
 def test_states_that_are_none_are_refused(made, words):
@@ -304,7 +304,7 @@ def test_what_check_resume_makes_is_refused(swap, words):
     """Anything but a state and its step is named by its types."""
     with pytest.raises(
         af.errors.ArgumentError,
-        match=rf"make returned {words}; expected \(state, step\)",
+        match=rf"make\(world\) returned {words}. Expected \(state, step\)",
     ):
         check_resume(lambda world: swap(plain_states(world), _plain), 3)
 

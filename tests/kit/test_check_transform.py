@@ -1083,7 +1083,7 @@ class NumbersOfNorms:
         ),
         (AveragesTooEarly(), "owes_once", "and of another rank after finalize"),
         (MovesWhenSkipped(), "skips_whole", "In after_update, check update.skipped."),
-        (NumbersOfNorms(), "splits_alike", "take a number of norm().full_tensor(), or"),
+        (NumbersOfNorms(), "splits_alike", "tensor.norm().full_tensor(), or"),
         (ClipsByItsPart(), "splits_alike", 'refuses = {"micro_batches": "..."}.'),
         (
             ClipsByItsPart(),
@@ -1115,7 +1115,7 @@ class NumbersOfNorms:
         (
             AveragesRanks(weights_average=False),
             "splits_alike",
-            "on ranks of which only rank 0 has samples, differ after update 3",
+            "on ranks with all samples on rank 0, differ after update 3",
         ),
         (
             AveragesRanks(weights_merge=False),
