@@ -244,14 +244,12 @@ class DeviceMap:
         """
         if device not in self.budgets:
             places = ", ".join(map(repr, self.budgets))
-            msg = (
-                f"moved({name!r}, {device!r}): the plan has budgets only for {places}."
-            )
+            msg = f"plan.moved({name!r}, {device!r}): the plan has budgets only for {places}."
             raise ArgumentError(msg)
         if not any(name in unit.names for unit in self.units):
             names = [name for unit in self.units for name in unit.names]
             some = ", ".join(map(repr, names[:20]))
-            msg = f"moved({name!r}, ...): no unit has this name. The units are {some}."
+            msg = f"plan.moved({name!r}, ...): no unit has this name. The units are {some}."
             raise ArgumentError(msg)
         units = [
             attrs.evolve(unit, device=device) if name in unit.names else unit

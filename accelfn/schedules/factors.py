@@ -45,7 +45,7 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
     """Reject an invalid factory at once, before a state is created."""
     if not callable(factory):
         msg = (
-            f"schedules.from_torch({factory!r}): expected a function that takes an"
+            f"af.schedules.from_torch({factory!r}): expected a function that takes an"
             " optimizer and returns a scheduler, such as functools.partial("
             "torch.optim.lr_scheduler.StepLR, step_size=10)."
         )
@@ -53,7 +53,7 @@ def _is_factory(_owner: object, _field: object, factory: Any) -> None:
     while isinstance(factory, partial):
         factory = cast("Any", factory).func
     if isinstance(factory, type) and issubclass(factory, ReduceLROnPlateau):
-        msg = f"schedules.from_torch({factory.__name__}): {_PLATEAU}"
+        msg = f"af.schedules.from_torch({factory.__name__}): {_PLATEAU}"
         raise ArgumentError(msg)
 
 
@@ -106,7 +106,7 @@ class from_torch:
             ArgumentError: always.
         """
         msg = (
-            f"schedules.from_torch(...)({step!r}): you cannot call it, because it has learning"
+            f"af.schedules.from_torch(...)({step!r}): you cannot call it, because it has learning"
             " rates for an optimizer's groups instead of one factor. Pass it to"
             " TrainState.create(schedule=...), and read state.lrs. To combine schedulers, use"
             " torch.optim.lr_scheduler.SequentialLR or LambdaLR in the factory."
@@ -169,7 +169,7 @@ class TorchRates:
         except Exception as error:
             num_groups = len(self._optimizer.param_groups)
             msg = (
-                f"schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
+                f"af.schedules.from_torch: the factory failed on {type(self._prototype).__name__}"
                 f" with {num_groups} parameter groups: {type(error).__name__}: {error}"
             )
             raise ArgumentError(msg) from error
@@ -195,8 +195,8 @@ class TorchRates:
                 self._is_whole = True
         if self._ended is not None:
             msg = (
-                f"schedules.from_torch: {type(self._scheduler).__name__} has no learning rate for"
-                f" update {self._num_known}: {self._ended}"
+                f"af.schedules.from_torch: {type(self._scheduler).__name__} has no learning rate"
+                f" for update {self._num_known}: {self._ended}"
             )
             raise ArgumentError(msg) from self._ended
 
@@ -257,7 +257,7 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
             " change. Use the argument: lambda optimizer: StepLR(optimizer, 10)."
         )
     if why:
-        msg = f"schedules.from_torch: the factory returned {kind}, {why}"
+        msg = f"af.schedules.from_torch: the factory returned {kind}, {why}"
         raise ArgumentError(msg)
 
 
@@ -273,14 +273,14 @@ class Schedule(Protocol):
 
 
 def _updates(least: int) -> Any:
-    check = integer(least, "a number of updates", within="schedules.")
+    check = integer(least, "a number of updates", within="af.schedules.")
     return attrs.field(validator=check)
 
 
 def _is_factor(owner: object, field: Any, value: Any) -> None:
     if not is_number(value) or not math.isfinite(value) or value < 0:
         msg = (
-            f"schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
+            f"af.schedules.{type(owner).__name__}({field.name}={value!r}): expected a"
             " finite factor, 0 or more."
         )
         raise ArgumentError(msg)
@@ -336,7 +336,7 @@ class warmup_cosine:
         """Reject a warm-up that leaves no update for the decay."""
         if self.num_warmup >= self.num_updates:
             msg = (
-                f"schedules.warmup_cosine(num_warmup={self.num_warmup},"
+                f"af.schedules.warmup_cosine(num_warmup={self.num_warmup},"
                 f" num_updates={self.num_updates}): the warm-up must be shorter than"
                 " the whole schedule."
             )
@@ -370,7 +370,7 @@ class one_cycle:
         """Reject a `peak_at` that is not between 0 and 1."""
         if not 0 < self.peak_at < 1:
             msg = (
-                f"schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
+                f"af.schedules.one_cycle(peak_at={self.peak_at!r}): expected a fraction"
                 " between 0 and 1."
             )
             raise ArgumentError(msg)
@@ -407,14 +407,14 @@ class join:
         schedules = [p[-1] if _is_part(p) else p for p in cast("Any", parts)]
         if any(isinstance(schedule, from_torch) for schedule in schedules):
             msg = (
-                "schedules.join joins factors, but from_torch has learning rates. Join torch's"
+                "af.schedules.join joins factors, but from_torch has learning rates. Join torch's"
                 " schedulers inside the factory of from_torch, with"
                 " torch.optim.lr_scheduler.SequentialLR."
             )
             raise ArgumentError(msg)
         if not all(map(_is_part, pairs)) or not callable(last):
             msg = (
-                f"schedules.join{parts!r}: expected (num_updates, schedule) pairs, and then a"
+                f"af.schedules.join{parts!r}: expected (num_updates, schedule) pairs, and then a"
                 " schedule for all later updates."
             )
             raise ArgumentError(msg)
