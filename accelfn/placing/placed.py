@@ -65,8 +65,7 @@ class Guest:
 class Ahead:
     """Prefetches the parameters of the next module, while a module computes.
 
-    The predicted module is the module that followed when the last two modules were called before
-    in the same order.
+    Predicts the module that followed the last time that the same two modules were called.
 
     Attributes:
         device: the computing device.

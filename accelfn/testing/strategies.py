@@ -184,7 +184,7 @@ def as_code(self: Any) -> str:
 
 
 def print_code(self: Any, p: Any, cycle: bool) -> None:  # noqa: FBT001 - IPython's protocol
-    """Print the repr, as `_repr_pretty_` of records that Hypothesis shows."""
+    """Print the repr. Hypothesis calls this as `_repr_pretty_` to show a failing example."""
     del cycle
     first, *rest = repr(self).splitlines()
     p.text(first)

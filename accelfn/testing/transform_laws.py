@@ -180,7 +180,7 @@ def _note_options(transform: Any, options: list[str], acts: Acted) -> Any:
 
 
 def _seeing_skips(transform: Any) -> Sequence[str]:
-    """Return the methods that must act after a skipped update."""
+    """Return the methods of a transform that must also act in a skipped update."""
     return ["after_update"] if "sees_skips" in contract.facts_of(transform) else []
 
 

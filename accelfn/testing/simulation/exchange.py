@@ -246,7 +246,7 @@ class RankStatus:
     """Each rank's last call, whether that call still runs, and how the rank ended."""
 
     def __init__(self, size: int) -> None:
-        """Initialize for ranks that have not called a collective."""
+        """Initialize for `size` ranks that have not yet called a collective."""
         self._last: list[Call | None] = [None] * size
         self._inside: set[int] = set()
         self._ends: dict[int, str] = {}
