@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches, evaluation, run control, memory estimates and profiling around the step."""
+"""Everything around the training step: batches, evaluation, run control, memory, profiling."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`batches`: the batches of a training run, from a state's cursor."""
+"""`batches`: iterate over the batches of a training run, from the cursor of a state."""
 
 from collections.abc import Iterator
 
@@ -22,13 +22,15 @@ from accelfn.state.state import TrainState, check_state
 @hint_attributes("getitem")
 @attrs.frozen(kw_only=True, eq=False)
 class Batches:
-    """This rank's batches from a cursor to the last epoch; you can iterate several times.
+    """This rank's batches from the state's cursor to the last epoch.
+
+    You can iterate over the same object several times; each iteration starts at the cursor.
 
     Attributes:
         data: the state's data.
         reading: the range of batches to read.
-        is_loaded: whether the state is from a checkpoint, without training since: then a
-            complete run is expected, and no warning is needed.
+        is_loaded: whether the state was loaded from a checkpoint and not trained since. A run
+            that was complete when it was saved then causes no warning.
     """
 
     data: Data
@@ -36,15 +38,15 @@ class Batches:
     is_loaded: bool = False
 
     def __len__(self) -> int:
-        """Return how many updates are left, the same on every rank.
+        """Return the number of updates that are left; it is equal on all ranks.
 
         Raises:
-            ArgumentError: without `until_epoch` there is no end.
+            ArgumentError: `until_epoch` is None, so the batches never end.
         """
         start, seed = self.reading.start, self.reading.seed
         epochs = self.reading.epochs
         if epochs is None:
-            msg = "af.batches(state) without until_epoch= has no end, and so no length."
+            msg = "len(af.batches(state)): without until_epoch=, the batches never end. Pass it."
             raise ArgumentError(msg)
         if start.epoch >= epochs:
             return 0
@@ -54,10 +56,10 @@ class Batches:
         return count
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches, epoch after epoch; if no batch is left, an `AccelfnWarning` says why.
+        """Yield batches, epoch after epoch; warn with `AccelfnWarning` if no batch is left.
 
         Raises:
-            ReplicaMismatchError: ranks communicate to read, but some ranks do not.
+            ReplicaMismatchError: some ranks communicate to read their data, and others do not.
         """
         self._advise_if_empty()
         self.data.check_start(self.reading.start, seed=self.reading.seed)
@@ -66,9 +68,10 @@ class Batches:
             yield batch.note_stand_ins(self.reading.world)
 
     def _advise_if_empty(self) -> None:
-        """Warn of a loop that does nothing, unless the run was complete when it was loaded.
+        """Warn about a loop without batches, unless the run was complete when it was loaded.
 
-        A state that was never trained has its place from the user, for example by `af.seek`.
+        A state without updates causes no warning: the user moved its cursor, for example with
+        `af.seek`.
         """
         reading, epochs = self.reading, self.reading.epochs
         start = reading.start
@@ -78,50 +81,50 @@ class Batches:
         if is_complete or not reading.update:
             return
         advise(
-            f"af.batches(state, until_epoch={epochs}) gives no batch: the state has"
-            f" {start.epoch} epochs and {reading.update} updates behind it, and until_epoch="
-            " counts from the beginning of the run, not from here. For one epoch more write"
-            f" until_epoch={start.epoch + 1}; in a loop `for epoch in range(n):` write"
-            " until_epoch=epoch + 1. If the run is complete, all is well."
+            f"af.batches(state, until_epoch={epochs}) yields no batch: the state has already"
+            f" finished {start.epoch} epochs ({reading.update} updates), and until_epoch= counts"
+            " epochs from the start of the run. To train for one more epoch, pass"
+            f" until_epoch={start.epoch + 1}; in a loop `for epoch in range(n):`, pass"
+            " until_epoch=epoch + 1. If the run is complete, ignore this warning."
         )
 
 
 @explain_call_errors
 def batches(state: TrainState, *, until_epoch: int | None = None) -> Batches:
-    """Return this rank's batches, beginning at `state.cursor`.
+    """Return this rank's batches, starting at `state.cursor`.
 
     Args:
-        state: only its cursor, seed, data, setup and world are read; it may be donated
-            while the batches are used.
-        until_epoch: batches end with this epoch of the run (counted from 1), so a resumed run
-            ends where an uninterrupted run does. None means no end.
+        state: accelfn reads only its cursor, seed, data, setup and world, so you may donate the
+            state while you iterate.
+        until_epoch: the last epoch of the run, counted from 1. A resumed run then ends at the
+            same epoch as an uninterrupted run. None: the batches never end.
 
     Law:
-        The order of samples depends on (seed, epoch) alone: not on ranks, workers or
+        The order of samples depends only on seed and epoch, not on ranks, workers or
         micro-batches. A run that resumes at any cursor gets exactly the remaining batches.
-        They are read with gradients on, and inference mode and autocast off, whatever the
-        caller's modes are.
+        Data is read with gradients enabled, and with inference mode and autocast disabled,
+        independent of the modes of your program.
 
     Cost:
-        Starting at any cursor does not read earlier samples. With `sharded` or `dispatch`
-        data it takes a small all-reduce, to compare these options over ranks.
+        A start at a later cursor does not read earlier samples. Data with `sharded` or
+        `dispatch` needs a small all-reduce, to compare these options over the ranks.
 
     Raises:
         StateError: the state has no data.
         ArgumentError: `until_epoch` is not a positive number.
 
-    And as they are read:
+    Raises during iteration:
         ReplicaMismatchError: `sharded=` or `dispatch=` of the data differ by rank.
-        DataError: a worker failed, a stream cannot be resumed, or a dataset is not what it
-            says; what was being read is named.
-        Warning: nothing is left, and the state was trained in this process or has more epochs
-            behind it than `until_epoch`.
+        DataError: a worker failed, a stream cannot be resumed, or a dataset does not match its
+            own description, such as its length. The message names the samples that were read.
+        Warning: no batch is left, and the state was trained in this process, or has finished
+            more epochs than `until_epoch`.
     """
     check_state("af.batches(state)", state)
     if state.data is None:
         msg = (
-            "af.batches(state): the state was created with data=None. Give"
-            " TrainState.create(data=af.Data(...))."
+            "af.batches(state): the state was created with data=None. Pass"
+            " TrainState.create(..., data=af.Data(...))."
         )
         raise StateError(msg)
     if until_epoch is not None and not is_integer(until_epoch, 1):
@@ -142,24 +145,23 @@ def batches(state: TrainState, *, until_epoch: int | None = None) -> Batches:
 
 
 def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainState:
-    """Move the state's cursor to after `samples` samples of an epoch.
+    """Move the state's cursor to the position after `samples` samples of an epoch.
 
-    `af.batches` then continues from there, without reading the skipped samples. The new
-    state shares the tensors of the given state.
+    `af.batches` then continues from this position, and does not read the skipped samples. The
+    returned state shares the tensors of the state that you pass.
 
     Args:
         state: a state with data.
-        samples: number of samples of the epoch, over all ranks.
-        epoch: number of the epoch, from 0; default the state's epoch.
+        samples: the number of samples of the epoch to skip, over all ranks.
+        epoch: the number of the epoch, from 0; default: the state's epoch.
 
-    Law: seeking to a run's position gives the batches that the run had left.
+    Law: after you seek to the position of a run, you get the batches that this run had left.
 
-    Cost: none, because an order is a function. A stream has no order, and `af.batches` reads it
-    again up to the position, if `replay=True` allows it.
-
+    Cost: none, because the order of samples is computed. A stream cannot be indexed: `af.batches`
+    reads the stream again up to the position, if its data has `replay=True`.
 
     Raises:
-        BatchError: the epoch has no such sample.
+        BatchError: the epoch has fewer samples.
         StateError: the state has no data.
     """
     check_state("af.seek(state, samples)", state)
@@ -170,5 +172,5 @@ def seek(state: TrainState, samples: int, *, epoch: int | None = None) -> TrainS
     cursor = Cursor(state.cursor.epoch if epoch is None else epoch, samples)
     if not data.is_stream:
         data.check_start(cursor, seed=state.seed)
-    state.definition.cache.is_to_compare = True  # where each rank stands
+    state.definition.cache.is_to_compare = True  # the cursors of all ranks
     return attrs.evolve(state, cursor=cursor)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run control: run plain code on some ranks of a world, or on rank 0 first."""
+"""Run control: run Python code only on some ranks of a world, or on rank 0 first."""
 
 import logging
 import threading
@@ -23,14 +23,14 @@ R = TypeVar("R")
 def on_rank(
     world: World, rank: int = 0, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Create a decorator: the function runs on one rank, and returns None on others.
+    """Create a decorator for a function that runs on one rank and returns None on others.
 
-    It does not communicate; to share the result, see `af.broadcast_object`.
+    The ranks do not communicate. To send the result to all ranks, use `af.broadcast_object`.
 
     Args:
         world: the ranks that call the function.
-        rank: the rank that runs it; -1 is the last rank.
-        local: whether `rank` is a local rank, so that it runs once on each machine.
+        rank: the rank that runs the function; -1 is the last rank.
+        local: whether `rank` is a local rank. The function then runs once on each machine.
 
     Raises:
         ArgumentError: the rank does not exist, or the argument is not a function.
@@ -48,12 +48,12 @@ def on_rank(
 def on_main(
     world: World, *, local: bool = False
 ) -> Callable[[Callable[P, R]], Callable[P, R | None]]:
-    """Create a decorator: the function runs on rank 0, and returns None on others.
+    """Create a decorator for a function that runs on rank 0 and returns None on others.
 
     Args:
         world: the ranks that call the function.
-        local: whether it runs on the first rank of each machine, for example to write to a
-            local disk.
+        local: whether the function runs on the first rank of each machine, for example to write
+            to a local disk.
 
     Raises:
         ArgumentError: the argument is not a function.
@@ -75,8 +75,8 @@ def _on(
     if not is_integer(rank) or not -size <= rank < size:
         kind = "a local rank" if local else "a rank"
         msg = (
-            f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or one counted"
-            f" from the last, from -1 to {-size}."
+            f"{call}(rank={rank!r}): expected {kind} from 0 to {size - 1}, or a negative"
+            f" number from -1 (the last) to {-size}."
         )
         raise ArgumentError(msg)
     runs = index == rank % size
@@ -96,33 +96,34 @@ def _on(
 
 
 _went = threading.local()
-"""Whether each thread is in a block of `main_first`: simulated ranks are threads."""
+"""Per thread: whether the thread is in a `main_first` block. Simulated ranks are threads."""
 
 
 @contextmanager
 def main_first(world: World, *, local: bool = False) -> Generator[None]:
-    """Let rank 0 leave a `with` block before the other ranks enter it.
+    """Run a `with` block on rank 0 first; the other ranks enter after rank 0 has left it.
 
-    Use it for work that needs to be done once, such as a download or a cache. If rank 0 raises,
-    the other ranks still enter, and do the work or fail themselves.
+    Use this for work that has to be done only once, such as a download or a cache. If rank 0
+    raises an error in the block, the other ranks still enter it.
 
     Args:
-        world: the ranks that come to the block.
-        local: whether the first rank of each machine goes first, for work on a local disk.
+        world: the ranks that run the block.
+        local: whether the first rank of each machine runs first, for work on a local disk.
 
-    Law: no other rank enters before rank 0 has left; with `local`, before the first ranks of
-    all machines have left.
+    Law: no other rank enters the block before rank 0 has left it. With `local`, no other rank
+    enters before the first ranks of all machines have left.
 
     Cost: one barrier.
 
     Raises:
-        ArgumentError: the block is inside another such block; the other ranks wait for its end.
+        ArgumentError: the block is inside another `main_first` block.
     """
     check_world("af.main_first", world)
     if getattr(_went, "in_first", False):
         msg = (
-            "af.main_first is within another such block, and other ranks wait for its end: the"
-            " inner block would let them in. Make one block, or one after the other."
+            "This af.main_first block is inside another af.main_first block. The other ranks"
+            " wait until the outer block ends, and the end of the inner block would let them"
+            " continue too early. Merge the two blocks, or put the second after the first."
         )
         raise ArgumentError(msg)
     first = world.local_rank == 0 if local else world.is_main
@@ -138,9 +139,9 @@ def main_first(world: World, *, local: bool = False) -> Generator[None]:
 
 
 def print_in_order(world: World, *values: object) -> None:
-    """Print a line for each rank on rank 0, in rank order: "rank 1: ...".
+    """Print the values of all ranks on rank 0, a line for each rank: "rank 1: ...".
 
-    Cost: a gather of the texts.
+    Cost: a gather of the printed texts.
     """
     check_world("af.print_in_order", world)
     line = " ".join(map(str, values))
@@ -151,28 +152,29 @@ def print_in_order(world: World, *values: object) -> None:
 
 
 def print_once(world: World, *values: object, local: bool = False) -> None:
-    """Print on rank 0 only; with `local`, once on every machine."""
+    """Print values on rank 0 only; with `local`, once on every machine."""
     check_world("af.print_once", world)
     if world.local_rank == 0 if local else world.is_main:
         print(*values, flush=True)  # noqa: T201 - printing is its purpose
 
 
 def assert_replicas_agree(state: TrainState) -> None:
-    """Raise, on all ranks, unless they have the same state.
+    """Raise an error on all ranks if their states differ in any bit.
 
-    It compares the numbers of updates taken and skipped, the seed, the place in the data,
-    parameters, optimizer state, slots and buffers, bit by bit and in this order. It leaves out
-    entries of slots that differ by rank, as their transforms declare, and the state of a stream.
-    Under `local_sgd` replicas agree only after an average, and batch statistics only under
-    `sync_batchnorm`.
+    This compares the numbers of updates and of skipped updates, the seed, the cursor,
+    parameters, optimizer state, slots and buffers, in this order. It ignores the state of a
+    stream, and slot entries that differ by rank according to their transform. Under `local_sgd`
+    the ranks' states are equal only after an average, and BatchNorm statistics are equal only
+    under `sync_batchnorm`.
 
-    Law: it finds a difference of one bit, or of the places of two elements. If a model is split,
-    it compares the copies along "dp_replicate", and a single copy with nothing.
+    Law: a difference of one bit is found, and so is the swap of two elements. If a model is
+    sharded, its copies along "dp_replicate" are compared; a single copy is not compared.
 
-    Cost: a few passes over every tensor, and two gathers of a line for each tensor.
+    Cost: a few passes over every tensor, and two gathers of one line of text for each tensor.
 
     Raises:
-        ReplicaMismatchError: ranks differ; the error has the first difference, a row per rank.
+        ReplicaMismatchError: ranks differ. The message shows the first difference, with one row
+            for each rank.
     """
     if not isinstance(state, TrainState):
         msg = f"af.assert_replicas_agree: expected a TrainState, got {type(state).__name__}."
@@ -193,46 +195,46 @@ def assert_replicas_agree(state: TrainState) -> None:
 
 
 _DRIFTED = (
-    "Look for values that differ by rank in your transforms and steps, for parameters that are"
-    " written outside of a step, and for operations that are not deterministic. Buffers of"
-    " batch statistics differ without af.sync_batchnorm(), and all tensors differ between the"
-    " averages of af.local_sgd."
+    "Possible causes: a transform or a step uses values that differ by rank, parameters were"
+    " changed outside of a step, or an operation is not deterministic. Without"
+    " af.sync_batchnorm(), BatchNorm buffers differ by rank. Under af.local_sgd, all tensors"
+    " differ until the next average."
 )
 
 
-# `logger`: the standard `logging`, for a program that runs on every rank.
+# `logger`: Python's `logging`, for a program that runs on every rank.
 
 
 class RankLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger of the standard library for some ranks of a world; see `af.logger`."""
+    """A `logging` logger that writes on some ranks of a world; see `af.logger`."""
 
     def __init__(self, name: str, world: World, ranks: Collection[int]) -> None:
-        """Take the logger of that name, with its handlers and levels."""
+        """Wrap `logging.getLogger(name)`, with its handlers and levels."""
         extra = {"rank": world.rank, "world_size": world.size}
         super().__init__(logging.getLogger(name), extra)
         self._world, self._ranks = world, frozenset(ranks)
 
     def isEnabledFor(self, level: int) -> bool:  # noqa: N802 - logging's name
-        """Return whether this rank writes at the level."""
+        """Return whether this rank writes records of this level."""
         return self._world.rank in self._ranks and super().isEnabledFor(level)
 
     def process(
         self, msg: Any, kwargs: MutableMapping[str, Any]
     ) -> tuple[Any, MutableMapping[str, Any]]:
-        """Add the rank to the record, and to the text if several ranks write."""
+        """Add the rank to a record, and to its text if several ranks write."""
         extra = {**(kwargs.get("extra") or {}), **(self.extra or {})}
         several = len(self._ranks) > 1
         text = f"rank {self._world.rank}: {msg}" if several else msg
         return text, {**kwargs, "extra": extra}
 
     def in_order(self, level: int, msg: object, *args: object) -> None:
-        """Log a message of each rank on rank 0, in rank order; call it on all ranks.
+        """Log the messages of all ranks on rank 0, in rank order; call this on all ranks.
 
-        It logs the messages of all ranks, also of ranks that do not write.
+        Messages of ranks that do not write otherwise are logged, too.
 
         Cost: a gather of the texts, even if the level is not enabled.
         """
-        # formats as all loggers do, also for a mapping
+        # a LogRecord formats `args` like every logger, including a single mapping
         text = logging.LogRecord("", level, "", 0, msg, args, None).getMessage()
         texts = gather_text(text, self._world, label="log in order")
         if self._world.is_main:
@@ -244,19 +246,19 @@ class RankLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def logger(name: str, world: World, *, ranks: Collection[int] = (0,)) -> RankLogger:
-    """Return a logger of the standard library for rank 0 only, or for some ranks.
+    """Return a `logging` logger that writes on rank 0 only, or on the ranks that you choose.
 
-    It is `logging.getLogger(name)` for one world. You set handlers, levels and formats as
-    usual. Records have `rank` and `world_size` for formats. If several ranks write, texts
-    begin with "rank 1: ". On the other ranks the level is off, so nothing is formatted.
+    The logger wraps `logging.getLogger(name)`. Set handlers, levels and formats as usual.
+    Formats can use `rank` and `world_size`. If several ranks write, each text begins with its
+    rank, such as "rank 1: ". Ranks that do not write also format no text.
 
     Args:
-        name: name of the logger, usually `__name__`.
-        world: the ranks that log.
-        ranks: the ranks that write; `range(world.size)` for all.
+        name: the name of the logger, usually `__name__`.
+        world: the ranks that call the logger.
+        ranks: the ranks that write; pass `range(world.size)` for all ranks.
 
-    Cost: that of `logging`; `in_order`, which writes the messages of all ranks, gathers the
-    texts.
+    Cost: that of `logging`. Only `in_order`, which logs the messages of all ranks on rank 0,
+    communicates: it gathers the texts.
 
     Raises:
         ArgumentError: the world has no such rank.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`evaluate` and `predict`: use each held-out sample exactly once, on any number of ranks."""
+"""`evaluate` and `predict`: run a model once on every sample of a dataset, on any ranks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -46,8 +46,8 @@ from accelfn.world import World
 
 EvaluateFunction: TypeAlias = Callable[..., Any]
 _NO_GRADIENTS = (
-    "af.evaluate and af.predict call their function without gradients: leave out backward(),"
-    " or compute gradients, for example of the inputs, in `with torch.enable_grad():`."
+    "af.evaluate and af.predict call your function under torch.no_grad(). Remove backward()."
+    " To compute gradients, for example of the inputs, use `with torch.enable_grad():`."
 )
 
 
@@ -55,36 +55,36 @@ _NO_GRADIENTS = (
 def evaluate(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> dict[str, float]:
-    """Return exact means of `fn`'s results over a dataset, on all ranks.
+    """Return the exact means of `fn`'s results over a dataset, by name, on all ranks.
 
-    With any setup, the samples are split over the ranks of the state's world, each sample is
-    seen once, and totals and weights are reduced in one collective at the end.
+    The samples are split over the ranks of the state's world, even if the setup does not split
+    data. Each sample is used once. One collective at the end reduces totals and weights.
 
     Args:
-        state: evaluated at its `eval_params`; it does not change.
-        data: read in the dataset's order; `shuffle` and `remainder` are ignored,
+        state: the state to evaluate, with its `eval_params`; it does not change.
+        data: read in the order of the dataset. `shuffle` and `remainder` are ignored,
             because they have no effect on a mean over all samples.
-        fn: `(model, batch, *extras)` returns a scalar mean over the batch, a dict of such means
-            by name, or `af.Loss(total, weight, name=total)`. It runs in evaluation mode,
-            without gradients, under the setup's precision. A lone mean has the function's
-            name, for example `accuracy`; "loss" if the name ends in loss or loss_fn, and
-            "value" if the function has no name.
-        extras: passed to `fn`.
+        fn: a function `(model, batch, *extras)` that returns a scalar mean over the batch, a
+            dict of such means by name, or `af.Loss(total, weight, name=total)`. The model is in
+            evaluation mode, without gradients, with the precision of the setup. If `fn` returns
+            one mean, its name in the result is the name of `fn`, such as `accuracy`. It is
+            "loss" if that name ends in loss or loss_fn, and "value" for a lambda.
+        extras: further arguments for `fn`.
 
     Law:
-        The result is that of one process, up to rounding, for any number of ranks and any
-        batch size. The state and every generator are bitwise as before.
+        The result equals that of one process, up to rounding, for any number of ranks and any
+        batch size. The state and all random generators are bitwise unchanged.
 
     Cost:
-        One pass; one all-reduce, a broadcast of rank 0's buffers, and an all-gather of 8
-        bytes to compare the ranks' data.
+        One pass over the data, one all-reduce, a broadcast of rank 0's buffers, and an
+        all-gather of 8 bytes to compare the ranks' data.
 
     Raises:
-        ReplicaMismatchError: the ranks have different samples, or another order.
-        StateError: `fn` wrote into the parameters.
-        LossError: `fn` returned something else, or no scalar. accelfn warns of an integer
-            tensor, because it is a count and not a mean, and of a mean over a batch from which
-            the data's `collate` left out samples.
+        ReplicaMismatchError: ranks have different samples, or a different order of samples.
+        StateError: `fn` changed parameters in place.
+        LossError: `fn` returned a value that is not a scalar, a dict or `af.Loss`. accelfn
+            warns about an integer tensor, because it is probably a count and not a mean, and
+            about a mean over a batch if the data's `collate` dropped samples of the batch.
     """
     check_state("af.evaluate(state, data, fn)", state)
     total, evaluation = Metrics({}), _Evaluation(state, fn, extras)
@@ -92,10 +92,10 @@ def evaluate(
     for batch in _held_out(state, data):
         result = evaluation.run(batch)
         if left_out is not None and not isinstance(result, Loss):
-            left_out.look(batch.value, batch.weights[0], "What is measured")
+            left_out.look(batch.value, batch.weights[0], "The result of your function")
         weight = batch.weights[0] or 0
         sums = _sums(result, weight, fn)
-        if not weight:  # a stand-in, and even its infinity must not count
+        if not weight:  # a filler batch: even an infinite result must not count
             sums = Metrics(dict.fromkeys(sums, (0.0, 0.0)))
         total = total + sums
     return total.all_reduce_mean(state.world)
@@ -105,34 +105,36 @@ def evaluate(
 def predict(
     state: TrainState, data: Data, fn: EvaluateFunction, *extras: Any
 ) -> Iterator[Any]:
-    """Yield `fn`'s result for every sample, in dataset order, on all ranks.
+    """Yield `fn`'s result for every sample, in the order of the dataset, on all ranks.
 
     Args:
-        state: used at its `eval_params`; it does not change.
-        data: read in the dataset's order.
-        fn: `(model, batch, *extras)` returns a tree of tensors with the batch along dim 0.
-        extras: passed to `fn`.
+        state: the state to use, with its `eval_params`; it does not change.
+        data: read in the order of the dataset.
+        fn: a function `(model, batch, *extras)` that returns a tree of tensors with the samples
+            of the batch along dim 0.
+        extras: further arguments for `fn`.
 
     Yields:
-        A tree for each sample, its tensors without dim 0; `torch.stack(list(...))` for tensors.
+        A tree for each sample, its tensors without dim 0. If `fn` returns one tensor,
+        `torch.stack(list(af.predict(...)))` has all results.
 
     Law:
-        Each sample has its one result, for any number of ranks.
+        There is exactly one result for each sample, on any number of ranks.
 
     Cost:
-        One gather for each batch and dtype, and one of 8 bytes for the data. Results are
-        streamed: memory has one batch at a time.
+        One gather for each batch and dtype, and one gather of 8 bytes to compare the ranks'
+        data. Only the results of one batch are in memory at a time.
 
     Raises:
-        ReplicaMismatchError: the ranks have different samples, or another order.
-        BatchError: dim 0 of a result is not the batch's.
-        StateError: `fn` wrote into the parameters.
+        ReplicaMismatchError: ranks have different samples, or a different order of samples.
+        BatchError: dim 0 of a result does not have the size of the batch.
+        StateError: `fn` changed parameters in place.
     """
     check_state("af.predict(state, data, fn)", state)
     if isinstance(data, Data) and data.sharded:
         msg = (
-            "af.predict: samples of data with sharded=True have no common order; predict on"
-            " data that all ranks can read."
+            "af.predict: with af.Data(..., sharded=True) each rank has other samples, and they"
+            " have no common order. Use data that every rank can read completely."
         )
         raise StateError(msg)
     ranks, evaluation = state.world.batch, _Evaluation(state, fn, extras)
@@ -147,7 +149,7 @@ def predict(
 
 
 class _Evaluation:
-    """A function on a module at the evaluation parameters, with copies of the buffers."""
+    """Runs a user's function on a model with the evaluation parameters and copied buffers."""
 
     def __init__(
         self, state: TrainState, fn: EvaluateFunction, extras: tuple[Any, ...]
@@ -161,7 +163,7 @@ class _Evaluation:
         self._key, definition = key, state.definition
         with own_modes(state.world.device):  # the function may write to the buffers
             buffers = tree.clone(dict(state.buffers))
-            if buffers:  # statistics differ by rank; rank 0's count
+            if buffers:  # BatchNorm statistics differ by rank; all ranks use rank 0's
                 tensors = list(buffers.values())
                 broadcast_(tensors, state.world, label="buffers of rank 0")
             params = eval_params(state)
@@ -174,8 +176,8 @@ class _Evaluation:
     def run(self, batch: Batch) -> Any:
         """Return the function's result for a batch, without gradients.
 
-        The caller's modes, such as autocast and inference mode, do not apply. Random numbers
-        depend on the state and the number of the call.
+        The caller's modes, such as autocast and inference mode, have no effect. Random numbers
+        depend only on the state and on how many batches were evaluated before.
         """
         world, device = self._state.world, self._state.world.device
         self._state.lease.check()
@@ -192,7 +194,7 @@ class _Evaluation:
             with own_modes(device), torch.no_grad(), draws.seeded(seed, device):
                 result = self._call(self._fn, samples.value, *samples.extras)
         except RuntimeError as error:
-            if "does not require grad" in str(error):  # of torch's backward pass
+            if "does not require grad" in str(error):  # raised by torch's backward pass
                 error.add_note(_NO_GRADIENTS)
             raise
         finally:
@@ -201,39 +203,45 @@ class _Evaluation:
         return result
 
     def _check_unwritten(self, versions: list[int]) -> None:
-        """Raise if the function wrote into parameters, which belong to the state.
+        """Check that the function did not change parameters, which belong to the state.
 
         Raises:
-            StateError: it did.
+            StateError: the function changed a parameter in place.
         """
         for (name, param), version in zip(self._params.items(), versions, strict=True):
             if param._version != version:
                 msg = (
-                    f"The evaluated function wrote into {name!r}, which belongs to the state:"
-                    " its values are lost, so load a checkpoint. Let the function change its"
-                    " own model: model = af.snapshot_model(state)."
+                    f"af.evaluate and af.predict: your function changed the parameter {name!r}"
+                    " in place. It belongs to the state, and its old values are lost: load a"
+                    " checkpoint. To change weights, let the function use a copy that you make"
+                    " before the call: model = af.snapshot_model(state)."
                 )
                 raise StateError(msg)
 
 
 def _check_function(fn: object, extras: tuple[Any, ...]) -> None:
     if not callable(fn):
-        msg = f"Expected a function (model, batch, *extras) to evaluate, got {fn!r}."
+        msg = (
+            f"af.evaluate and af.predict need a function fn(model, batch), got {fn!r}."
+        )
         raise LossError(msg)
     keywords = {"sample_weight": None} if takes_weight(fn) else {}
     error = call_mismatch(fn, None, None, *extras, **keywords)
     if error is not None:
-        msg = f"{fn!r} is evaluated as fn(model, batch, *extras): {error}."
+        msg = (
+            f"af.evaluate and af.predict call {fn!r} as fn(model, batch, *extras), which it"
+            f" does not accept: {error}."
+        )
         raise LossError(msg) from error
 
 
 def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
-    """Yield this rank's shares of a dataset in its own order."""
+    """Yield this rank's shares of a dataset's batches, in the order of the dataset."""
     if not isinstance(data, Data):
         is_loader = isinstance(data, torch.utils.data.DataLoader)
-        hint = " af.Data.from_loader(loader) makes one." if is_loader else ""
+        hint = " Convert it: af.Data.from_loader(loader)." if is_loader else ""
         msg = (
-            "Expected af.Data(dataset, global_batch_size=...) to evaluate on, got"
+            "af.evaluate and af.predict need af.Data(dataset, global_batch_size=...), got"
             f" {type(data).__name__}.{hint}"
         )
         raise StateError(msg)
@@ -246,11 +254,12 @@ def _held_out(state: TrainState, data: Data) -> Iterator[Batch]:
 
 
 def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
-    """Return the function's result as weighted sums."""
+    """Convert the function's result for a batch to weighted sums by name."""
     if isinstance(result, Loss):
         if not is_scalar(result.total):
             msg = (
-                f"{_shape_hint(fn, result.total)} as a total; expected one real number."
+                f"{_shape_hint(fn, result.total)} as the total of af.Loss; expected one real"
+                " number."
             )
             raise LossError(msg)
         sums: dict[str, tuple[Number, Number]] = {}
@@ -270,16 +279,16 @@ def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
             is_mean = isinstance(value, (int, float))
         if not is_mean:
             msg = (
-                f"{_shape_hint(fn, value)} for {name!r}; expected a scalar mean over the batch,"
-                " a dict of them, or af.Loss."
+                f"{_shape_hint(fn, value)} for {name!r}; expected a scalar (the mean over the"
+                " batch), a dict of such scalars, or af.Loss."
             )
             raise LossError(msg)
         if weight > 1 and _is_count(value):
             advise(
-                f"{_metric_name(fn)} returned an integer tensor for {name!r}, a count or a sum,"
-                " and evaluate averages it like a mean over each batch. Return that mean,"
-                " such as (found == targets).float().mean(), or totals with their weight:"
-                f" af.Loss(total, len(targets), {name}=count)."
+                f"{_metric_name(fn)} returned an integer tensor for {name!r}. It is probably a"
+                " count or a sum, but af.evaluate uses it as the mean over the batch. Return the"
+                " mean, such as (predicted == targets).float().mean(), or a total with its"
+                f" weight: af.Loss(total, len(targets), {name}=count)."
             )
     return Metrics(
         {name: WeightedSum(value * weight, weight) for name, value in means.items()}
@@ -287,13 +296,13 @@ def _sums(result: Any, weight: int, fn: EvaluateFunction) -> Metrics:
 
 
 def _is_count(value: Any) -> bool:
-    """Return whether a scalar is an integer tensor, which cannot be a mean of samples."""
+    """Return whether a value is an integer tensor, which is unlikely to be a mean."""
     is_exact = isinstance(value, torch.Tensor) and not value.is_floating_point()
     return is_exact and not value.is_complex() and value.dtype is not torch.bool
 
 
 def _measure_of(fn: EvaluateFunction) -> str:
-    """Return the name of a lone mean: the function's name, or "loss" for a loss."""
+    """Return the name of a function's only mean: the function's name, "loss" or "value"."""
     function: Any = fn
     while isinstance(function, partial):
         function = cast("partial[Any]", function).func
@@ -310,18 +319,18 @@ def _check_rows(result: Any, rows: int, fn: EvaluateFunction) -> None:
         is_array = isinstance(leaf, torch.Tensor) and leaf.ndim > 0
         if not is_array or leaf.shape[0] != rows:
             msg = (
-                f"{_shape_hint(fn, leaf)}; expected tensors whose dim 0 is the batch's"
-                f" {rows} samples."
+                f"{_shape_hint(fn, leaf)}; af.predict expects tensors with the {rows} samples"
+                " of the batch along dim 0."
             )
             raise BatchError(msg)
 
 
 def _shape_hint(fn: EvaluateFunction, result: Any) -> str:
-    """Describe the shape of a function's result for an error message."""
+    """Return the first words of an error: the function and the shape that it returned."""
     is_tensor = isinstance(result, torch.Tensor)
-    shape = tuple(result.shape) if is_tensor else type(result).__name__
-    if is_tensor and result.is_complex():
-        shape = f"complex numbers of shape {shape}"
+    shape = f"shape {tuple(result.shape)}" if is_tensor else type(result).__name__
+    if is_tensor:
+        shape = f"a{' complex' if result.is_complex() else ''} tensor of {shape}"
     return f"{_metric_name(fn)} returned {shape}"
 
 
@@ -329,30 +338,31 @@ def _metric_name(fn: EvaluateFunction) -> str:
     return getattr(fn, "__qualname__", repr(fn))
 
 
-# `report_metric`: give the result of an evaluation to transforms.
+# `report_metric`: pass the result of an evaluation to transforms such as `reduce_lr_on_plateau`.
 
 
 def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
-    """Give the result of an evaluation to the state's transforms: `(state, value) -> state`.
+    """Pass the result of an evaluation to the state's transforms, and return the new state.
 
-    Only the slots of the new state differ; it shares the tensors of the given state. Call it
-    on all ranks, with a value that is the same on all ranks, such as a result of `af.evaluate`.
+    Call this on all ranks, with a value that is equal on all ranks, such as a result of
+    `af.evaluate`. The new state differs only in its slots, and shares the tensors of the state
+    that you pass.
 
-    The value is appended to the entry `reported` of each slot that has one. The transform's
-    `hyper` finds it there in the next update.
+    The value is appended to the entry `reported` of each slot that has this entry. The
+    transform's `hyper` reads the entry in the next update.
 
     Args:
-        state: a state with a transform that takes reports, such as `af.reduce_lr_on_plateau`.
+        state: a state with a transform that uses reports, such as `af.reduce_lr_on_plateau`.
         value: a number, such as `af.evaluate(state, held_out, loss_fn)["loss"]`.
 
-    Law: two states that were given the same values are equal; only slots change.
+    Law: equal reports to equal states return equal states. Only slots change.
 
-    Cost: if ranks train together, a small all-reduce to compare values.
+    Cost: if ranks train together, a small all-reduce to compare the values of the ranks.
 
     Raises:
         ArgumentError: `value` is not a number.
-        StateError: no transform takes reports.
-        ReplicaMismatchError: ranks that train together report different values, such as a
+        StateError: no transform of the setup uses reports.
+        ReplicaMismatchError: ranks that train together report different values, such as the
             loss of each rank's own batches.
 
     Example:
@@ -364,7 +374,7 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
         ...     optimizer=partial(torch.optim.SGD, lr=0.5),
         ...     setup=af.reduce_lr_on_plateau(patience=0),
         ... )
-        >>> state = af.report_metric(af.report_metric(state, 0.25), 0.25)  # no better than before
+        >>> state = af.report_metric(af.report_metric(state, 0.25), 0.25)  # no improvement
         >>> state.lrs
         (0.05,)
     """
@@ -374,8 +384,8 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
     old_slots = slots_with_reports(state)
     if not old_slots:
         msg = (
-            "af.report_metric(state, value): no transform of the setup takes reports. Add one to"
-            " the setup, such as af.reduce_lr_on_plateau(patience=2)."
+            "af.report_metric(state, value): no transform of the setup uses reported values. Add"
+            " one to the setup, such as af.reduce_lr_on_plateau(patience=2)."
         )
         raise StateError(msg)
     number = _number(value)
@@ -394,7 +404,7 @@ def report_metric(state: TrainState, value: float | torch.Tensor) -> TrainState:
 
 
 def slots_with_reports(state: TrainState) -> dict[str, Mapping[str, Any]]:
-    """Return the slots of transforms that take reports, by name."""
+    """Return the slots that have an entry `reported`, by the name of their transform."""
     slots = {t.name: state.slots.get(t.name) for t in state.definition.setup}
     return {
         name: cast("Mapping[str, Any]", slot)
@@ -410,43 +420,45 @@ def _number(value: object) -> float:
         return float(value)
     hint = ""
     if hasattr(value, "keys"):
-        hint = ' Choose one by its name: af.evaluate(...)["loss"].'
+        hint = ' Pass one value of the dict: af.evaluate(...)["loss"].'
     msg = f"af.report_metric(state, {value!r}): expected a number.{hint}"
     raise ArgumentError(msg)
 
 
-# `all_gather_valid`: gather the ranks' results for an update's samples, each sample once.
+# `all_gather_valid`: gather results for the samples of a batch over all ranks, without filler.
 
 
 def all_gather_valid(
     values: Any, batch: Batch, world: World, *, label: str = "all_gather_valid"
 ) -> Any:
-    """Return the values of all ranks' samples, without filler, in the order of the batch.
+    """Gather one value for each sample of a batch from all ranks, without filler.
 
     Args:
-        values: the values of this rank's samples: a tree of tensors with the samples along
-            dim 0 (all micro-batches, one after the other), or a list with an entry for each
-            sample: tensors of any shapes, strings, numbers, and dicts, lists and tuples of them.
-        batch: the batch of `af.batches` with those samples.
-        world: the ranks that took part.
-        label: the name of this gather, for errors.
+        values: the values of this rank's samples. Either a tree of tensors with the samples along
+            dim 0, all micro-batches one after the other. Or a list with one entry for each
+            sample: a tensor of any shape, a string, a number, or a dict, list or tuple of such
+            values.
+        batch: the batch from `af.batches` that has these samples.
+        world: the ranks that share the batch.
+        label: the name of this gather in error messages.
 
-    Returns: a tree of tensors, or a list, with an entry for each sample of the update, the
-    same on all ranks. If every rank has the full batch, it comes once.
+    Returns: a tree of tensors, or a list, with one entry for each sample of the update, in the
+    order of the batch; equal on all ranks. If every rank has the full batch, the result still
+    has each sample only once.
 
-    Law: the result on any number of ranks is that of one process.
+    Law: the result is the same for any number of ranks.
 
-    Cost: a gather for each dtype; lists travel as bytes, without pickle; and one gather of two
-    integers.
+    Cost: one gather for each dtype, and one gather of two integers. Lists are sent as bytes,
+    without pickle.
 
     Raises:
-        BatchError: the number of values is not the number of samples.
-        PlainDataError: a list has other entries.
+        BatchError: the number of values differs from the number of samples.
+        PlainDataError: an entry of a list has a type that is not listed above.
     """
     if not isinstance(batch, Batch):
         msg = (
-            f"af.all_gather_valid(values, batch, world): got {type(batch).__name__}; expected a"
-            " batch of af.batches. af.all_gather(values, world) takes any values."
+            "af.all_gather_valid(values, batch, world): expected a batch from af.batches, got"
+            f" {type(batch).__name__}. Without a batch, call af.all_gather(values, world)."
         )
         raise BatchError(msg)
     check_world("af.all_gather_valid", world)
@@ -457,7 +469,7 @@ def all_gather_valid(
     own_counts = torch.tensor([len(places), weight], device=ranks.device)
     rows = [t.tolist() for t in all_gather_list(own_counts, ranks, label=label)]
     counts = [int(row[0]) for row in rows]
-    # if nothing shards the data, every rank has the full batch
+    # without a transform that splits the data, every rank has the full batch
     is_full = ranks.size == 1 or sum(row[1] for row in rows) > batch.num_samples
     if isinstance(values, list):
         valid = [values[place] for place in places.tolist()]
@@ -478,39 +490,40 @@ def _check_same_rows(values: Any, rows: int) -> None:
         ]
     if set(counts) != {rows}:
         msg = (
-            f"af.all_gather_valid: this rank's batch has {rows} samples (filler included), and"
-            f" the values have {counts}; expected tensors whose dim 0 is the samples, or a list"
-            " with an entry for each."
+            f"af.all_gather_valid: this rank's batch has {rows} samples (including filler), but"
+            f" the values have lengths {counts}. Pass tensors with the samples along dim 0, or a"
+            " list with one entry for each sample."
         )
         raise BatchError(msg)
 
 
-# `split`: each rank's part of a list, a tensor, or a dict of them.
+# `split_over_ranks`: split a list, a tensor, or a dict of lists and tensors over the ranks.
 
 
 T = TypeVar("T")
 
 
 def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
-    """Return this rank's part of values that all ranks have: prompts, files, rows.
+    """Return this rank's part of values that all ranks have, such as prompts, files or rows.
 
-    Parts are contiguous, in rank order, and their lengths differ by at most one, longer
-    parts first; a part may be empty. It communicates nothing, and does not change the values.
+    Each part is a contiguous slice, in rank order. Lengths differ by at most one, and longer
+    parts come first; a part may be empty. Ranks do not communicate, and the values do not change.
 
     Args:
-        values: a list, tuple, string, bytes, range, tensor or array, or a dict of them with
-            one length. A tensor's part is a view.
-        world: the ranks that split; if its ranks share their samples ("cp", "tp"), pass
-            `world.batch`.
-        pad: make all parts as long as the first, by repeating a part's last value, or the
-            last of all values if a part is empty. Padded parts of a range are lists.
+        values: a list, tuple, string, bytes, range, tensor or array; or a dict of such values,
+            all of the same length. The part of a tensor is a view.
+        world: the ranks that split the values. If its ranks share their samples ("cp", "tp"),
+            pass `world.batch`.
+        pad: make all parts as long as the first. A shorter part repeats its last value, and an
+            empty part repeats the last of all values. A padded part of a range is a list.
 
     Raises:
-        ArgumentError: ranks of the world share samples, a dict's values differ in length, there
-            is nothing to repeat, or the values cannot be sliced, as a namedtuple.
+        ArgumentError: ranks of the world share samples, the values of a dict differ in length,
+            there is no value to repeat, or the values cannot be sliced (for example, a
+            namedtuple).
 
-    Law: without `pad`, the parts of all ranks in rank order are the values; a world of 1 gets
-    the same object.
+    Law: without `pad`, the parts of all ranks, concatenated in rank order, equal the values. In a
+    world of 1, the result is the object that you passed.
 
     Example:
         >>> split_over_ranks(["a", "b", "c"], World.single())
@@ -523,9 +536,7 @@ def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
     start, stop = even_part((0, length), world.rank, world.size)
     longest = -(-length // world.size)
     if pad and length == 0:
-        msg = (
-            "af.split_over_ranks(pad=True): there is nothing to repeat in empty values."
-        )
+        msg = "af.split_over_ranks(pad=True): values is empty, so no value can be repeated."
         raise ArgumentError(msg)
     places = list(range(start, stop))
     if pad:
@@ -547,20 +558,20 @@ def split_over_ranks(values: T, world: World, *, pad: bool = False) -> T:
 
 
 def _check_world(world: World) -> None:
-    """Reject other objects, and a world with ranks that share samples."""
+    """Raise if `world` is not a `World`, or if its ranks share samples."""
     check_world("af.split_over_ranks", world)
     if world.whole is world and world.batch is not world:
         sharers = [n for n in ("cp", "tp") if world.axes.get(n, 1) > 1]
         msg = (
-            f"af.split_over_ranks: the ranks along {' and '.join(sharers)} share their samples, but"
-            " would get different parts. Give world.batch; or the axes that you mean, such as"
-            f" world.along({sharers[0]!r})."
+            f"af.split_over_ranks: ranks along {' and '.join(sharers)} process the same samples,"
+            " but would get different parts of the values. Pass world.batch instead of the world."
+            f" To split over one axis on purpose, pass world.along({sharers[0]!r})."
         )
         raise ArgumentError(msg)
 
 
 def _as_kind(values: Any, items: list[Any]) -> Any:
-    """Return items in a sequence of the same kind as a slice of the values."""
+    """Convert a list of items to the type that a slice of the values has."""
     if isinstance(values, str):
         return "".join(items)
     kind = {bytes: bytes, bytearray: bytearray, tuple: tuple}.get(
@@ -570,7 +581,7 @@ def _as_kind(values: Any, items: list[Any]) -> Any:
 
 
 def _length(values: Any) -> int:
-    """Return how many values there are to split."""
+    """Return the number of values to split; raise if they cannot be split."""
     if isinstance(values, Mapping):
         items = cast("Mapping[Any, Any]", values).items()
         lengths = {name: _length(value) for name, value in items}
@@ -582,14 +593,14 @@ def _length(values: Any) -> int:
     if not is_array and not _can_slice(values):
         msg = (
             "af.split_over_ranks: expected a sequence that can be sliced, a tensor with a dim 0, or"
-            f" a dict of them, got {type(values).__name__}."
+            f" a dict of such values, got {type(values).__name__}."
         )
         raise ArgumentError(msg)
     return len(cast("Sequence[Any]", values))
 
 
 def _can_slice(values: Any) -> bool:
-    """Return whether values are a sequence with slices, unlike a deque or a record."""
+    """Return whether values are a sequence that supports slices; a deque does not."""
     if not isinstance(values, Sequence) or hasattr(values, "_fields"):
         return False
     with suppress(TypeError):

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory of a training state: before it exists, as it is, and the largest batch that fits.
+"""Memory of a training state: estimate, measurement, and the largest batch size that fits.
 
-`memory_estimate` makes the state of torch's fake tensors, which have a shape and a device but no
-values, and lets the optimizer take a step on them. So it counts what the optimizer and the
-transforms really keep, and needs no formula for each.
+`memory_estimate` creates a state of torch's fake tensors, which have a shape and a device but no
+values, and runs an optimizer step on it. So it counts the tensors that the optimizer and the
+transforms really create, without a formula for each of them.
 """
 
 import gc
@@ -67,13 +67,13 @@ class StateBytes:
     """Bytes of a training state on one rank.
 
     Attributes:
-        params: the parameters, trained or not.
-        buffers: the model's other tensors.
-        grads: a gradient for each trained parameter.
-        opt_state: the optimizer's tensors after a step.
-        slots: the tensors of each transform, by its name.
-        buckets: the buckets of DistributedDataParallel in a world of several ranks; 0 if
-            gradients are views into them.
+        params: bytes of all parameters, trained and frozen.
+        buffers: bytes of the model's buffers.
+        grads: bytes of one gradient for each trained parameter.
+        opt_state: bytes of the optimizer's state after a step.
+        slots: bytes of each transform's slot, by the name of the transform.
+        buckets: bytes of DistributedDataParallel's buckets in a world of several ranks; 0 if
+            gradients are views into the buckets.
     """
 
     params: int
@@ -85,11 +85,11 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """The sum of all parts."""
+        """The sum of all rows, in bytes."""
         return sum(size for _, size in self.rows())
 
     def rows(self) -> Iterator[tuple[str, int]]:
-        """Yield each part with its name."""
+        """Yield the rows of a table: a name, such as "gradients", and its bytes."""
         yield "parameters", self.params
         yield "buffers", self.buffers
         yield "gradients", self.grads
@@ -101,13 +101,13 @@ class StateBytes:
 
 @attrs.frozen(kw_only=True)
 class MemoryEstimate:
-    """Bytes of a training state for each dtype of the parameters; `str` gives a table.
+    """Bytes of a training state for each dtype of the parameters; `str` returns a table.
 
     Attributes:
-        num_parameters: number of elements of all parameters.
+        num_parameters: the number of elements of all parameters.
         by_dtype: the bytes for each dtype that the setup accepts.
-        refused: why the setup rejects the other dtypes.
-        on_host: the names of the parts that are in the host's memory.
+        refused: the reason for each dtype that the setup rejects.
+        on_host: the names of the table's rows that are in the host's memory.
     """
 
     num_parameters: int
@@ -118,7 +118,7 @@ class MemoryEstimate:
     _repr_html_ = text_as_html
 
     def __str__(self) -> str:
-        """Show a table with a column for each dtype."""
+        """Return a table with a column for each dtype."""
         columns = [dict(size.rows()) for size in self.by_dtype.values()]
         rows = [(name, [column[name] for column in columns]) for name in columns[0]]
         rows = [(name, sizes) for name, sizes in rows if any(sizes)]
@@ -133,7 +133,7 @@ class MemoryEstimate:
                 f"A training state of {self.num_parameters:,} parameters, on each rank:",
                 _format_table(map(_name, self.by_dtype), rows),
                 *notes,
-                "Activations are not included, nor what a step makes and drops.",
+                "Activations and temporary tensors of a step are not included.",
             ]
         )
 
@@ -147,30 +147,30 @@ def memory_estimate(
 ) -> MemoryEstimate:
     """Estimate the bytes of a training state in float32, bfloat16 and float16.
 
-    This allocates no memory: the model's factory runs on torch's meta device, and the
-    optimizer's step and the `init` of each transform run on fake tensors. Activations are not
-    included, because they depend on the batch (`af.find_batch_size` finds the largest batch).
-    Temporary tensors of a step are not included either.
+    No tensor memory is allocated: the model's factory runs on torch's meta device, and the
+    optimizer's step and the `init` of each transform run on fake tensors. The estimate does not
+    include activations, which depend on the batch (see `af.find_batch_size`), or temporary
+    tensors of a step.
 
     Args:
-        model: a factory or an instance, which stays as it is; on the meta device if it is too
-            large for your machine.
+        model: a module, which is not changed, or a function that returns a module. If the model
+            is too large for your machine, create the module on the meta device.
         setup: the transforms to include.
-        optimizer: a factory of named parameters, as `TrainState.create` takes it.
-        axes: number of ranks along each axis, if a setup splits the model over them
-            (`{"dp_shard": 8}`); the bytes are those of the rank that has most.
+        optimizer: a function that creates the optimizer, as for `TrainState.create`.
+        axes: the number of ranks along each axis, such as `{"dp_shard": 8}`, if the setup shards
+            the model over ranks. The result is for the rank with the most bytes.
 
-    Law: the bytes are exactly those of the tensors in a real state after an update, with two
-    exceptions. `compress_grads("powersgd")` allocates about as much as the gradients that it
-    compresses, from its first compressed update on. `diloco` allocates the outer optimizer's
-    state, as large as the parameters, at its first average, and with `delay` a fragment.
+    Law: the estimate equals the bytes of the tensors in a real state after an update, with two
+    exceptions. `compress_grads("powersgd")` allocates about as much memory as its compressed
+    gradients, at its first compressed update. `diloco` allocates the outer optimizer's state, as
+    large as the parameters, at its first average; with `delay`, also a copy of one fragment.
 
-    Cost: a few milliseconds for each parameter tensor, and no memory.
+    Cost: a few milliseconds for each parameter tensor.
 
     Raises:
-        ArgumentError: `optimizer` is not a factory, or `model` gives no module.
+        ArgumentError: `optimizer` is not a function, or `model` does not return a module.
         ModelError: the setup rejects the model in float32.
-        Exception: torch's error for an operation that needs values.
+        Exception: torch's error, if the optimizer or a transform reads values of a tensor.
 
     Example:
         >>> from functools import partial
@@ -182,12 +182,12 @@ def memory_estimate(
         gradients     1.00 MiB  513.00 KiB  513.00 KiB
         optimizer     2.00 MiB    1.00 MiB    1.00 MiB
         total         4.01 MiB    2.00 MiB    2.00 MiB
-        Activations are not included, nor what a step makes and drops.
+        Activations and temporary tensors of a step are not included.
     """
     if isinstance(optimizer, Optimizer) or not callable(optimizer):
         msg = (
-            f"af.memory_estimate(optimizer={type(optimizer).__name__}): expected a factory,"
-            " such as functools.partial(torch.optim.AdamW, lr=3e-4)."
+            f"af.memory_estimate(optimizer={type(optimizer).__name__}): expected a function that"
+            " creates the optimizer, such as functools.partial(torch.optim.AdamW, lr=3e-4)."
         )
         raise ArgumentError(msg)
     axes = {} if axes is None else fold_cp(extents("af.memory_estimate", axes))
@@ -217,31 +217,33 @@ def _skeleton_from(source: ModelSource) -> Skeleton:
         module = source()
     if not isinstance(module, nn.Module):
         msg = (
-            f"af.memory_estimate(model={source!r}) gave {type(module).__name__}; expected a"
-            " torch.nn.Module, or a factory that takes no argument and returns one."
+            f"af.memory_estimate(model={source!r}): the function returned"
+            f" {type(module).__name__}; expected a torch.nn.Module."
         )
         raise ArgumentError(msg)
     return skeleton_of(module)
 
 
 def _on_host(setup: chain, axes: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the names of the parts that a setup keeps in the host's memory."""
+    """Return the names of the table's rows that a setup keeps in the host's memory."""
     if "offloads" not in setup.facts or axes.get("dp_shard", 1) == 1:
         return ()
-    if _has_full_gradients(setup):  # on the device, until they are reduced
+    if _has_full_gradients(
+        setup
+    ):  # gradients stay on the device until they are reduced
         return "parameters", "optimizer", "slots"
     return "parameters", "gradients", "optimizer", "slots"
 
 
 def _has_full_gradients(setup: chain) -> bool:
-    """Return whether full gradients of micro-batches wait for the last micro-batch."""
+    """Return whether ranks keep full gradients until the last micro-batch of an update."""
     return "whole_gradients" in setup.facts and "micro_batches" in setup.facts
 
 
 def _fake_state(
     skeleton: Skeleton, setup: chain, optimizer: OptimizerFactory, dtype: torch.dtype
 ) -> tuple[TrainState, Mapping[str, Any]]:
-    """Return a state of fake tensors after an update, and the slots of a setup."""
+    """Return a state of fake tensors after an update, and the setup's slots for it."""
 
     def fake(meta: torch.Tensor) -> torch.Tensor:
         return _empty_like(meta, dtype if meta.is_floating_point() else meta.dtype)
@@ -256,7 +258,7 @@ def _fake_state(
 
 
 def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainState:
-    """Return the state of a module of fake tensors after a step of its optimizer."""
+    """Return the state after one optimizer step on a module of fake tensors."""
     skeleton = skeleton_of(module)
     prototype, _ = prototype_of(optimizer, module, skeleton)
     params = dict(module.named_parameters())
@@ -289,21 +291,22 @@ def _state_after_step(module: nn.Module, optimizer: OptimizerFactory) -> TrainSt
 
 
 class _FakeReads(TorchDispatchMode):
-    """Read 0.5 or 1 from fake tensors, for optimizers that look at norms.
+    """Let optimizers read a number from a fake tensor: 0.5, or 1 for integers.
 
-    Tensors among an optimizer's options have values, which the optimizer checks.
+    Some optimizers read norms. A tensor among the optimizer's options, such as a learning rate,
+    keeps its real value, because the optimizer checks the value.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out an operation."""
+        """Run an operation; replace reads of a fake tensor by a constant."""
         del types
         if func in _READS and getattr(args[0], "constant", None) is not None:
             args = (args[0].constant,)
         tensors = tree.tensor_leaves(args)
         if tensors and not any(isinstance(t, FakeTensor) for t in tensors):
-            if func is not _ATEN.lift_fresh.default:  # which makes a fake tensor
+            if func is not _ATEN.lift_fresh.default:  # lift_fresh creates a fake tensor
                 with unset_fake_temporarily():
                     return func(*args, **(kwargs or {}))
         elif func in _READS:
@@ -313,12 +316,12 @@ class _FakeReads(TorchDispatchMode):
 
 
 class _FakeDeepCopies(TorchFunctionMode):
-    """Deep-copy fake tensors among an optimizer's options, which torch cannot do."""
+    """Support `deepcopy` of fake tensors among an optimizer's options; torch does not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Carry out a call."""
+        """Run a torch function; replace `Tensor.__deepcopy__` by an empty tensor."""
         del types
         if func is torch.Tensor.__deepcopy__:
             tensor, memo = args
@@ -328,14 +331,14 @@ class _FakeDeepCopies(TorchFunctionMode):
 
 
 def _empty_like(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of the same shape in the current mode, from any kind of tensor."""
+    """Return an empty tensor with a tensor's shape and strides, under the active modes."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
 
 
 def _count_bytes(
     state: TrainState, slots: Mapping[str, Any], setup: chain, axes: Mapping[str, int]
 ) -> StateBytes:
-    """Count the bytes of a state that is split along some axes."""
+    """Count the bytes of a state on one rank, if the setup shards it along some axes."""
     params = dict(state.params)
     cuts = cuts_of(setup.owners["layout"], params, axes)
     shards = {
@@ -361,11 +364,11 @@ def _count_bytes(
 
 
 def _tree_bytes(value: Any, shards: Mapping[str, tuple[torch.Size, torch.Size]]) -> int:
-    """Return the bytes of all tensors in a tree, each counted once.
+    """Return the bytes of all tensors in a tree on one rank; count each tensor once.
 
     Args:
-        value: a tree. A tensor with the name and shape of a split parameter is split, too.
-        shards: the full shape of each split parameter, and the shape of its largest shard.
+        value: a tree. A tensor with the name and shape of a sharded parameter is sharded, too.
+        shards: for each sharded parameter, its full shape and the shape of its largest shard.
     """
     sizes: dict[int, int] = {}
     for name, tensor in _named_tensors(value, shards, None):
@@ -379,7 +382,7 @@ def _tree_bytes(value: Any, shards: Mapping[str, tuple[torch.Size, torch.Size]])
 def _named_tensors(
     value: Any, names: Container[str], within: str | None
 ) -> Iterator[tuple[str | None, torch.Tensor]]:
-    """Yield the tensors of a tree with the names of their parameters."""
+    """Yield each tensor of a tree with the name of its parameter, or None."""
     if isinstance(value, Mapping):
         items = cast("Mapping[Any, Any]", value)
         for key, inside in items.items():
@@ -410,7 +413,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _format_table(heads: Iterable[str], rows: list[tuple[str, list[int]]]) -> str:
-    """Format named rows of sizes under their heads."""
+    """Format a table of sizes in bytes, with a name before each row."""
     lines = [("", *heads), *((name, *map(format_bytes, row)) for name, row in rows)]
     width = max(len(line[0]) for line in lines)
     return "\n".join(
@@ -419,18 +422,18 @@ def _format_table(heads: Iterable[str], rows: list[tuple[str, list[int]]]) -> st
     )
 
 
-# `memory`: the bytes of an existing training state, on this rank and in full.
+# `memory`: the bytes of an existing training state, on this rank and unsharded.
 
 
 @attrs.frozen(kw_only=True)
 class Bytes:
-    """Bytes that tensors take.
+    """Bytes of some tensors, on this rank and unsharded.
 
     Attributes:
-        here: on this rank, with the padding of shards.
-        whole: as one process would need for the full tensors.
-        host: the part of `here` that is in the host's memory because the setup offloads it
-            from another device (`wrap_fsdp(cpu_offload=True)`).
+        here: bytes on this rank, including the padding of shards.
+        whole: bytes of the full (unsharded) tensors.
+        host: the bytes of `here` that are in the host's memory because the setup offloads them
+            from the device, as `wrap_fsdp(cpu_offload=True)` does.
     """
 
     here: int
@@ -438,7 +441,7 @@ class Bytes:
     host: int = 0
 
     def __add__(self, other: "Bytes") -> "Bytes":
-        """Return the sum."""
+        """Add the bytes of two groups of tensors."""
         return Bytes(
             here=self.here + other.here,
             whole=self.whole + other.whole,
@@ -448,13 +451,13 @@ class Bytes:
 
 @attrs.frozen(kw_only=True)
 class Memory:
-    """Bytes of a training state, by part; `str` gives a table.
+    """Bytes of a training state, by kind of tensor; `str` returns a table.
 
     Attributes:
-        params: the parameters, trained or not.
-        buffers: the model's other tensors.
-        opt_state: the optimizer's tensors; none before the first update.
-        slots: the tensors of each transform, by its name.
+        params: bytes of all parameters, trained and frozen.
+        buffers: bytes of the model's buffers.
+        opt_state: bytes of the optimizer's state; usually 0 before the first update.
+        slots: bytes of each transform's slot, by the name of the transform.
     """
 
     params: Bytes
@@ -464,11 +467,11 @@ class Memory:
 
     @property
     def total(self) -> Bytes:
-        """The sum of all parts."""
+        """The sum of all rows."""
         return sum((size for _, size in self.rows()), Bytes(here=0, whole=0))
 
     def rows(self) -> Iterator[tuple[str, Bytes]]:
-        """Yield each part with its name."""
+        """Yield the rows of the table: a name, such as "parameters", and its bytes."""
         yield "parameters", self.params
         yield "buffers", self.buffers
         yield "optimizer", self.opt_state
@@ -478,9 +481,9 @@ class Memory:
     _repr_html_ = text_as_html
 
     def __str__(self) -> str:
-        """Show a table: a row for each part, columns for this rank and for the full state.
+        """Return a table with a column for this rank and a column for the full state.
 
-        If this rank has offloaded tensors, a column between shows them.
+        If this rank has offloaded tensors, a third column shows the bytes in the host's memory.
         """
         columns = {"here": "here", "on host": "host", "whole": "whole"}
         if not self.total.host:
@@ -494,17 +497,17 @@ class Memory:
 
 
 def memory(state: TrainState) -> Memory:
-    """Return the bytes of a state's tensors, on this rank and in full.
+    """Return the bytes of a state's tensors, on this rank and unsharded.
 
-    They differ if a model is split over the ranks (see `wrap_fsdp`). Gradients and
-    activations are not included, because they do not belong to the state.
+    The two numbers differ if the model is sharded over ranks (see `wrap_fsdp`). Gradients and
+    activations do not belong to the state, and are not included.
 
     Args:
         state: a state that is not donated.
 
-    Law: for split tensors, the `here` of all ranks adds up to `whole` plus the padding.
+    Law: for sharded tensors, the sum of `here` over all ranks is `whole` plus the padding.
 
-    Cost: reads no tensor, and communicates nothing.
+    Cost: none; no tensor is read, and ranks do not communicate.
 
     Example:
         >>> from functools import partial
@@ -526,7 +529,7 @@ def memory(state: TrainState) -> Memory:
 
 
 def _bytes_of(value: Any) -> Bytes:
-    """Return the bytes of all tensors in a tree, each counted once."""
+    """Return the bytes of all tensors in a tree; count each tensor once."""
     tensors = {id(t): t for t in tree.tensor_leaves(value)}.values()
     return Bytes(
         here=sum(map(_local_bytes, tensors)),
@@ -540,52 +543,55 @@ def _is_offloaded(tensor: torch.Tensor) -> bool:
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:
-    """Return the bytes of a tensor on this rank, with the padding of a shard."""
+    """Return the bytes of a tensor on this rank, including the padding of a shard."""
     if is_shard(tensor):
         return local(tensor).untyped_storage().nbytes()
     return _full_bytes(tensor)
 
 
-# `find_batch_size`: the largest batch that fits into memory, on all ranks.
+# `find_batch_size`: find the largest batch size that fits into memory on all ranks.
 #
-# A rank that runs out of memory leaves the others waiting in a collective that it will never
-# join. So each try has its own process group. The rank closes it, which ends the waiting of the
-# others. Then all ranks agree in the world's own group, which no try has used.
+# If a rank runs out of memory, the other ranks wait for it in a collective. So each try has its
+# own process group. The rank that ran out of memory closes the group, and the collective then
+# fails on the other ranks. After the try, all ranks communicate over the world's own group,
+# which no try has used.
 
 
 R = TypeVar("R")
 _LABEL = "find_batch_size"
 _SIGNS = ("out of memory", "can't allocate memory", "not enough memory", "ALLOC_FAILED")
-"""Words of torch's allocators, CUDA, cuBLAS and cuDNN; the second and third are the CPU's."""
+"""Words in out-of-memory errors of the CPU's allocators (2 and 3), CUDA, cuBLAS and cuDNN."""
 
 
 def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> R:
-    """Return `fn(batch_size, world)` for the largest of start, start/2, ... that fits.
+    """Call `fn(batch_size, world)` with start, start/2, ... until the batch size fits in memory.
 
-    `fn` is called for each batch size, so it must create its state and data itself, from the
-    batch size and in the world that it is given: the same ranks, joined by a process group for
-    this try. You can keep using its result; its world is open as long as the outer world.
-    Nothing of a failed try is kept. During a try, torch's default group is the group of the
-    try, so packages that use the default group, as DeepSpeed does, take part.
+    `fn` runs once for each batch size that is tried. So it must create its state and data
+    itself, with the batch size and the world that it receives. This world has the same ranks,
+    with a process group only for this try. You can use the result of `fn` as long as the outer
+    world is open. Objects of a failed try are freed. During a try, torch's default process group
+    is the group of the try, because packages such as DeepSpeed use the default group.
 
-    Out of memory is `torch.OutOfMemoryError`, `MemoryError`, and the errors of the CPU's
-    allocator, CUDA, cuBLAS and cuDNN for it. All other errors are raised at once.
+    The next batch size is tried after `torch.OutOfMemoryError`, `MemoryError`, and out-of-memory
+    errors of the CPU's allocator, CUDA, cuBLAS and cuDNN. All other errors are raised at once.
 
     Args:
-        fn: takes a batch size and a `World`; it decides what the batch size counts.
-        start: the first batch size, 1 or more, the same on all ranks.
+        fn: a function `(batch_size, world)`. It decides what the batch size counts.
+        start: the first batch size, 1 or more; equal on all ranks.
         world: the ranks that search together.
 
-    Law: the batch size is the largest `start // 2**k` for which no rank runs out of memory,
-        the same on all ranks; a rank that runs out of memory ends the waiting of the others.
+    Returns: the result of `fn` for the largest batch size that fits.
 
-    Cost: for each try a gather of two numbers, and in a world of several ranks a process group
-        and a barrier.
+    Law: the batch size is the largest `start // 2**k` with which no rank runs out of memory, and
+        is equal on all ranks. Ranks never wait for a rank that ran out of memory.
+
+    Cost: for each try, a gather of two numbers; with several ranks also a new process group and
+        a barrier.
 
     Raises:
-        OutOfMemoryError: not even a batch size of 1 fits; the last error is its cause.
+        OutOfMemoryError: not even a batch size of 1 fits; `__cause__` is the last error.
         PeerFailedError: another rank failed for another reason.
-        WorldError: NCCL joins several ranks, and one rank cannot leave it.
+        WorldError: several ranks use NCCL, where a rank cannot leave a collective.
         ArgumentError: `start` is not a positive integer, or differs between ranks.
 
     Example:
@@ -606,11 +612,11 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
         limit = torch.tensor([start], device=world.device)
         starts = [int(other) for other in all_gather_list(limit, world, label=_LABEL)]
         if len(set(starts)) > 1:
-            msg = f"af.find_batch_size: start differs between ranks: {starts}."
+            msg = f"af.find_batch_size: start must be equal on all ranks, got {starts}."
             raise ArgumentError(msg)
     batch_size = start
     while not (result := _try_batch_size(fn, batch_size, start, world)):
-        gc.collect()  # objects that refer to themselves
+        gc.collect()  # free reference cycles of the failed try
         devices.give_back_memory(world.device)
         batch_size //= 2
     return result[0]
@@ -619,16 +625,16 @@ def find_batch_size(fn: Callable[[int, World], R], start: int, world: World) -> 
 def _try_batch_size(
     fn: Callable[[int, World], R], batch_size: int, start: int, world: World
 ) -> list[R]:
-    """Return a result in a list, or an empty list if a rank ran out of memory.
+    """Return `[result of fn]`, or an empty list if a rank ran out of memory.
 
     Raises:
         OutOfMemoryError: a rank ran out of memory with a batch size of 1.
-        PeerFailedError: some rank lost its connection, and no rank ran out of memory.
+        PeerFailedError: a rank lost its connection, although no rank ran out of memory.
     """
     branch, leave = _branch(world)
     result, error = _call_in_branch(fn, batch_size, world, branch)
     if error is not None:
-        leave()  # ends the waiting of the other ranks
+        leave()  # collectives of the other ranks fail, so that they do not wait
     is_lost = isinstance(error, PeerFailedError)
     has_no_memory = error is not None and not is_lost
     own_flags = torch.tensor([has_no_memory, is_lost], device=world.device).int()
@@ -648,8 +654,8 @@ def _try_batch_size(
     if batch_size == 1:
         rank = "this rank" if has_no_memory else "another rank"
         msg = (
-            f"af.find_batch_size: {rank} ran out of memory with a batch size of 1, the last"
-            f" after {start}. Make the model or its samples smaller."
+            f"af.find_batch_size: {rank} ran out of memory even with a batch size of 1 (the"
+            f" search started at {start}). Make the model or its samples smaller."
         )
         raise OutOfMemoryError(msg) from error
     return []
@@ -658,7 +664,7 @@ def _try_batch_size(
 def _call_in_branch(
     fn: Callable[[int, World], R], batch_size: int, world: World, branch: World
 ) -> tuple[list[R], Exception | None]:
-    """Return the function's result in a list, or its error without the frames' variables."""
+    """Return `([result], None)`, or `([], error)` with the error's local variables cleared."""
     world.connection.is_lent = branch is not world
     try:
         if branch is world:
@@ -684,7 +690,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _check_group(world: World) -> None:
-    """Reject a world for which torch cannot make a second group of the same ranks."""
+    """Raise for a world that cannot have a second process group of the same ranks."""
     is_simulated = world.connection.simulated
     is_whole = (
         world.group is dist.group.WORLD
@@ -695,27 +701,27 @@ def _check_group(world: World) -> None:
     why = ""
     if world.axes:
         why = (
-            f"of axes, {dict(world.axes)}: a second group of all ranks has no axes. Find the"
-            " batch size without axes."
+            f"the world has axes, {dict(world.axes)}, but the process group of a try has none."
+            " Search in a world without axes."
         )
     elif not is_whole or world.connection.is_branch:
         why = (
-            f"of {world.size} ranks that is a part of the job, or the world of another"
-            " search. Use the job's whole world, as World.from_env() gives it."
+            f"these {world.size} ranks are only some ranks of the job, or the world of another"
+            " search. Pass the world of all ranks, as World.from_env() returns it."
         )
     elif backend not in (None, "gloo"):
         why = (
-            f"of {world.size} ranks joined by {backend}: a rank that runs out of memory cannot"
-            " end the waiting of the others. Open the world with"
+            f"the {world.size} ranks are connected by {backend}, and there the other ranks would"
+            " wait forever for a rank that runs out of memory. Open the world with"
             " World.from_env(backend='gloo'), or search in one process, without a launcher."
         )
     if why:
-        msg = f"af.find_batch_size in a world {why}"
+        msg = f"af.find_batch_size: {why}"
         raise WorldError(msg)
 
 
 def _branch(world: World) -> tuple[World, Callable[[], None]]:
-    """Return the same ranks with their own process group, and a function that closes it."""
+    """Return a world of the same ranks with a new group, and a function that closes it."""
     if world.size == 1:
         return world, lambda: None
     is_simulated = world.connection.simulated
@@ -727,10 +733,10 @@ def _branch(world: World) -> tuple[World, Callable[[], None]]:
 
 def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
     group = world.group
-    assert group is not None  # noqa: S101 - a world of several has one
+    assert group is not None  # noqa: S101 - a world of several ranks has a group
     timeout = group._get_backend(world.device).options._timeout
     group = dist.new_group(timeout=timeout, backend="gloo")
-    # a rank that left early would break the joining of the others
+    # wait for all ranks: if one closed the group early, the others could not connect
     barrier(world, label=_LABEL)
     branch = attrs.evolve(world, group=group)
     branch.connection.is_branch = True
@@ -740,7 +746,7 @@ def _torch_branch(world: World) -> tuple[World, Callable[[], None]]:
 
 @contextmanager
 def _as_default_group(branch: World) -> Generator[None]:
-    """Make a branch's group torch's default group, which packages such as DeepSpeed use."""
+    """In a `with` block, make a branch's group torch's default group, which DeepSpeed uses."""
     if branch.connection.simulated is not None:
         yield
         return
@@ -752,10 +758,10 @@ def _as_default_group(branch: World) -> Generator[None]:
 
 
 def _leave(branch: World) -> None:
-    """Close a group's connections, which the other ranks notice.
+    """Close a group's connections, so that collectives of the other ranks fail.
 
-    Gloo also closes them when no object refers to the group. But DeepSpeed's engine always
-    refers to it, and DistributedDataParallel until it is collected.
+    Gloo closes connections when no object refers to the group. But DeepSpeed's engine refers to
+    the group forever, and DistributedDataParallel until it is garbage collected.
     """
     group = branch.group
     wake(branch)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`profile`: record the time of a few steps, in a trace for each rank."""
+"""`profile`: record a few steps with torch's profiler, and write a trace for each rank."""
 
 import os
 import threading
@@ -18,16 +18,16 @@ from accelfn.errors import ArgumentError, WorldError
 from accelfn.world import World
 
 _ONE_A_PROCESS = threading.Lock()
-"""torch has one profiler per process, and crashes if two threads start it."""
+"""Lock of the process: torch crashes if two threads start its profiler."""
 
 
 class Profiler:
-    """The result of `af.profile`; call `step` after each step.
+    """The object that `af.profile` yields; call `profiler.step()` after each training step.
 
     Attributes:
         path: the file of this rank's trace.
-        num_steps: how many steps have ended.
-        is_written: whether the trace is written.
+        num_steps: the number of calls of `step()` so far.
+        is_written: whether the trace was written.
     """
 
     def __init__(
@@ -37,13 +37,13 @@ class Profiler:
         activities: list[torch_profiler.ProfilerActivity],
         **options: Any,
     ) -> None:
-        """Take the file to write, the schedule of steps, and torch's options."""
+        """Create torch's profiler for a file, a schedule of steps, and torch's options."""
         self.path = path
         self._has_shapes = options["record_shapes"] or options["with_flops"]
         self._has_stacks = options["with_stack"]
         self.num_steps = 0
         self.is_written = False
-        # without it torch records stacks only for the trace, and not for its sums
+        # without verbose=True, torch has stacks in the trace, but not in key_averages()
         verbose = torch_profiler._ExperimentalConfig  # pyright: ignore[reportPrivateUsage]
         config = verbose(verbose=options["with_stack"])
         self._torch = torch_profiler.profile(
@@ -55,37 +55,38 @@ class Profiler:
         )
 
     def step(self) -> None:
-        """Record the end of a step."""
+        """Mark the end of a training step."""
         self.num_steps += 1
         self._torch.step()
 
     def key_averages(
         self, *, group_by_input_shape: bool = False, group_by_stack_n: int = 0
     ) -> Any:
-        """Return torch's sums over the written steps, with an entry for each operation.
+        """Return torch's statistics of the recorded steps, with an entry for each operation.
 
         Args:
-            group_by_input_shape: whether to have an entry for each shape of inputs.
-            group_by_stack_n: how many innermost lines of code to have an entry for.
+            group_by_input_shape: whether to make a separate entry for each shape of inputs.
+            group_by_stack_n: the number of innermost stack frames that distinguish entries;
+                0 ignores stacks.
 
-        Returns: torch's `EventList`, whose `table(sort_by=, row_limit=)` is text.
+        Returns: torch's `EventList`; its `table(sort_by=, row_limit=)` returns text.
 
         Raises:
-            ArgumentError: no step is written yet, or shapes or stacks were not recorded.
+            ArgumentError: no step is recorded yet, or shapes or stacks were not recorded.
         """
         if not self.is_written:
-            msg = "profiler.key_averages(): no step is written yet; call it after the block."
+            msg = "profiler.key_averages(): no step is recorded yet; call this after the block."
             raise ArgumentError(msg)
         if group_by_input_shape and not self._has_shapes:
             msg = (
-                "profiler.key_averages(group_by_input_shape=True): no shapes were recorded;"
-                " write af.profile(record_shapes=True)."
+                "profiler.key_averages(group_by_input_shape=True): shapes were not recorded."
+                " Pass record_shapes=True to af.profile."
             )
             raise ArgumentError(msg)
         if group_by_stack_n and not self._has_stacks:
             msg = (
-                f"profiler.key_averages(group_by_stack_n={group_by_stack_n}): no stacks were"
-                " recorded; write af.profile(with_stack=True)."
+                f"profiler.key_averages(group_by_stack_n={group_by_stack_n}): stacks were not"
+                " recorded. Pass with_stack=True to af.profile."
             )
             raise ArgumentError(msg)
         return self._torch.key_averages(group_by_input_shape, group_by_stack_n)
@@ -95,7 +96,7 @@ class Profiler:
         self._torch.start()
 
     def stop(self) -> None:
-        """Stop torch's profiler, which writes the rest of the recorded steps."""
+        """Stop torch's profiler, which then writes recorded steps that are not written yet."""
         self._torch.stop()
 
     def _write(self, trace: torch_profiler.profile) -> None:
@@ -121,43 +122,44 @@ def profile(
 ) -> Generator[Profiler]:
     """Record some steps with torch's profiler, and write `directory/rank-N.json`.
 
-    Call `profiler.step()` after each step. The first `wait` steps are not recorded, the next
-    `warmup` steps are recorded and dropped, and the next `active` steps are written as soon as
-    they end. Later steps run at full speed. Spans named "accelfn value_and_grad" and
-    "accelfn apply_grads" show the halves of a step. Spans inside, such as "accelfn forward",
-    show its parts. torch's spans show the forward pass of DistributedDataParallel and the
-    optimizer. chrome://tracing and https://ui.perfetto.dev show the file.
+    Call `profiler.step()` after each training step. The first `wait` steps are not recorded. The
+    next `warmup` steps are recorded and discarded. The next `active` steps are written to the
+    file. Later steps run without profiling. Open the file in chrome://tracing or
+    https://ui.perfetto.dev. The spans "accelfn value_and_grad" and "accelfn apply_grads" are the
+    two halves of a step, and spans inside them, such as "accelfn forward", are its parts.
+    torch's own spans show the optimizer, and DistributedDataParallel's forward pass.
 
     Args:
         directory: created if it does not exist; an older trace of the same rank is replaced.
-        world: gives the rank in the file's name.
-        wait: steps to skip, 0 or more: the first step builds the engine.
-        warmup: steps to record and drop, 1 or more, because the first steps are distorted.
-        active: steps to write, 1 or more.
-        record_shapes: whether to record the shapes of inputs of operations.
-        profile_memory: whether to record allocations.
+        world: the world that has the rank in the file's name.
+        wait: the number of steps to skip, 0 or more. The first step builds the engine.
+        warmup: the number of steps to record and discard, 1 or more. The first recorded steps
+            have distorted times.
+        active: the number of steps to write, 1 or more.
+        record_shapes: whether to record the shapes of the inputs of operations.
+        profile_memory: whether to record memory allocations.
         with_stack: whether to record the lines of code that call operations.
-        with_flops: whether to count the floating-point operations of products of matrices and
-            convolutions, and record shapes for that.
+        with_flops: whether to count the floating-point operations of matrix products and
+            convolutions; this also records shapes.
         with_modules: whether to record the modules of a TorchScript model.
         activities: torch's activities to record, such as `torch.profiler.ProfilerActivity.CPU`;
-            default the host and its accelerator.
+            default: the CPU and the accelerator.
 
     Yields:
-        A record with `step()` and with `path`, the file that this rank writes. After that,
-        `key_averages()` has torch's sums for each operation and each span of accelfn.
+        A `Profiler` with `step()` and `path`, the file that this rank writes. After the block,
+        its `key_averages()` returns torch's statistics of operations and of accelfn's spans.
 
-    Law: the steps compute the same results, bitwise.
+    Law: profiling does not change any result of a step, bitwise.
 
-    Cost: while steps are recorded, several microseconds for each operation, and more with
-    shapes, memory, stacks or counts; else none.
+    Cost: several microseconds for each operation of a recorded step, and more with shapes,
+    memory, stacks or counts. Other steps have no cost.
 
     Raises:
-        ArgumentError: an invalid number of steps; an activity that this torch cannot record;
-            or the block ended before a step was written.
+        ArgumentError: a number of steps is invalid, torch cannot record an activity, or the
+            block ended before a step was written.
         OSError: the directory cannot be created.
-        WorldError: a profiler already runs in this process, an outer profiler or that of
-            another simulated rank.
+        WorldError: a profiler is already running in this process, for example that of another
+            simulated rank.
 
     Example:
         ```python
@@ -191,9 +193,9 @@ def profile(
     path = folder / f"rank-{world.rank}.json"
     if is_profiled() or not _ONE_A_PROCESS.acquire(blocking=False):
         msg = (
-            f"af.profile({str(directory)!r}) on rank {world.rank}: torch has one profiler a"
-            " process, and it runs already. End it first. In a simulated world, profile one"
-            " rank, or use real processes with `accelfn launch`."
+            f"af.profile({str(directory)!r}) on rank {world.rank}: torch can run one profiler in"
+            " a process, and one is already running. Stop that profiler first. In a simulated"
+            " world, profile only one rank, or start real processes with `accelfn launch`."
         )
         raise WorldError(msg)
     try:
@@ -209,17 +211,17 @@ def profile(
         _ONE_A_PROCESS.release()
     if not profiler.is_written:
         msg = (
-            f"af.profile: the block ended after {profiler.num_steps} steps, and {wait} to"
-            f" wait and {warmup} to warm up come before the first that is written. Take"
-            " more steps, and call profiler.step() after each."
+            f"af.profile: the block ended after {profiler.num_steps} calls of profiler.step(),"
+            f" before any step was written: wait={wait} and warmup={warmup} skip the first steps."
+            " Run more steps, and call profiler.step() after each of them."
         )
         raise ArgumentError(msg)
 
 
 def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
-    """Return the activities of the host and its accelerator."""
+    """Return torch's activities for the CPU and the accelerator of this machine."""
     kinds = torch_profiler.ProfilerActivity
-    # it has no entry for devices that it cannot record
+    # ProfilerActivity has no member for a device that torch cannot record
     device: Any = getattr(kinds, devices.kind().upper(), kinds.CPU)
     if device is kinds.CPU and devices.count():
         device = kinds.PrivateUse1
@@ -227,14 +229,14 @@ def _usual_activities() -> list[torch_profiler.ProfilerActivity]:
 
 
 def _check_activities(activities: Any) -> list[torch_profiler.ProfilerActivity]:
-    """Return activities as a list, if torch can record them; it would drop the others."""
+    """Return activities as a list; raise for those that torch would silently ignore."""
     possible = torch_profiler.supported_activities()
     chosen = list(activities) if isinstance(activities, Iterable) else []
     if not chosen or not all(activity in possible for activity in chosen):
         names = ", ".join(sorted(f"ProfilerActivity.{kind.name}" for kind in possible))
         msg = (
             f"af.profile(activities={activities!r}): expected a list of activities that torch"
-            f" can record here, of torch.profiler: {names}."
+            f" can record here: {names} (from torch.profiler)."
         )
         raise ArgumentError(msg)
     return chosen

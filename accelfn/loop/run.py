@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`run`: a ready training loop; `stopping`: end a run on signals."""
+"""`run`: a complete training loop. `stopping`: end all ranks of a run after a signal."""
 
 import signal
 import sys
@@ -31,23 +31,23 @@ if TYPE_CHECKING:
     from accelfn.checkpoint import CheckpointStore
     from accelfn.data import Batch
 
-# Stop a run on a signal: after the same step on all ranks.
+# `stopping`: after a signal, stop all ranks of a run after the same step.
 
 
 class Stop:
-    """A stop request for this run; see `af.stopping`."""
+    """Whether a signal asked this run to stop; see `af.stopping`."""
 
     def __init__(self, world: World) -> None:
-        """Create without a request."""
+        """Start without a stop request."""
         self._world, self._agreed = world, 0
-        self.received = 0  # the signal of this rank alone
+        self.received = 0  # the signal that this rank received
 
     def requested(self) -> bool:
-        """Return whether any rank received a signal; call it on all ranks.
+        """Return whether any rank received a signal; call this on all ranks.
 
-        The result is the same on all ranks. Once true it stays true, without further cost.
+        The result is equal on all ranks. After the first True it is always True.
 
-        Cost: an all-reduce of one integer.
+        Cost: an all-reduce of one integer; none after the first True.
         """
         if not self._agreed:
             flag = torch.tensor(self.received, device=self._world.device)
@@ -56,7 +56,7 @@ class Stop:
 
     @property
     def signal(self) -> signal.Signals | None:
-        """The signal that all ranks have agreed on."""
+        """The signal that stops the run, equal on all ranks; None without a stop request."""
         return signal.Signals(self._agreed) if self._agreed else None
 
 
@@ -65,10 +65,10 @@ _current = threading.local()
 
 
 def deliver(number: int, _frame: FrameType | None = None) -> bool:
-    """Record a signal for this thread's `Stop`; return whether there is one.
+    """Record a signal in this thread's `Stop`; return False if the thread has no `Stop`.
 
-    It does nothing else, because it runs between any two instructions. A second Ctrl-C raises
-    KeyboardInterrupt, because the first may take long.
+    This signal handler only sets a number, because it can run between any two instructions. A
+    second Ctrl-C raises KeyboardInterrupt, because the first may take long to have an effect.
     """
     stop: Stop | None = getattr(_current, "stop", None)
     if stop is None:
@@ -86,27 +86,30 @@ def stopping(
 ) -> Generator[Stop]:
     """Catch termination signals, and stop all ranks after the same step.
 
-    Inside the block a signal is only recorded. Call `requested()` after each step, on all
-    ranks. When it returns True, save and leave the block. Leaving ends the process with exit
-    code 128 plus the signal's number (143 after SIGTERM), so that a scheduler knows that the
-    run is not finished. Without a request, leaving the block ends nothing; a signal that came
-    after the last `requested()` is sent again. If an error ends the block, the signal is sent
-    again to its handler, if it has one, unless the signal has caused the error. The default
-    action of the signal is not taken, because it would hide the error.
+    Inside the `with` block, a signal is only recorded. Call `requested()` after each step, on
+    all ranks. If it returns True, save the state and leave the block. The process then exits
+    with code 128 plus the signal's number (143 after SIGTERM), so that a scheduler knows that
+    the run is not finished.
 
-    A rank that waits in a collective records the signal only after it. If another rank may
-    hang, pass `World.from_env(timeout=...)` less than the scheduler's time between its signal
-    and SIGKILL, 30 s for torchrun and `accelfn launch`. Then the error comes in time, and
-    names the rank.
+    If no signal was recorded, the process continues after the block. A signal that arrived after
+    the last `requested()` is sent again at the end of the block. If an error ends the block, the
+    signal is sent again only if the program had its own handler for it, and if the signal did
+    not cause the error. The default action of the signal would hide the error.
+
+    A rank that waits in a collective records a signal only after the collective. If another
+    rank may hang, pass a `World.from_env(timeout=...)` that is shorter than the scheduler's time
+    between its signal and SIGKILL (30 s for torchrun and `accelfn launch`). Then you see an
+    error that names the hanging rank.
 
     Args:
         world: the ranks that stop together.
         signals: the signals to catch.
 
-    Law: all ranks leave after the same update, for any rank and time of the signal.
+    Law: all ranks leave the block after the same update, no matter which rank receives the
+    signal, or when.
 
     Raises:
-        ArgumentError: a signal is not valid, or cannot be caught.
+        ArgumentError: an entry of `signals` is not a signal, or cannot be caught.
 
     Example:
         >>> with stopping(World.single()) as stop:
@@ -115,7 +118,7 @@ def stopping(
     """
     check_world("af.stopping", world)
     if not isinstance(signals, Sequence):
-        msg = f"af.stopping(signals={signals!r}): expected a list of signals."
+        msg = f"af.stopping(signals={signals!r}): expected a list, such as [signal.SIGTERM]."
         raise ArgumentError(msg)
     stop, before = Stop(world), getattr(_current, "stop", None)
     handlers: dict[int, Any] = {}
@@ -133,7 +136,7 @@ def stopping(
     finally:
         for number, handler in handlers.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        _current.stop = before  # last, to record signals until here
+        _current.stop = before  # last, so that signals are recorded until here
         if again and stop.signal is None and stop.received in handlers:
             signal.raise_signal(stop.received)
     if stop.signal is not None:
@@ -141,25 +144,25 @@ def stopping(
 
 
 def _is_caused_by(number: int, error: BaseException) -> bool:
-    """Return whether a signal has raised an exception to end the process."""
+    """Return whether an exception is the exit or Ctrl-C that a signal raised."""
     if isinstance(error, SystemExit):
         return error.code == 128 + number
     return isinstance(error, KeyboardInterrupt) and number == signal.SIGINT
 
 
 def _install(number: signal.Signals) -> Any:
-    """Handle a signal by `deliver`; return the handler before."""
+    """Install `deliver` as the handler of a signal; return the previous handler."""
     try:
         return signal.signal(number, deliver)
     except (ValueError, OSError, TypeError) as error:
-        msg = f"af.stopping(signals=...): {number!r} cannot be taken: {error}."
+        msg = f"af.stopping(signals=...): {number!r} cannot be caught: {error}."
         raise ArgumentError(msg) from error
 
 
 @explain_call_errors
 @attrs.frozen
 class epochs:
-    """A number of epochs, where a plain number would be one of updates.
+    """A number of epochs, for arguments that read a plain integer as a number of updates.
 
     Example:
         >>> epochs(3)
@@ -186,37 +189,38 @@ def run(
     track: Tracker | None = None,
     store: "CheckpointStore | None" = None,
 ) -> TrainState:
-    """Train on the state's data until the end, with logging, checkpoints and actions.
+    """Train a state on its data until the end, with logging, checkpoints and actions.
 
-    It loops over `af.batches`, with a checkpoint store, `af.stopping` and a tracker. If it
-    does not fit your training, write that loop yourself.
+    This is a loop over `af.batches` with a checkpoint store, `af.stopping` and a tracker. If you
+    need another loop, write it with these functions.
 
     Args:
         state: a state with data. If `store` has a checkpoint, training resumes from it.
         step: the result of `make_step`, or any `(state, batch) -> (state, metrics)`.
-        until: a total number of updates, `af.epochs(n)`, or a function of the state that
-            returns whether it is the last, the same on all ranks.
-        actions: an action or several, by their period: a number of updates, or
-            `af.epochs(n)`. All ranks call `action(state, metrics)`, with the sum of this rank's
-            metrics since its last call. An action may return numbers by name, the same on all
-            ranks: `lambda state, metrics: metrics.all_reduce_mean(state.world)` logs, and an action
-            that calls `af.evaluate` evaluates. All numbers of an update need different names.
-        track: a tracker, called as `track(numbers, update)` on all ranks; any of `af.track`.
-        store: saves when it is `due`, at the end, and on a termination signal. The numbers
-            of that update are saved with the checkpoint.
+        until: the total number of updates, or `af.epochs(n)`. Or a function that returns whether
+            a state is the last; its result must be equal on all ranks.
+        actions: an action, or a list of actions, for each period. A period is a number of
+            updates, or `af.epochs(n)`. All ranks call `action(state, metrics)`, with the sum of
+            this rank's metrics since the last call. An action may return a dict of numbers that
+            are equal on all ranks, such as `metrics.all_reduce_mean(state.world)` or the result
+            of `af.evaluate`. Actions that run at the same update must return different names.
+        track: a tracker from `af.track`, or a function, called as `track(numbers, update)` on
+            all ranks with the numbers that actions returned.
+        store: a checkpoint store. It saves when `store.due(state)` is true, at the end, and on a
+            termination signal. The numbers of that update are saved with the checkpoint.
 
-    Returns: the last state; call `af.finalize` yourself.
+    Returns: the last state. `af.run` does not call `af.finalize`.
 
-    Law: a run that is interrupted at any update, and called again with the same store, ends
-    with the same bits. The trained state depends on `step`, the state and `until` alone.
+    Law: if a run is interrupted at any update, and called again with the same store, the final
+    state is bitwise the same. The final state depends only on `step`, the state and `until`.
 
-    Cost: that of the loop. In a world of several ranks, each update takes an all-reduce of one
-    integer to agree on the end. Sums of metrics stay on the device.
+    Cost: that of the loop. In a world of several ranks, each update needs an all-reduce of one
+    integer, to agree on the end. Sums of metrics stay on the device.
 
     Raises:
-        ArgumentError: an argument is invalid, the step or an action returns something else, two
-            actions give numbers of one name at an update, or there is a `track` but no action.
-        SystemExit: after SIGTERM or Ctrl-C all ranks save and leave after the same update, with
+        ArgumentError: an argument is invalid, the step or an action returns a wrong type, two
+            actions return the same name at an update, or there is a `track` but no action.
+        SystemExit: after SIGTERM or Ctrl-C, all ranks save and exit after the same update, with
             code 128 plus the signal's number.
 
     Example:
@@ -234,9 +238,9 @@ def run(
     due_actions = _Actions(actions)
     if track is not None and not due_actions:
         msg = (
-            "af.run(track=...): nothing would be tracked; give actions= one that"
-            " returns numbers, such as {100: lambda state, metrics: metrics.all_reduce_mean("
-            " state.world)}."
+            "af.run(track=...): without actions, the tracker would receive nothing. Pass an"
+            " action that returns numbers, such as"
+            " actions={100: lambda state, metrics: metrics.all_reduce_mean(state.world)}."
         )
         raise ArgumentError(msg)
     is_last, num_epochs = _end(until)
@@ -266,31 +270,31 @@ def run(
 
 
 def _is_due(store: "CheckpointStore", state: TrainState) -> bool:
-    """Return whether to save during the run; a store without `every` saves at the end."""
+    """Return whether to save now; a store with `every=None` saves only at the end."""
     return getattr(store, "every", True) is not None and store.due(state)
 
 
 class _Actions:
-    """The actions by period, and the sum of metrics since each period's last actions."""
+    """The actions by period, and the metrics summed since each period's last call."""
 
     def __init__(self, actions: object) -> None:
         self._actions = _by_period(actions)
         self._since = {period: Metrics({}) for period in self._actions}
 
     def __bool__(self) -> bool:
-        """Return whether there is anything to do."""
+        """Return whether there is at least one action."""
         return any(self._actions.values())
 
     def take(
         self, state: TrainState, batch: "Batch", metrics: Metrics, *, updated: bool
     ) -> dict[str, float]:
-        """Run the actions that are due after a batch; return their numbers."""
+        """Run the actions that are due after a batch; return all their numbers by name."""
         result, givers = dict[str, float](), dict[str, str]()
         for period, actions in self._actions.items():
             self._since[period] += metrics
             if isinstance(period, epochs):
                 due = batch.ends_epoch and (batch.epoch + 1) % period.count == 0
-            else:  # after a skipped update, the actions of this number were done
+            else:  # a skipped update repeats a step number whose actions already ran
                 due = updated and state.step % period == 0
             if due:
                 total, self._since[period] = self._since[period], Metrics({})
@@ -300,8 +304,8 @@ class _Actions:
                     for name in numbers:
                         if name in givers:
                             msg = (
-                                f"af.run: {givers[name]} and {giver} both gave {name!r} at"
-                                f" update {state.step}, and one would be lost. Rename one."
+                                f"af.run: {givers[name]} and {giver} both returned {name!r} at"
+                                f" update {state.step}. Rename it in one of the two actions."
                             )
                             raise ArgumentError(msg)
                         givers[name] = giver
@@ -313,51 +317,49 @@ def _check(state: object, step: object, track: object, store: object) -> None:
     """Raise for invalid arguments of `run`."""
     if isinstance(step, TrainState):
         msg = (
-            "af.run(step, state): the state comes first, as everywhere; write"
+            "af.run(step, state): the state must be the first argument. Write"
             " af.run(state, step, until=...)."
         )
         raise ArgumentError(msg)
     if not callable(step):
         msg = (
-            f"af.run(step={step!r}): expected a step of af.make_step, or any function"
+            f"af.run(step={step!r}): expected a step from af.make_step(loss_fn), or a function"
             " (state, batch) -> (state, metrics)."
         )
         raise ArgumentError(msg)
     if not isinstance(state, TrainState):
-        msg = f"af.run(state={state!r}): expected a state of af.TrainState.create."
+        msg = f"af.run(state={state!r}): expected a state from af.TrainState.create."
         raise ArgumentError(msg)
     if track is not None and not callable(track):
         path = track if isinstance(track, str) else "run.jsonl"
         msg = (
             f"af.run(track={track!r}): expected a tracker, such as"
-            f" af.track.jsonl({path!r}, world=state.world), or any function"
+            f" af.track.jsonl({path!r}, world=state.world), or a function"
             " (numbers, update)."
         )
         raise ArgumentError(msg)
     methods = [getattr(store, n, None) for n in ("restore", "due", "save", "wait")]
     if store is not None and not all(map(callable, methods)):
         path = store if isinstance(store, str) else "checkpoints"
-        msg = (
-            f"af.run(store={store!r}): expected a store, af.CheckpointStore({path!r})."
-        )
+        msg = f"af.run(store={store!r}): expected af.CheckpointStore({path!r})."
         raise ArgumentError(msg)
 
 
 def _check_step_result(result: Any) -> tuple[TrainState, Metrics]:
-    """Return the state and metrics that a step returned."""
+    """Check that a step returned `(state, metrics)`, and return this pair."""
     if isinstance(result, tuple) and len(cast("tuple[Any, ...]", result)) == 2:
         state, metrics = cast("tuple[Any, Any]", result)
         if isinstance(state, TrainState) and isinstance(metrics, Metrics):
             return state, metrics
     msg = (
-        f"af.run: step returned {type(result).__name__}; expected (state, metrics), as a"
-        " step of af.make_step(loss_fn) returns."
+        f"af.run: step returned {type(result).__name__}; expected (state, metrics), as"
+        " a step from af.make_step(loss_fn) returns."
     )
     raise ArgumentError(msg)
 
 
 def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
-    """Return a function that tells the last state, and the number of epochs, if given."""
+    """Convert `until` to a function `state -> is it the last` and a number of epochs."""
     if isinstance(until, epochs):
         return lambda _: False, until.count
     if is_integer(until, 1):
@@ -366,7 +368,7 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
         return cast("Callable[[TrainState], bool]", until), None
     msg = (
         f"af.run(until={until!r}): expected a number of updates, af.epochs(n), or a function"
-        " of the state."
+        " that returns whether a state is the last."
     )
     raise ArgumentError(msg)
 
@@ -374,20 +376,20 @@ def _end(until: object) -> tuple[Callable[[TrainState], bool], int | None]:
 def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
     by_period: dict[Period, tuple[Action, ...]] = {}
     if not isinstance(actions, Mapping):
-        msg = f"af.run(actions={actions!r}): expected a mapping of periods to actions."
+        msg = f"af.run(actions={actions!r}): expected a dict, such as {{100: action}}."
         raise ArgumentError(msg)
     for period, value in cast("Mapping[Any, Any]", actions).items():
         sequence = tuple(value) if isinstance(value, (list, tuple)) else (value,)
         if not (isinstance(period, epochs) or is_integer(period, 1)):
             msg = (
-                f"af.run(actions={{{period!r}: ...}}): expected a number of updates or"
-                " af.epochs(n)."
+                f"af.run(actions={{{period!r}: ...}}): expected each key to be a number of"
+                " updates or af.epochs(n)."
             )
             raise ArgumentError(msg)
         if not all(callable(action) for action in sequence):
             msg = (
-                f"af.run(actions={{{period!r}: {value!r}}}): expected an action"
-                " (state, metrics) -> numbers or None, or a list of them."
+                f"af.run(actions={{{period!r}: {value!r}}}): expected a function"
+                " (state, metrics) -> numbers or None, or a list of such functions."
             )
             raise ArgumentError(msg)
         by_period[period] = sequence
@@ -395,45 +397,44 @@ def _by_period(actions: object) -> dict[Period, tuple[Action, ...]]:
 
 
 def _numbers(action: Action, result: object, world: World) -> Numbers:
-    """Return an action's result, if it has numbers of all ranks."""
+    """Return the numbers that an action returned; raise if they are of one rank only."""
     if result is None:
         return {}
     if isinstance(result, Metrics) and world.loss.size > 1:
         msg = (
-            f"af.run: {qualname(action)} returned Metrics, which are only of this rank: return"
-            " metrics.all_reduce_mean(state.world)."
+            f"af.run: {qualname(action)} returned Metrics with the values of this rank only."
+            " Return metrics.all_reduce_mean(state.world)."
         )
         raise ArgumentError(msg)
     if isinstance(result, Mapping):
         return cast("Numbers", result)
-    msg = f"af.run: {qualname(action)} returned {result!r}; expected numbers by name, or None."
+    msg = f"af.run: {qualname(action)} returned {result!r}; expected a dict of numbers or None."
     raise ArgumentError(msg)
 
 
-# `salvage`: the newest state of a training, from an old state.
+# `salvage`: find the newest state of a training run from an older state of the run.
 
 
 def salvage(state: TrainState) -> TrainState:
-    """Return the newest state of a training, from any older state of it.
+    """Return the newest state of a training run, given any older state of the run.
 
-    An exception or an interrupt may keep you from the state that a step returned, for example
-    in a loop inside a function. The state that was given to the step knows the newest state.
-    So does each older state, as long as you have it. A `copy()`, or a step with
-    `donate=False`, begins another training.
+    An exception can prevent your program from receiving the state that a step returned, for
+    example in a loop inside a function. Every older state that you still have refers to the
+    newest state. A `copy()`, or a step with `donate=False`, starts a separate run.
 
-    Ctrl-C in the main thread loses no state even without this: it waits until the caller has
-    the step's result.
+    Ctrl-C in the main thread does not lose a state: accelfn delays the interrupt until your
+    program has the result of the step.
 
     Args:
-        state: any state of the training; the newest state is returned unchanged.
+        state: any state of the run; if this is the newest state, it is returned unchanged.
 
-    Law: the result is the state that the last update returned, bitwise.
+    Law: the result is bitwise the state that the last update returned.
 
-    Cost: none; an old state keeps the newest state alive, but no state between them.
+    Cost: none. An old state keeps the newest state in memory, but no states between the two.
 
     Raises:
-        StateDonatedError: an exception of the optimizer or of a debugger ended the last update
-            early; its tensors are partly updated.
+        StateDonatedError: an exception, for example in the optimizer or from a debugger, ended
+            the last update early, so the tensors are only partly updated.
 
     Example:
         >>> state = af.salvage(state)  # doctest: +SKIP

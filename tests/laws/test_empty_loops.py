@@ -97,9 +97,9 @@ def test_a_loop_that_does_nothing_says_so(
     else:
         assert len(told) == 1
         (text,) = told
-        assert f"af.batches(state, until_epoch={epochs}) gives no batch" in text
-        assert f"has {behind} epochs and {updates} updates behind it" in text
-        assert f"write until_epoch={behind + 1}" in text
+        assert f"af.batches(state, until_epoch={epochs}) yields no batch" in text
+        assert f"finished {behind} epochs ({updates} updates)" in text
+        assert f"pass until_epoch={behind + 1}" in text
 
 
 @given(sizes=sizes, epochs=st.integers(1, 3))

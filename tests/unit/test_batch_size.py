@@ -99,7 +99,7 @@ def test_nothing_of_a_try_is_kept(size):
 def test_the_last_error_is_shown():
     """Where not even 1 fits, the message names it, and the error is the cause."""
     with pytest.raises(
-        af.errors.OutOfMemoryError, match=r"size of 1, the last after 4"
+        af.errors.OutOfMemoryError, match=r"size of 1 \(the search started at 4"
     ) as it:
         af.find_batch_size(
             lambda _, __: raises(MemoryError("boom")), 4, af.World.single()
@@ -123,7 +123,7 @@ def test_a_function_is_called():
 def test_ranks_start_alike():
     """Different starts on different ranks would never agree."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"differs between ranks: \[4, 5\]"
+        af.errors.ArgumentError, match=r"equal on all ranks, got \[4, 5\]"
     ):
         simulate(2, lambda w: af.find_batch_size(lambda b, _: b, 4 + w.rank, w))
 
@@ -192,7 +192,7 @@ def test_ranks_that_cannot_leave_are_refused(monkeypatch, backend):
         world = af.World(rank=0, size=2, group=dist.group.WORLD)
         # of the class: put back on the record, the method and the group would be garbage
         monkeypatch.setattr(type(world.connection), "backend", lambda *_: backend)
-        said = rf"2 ranks joined by {backend}.*backend='gloo'.*in one process"
+        said = rf"2 ranks are connected by {backend}.*backend='gloo'.*in one process"
         with pytest.raises(af.errors.WorldError, match=said):
             af.find_batch_size(lambda *_: pytest.fail("it was tried"), 4, world)
     finally:

@@ -42,7 +42,7 @@ def test_on_a_rank_counted_from_the_last(rank):
 def test_on_a_rank_that_is_none(rank):
     """It is refused where it is decorated, on all ranks, by its own name."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 to -3"
+        af.errors.ArgumentError, match=r"on_rank\(rank=.*0 to 2.*-1 \(the last\) to -3"
     ):
         simulate(3, lambda world: af.on_rank(world, rank))
 

@@ -88,7 +88,7 @@ def test_not_one_a_sample(values, found):
     world = af.World.single()
     batch = next(iter(batches(world)))
     with pytest.raises(
-        af.errors.BatchError, match=f"batch has 4 samples.*values have {found}"
+        af.errors.BatchError, match=f"batch has 4 samples.*values have lengths {found}"
     ):
         af.all_gather_valid(values, batch, world)
 

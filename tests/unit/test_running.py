@@ -173,7 +173,7 @@ BAD = {
 def test_the_order_of_before_says_the_new_one():
     """The state comes first, as in every other call."""
     with pytest.raises(
-        af.errors.ArgumentError, match=r"write\s+af\.run\(state, step, until"
+        af.errors.ArgumentError, match=r"Write\s+af\.run\(state, step, until"
     ):
         af.run(STEP, fresh(), until=1)
 
@@ -194,7 +194,7 @@ def test_what_has_no_meaning(case):
 def test_a_tracker_with_nothing_to_track(actions):
     """Where no action could return numbers, a tracker is refused and not forgotten."""
     told = []
-    with pytest.raises(af.errors.ArgumentError, match="nothing would be tracked"):
+    with pytest.raises(af.errors.ArgumentError, match="would receive nothing"):
         af.run(
             fresh(),
             never,

@@ -113,7 +113,7 @@ def test_what_is_no_sequence_is_refused(wrong):
 
 
 def test_nothing_cannot_be_padded():
-    with pytest.raises(af.errors.ArgumentError, match="nothing to repeat"):
+    with pytest.raises(af.errors.ArgumentError, match="no value can be repeated"):
         parts([], 2, pad=True)
 
 
@@ -143,9 +143,9 @@ def test_an_empty_dict_has_empty_parts():
 @pytest.mark.parametrize(
     ("axes", "said"),
     [
-        ({"dp_replicate": 2, "tp": 2}, r"along tp share .*world\.along\('tp'\)"),
-        ({"dp_replicate": 2, "cp": 2}, r"along cp share .*world\.along\('cp'\)"),
-        ({"cp": 2, "tp": 2}, r"along cp and tp share .*world\.along\('cp'\)"),
+        ({"dp_replicate": 2, "tp": 2}, r"along tp process .*world\.along\('tp'\)"),
+        ({"dp_replicate": 2, "cp": 2}, r"along cp process .*world\.along\('cp'\)"),
+        ({"cp": 2, "tp": 2}, r"along cp and tp process .*world\.along\('cp'\)"),
     ],
 )
 def test_ranks_that_share_samples_split_by_who_has_own(axes, said):
