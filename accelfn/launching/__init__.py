@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the ranks of a run from a command line, a settings file or a function."""
+"""Start the ranks of a run: by `accelfn launch`, with a settings file, or by `af.launch`."""

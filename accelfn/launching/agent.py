@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run the ranks of one machine with torch's elastic agent.
 
-Processes, rendezvous, environment and restarts work as in torchrun. accelfn adds three things:
-it reports the ranks that failed before a restart, it does not restart a run that was asked to
-end, and it finds and ends ranks that were stopped.
+Processes, rendezvous, environment and restarts work as in torchrun. accelfn adds three things. It
+reports the ranks that failed before a restart. It does not restart a run that ended because of a
+signal. And it finds and ends ranks that a signal such as SIGSTOP stopped.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
     from accelfn.launching.machines import Machines, Plan
 
-# The processes of an elastic run, with replacements for killed processes.
+# `Crew`: the processes of an elastic run, with replacements for killed processes.
 #
-# torch's agent ends all ranks if one fails. `Crew` removes a process that a signal ended before
-# the agent checks its processes, and starts another process in its place.
+# torch's agent ends all ranks if one fails. So before the agent checks its processes, `Crew`
+# removes each process that a signal killed, and starts a new process instead.
 
 
 _KILLED = os.CLD_KILLED, os.CLD_DUMPED
@@ -59,17 +59,19 @@ _KILLED = os.CLD_KILLED, os.CLD_DUMPED
 
 @frozen
 class _Ending:
-    """The signal or the exit code of a process that ended."""
+    """How a process ended: `status` is a signal's number, or an exit code."""
 
     is_by_signal: bool
     status: int
 
 
 class Crew:
-    """The processes in the world of a run, and those that wait to join.
+    """The processes of an elastic run: those in the world, and those that wait to join.
+
+    Processes are numbered like the local ranks at the start; a replacement keeps the number.
 
     Attributes:
-        gone: the places of processes that the run continues without; their exit is ignored.
+        gone: the numbers of processes that are not replaced, and whose exit is ignored.
     """
 
     def __init__(
@@ -81,7 +83,15 @@ class Crew:
         store: dist.Store,
         say: Callable[[str], None],
     ) -> None:
-        """Take the processes, torch's records of them, and the minimum number of ranks."""
+        """Start with torch's processes as the members of the world.
+
+        Args:
+            context: torch's context of the processes.
+            workers: torch's records of the processes.
+            least: the minimum number of ranks for the run to continue.
+            store: the rendezvous store, where ranks and launcher exchange messages.
+            say: prints a message of the launcher.
+        """
         self._context: Any = context
         self._workers, self._least, self._say = workers, least, say
         self._words = Words.at(store)
@@ -108,7 +118,7 @@ class Crew:
             self._dismiss()
 
     def _lose(self, place: int, number: int) -> None:
-        """Continue without a process, if enough are left, and start a replacement."""
+        """Start a replacement for a killed process, if at least `least` ranks are left."""
         members = self._members - {place}
         is_member = place in self._members
         if is_member and len(members) < self._least:
@@ -116,20 +126,20 @@ class Crew:
         name, pid = self._name(place), self._pid(place)
         self._words.lose(name)
         self._handlers[place].proc.wait()
-        message = f"the process at place {place} (pid {pid}) was killed by"
+        message = f"process {place} (pid {pid}) was killed by"
         message += f" {signal.Signals(number).name}"
         if is_member:
             self._members = members
             self._start(place)
             self._say(
-                f"{message}; {len(members)} continue, and a new rank replaces it (pid"
+                f"{message}; {len(members)} continue, and a new process replaces it (pid"
                 f" {self._pid(place)})."
             )
         else:
             if self._words.waits(name):
                 self._words.take_in(name, None)
             self._forget(place)
-            self._say(f"{message} before it had come in; none takes its place.")
+            self._say(f"{message} before it joined the run; it is not replaced.")
 
     def _start(self, place: int) -> None:
         context = self._context
@@ -153,7 +163,7 @@ class Crew:
         self._newcomers.add(place)
 
     def _gather(self) -> None:
-        """Announce the next world when all of its processes have arrived."""
+        """Announce the next world when all members of the world have called `af.regroup`."""
         number = self._number + 1
         names = {place: self._name(place) for place in self._members | self._newcomers}
         if not all(
@@ -173,16 +183,16 @@ class Crew:
             self._words.take_in(names[worker], number)
 
     def _dismiss(self) -> None:
-        """Let torch's agent end waiting processes when the other processes are done."""
+        """After the members have finished, let torch's agent end the waiting processes."""
         for place in sorted(self._newcomers):
             self._say(
-                f"the process at place {place} (pid {self._pid(place)}) had not come in when"
-                " the others were done, and is ended."
+                f"process {place} (pid {self._pid(place)}) had not joined the run when the"
+                " others finished, and is ended."
             )
             self._forget(place)
 
     def _forget(self, place: int) -> None:
-        """Remove a process from those that the agent waits for."""
+        """Remove a process from the processes that torch's agent waits for."""
         self._newcomers.discard(place)
         self.gone.add(place)
         self._context._running_local_ranks.discard(place)
@@ -199,7 +209,7 @@ class Crew:
 
 
 class _Follower(SubprocessHandler):
-    """A process that appends its output to that of the process it replaces."""
+    """A replacement process, which appends its output to the killed process's files."""
 
     def __init__(
         self,
@@ -208,7 +218,7 @@ class _Follower(SubprocessHandler):
         outputs: tuple[str, str],
         place: int,
     ) -> None:
-        """Start the process; an empty file name means the launcher's own stream."""
+        """Start the process; an empty output name means the launcher's own stream."""
         self._stdout, self._stderr = (
             open(output, "a") if output else None  # noqa: PTH123, SIM115 - torch closes them
             for output in outputs
@@ -218,10 +228,10 @@ class _Follower(SubprocessHandler):
 
 
 def _ending(pid: int) -> _Ending | None:
-    """Return how a child process ended, without reaping the process; None while it runs."""
+    """Return how a child process ended, without reaping it; None while it is running."""
     try:
         status = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # torch's agent has waited for it
+    except ChildProcessError:  # torch's agent has reaped it, after a success
         return _Ending(is_by_signal=False, status=0)
     if status is None:
         return None
@@ -233,7 +243,7 @@ _EVERY_SECONDS = 0.1
 
 @frozen
 class Ended:
-    """The outcome of this machine's ranks: `failures` by cause, empty after success."""
+    """The outcome of this machine's ranks; `failures` is empty after success."""
 
     failures: tuple[Failure, ...]
     ranks: tuple[int, ...]
@@ -247,20 +257,20 @@ class Ended:
 
     @property
     def report(self) -> str:
-        """The report of the failures."""
+        """The report about the failures, as text."""
         text = report(self.failures, ranks=self.ranks, start=self.started)
         if self.has_other_machines and all(
             failure.lost_peer for failure in self.failures
         ):
             text += (
-                "\nEvery rank of this machine lost another: the cause is on another"
-                " machine, whose launcher reports it, or between them."
+                "\nEvery rank of this machine lost its connection to another rank. The cause"
+                " is on another machine (see the report there), or in the network."
             )
         return text
 
 
 class Agent(LocalElasticAgent):
-    """torch's elastic agent that also records failures."""
+    """torch's elastic agent, which here also records failures and replaces killed ranks."""
 
     def __init__(
         self,
@@ -269,7 +279,14 @@ class Agent(LocalElasticAgent):
         say: Callable[[str], None],
         least: int | None = None,
     ) -> None:
-        """Take the command, the logs, a function for messages, and the minimum of ranks."""
+        """Create an agent.
+
+        Args:
+            spec: the command, the number of ranks, and the rendezvous.
+            logs_specs: which output to write to files and to show.
+            say: prints a message of the launcher.
+            least: the minimum number of ranks of an elastic run; None without replacements.
+        """
         super().__init__(spec, logs_specs, log_line_prefix_template=PREFIX)
         self._say = say
         self._lines = WholeLines(sys.stdout), WholeLines(sys.stderr)
@@ -280,16 +297,16 @@ class Agent(LocalElasticAgent):
 
     @property
     def has_ranks(self) -> bool:
-        """Return whether the rendezvous succeeded and ranks were started."""
+        """Whether ranks were started, after a successful rendezvous."""
         return self._pcontext is not None
 
-    # torch's own are wrapped by a decorator without types
+    # torch wraps the overridden methods in a decorator without types
     def _start_workers(  # pyright: ignore[reportIncompatibleVariableOverride]
         self, worker_group: WorkerGroup
     ) -> dict[int, Any]:
         start: Any = super()._start_workers
         out, err = cast("tuple[TextIO, TextIO]", self._lines)
-        # torch takes the process's streams now, and shows on them what ranks write
+        # torch stores sys.stdout and sys.stderr now, and later writes the ranks' output there
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             pids = start(worker_group)
         handler = worker_group.spec.rdzv_handler
@@ -333,7 +350,7 @@ class Agent(LocalElasticAgent):
     ) -> None:
         super()._shutdown(death_sig, timeout)
         self._end_lines()
-        # torch leaves the files open that ranks wrote to
+        # torch does not close the files of the ranks' output
         handlers: dict[int, Any] = getattr(self._pcontext, "subprocess_handlers", {})
         for handler in handlers.values():
             for stream in (handler._stdout, handler._stderr):
@@ -349,19 +366,19 @@ class Agent(LocalElasticAgent):
         return f"restart {most - self._remaining_restarts + 1} of {most} follows"
 
     def _look(self) -> Watch | None:
-        """Check for ended processes; return the watch if torch's agent should check too."""
+        """Look for ended processes; return the watch if torch's agent should look, too."""
         watch = self._watching()
         may_end = watch.may_end()
-        # after the watch, which must see killed processes before the crew removes them
+        # after the watch, which must see a killed process before the crew removes it
         if self._crew is not None:
             self._crew.look()
         return watch if may_end and self._watching() is watch else None
 
     def _watching(self) -> Watch:
-        """Return the watch over the processes of this attempt."""
+        """Return the `Watch` for the current processes; create it if they changed."""
         context = self._pcontext
         if context is None:
-            msg = "torch's agent looks for ranks that it has not started."
+            msg = "torch's agent checked its ranks before it had started them."
             raise LaunchError(msg)
         dead = self._crew.gone if self._crew is not None else frozenset[int]()
         pids = {
@@ -380,19 +397,19 @@ def run_ranks(
     follow_all: bool,
     say: Callable[[str], None],
 ) -> Ended:
-    """Run a Python command in several processes of this machine until they end.
+    """Run a Python command in several processes on this machine, and wait until they end.
 
     Args:
         command: the arguments after `python`.
         plan: the number of processes, and the machines of the run.
-        log_dir: an empty directory for the ranks' output until it is shown.
-        follow_all: whether this process also shows the first rank's output; otherwise that
-            rank has the terminal.
-        say: shows messages before the end.
+        log_dir: an empty directory, for files with the ranks' output.
+        follow_all: whether this process also copies the output of the first rank; otherwise
+            that rank writes to the terminal directly.
+        say: prints a message of the launcher.
 
     Raises:
-        LaunchError: the rendezvous failed.
-        SignalException: a signal asked this process to end; the ranks have ended.
+        LaunchError: the machines did not connect, or lost the connection.
+        SignalException: this process received a signal to end; the ranks have ended.
     """
     machines, nproc = plan.machines, plan.nproc
     try:
@@ -418,24 +435,24 @@ def run_ranks(
         is_over = True
     except (dist.DistError, RendezvousError) as error:
         if agent.has_ranks:
-            msg = f"lost the rendezvous at {machines.endpoint}: {_first_line(error)}"
+            msg = f"lost the connection to {machines.endpoint}: {_first_line(error)}"
             raise LaunchError(msg) from error
         raise _not_met(machines, error) from error
     finally:
-        # a machine that was told to end leaves the rendezvous open to the others
+        # after a signal to this machine, other machines can still use the rendezvous
         if is_over:
             handler.shutdown()
     if agent.ended is None:
-        msg = f"the run {machines.run_id!r} at {machines.endpoint} has ended already."
+        msg = f"the run {machines.run_id!r} at {machines.endpoint} has already ended."
         raise LaunchError(msg)
     return agent.ended
 
 
 def _not_met(machines: Machines, error: Exception) -> LaunchError:
     return LaunchError(
-        f"the machines did not meet at {machines.endpoint} within"
-        f" {machines.join_seconds:g} s: {_first_line(error)}. Is `accelfn launch` running"
-        " on every one, with the same address and another --machine-rank?"
+        f"the machines did not connect at {machines.endpoint} within"
+        f" {machines.join_seconds:g} s: {_first_line(error)}. Check that `accelfn launch` runs"
+        " on every machine, with the same address and a different --machine-rank on each."
     )
 
 
@@ -444,5 +461,5 @@ def _first_line(error: Exception) -> str:
 
 
 def _as_template(arg: str) -> str:
-    """Protect an argument from torch's launcher, which fills in `${local_rank}`."""
+    """Escape an argument, because torch's launcher replaces `${local_rank}` in it."""
     return arg.replace("$", "$$")

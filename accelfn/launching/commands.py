@@ -25,7 +25,7 @@ _PACKAGES = (
     *("rich", "matplotlib", "tensorboard", "wandb", "comet_ml", "mlflow"),
     *("mlflow-skinny", "attrs", "accelerate", "transformers", "datasets", "deepspeed"),
 )
-# prefixes of environment variables that affect a run; other variables may be private
+# prefixes of the environment variables to show; other variables may be private
 _VARIABLES = (
     *(
         "RANK",
@@ -46,10 +46,11 @@ _SECRET = ("TOKEN", "KEY", "SECRET", "PASSWORD", "CREDENTIAL")
 
 
 def describe(file: Path | None, *, as_json: bool) -> str:
-    """Describe this machine, its packages and the current settings, as text.
+    """Return a text about this machine, its packages and the current settings.
 
     Args:
-        file: the settings file; an error in the file is shown instead of the settings.
+        file: the settings file. If the file has an error, the text shows the error instead of
+            the settings.
         as_json: whether to return JSON.
     """
     machine = get_env_info()
@@ -102,21 +103,23 @@ def _variables() -> dict[str, str]:
 _MODEL = "model.safetensors"
 _MANIFEST = "manifest.json"
 Bar: TypeAlias = Callable[[str, int], AbstractContextManager[files.OnRead]]
-"""Shows progress in bytes; the block calls the function it gets with each number read."""
+"""Shows a progress bar in a `with` block; call the yielded function with the bytes read."""
 
 
 def ls(directory: str) -> tuple[list[str], int]:
-    """Return a row for each checkpoint of a store, and for leftovers of interrupted saves."""
+    """Return the rows of a table of a store's checkpoints and interrupted saves, and 0."""
     store = Path(directory)
     checkpoints = checkpoints_in(store)
     if not checkpoints:
-        msg = f"{store} has no checkpoints, which are called step-00000000 and so on."
+        msg = f"{store} has no checkpoints (folders such as step-00000000)."
         raise CheckpointError(msg)
     table = [("step", "size", "age", "whole", "metrics")]
     for step, folder in checkpoints.items():
         with suppress(FileNotFoundError):
             row = _row(folder, step)
-            if files.is_there(folder):  # its run may remove it meanwhile
+            if files.is_there(
+                folder
+            ):  # a running job may remove old checkpoints meanwhile
                 table.append(row)
     widths = [max(len(row[i]) for row in table) for i in range(4)]
     rows = [
@@ -145,7 +148,7 @@ def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
             length = (folder / state / name).stat().st_size
             if length != file.size:
                 where = f"{Path(state, name)} has {length} bytes"
-                why = f"{where}, the manifest says {file.size}"
+                why = f"{where}, but should have {file.size}"
                 return str(step), size, age, "no", why
     metrics = next(iter(sources.values())).manifest.metrics
     short = (f"{name} {value:.6g}" for name, value in metrics.items())
@@ -154,14 +157,14 @@ def _row(folder: Path, step: int) -> tuple[str, str, str, str, str]:
 
 
 def verify(directory: str, *, bar: Bar) -> tuple[list[str], int]:
-    """Verify every byte of a checkpoint, or of all checkpoints of a store."""
+    """Verify the digests of a checkpoint, or of a store's; return rows and an exit code."""
     store = Path(directory)
     folders = list(checkpoints_in(store).values()) or [store]
     rows, code = list[str](), 0
     for folder in folders:
         results = [*_verify_files(folder, bar)]
         if folder != store and not files.is_there(folder):
-            results = [(f"{folder} was removed by its run while it was read", True)]
+            results = [(f"{folder} was removed by its run during this check", True)]
         rows += [row for row, _ in results]
         code = code if all(is_whole for _, is_whole in results) else 1
     return rows, code
@@ -173,7 +176,7 @@ def _verify_files(folder: Path, bar: Bar) -> Iterator[tuple[str, bool]]:
     except CheckpointCorruptError as error:
         yield str(error), False
         return
-    yield f"{folder / _MANIFEST}: whole", True  # and what it has the digests of
+    yield f"{folder / _MANIFEST}: whole", True  # it has the digests of the other files
     with bar(folder.name, sum(map(_size, sources.values()))) as advance:
         for state, source in sources.items():
             for name, file in source.manifest.files.items():
@@ -200,7 +203,8 @@ def export(
 ) -> tuple[list[str], int]:
     """Write a checkpoint's model to a new directory, as `af.export_model` does.
 
-    With `kind="dcp"`, write model and optimizer as a distributed checkpoint of torch.
+    With `kind="dcp"`, write the model and the optimizer's state as a torch distributed
+    checkpoint.
     """
     folder = _folder(directory)
     source = Source.at(folder)
@@ -222,10 +226,11 @@ def export(
 
 
 def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
-    """Return the tensors of the model to export, by their exported names.
+    """Return the checkpoint's tensor names of the model to export, by exported name.
 
     Raises:
-        CheckpointError: the checkpoint does not have exactly one model.
+        CheckpointError: ranks saved different models, some parameters were not saved, or the
+            slot does not contain parameters.
     """
     folder, manifest = source.folder, source.manifest
     fields = {field: _tensors_of(source, field) for field in ("params", "buffers")}
@@ -236,24 +241,24 @@ def _model_tensors(source: Source, slot: str | None) -> dict[str, str]:
         if not tensors or tensors.keys() - params.keys():
             slots = [tree for tree in manifest.trees if tree.startswith("slots.")]
             msg = (
-                f"{folder}: {unit} does not hold parameters by name; there are"
-                f" {arguments.list_names(slots) or 'no slots'}."
+                f"{folder}: {unit} is not a copy of the model's parameters. Slots of the"
+                f" checkpoint: {arguments.list_names(slots) or 'none'}."
             )
             raise CheckpointError(msg)
         params |= tensors
     names = sorted(set(params.values()) & manifest.differing)
     if names or manifest.kept.keys() - params.keys():
-        reason = f"ranks differ in {arguments.list_names(names)}"
+        reason = f"ranks have different values of {arguments.list_names(names)}"
         if not names:
-            reason = f"{arguments.list_names(sorted(manifest.kept))} were not written"
-        msg = f"{folder}: {reason}. Load it with af.load, and use af.export_model."
+            reason = f"{arguments.list_names(sorted(manifest.kept))} were not saved"
+        msg = f"{folder}: {reason}. Load the checkpoint with af.load, then af.export_model."
         raise CheckpointError(msg)
     buffers = {n: t for n, t in fields["buffers"].items() if n in manifest.persistent}
     return {**params, **buffers}
 
 
 def _tensors_of(source: Source, unit: str) -> dict[str, str]:
-    """Return the tensors of a unit, by name; {} if the unit is not a table of tensors."""
+    """Return a dict from names to tensor names of a unit; {} if it has other values."""
     tree = source.manifest.trees.get(unit)
     table: Any = tree.get("dict") if isinstance(tree, dict) else None
     tensors = {
@@ -265,7 +270,7 @@ def _tensors_of(source: Source, unit: str) -> dict[str, str]:
 
 
 def _folder(directory: str) -> Path:
-    """Return a checkpoint's directory; for a store, that of its newest checkpoint."""
+    """Return the directory of a checkpoint; for a store, of its newest checkpoint."""
     folder = Path(directory)
     return [folder, *checkpoints_in(folder).values()][-1]
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`launch`: a function on several ranks, from a script or a notebook.
+"""`launch`: run a function on several ranks, from a script or a notebook.
 
-Ranks are new Python processes, not forks: a fork inherits this process's locks without the
-threads that would release them, and cannot use a GPU that this process used. So the function is
-pickled by cloudpickle: by name if ranks can import its module; otherwise (from a notebook, the
-running script or another function) by value, with everything it refers to. The pickle only goes
-from this process to its own children. Results come back as plain data and tensors.
+Ranks are new Python processes, not forks. A fork inherits this process's locks without the
+threads that would release them, and cannot use a GPU that this process has used. So cloudpickle
+pickles the function. It saves the function's name if ranks can import its module. Otherwise (a
+notebook, the running script, an inner function) it saves the code and all objects that the code
+refers to. Only this process's own children read the pickle. Results return as plain data and
+tensors.
 """
 
 from __future__ import annotations
@@ -48,36 +49,38 @@ def launch(
     timeout: float = 300.0,
     axes: Mapping[str, int] | None = None,
 ) -> list[Any]:
-    """Run `fn(world, *args)` on every rank of a new world of processes, and return the results.
+    """Run `fn(world, *args)` in several new processes, one per rank, and return the results.
 
-    You can call it in a script, without `if __name__ == "__main__":`, and in Jupyter, where the
-    function can be defined in a cell. Colab and Kaggle use the same kernel, but are not tested.
-    Ranks have this process's directory, import path and environment, and copies of the objects
-    that the function refers to. Only results and output come back. Ranks share no memory with
-    this process, so read big data in `fn` instead of passing it.
+    You can call this in a script, without `if __name__ == "__main__":`, and in Jupyter with a
+    function from a cell. Colab and Kaggle use the same kernel, but are not tested. Ranks have
+    the current directory, import path and environment of this process, and copies of the objects
+    that the function uses. Only results and printed output return to this process. Ranks share
+    no memory with this process, so read large data in `fn` instead of passing it.
 
     Args:
         size: the number of ranks.
         fn: the function to run on each rank. Its first argument is the rank's `World`.
         args: further arguments of the function.
-        device: as in `World.from_env`: default a GPU for each rank, or the CPU without GPUs.
+        device: as in `World.from_env`. Default: a GPU for each rank, or the CPU without GPUs.
         timeout: as in `World.from_env`.
         axes: as in `World.from_env`: how the ranks share the work.
 
     Returns:
-        Each rank's result, by rank: tensors, on the CPU, and plain data (strings, numbers,
-        booleans, None, and dicts, lists and tuples of them).
+        A list with the result of each rank, by rank. A result can contain tensors, which are on
+        the CPU, and plain data: strings, numbers, booleans, None, and dicts, lists and tuples of
+        plain data and tensors.
 
-    Law: this process does not change: its random state, its modes, its default process group,
-    its environment, its signal handlers.
+    Law: the random state, modes, default process group, environment and signal handlers of this
+    process do not change.
 
     Cost: about 3 s to start Python and import torch.
 
     Raises:
-        ArgumentError: `fn` or an argument cannot be pickled, or an option is invalid; no
+        ArgumentError: `fn` or an argument cannot be pickled, or an option is invalid. No
             process was started.
-        LaunchError: this process is a rank itself.
-        RankFailedError: a rank failed; the text begins with the traceback of the first.
+        LaunchError: a launcher started this process as a rank.
+        RankFailedError: a rank failed. The message starts with the traceback of the rank that
+            failed first.
 
     Example:
         >>> launch(2, lambda world, x: x + world.rank, 10)
@@ -88,9 +91,9 @@ def launch(
     name, num_ranks = asked_size(os.environ)
     if num_ranks > 1:
         msg = (
-            f"af.launch: this process is one of {num_ranks} already ({name}={num_ranks}), and each"
-            f" would start {size} more. Call the function itself, with"
-            " af.World.from_env()."
+            f"af.launch: a launcher has already started this process as one of {num_ranks}"
+            f" ({name}={num_ranks}), and each of them would start {size} more. Call your function"
+            " directly instead: fn(af.World.from_env(), *args)."
         )
         raise LaunchError(msg)
     with tempfile.TemporaryDirectory(prefix="accelfn-call-") as name:
@@ -108,7 +111,7 @@ def _check(size: object, fn: object, *, device: object, timeout: object) -> None
     """Reject arguments that every rank would reject."""
     if callable(size):
         msg = (
-            f"af.launch({size!r}, ...): the number of ranks comes first, as in simulate:"
+            f"af.launch({size!r}, ...): the first argument must be the number of ranks. Write"
             " af.launch(2, fn, *args)."
         )
         raise ArgumentError(msg)
@@ -135,9 +138,9 @@ def _check_device(device: Any, size: int) -> None:
     count = devices.count() if target.type == kind else 0
     if target.type != "cpu" and least > count:
         msg = (
-            f"af.launch({size}, fn, device={device!r}): that takes {least} devices of type"
-            f" {target.type!r}, and torch sees {count} here. Start fewer ranks, or pass"
-            ' device="cpu".'
+            f"af.launch({size}, fn, device={device!r}): this needs {least} devices of type"
+            f" {target.type!r}, but torch sees {count} here. Start fewer ranks, or pass another"
+            ' device, such as device="cpu".'
         )
         raise ArgumentError(msg)
 
@@ -151,7 +154,7 @@ def _write_call(
     try:
         call = cloudpickle.dumps((fn, args))
     except Exception as error:
-        msg = f"af.launch: {fn!r} or its arguments cannot travel to another process: {error}"
+        msg = f"af.launch: {fn!r} or its arguments cannot be pickled: {error}"
         raise ArgumentError(msg) from error
     surroundings = {
         "import_path": sys.path,
@@ -163,7 +166,7 @@ def _write_call(
 
 
 def _sources() -> dict[str, str]:
-    """Return the source of code without a file, such as a notebook's, for tracebacks."""
+    """Return source code that is not in a file, such as a notebook's cells, for tracebacks."""
     cache = {name: linecache.getlines(name) for name in list(linecache.cache)}
     return {
         name: "".join(lines)
@@ -179,19 +182,21 @@ def _run(folder: Path, nproc: int) -> Ended:
     )
 
     try:
-        # a notebook shows what this process writes, and nothing else
+        # follow_all: a notebook shows only the output of this process, not that of rank 0
         return run_here([_RANK, str(folder)], Plan(nproc=nproc), follow_all=True)
     except SignalException as error:
         signal.raise_signal(
             error.sigval
-        )  # as if it came now, to this process's handler
-        msg = f"af.launch: ended by {error.sigval.name}, and its ranks with it."
+        )  # run this process's own handler of the signal
+        msg = (
+            f"af.launch: this process received {error.sigval.name} and ended all ranks."
+        )
         raise RankFailedError(msg) from error
 
 
 def _result(folder: Path, rank: int) -> Any:
     file = folder / f"result-{rank}"
     if not arguments.is_file(file):
-        msg = f"af.launch: rank {rank} left, by sys.exit or so, and returned nothing."
+        msg = f"af.launch: rank {rank} exited, for example by sys.exit(), without a result."
         raise RankFailedError(msg)
     return codec.from_bytes(file.read_bytes())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rendezvous of the launchers of a run, one launcher on each machine.
+"""The rendezvous: how the launchers of a run, one on each machine, connect to each other.
 
-One machine needs no rendezvous. On several machines, the user gives each machine its number and
-the address of machine 0. Or the machines use torch's dynamic rendezvous, which numbers machines
-and lets them come and go, but stores its records as pickles.
+There are two kinds. For numbered machines, the user passes each machine its number and the
+address of machine 0. torch's dynamic rendezvous numbers the machines itself, and machines can
+join and leave, but its records are pickles.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from accelfn.plug import connection, system
 
 MAIN_PORT = 29500
 JOIN_SECONDS = 300.0
-_SIOCGIFADDR = 0x8915  # asks Linux for an interface's address
+_SIOCGIFADDR = 0x8915  # ioctl of Linux: get the address of an interface
 
 
 @frozen(kw_only=True)
 class Machines:
-    """The machines of a run, and their rendezvous.
+    """The machines of a run, and the address where they connect.
 
     Attributes:
         endpoint: the address of the rendezvous, `host:port`.
         run_id: distinguishes this run from other runs at the same endpoint.
-        fewest: the number of machines that the run needs to start.
+        fewest: the minimum number of machines to start the run.
         most: the maximum number of machines.
         rank: this machine's number; None if the rendezvous assigns the number.
-        join_seconds: seconds that a machine waits for the other machines.
-        address: this machine's address for the other machines.
+        join_seconds: how many seconds a machine waits for the other machines.
+        address: the address of this machine for the other machines.
         interface: the network interface with this address, if known.
         is_here: whether this machine hosts the rendezvous.
     """
 
     endpoint: str = (
-        "127.0.0.1:0"  # 0: a free port; its own name does not always resolve
+        "127.0.0.1:0"  # port 0: a free port; not the host name, which may not resolve
     )
     run_id: str = "accelfn"
     fewest: int = 1
@@ -80,15 +80,20 @@ class Machines:
         rank: int | None = None,
         run_id: str = "accelfn",
     ) -> Machines:
-        """Return machines that meet at an endpoint; arguments as the attributes.
+        """Create the machines of a run that connect at `host:port`.
 
-        For one machine with a rank, the address is its own, and port 0 means a free port.
+        The other arguments are described at the attributes of this class; `counts` is `fewest`
+        and `most`. For one machine with a rank, port 0 means a free port.
+
+        Raises:
+            LaunchError: this machine cannot reach the host, or is the only machine, but does not
+                have this address.
         """
         address, is_here = _look_towards(host, port)
         if counts[1] == 1 and rank is not None and not is_here:
             msg = (
-                f"--main-address is {host!r}, which is no address of this machine, and"
-                " there is no other; leave it out, or give --main-address 127.0.0.1."
+                f"--main-address is {host!r}, but the run has only this machine, and that is"
+                " not its address. Remove it, or pass --main-address 127.0.0.1."
             )
             raise LaunchError(msg)
         return cls(
@@ -109,12 +114,13 @@ class Plan:
     """The processes that a launch starts on this machine, and their options.
 
     Attributes:
-        nproc: how many processes; at least 1.
-        machines: those of the run; default this one alone.
-        max_restarts: how often all ranks start again after one has failed.
-        axes: of the ranks' world, as text.
-        least: how many ranks must be left if others are killed, so that the run continues;
-            new processes replace the killed ones in `af.regroup`. None: the run ends.
+        nproc: the number of processes, at least 1.
+        machines: the machines of the run; default: only this machine.
+        max_restarts: how often all ranks are restarted after a rank failed.
+        axes: the axes of the ranks' world, as text such as "dp_shard=4".
+        least: the minimum number of ranks of an elastic run. If ranks are killed and at least
+            this number is left, the run continues, and new processes join in `af.regroup`. None:
+            the run ends if a rank is killed.
     """
 
     nproc: int
@@ -125,47 +131,47 @@ class Plan:
 
 
 def _look_towards(host: str, port: int) -> tuple[str, bool]:
-    """Return this machine's address towards a host, and whether the host is this machine."""
+    """Return this machine's address for a host, and whether the host is this machine."""
     try:
-        # an IPv6 address has brackets before its port
+        # an IPv6 address in `host:port` is in brackets
         addresses = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_DGRAM)
         family, kind, protocol, _, target = addresses[0]
         with closing(socket.socket(family, kind, protocol)) as probe:
-            probe.connect(target)  # a datagram's: nothing is sent
+            probe.connect(target)  # for a datagram socket, connect sends nothing
             address = probe.getsockname()[0]
             return address, address == target[0] or ip_address(address).is_loopback
     except OSError as error:
         msg = (
-            f"this machine has no way to {host!r}: {error}. Give the main machine's"
-            " address as this one reaches it."
+            f"this machine cannot reach {host!r}: {error}. Pass an address of the main"
+            " machine that this machine can reach."
         )
         raise LaunchError(msg) from error
 
 
 def interface_of(address: str) -> str | None:
-    """Return the name of the network interface that has an IPv4 address."""
+    """Return the name of the network interface with this IPv4 address; None if unknown."""
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as asks:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 answer = system.fcntl.ioctl(asks, _SIOCGIFADDR, request)
-            except OSError:  # an interface without such an address
+            except OSError:  # the interface has no IPv4 address
                 continue
             if socket.inet_ntoa(answer[20:24]) == address:
                 return name
     return None
 
 
-# The rendezvous handlers: accelfn's for numbered machines, torch's for others.
+# The rendezvous handlers: accelfn's handler for numbered machines, torch's for other machines.
 #
-# Numbered machines exchange a port as text. torch's dynamic rendezvous stores its state as a
-# pickle, so everyone who can reach its store can run code in every launcher. It also reuses the
-# store of the first attempt in the second, with the addresses of processes that have ended
-# (torch 2.13). Numbered machines have a store for each attempt.
+# Numbered machines only exchange a port number, as text. torch's dynamic rendezvous stores its
+# state as a pickle, so everyone who can reach its store can run code in every launcher. After a
+# restart, torch (2.13) also reuses the store of the first attempt, with the addresses of
+# processes that have ended. accelfn's handler opens a new store for each attempt.
 
 
 def handler_of(machines: Machines) -> RendezvousHandler:
-    """Return the rendezvous handler for torch's agent."""
+    """Create the rendezvous handler for torch's agent; this may wait for machine 0."""
     if machines.rank is not None:
         return NumberedRendezvous(machines, machines.rank)
     host, port = machines.where
@@ -173,7 +179,9 @@ def handler_of(machines: Machines) -> RendezvousHandler:
     timeout = timedelta(seconds=seconds)
     store = None
     if machines.is_here:
-        with suppress(DistError):  # another launcher of this machine has opened it
+        with suppress(
+            DistError
+        ):  # another launcher on this machine has opened the store
             store = connection.open_store(
                 host, port, timeout, is_local=machines.most == 1
             )
@@ -187,7 +195,8 @@ def handler_of(machines: Machines) -> RendezvousHandler:
         machines.most,
         local_addr=machines.address,
         join_timeout=seconds,
-        # the fewest wait for more only a part of it; torch's half minute may be all of it
+        # how long the minimum of machines waits for more machines; torch's default of 30 s
+        # may be longer than join_timeout
         last_call_timeout=max(1, min(30, seconds // 2)),
     )
     backend = C10dRendezvousBackend(store, machines.run_id)
@@ -195,10 +204,10 @@ def handler_of(machines: Machines) -> RendezvousHandler:
 
 
 class NumberedRendezvous(RendezvousHandler):
-    """Rendezvous of numbered machines at machine 0, once for each attempt."""
+    """Connects numbered machines at machine 0, again for each attempt (start or restart)."""
 
     def __init__(self, machines: Machines, rank: int) -> None:
-        """Take the machines and this machine's number, without connecting."""
+        """Store the machines and this machine's number; do not connect yet."""
         self._machines, self._rank = machines, rank
         self._host, self._port = machines.where
         self._timeout = timedelta(seconds=machines.join_seconds)
@@ -207,12 +216,12 @@ class NumberedRendezvous(RendezvousHandler):
         self._attempt = 0
 
     def get_backend(self) -> str:
-        """Return the name of this rendezvous backend."""
+        """Return the name of this rendezvous backend for torch."""
         return "numbered"
 
     @property
     def store(self) -> TCPStore:
-        """The store of the machines, which ranks of the first attempt use too."""
+        """The store that connects the launchers; ranks of the first attempt use it, too."""
         host, count = self._host, self._machines.most
         if self._agents is None and self._rank == 0:
             self._agents = self._open_store(self._port, size=count)
@@ -222,11 +231,11 @@ class NumberedRendezvous(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Return whether ranks use the agent's store instead of starting a store."""
+        """Return True: ranks connect to the launcher's store instead of opening a store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for the other machines, and return the ranks' store and address."""
+        """Wait for the other machines; return the store and address for the next attempt."""
         agents = self.store
         attempt, port = f"attempt {self._attempt}", agents.port
         if self._attempt:
@@ -246,27 +255,27 @@ class NumberedRendezvous(RendezvousHandler):
         )
 
     def _port_of(self, attempt: str, agents: TCPStore) -> int:
-        """Return the port for ranks of a later attempt, which machine 0 chooses."""
+        """Return the port of a new store for the ranks of a restart; machine 0 opens it."""
         if self._rank == 0:
             self._ranks = self._open_store(0)
             agents.set(attempt, str(self._ranks.port))
         return int(agents.get(attempt))
 
     def is_closed(self) -> bool:
-        """Return whether the rendezvous is closed."""
+        """Return False: the rendezvous is never closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: all machines are there from the start."""
+        """Do nothing: no machine can join later."""
 
     def num_nodes_waiting(self) -> int:
-        """Return 0: all machines are there from the start."""
+        """Return 0: no machine can join later."""
         return 0
 
     def get_run_id(self) -> str:
-        """Return the identity of this run."""
+        """Return the id of this run."""
         return self._machines.run_id
 
     def shutdown(self) -> bool:
-        """Return True: the stores go with this process."""
+        """Return True: the stores are closed when this process ends."""
         return True

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Start the ranks of a run on this machine, and report the rank that failed first.
 
-`agent` runs the processes. This file serves the person at the terminal: rank 0 owns the
-terminal, lines of other ranks have a prefix, and a failed run ends with a report that begins
-with the cause.
+`agent` runs the processes. This file prepares their environment and writes to the terminal. Rank
+0 uses the terminal directly, output of other ranks has a prefix, and a failed run ends with a
+report that starts with the cause.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from accelfn.launching.agent import Ended
 
 _WORKER = str(Path(__file__).with_name("worker.py"))
-_ALONE = "the ranks of one machine talk on its loopback"
-_ASKED = "the axes that were asked for"
-_MAY_GO = "ranks may be killed, and others take their places"
+_ALONE = "ranks on one machine communicate over the loopback interface"
+_ASKED = "the requested axes"
+_MAY_GO = "the run continues if ranks are killed, and replaces them"
 
 
 def launch_script(
@@ -50,42 +50,42 @@ def launch_script(
     *,
     module: bool = False,
 ) -> int:
-    """Run a script in several processes on this machine, one rank each.
+    """Run a script in several processes on this machine, one process per rank.
 
-    Each process runs it as `python script args…` would, with the environment that
-    torchrun sets (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, …).
-    If a rank fails, the launcher ends the other ranks, and writes a report to standard error
-    that begins with the rank that failed first.
+    Each process runs `python script args…`, with the environment variables that torchrun sets
+    (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, …). If a rank fails, the launcher ends the
+    other ranks. It then writes a report to standard error, which starts with the rank that failed
+    first.
 
     Args:
         script: the path of a Python file, or the name of a module.
         args: the script's `sys.argv[1:]`.
         plan: the number of processes, and the machines of the run.
-        module: whether `script` is a module's name, as after `python -m`.
+        module: whether `script` is a module's name, as in `python -m`.
 
     Returns:
-        The exit code for the command: 0; that of the rank that failed first; or
-        128 + n, where signal n ended that rank or this process.
+        The exit code of the command. It is 0 after success, or the exit code of the rank that
+        failed first, or 128 + n if signal n ended that rank or this process.
 
     Raises:
-        LaunchError: `script` cannot be, or the machines did not meet; no
-            process was started.
+        LaunchError: `script` does not exist, or the machines did not connect. No process was
+            started.
     """
     _check(script, module=module)
-    # Here, not above: help and mistakes need none of torch's launcher.
+    # imported here because `--help` and errors do not need torch's launcher
     from torch.distributed.elastic.multiprocessing import (  # noqa: PLC0415
         SignalException,
     )
 
-    # Rank 0 writes to the terminal itself, so that progress bars see one. What the
-    # others write is followed line by line, and this process must not hold it back.
+    # Rank 0 writes to the terminal directly, so that progress bars work. This process
+    # copies the lines of the other ranks, and must not buffer them.
     if isinstance(sys.stdout, TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)
     command = [*(["-m"] if module else []), script, *args]
     try:
         result = run_here(command, plan)
     except SignalException as error:
-        say(f"ended by {error.sigval.name}, and its workers with it.")
+        say(f"received {error.sigval.name}, and ended all ranks.")
         return 128 + error.sigval
     if result.failures:
         say(result.report)
@@ -107,15 +107,15 @@ def check_system() -> None:
 
 
 def run_here(command: Sequence[str], plan: Plan, *, follow_all: bool = False) -> Ended:
-    """Run ranks as `run_ranks` does, and restore this process's state.
+    """Run ranks with `run_ranks`; restore environment and signal handlers afterwards.
 
     Args:
-        command: the command of each rank: a file, or `-m` and a module, and arguments.
+        command: the command of each rank: a file, or `-m` and a module, then its arguments.
         plan: the number of processes, and the machines of the run.
-        follow_all: as in `run_ranks`.
+        follow_all: whether this process also shows rank 0's output.
     """
     check_system()
-    from accelfn.launching.agent import run_ranks  # noqa: PLC0415  as above
+    from accelfn.launching.agent import run_ranks  # noqa: PLC0415  imports torch's launcher
 
     if plan.machines.rank is None:
         say(f"{_describe_trust(plan.machines)}.")
@@ -144,17 +144,17 @@ def _check(script: str, *, module: bool) -> None:
     if module or arguments.is_file(Path(script)):
         return
     if arguments.is_directory(Path(script)):
-        msg = f"{script!r} is a directory; name a script in it, or a module after -m."
+        msg = f"{script!r} is a directory; pass a Python script, or -m and a module."
     else:
         msg = (
             f"there is no file {script!r} in {Path.cwd()}; "
-            "name a Python script, or a module after -m."
+            "pass a Python script, or -m and a module."
         )
     raise LaunchError(msg)
 
 
 def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
-    """Return the ranks' variables in addition to torchrun's, with values and reasons."""
+    """Return environment variables to set besides torchrun's, each with a value and a reason."""
     return {
         **({} if plan.axes is None else {axes.VARIABLE: (plan.axes, _ASKED)}),
         **({} if plan.least is None else {Words.VARIABLE: ("0", _MAY_GO)}),
@@ -165,24 +165,24 @@ def _variables(plan: Plan) -> dict[str, tuple[str, str]]:
 
 
 def _shared_threads(nproc: int) -> dict[str, tuple[str, str]]:
-    """Divide the cores among the workers, unless the user has set the number of threads.
+    """Set the number of threads per rank, unless the user has set OMP_NUM_THREADS.
 
-    By default, each worker would start a thread for every core. torchrun sets 1.
+    The ranks share the cores equally. Without this, each rank would start a thread for every
+    core. torchrun sets 1 thread.
     """
     if nproc == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
     num_cores = system.num_cores()
     num_threads = max(1, num_cores // nproc)
-    return {
-        "OMP_NUM_THREADS": (str(num_threads), f"{num_cores} cores, {nproc} workers")
-    }
+    return {"OMP_NUM_THREADS": (str(num_threads), f"{num_cores} cores, {nproc} ranks")}
 
 
 def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Let Gloo use the interface towards the other machines, unless the user has set it.
+    """Set the network interface for Gloo, unless the user has set GLOO_SOCKET_IFNAME.
 
-    By default, Gloo takes the interface that the machine's name resolves to, which other
-    machines often cannot reach. The ranks of a single machine do not need this.
+    With several machines, this is the interface that reaches the other machines. Gloo's default
+    is the interface that the machine's name resolves to, which other machines often cannot
+    reach. On a single machine, this is the loopback interface.
     """
     name, interface = "GLOO_SOCKET_IFNAME", machines.interface
     if name in os.environ:
@@ -192,36 +192,34 @@ def _gloo_interface(machines: Machines) -> dict[str, tuple[str, str]]:
         return {} if loopback is None else {name: (loopback, _ALONE)}
     if interface is None:
         return {}
-    why = f"which has {machines.address}, towards {machines.endpoint}"
+    why = f"its address {machines.address} reaches {machines.endpoint}"
     return {name: (interface, why)}
 
 
 def _own_stores(machines: Machines) -> dict[str, tuple[str, str]]:
-    """Let torch's rendezvous open a store for each attempt; see `machines`."""
+    """Let torch's dynamic rendezvous open a new store for each restart; see `machines`."""
     name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
     if machines.rank is not None or name in os.environ:
         return {}
-    return {name: ("1", "ranks that start again need a store of their own")}
+    return {name: ("1", "restarted ranks need a new store")}
 
 
 def describe_plan(plan: Plan) -> list[str]:
-    """Describe a launch in lines, for a dry run."""
+    """Return lines that describe a launch, for a dry run."""
     machines = plan.machines
     processes = "1 process" if plan.nproc == 1 else f"{plan.nproc} processes"
     lines = [f"starts {processes} on this machine"]
     if machines.rank is not None and machines.endpoint != Machines().endpoint:
         lines.append(
-            f"meets as {machines.rank} of {machines.most} at {machines.endpoint}"
+            f"connects as machine {machines.rank} of {machines.most} at {machines.endpoint}"
         )
     elif machines.most > 1:
         counts = f"{machines.fewest} to {machines.most}"
-        lines.append(f"meets {counts} machines at {machines.endpoint}")
+        lines.append(f"waits for {counts} machines at {machines.endpoint}")
     if machines.rank is None:
         lines.append(_describe_trust(machines))
     if plan.least is not None:
-        lines.append(
-            f"goes on where ranks are killed, as long as {plan.least} are left"
-        )
+        lines.append(f"continues if ranks are killed, as long as {plan.least} are left")
     variables = _variables(plan)
     return lines + [
         f"sets {name}={value} ({why})" for name, (value, why) in variables.items()
@@ -229,10 +227,10 @@ def describe_plan(plan: Plan) -> list[str]:
 
 
 def _describe_trust(machines: Machines) -> str:
-    """Describe who can run code in a launch with a dynamic rendezvous."""
+    """Return a warning that torch's dynamic rendezvous unpickles data from its port."""
     return (
-        f"machines unpickle records at {machines.endpoint}: whoever can reach that port runs"
-        " code as you; --machine-rank and --main-address need no pickle"
+        f"machines unpickle data from {machines.endpoint}: anyone who can reach that port can"
+        " run code as you; --machine-rank and --main-address avoid pickle"
     )
 
 
@@ -266,7 +264,7 @@ def _signal_handlers_kept() -> Generator[None]:
 
 @contextmanager
 def _torch_log_muted() -> Generator[None]:
-    """Mute torch's log of failures, because accelfn writes its own report."""
+    """Mute torch's log about failed ranks, because accelfn writes its own report."""
     log = logging.getLogger("torch.distributed.elastic")
     nowhere, propagate = logging.NullHandler(), log.propagate
     log.addHandler(nowhere)
@@ -279,8 +277,8 @@ def _torch_log_muted() -> Generator[None]:
 
 
 def say(text: str) -> None:
-    """Print a message of the launcher."""
-    sys.stdout.flush()  # what the ranks wrote comes first
+    """Print a message of the launcher to standard error."""
+    sys.stdout.flush()  # show the output of the ranks first
     sys.stderr.write(f"accelfn launch: {text}\n")
     sys.stderr.flush()
 
@@ -294,27 +292,28 @@ _ANSWER_SECONDS = 0.5
 
 
 class Watch:
-    """The processes of one attempt, by local rank.
+    """Watches the processes of one attempt (the start, or a restart), by local rank.
 
     Attributes:
-        pids: the process numbers.
-        failed_at: the times at which ranks failed by themselves, in seconds since the epoch.
-        stopped: ranks that a signal stopped without ending them.
+        pids: the process ids.
+        failed_at: when ranks failed by themselves, in seconds since 1970.
+        stopped: the ranks that a signal such as SIGSTOP stopped without ending them.
         stacks: the stacks of ranks that neither failed nor were stopped, most recent call
             first.
     """
 
     def __init__(self, pids: Mapping[int, int], error_files: Mapping[int, str]) -> None:
-        """Take the processes, and the file for the error of each."""
+        """Watch processes; each has a file where it records its error."""
         self.pids, self._error_files = dict(pids), dict(error_files)
         self.failed_at: dict[int, float] = {}
         self.stopped: set[int] = set()
         self.stacks: dict[int, str] = {}
 
     def may_end(self) -> bool:
-        """Check for failed ranks; return whether torch's agent may now end the other ranks.
+        """Look for failed ranks; return whether torch's agent may now end the other ranks.
 
-        True after a failure and a short wait for further failures, or if no rank is left.
+        Returns True if no rank is running, or one second after the first failure, so that other
+        ranks can report their errors.
         """
         running = self._running()
         for local in self.pids.keys() - running:
@@ -326,10 +325,10 @@ class Watch:
         return time.time() - first > _GRACE_SECONDS
 
     def question(self) -> None:
-        """Ask running ranks for their stacks after another rank has failed.
+        """After a failure, ask the running ranks for their stacks, and end stopped ranks.
 
-        Ends stopped ranks by SIGTERM and SIGCONT: a stopped process handles no signal until it
-        continues.
+        A stopped rank gets SIGTERM and then SIGCONT, because a stopped process handles no signal
+        until it continues.
         """
         running = self._running() if self.failed_at else set[int]()
         self.stopped = {local for local in running if _is_stopped(self.pids[local])}
@@ -340,7 +339,7 @@ class Watch:
             local: Path(where_file(self._error_files[local]))
             for local in running - self.stopped
         }
-        # the signal would kill a rank that has not made its file: it has no handler yet
+        # a rank without its file has no handler yet, and the signal would kill it
         ready = {local: file for local, file in files.items() if arguments.exists(file)}
         for local in ready:
             os.kill(self.pids[local], ASKS_WHERE)
@@ -360,11 +359,14 @@ class Watch:
 
 
 def _status(pid: int) -> int | None:
-    """Return how a child process ended, without reaping the process; None while it runs."""
+    """Return the exit status or signal of a child process; None while it is running.
+
+    The process is not reaped: torch's agent waits for it later.
+    """
     options = os.WEXITED | os.WNOHANG | os.WNOWAIT
     try:
         status = os.waitid(os.P_PID, pid, options)
-    except ChildProcessError:  # it was waited for, and had not failed
+    except ChildProcessError:  # torch's agent has already reaped it, without a failure
         return 0
     return None if status is None else status.si_status
 
@@ -385,21 +387,21 @@ def _read_text(file: Path) -> str:
 
 
 def _is_whole(stack: str) -> bool:
-    """Return whether a stack is written completely; Python truncates deep stacks."""
+    """Return whether a stack was written to its end; Python ends a deep stack with "..."."""
     return stack.endswith(("in <module>\n", "  ...\n"))
 
 
 def _users(stack: str) -> str:
-    """Return a stack without the frames that lead to the user's script."""
+    """Return a stack without the launcher's frames below the user's script."""
     _, *frames = stack.splitlines()
     leads = tuple(f'  File "{lead}' for lead in (*LEADS, "<frozen "))
     return "\n".join(frame for frame in frames if not frame.startswith(leads))
 
 
-# How the ranks of a run ended, the one that failed first before its consequences.
+# `Failure` and `report`: how the ranks of a run ended, in order from cause to consequence.
 
 
-# What an error says when it was another rank that went away: ours, Gloo's, NCCL's.
+# Words in an error that another rank caused: accelfn's, Gloo's and NCCL's errors.
 _LOST_PEER = (
     "PeerFailed",
     "Connection closed by peer",
@@ -409,34 +411,37 @@ _LOST_PEER = (
     "ncclRemoteError",
 )
 _ABORTED = (
-    "its stack is in the output above, after 'Fatal Python error'. Gloo aborts a process"
-    " that receives more than it expects: where its name is above, ranks were in different"
-    " collectives. Call every collective on all ranks, not behind `if world.is_main`."
-    " accelfn.testing.simulate(2, train) names both calls, those of wrap_ddp and wrap_fsdp"
-    " too. World.from_env(checked=True) names calls such as af.mean alone."
+    "its stack is in the output above, after 'Fatal Python error'. If the output names Gloo,"
+    " ranks were in different collectives: Gloo aborts a process that receives more data than"
+    " it expects. Call every collective on all ranks, not inside `if world.is_main`. To find"
+    " both calls, also those of wrap_ddp and wrap_fsdp, run"
+    " accelfn.testing.simulate(2, train). World.from_env(checked=True) only finds calls such as"
+    " af.mean."
 )
 
 
 @frozen(kw_only=True)
 class Failure:
-    """The failure of a rank."""
+    """How one rank failed, or was ended because of another rank's failure."""
 
     rank: int
     pid: int
-    status: int  # as of `subprocess.Popen.returncode`: a signal is negative
-    at: float  # seconds since the epoch
-    error: str  # `ValueError: …`; empty, like the next, where the rank left no record
-    traceback: str
-    ended_by_us: bool = False  # because others had failed
-    was_stopped: bool = False  # by a signal that halts a process and does not end it
-    did_not_arrive: bool = False  # where all others say that they lost one
-    stack: str = ""  # where it was when it was ended, most recent call first
+    status: int  # like `subprocess.Popen.returncode`: the negative number of a signal
+    at: float  # seconds since 1970
+    error: str  # such as `ValueError: …`; empty if the rank recorded no error
+    traceback: str  # empty if the rank recorded no error
+    ended_by_us: bool = False  # the launcher ended the rank, because others had failed
+    was_stopped: bool = False  # a signal such as SIGSTOP had stopped the process
+    did_not_arrive: bool = False  # all other ranks reported that they lost a rank
+    stack: str = (
+        ""  # the stack before the launcher ended the rank, most recent call first
+    )
 
     @classmethod
     def from_torch(cls, rank: int, failure: ProcessFailure, watch: Watch) -> Failure:
-        """Combine the records of torch, of the watch and of the rank."""
+        """Create a failure from torch's record, the watch and the rank's error file."""
         message: Any = failure.error_file_data["message"]
-        if isinstance(message, str):  # the rank recorded nothing
+        if isinstance(message, str):  # the rank recorded no error
             message = {"message": "", "extraInfo": {}}
         details = message["extraInfo"]
         local = failure.local_rank
@@ -456,48 +461,48 @@ class Failure:
 
     @property
     def lost_peer(self) -> bool:
-        """Return whether the rank's error reports a lost rank."""
+        """Whether the rank's error is that it lost the connection to another rank."""
         return any(sign in self.traceback for sign in _LOST_PEER)
 
     @property
     def places(self) -> tuple[str, ...]:
-        """The lines of code in the rank's traceback."""
+        """The `File ...` lines of the rank's traceback."""
         lines = self.traceback.splitlines()
         return tuple(line for line in lines if line.startswith("  File "))
 
     @property
     def was_told_to_end(self) -> bool:
-        """Return whether the rank ended like ranks that the launcher ends."""
+        """Whether the rank ended by SIGTERM without an error, as if the launcher ended it."""
         return not self.error and self.status == -signal.SIGTERM
 
     @property
     def left_on_signal(self) -> bool:
-        """Return whether the rank's exit code names a signal, as after `af.stopping`."""
+        """Whether the rank exited with code 128 + signal, as `af.stopping` does."""
         named = self.error == f"SystemExit: {self.status}"
         return named and self.status - 128 in (signal.SIGTERM, signal.SIGINT)
 
     @property
     def exit_code(self) -> int:
-        """The exit code that a shell would show."""
+        """The exit code that a shell would show: 128 + n after signal n."""
         return self.status if self.status > 0 else 128 - self.status
 
     @property
     def ending(self) -> str:
-        """The end of the rank, in words."""
+        """A phrase for the report, such as "exit code 1" or "killed by SIGKILL"."""
         if self.status > 0:
             return f"exit code {self.status}"
         if self.did_not_arrive and not self.was_stopped:
-            return "the others waited for it"
+            return "the other ranks waited for it"
         how = "stopped" if self.was_stopped else "killed"
         return f"{how} by {signal.Signals(-self.status).name}"
 
 
 def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failure]:
-    """Order failures by time, causes before consequences.
+    """Sort the failures of ranks by time, causes before consequences.
 
-    A rank that raised before any rank ended failed by itself, even if the launcher ended it.
-    Ranks that were stopped or did not arrive raised nothing: they come after ranks that raised,
-    and before ranks that waited for them.
+    If a rank raised an error before any rank exited, the rank failed by itself, even if the
+    launcher ended its process. Ranks that were stopped or did not arrive raised no error. They
+    follow ranks that raised an error, and precede ranks that only lost another rank.
     """
     rows = [Failure.from_torch(r, failure, watch) for r, failure in failures.items()]
     first = min((f.at for f in rows if not f.ended_by_us), default=0.0)
@@ -517,24 +522,24 @@ def by_cause(failures: Mapping[int, ProcessFailure], watch: Watch) -> list[Failu
 
 
 def all_left_on_signal(failures: Sequence[Failure]) -> bool:
-    """Return whether all failed ranks exited because of a signal."""
+    """Return whether all ranks in `failures` exited because of a signal to the run."""
     return failures[0].left_on_signal and all(
         failure.left_on_signal or failure.was_told_to_end for failure in failures
     )
 
 
 def report(failures: Sequence[Failure], *, ranks: Collection[int], start: float) -> str:
-    """Return the report of a failed run, which begins with the cause.
+    """Return the text of the report about a failed run, which starts with the cause.
 
     Args:
-        failures: failures in the order of `by_cause`.
+        failures: the failures, in the order of `by_cause`.
         ranks: the ranks of this machine.
-        start: the start of the run, in seconds since the epoch.
+        start: when the run started, in seconds since 1970.
     """
     first, *rest = failures
     if all_left_on_signal(failures):
         name = signal.Signals(first.exit_code - 128).name
-        return f"all ranks left on {name}, first rank {first.rank}."
+        return f"all ranks exited because of {name}, rank {first.rank} first."
     lines = [
         (
             f"rank {first.rank} failed first ({first.ending}, pid {first.pid}) "
@@ -545,7 +550,7 @@ def report(failures: Sequence[Failure], *, ranks: Collection[int], start: float)
     places = {first.places, ()}
     for failure in sorted(rest, key=lambda f: f.rank):
         lines.append(_one_line(failure))
-        # where all lost one another, each waited somewhere, and that is the question
+        # if all ranks only lost other ranks, show the place where each of them waited
         is_cause = first.lost_peer or not failure.lost_peer
         if is_cause and failure.places not in places:
             lines.append(failure.traceback.rstrip())
@@ -566,16 +571,15 @@ def _one_line(failure: Failure) -> str:
 
 def _why_no_traceback(failure: Failure) -> str:
     if failure.did_not_arrive and not failure.was_stopped:
-        where = f" It was here, most recent call first:\n{failure.stack}"
-        return (
-            f"It had not failed; the launcher ended it.{where if failure.stack else ''}"
-        )
+        where = f" Its stack, most recent call first:\n{failure.stack}"
+        where = where if failure.stack else ""
+        return f"It had not raised an error; the launcher ended it.{where}"
     if failure.was_stopped:
-        why = "someone, or a debugger, stopped this process and did not continue it."
+        why = "a person or a debugger stopped this process and did not continue it."
     elif failure.status == -signal.SIGKILL:
-        why = "the system kills so when memory runs out; see its log (dmesg)."
+        why = "the system does this when memory runs out; see its log (dmesg)."
     elif failure.status == -signal.SIGTERM:
-        why = "someone, or a scheduler, ended this one process."
+        why = "a person or a scheduler ended this process, and no other."
     elif failure.status == -signal.SIGABRT:
         why = _ABORTED
     elif failure.status < 0:
@@ -585,10 +589,10 @@ def _why_no_traceback(failure: Failure) -> str:
     return f"It left no traceback: {why}"
 
 
-# Output of ranks in whole lines, so that no line mixes two ranks.
+# `WholeLines`: show the output of ranks in complete lines.
 #
-# torch's launcher follows the ranks' files and shows new text at once, even a part of a line.
-# Parts of several ranks would share a line.
+# torch's launcher copies new output of the ranks at once, even if a line is not complete. Then a
+# line could contain output of several ranks.
 
 
 PREFIX = "[rank ${rank}] "
@@ -599,12 +603,12 @@ class WholeLines:
     """A stream that buffers each rank's output until the line ends."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Take the stream for complete lines."""
+        """Write complete lines to `stream`."""
         self._stream = stream
         self._begun: dict[str, str] = {}
 
     def write(self, text: str) -> int:
-        """Add a piece of a rank's line after its prefix; pass on text without a prefix."""
+        """Write a rank's line when it is complete; write text without a prefix at once."""
         match = _PREFIXED.match(text)
         if match is None:
             return self._stream.write(text)
@@ -617,10 +621,10 @@ class WholeLines:
         return len(text)
 
     def flush(self) -> None:
-        """Flush complete lines."""
+        """Flush the complete lines."""
         self._stream.flush()
 
     def end(self) -> None:
-        """Show incomplete lines of ranks that have ended."""
+        """Write the incomplete lines of ranks that have ended."""
         while self._begun:
             self._stream.write(f"{self._begun.popitem()[1]}\n")

@@ -24,23 +24,23 @@ from accelfn.plug import arguments, axes
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-# The options of a launch: names, meanings and valid values.
+# The options of `accelfn launch`: names, help texts and valid values.
 
 
 @frozen
 class Kind:
-    """The valid values of a setting, and their spelling on the command line.
+    """The valid values of a setting.
 
     Attributes:
-        expects: the valid values, in words.
-        accepts: returns whether a value is valid.
+        expects: a phrase for error messages: the values that are valid.
+        accepts: a function that returns whether a value is valid.
     """
 
     expects: str
     accepts: Callable[[Any], bool]
 
     def from_text(self, text: str) -> Any:
-        """Parse a word of the command line."""
+        """Convert a command-line word to a number, unless only the text is valid."""
         number = _number(text)
         return text if self.accepts(text) and not self.accepts(number) else number
 
@@ -50,7 +50,7 @@ def _is_whole(value: object, least: int, most: float = float("inf")) -> bool:
 
 
 def _parse_count(text: str) -> int:
-    """Parse a count; return -1 if the text is not a number, or has too many digits."""
+    """Parse a whole number; return -1 if the text is not one, or has 10 digits or more."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else -1
 
 
@@ -67,7 +67,7 @@ def _is_endpoint(value: object) -> bool:
 
 
 def _number(text: str) -> int | float | str:
-    """Parse a number; return other text unchanged, so that a check rejects it."""
+    """Parse a number; return any other text unchanged, so that a later check rejects it."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -76,35 +76,34 @@ def _number(text: str) -> int | float | str:
     return text
 
 
-# more than any machine or run needs, and few enough to survive a mistake
+# Limits that are larger than any run needs. They keep a typing mistake from starting too many
+# processes.
 MOST_PROCESSES, _MOST, _LAST_PORT = 4096, 10**6, 65535
-_INDEX = Kind(
-    "a whole number, 0 or more, a million at most", lambda v: _is_whole(v, 0, _MOST)
-)
-_PORT = Kind("a port, 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT))
-_ENDPOINT = Kind("HOST:PORT, a port from 1 to 65535", _is_endpoint)
+_INDEX = Kind("a whole number from 0 to a million", lambda v: _is_whole(v, 0, _MOST))
+_PORT = Kind("a port from 1 to 65535", lambda v: _is_whole(v, 1, _LAST_PORT))
+_ENDPOINT = Kind("HOST:PORT, with a port from 1 to 65535", _is_endpoint)
 _TEXT = Kind("some text", lambda v: isinstance(v, str) and v != "" and v.isprintable())
 _SECONDS = Kind(
-    "a number of seconds, 1 to a million",
+    "a number of seconds from 1 to a million",
     lambda v: type(v) in (int, float) and 1 <= v <= _MOST,
 )
 _NPROC = Kind(
-    f"a whole number, 1 or more, or 'auto'; {MOST_PROCESSES} at most",
+    f"a whole number from 1 to {MOST_PROCESSES}, or 'auto'",
     lambda v: v == "auto" or _is_whole(v, 1, MOST_PROCESSES),
 )
 _SPAN = Kind(
-    f"'MIN:MAX', two whole numbers, 1 or more, {MOST_PROCESSES} at most",
+    f"'MIN:MAX', two whole numbers from 1 to {MOST_PROCESSES}",
     lambda v: isinstance(v, str) and _is_range(v, MOST_PROCESSES),
 )
 _MACHINES = Kind(
-    "a whole number, 1 or more, or 'FEWEST:MOST'; a million at most",
+    "a whole number from 1 to a million, or two as 'FEWEST:MOST'",
     lambda v: _is_range(v, _MOST),
 )
 
 
 @frozen
 class Option:
-    """A setting's meaning."""
+    """A setting: its valid values, its placeholder and help text, and its default."""
 
     kind: Kind
     metavar: str
@@ -118,46 +117,48 @@ OPTIONS: dict[str, Option] = {
     "nproc": Option(
         _NPROC,
         "N",
-        "how many processes on each machine; 'auto' is one for each GPU, or one"
-        " without any",
+        "number of processes on each machine; 'auto' means one for each GPU, or one"
+        " process without a GPU",
         "auto",
     ),
     "num_machines": Option(
         _MACHINES,
         "N",
-        "how many machines; with --rdzv-endpoint also FEWEST:MOST",
+        "number of machines; with --rdzv-endpoint also FEWEST:MOST",
         1,
     ),
     "machine_rank": Option(_INDEX, "I", "this machine's number, from 0"),
-    "main_address": Option(_TEXT, "HOST", "machine 0, as the other machines reach it"),
+    "main_address": Option(
+        _TEXT, "HOST", "address of machine 0 for the other machines"
+    ),
     "main_port": Option(
-        _PORT, "PORT", f"of machine 0, free there (default {MAIN_PORT})"
+        _PORT, "PORT", f"a free port of machine 0 (default {MAIN_PORT})"
     ),
     "rdzv_endpoint": Option(
         _ENDPOINT,
         "HOST:PORT",
-        "where machines that come and go meet by torch's dynamic rendezvous, which"
-        " unpickles what it finds there: whoever can reach this port, such as another user"
-        " of the machine, runs code as you",
+        "address of torch's dynamic rendezvous, where machines can join and leave; it"
+        " unpickles data, so anyone who can reach this port, such as another user of the"
+        " machine, can run code as you",
     ),
-    "rdzv_id": Option(_TEXT, "ID", "what tells this run from others that meet there"),
+    "rdzv_id": Option(_TEXT, "ID", "name of this run among the runs at that address"),
     "join_timeout": Option(
-        _SECONDS, "S", "how long a machine waits for the others", JOIN_SECONDS
+        _SECONDS, "S", "seconds that a machine waits for the others", JOIN_SECONDS
     ),
     "axes": Option(
         _TEXT,
         "AXIS=N,…",
-        "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 is what is"
-        " left",
+        "how the ranks share the work, such as dp_replicate=2,dp_shard=4; -1 means all"
+        " remaining ranks",
     ),
     "max_restarts": Option(
-        _INDEX, "N", "how often all ranks start again after one has failed", 0
+        _INDEX, "N", "how often all ranks are restarted after a rank fails", 0
     ),
     "elastic": Option(
         _SPAN,
         "MIN:MAX",
-        "how many processes, of this machine alone: MAX are started, MIN may go on, by"
-        " af.regroup, where others are killed, and each is replaced by one that comes in",
+        "start MAX processes, on this machine only; if processes are killed, the run"
+        " continues by af.regroup with at least MIN, and new processes replace them",
     ),
 }
 NUMBERED = ("machine_rank", "main_address", "main_port")
@@ -165,22 +166,25 @@ DYNAMIC = ("rdzv_endpoint", "rdzv_id")
 
 
 def flag(name: str) -> str:
-    """Return a setting's name on the command line."""
+    """Return a setting's option on the command line, such as `--max-restarts`."""
     return f"--{name.replace('_', '-')}"
 
 
 def check_setting(name: str, value: Any, source: str) -> Any:
-    """Check a setting's value, and return the value.
+    """Check a setting's name and value, and return the value unchanged.
 
     Raises:
         LaunchError: the name is unknown, or the value is invalid.
     """
     option = OPTIONS.get(name)
     if option is None:
-        msg = f"{source} has {name!r:.80}, which is no setting.{suggest_name(name, list(OPTIONS))}"
+        hint = suggest_name(name, list(OPTIONS))
+        msg = f"{source} has {name!r:.80}, which is not a setting.{hint}"
         raise LaunchError(msg)
     if not option.kind.accepts(value):
-        msg = f"{_where(name, source)} is {value!r:.80}; give {option.kind.expects}."
+        msg = (
+            f"{_where(name, source)} is {value!r:.80}; expected {option.kind.expects}."
+        )
         raise LaunchError(msg)
     if name == "axes":
         check_axes(value, source, None)
@@ -188,7 +192,7 @@ def check_setting(name: str, value: Any, source: str) -> Any:
 
 
 def check_axes(text: str, source: str, size: int | None) -> None:
-    """Reject axes that a world of this size would reject."""
+    """Raise `LaunchError` for axes that a world of `size` ranks would reject."""
     try:
         axes.parse_axes(f"{_where('axes', source)} {text}", text, size)
     except ArgumentError as error:
@@ -200,7 +204,7 @@ def _where(name: str, source: str) -> str:
 
 
 def suggest_name(name: str, names: list[str]) -> str:
-    """Return a sentence with the nearest known name, or with all known names."""
+    """Return a hint for an unknown name: the most similar name, or all valid names."""
     close = difflib.get_close_matches(name.replace("-", "_"), names, n=1, cutoff=0.5)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(names)}."
 
@@ -210,7 +214,7 @@ DEFAULT = "default"
 
 @frozen
 class Setting:
-    """A value and its source; None if the setting has no value."""
+    """The value of a setting (None without a value), and its source: a file, for example."""
 
     value: Any
     source: str
@@ -231,17 +235,17 @@ class Settings:
         *,
         is_whole: bool = True,
     ) -> Settings:
-        """Combine the command line, a file and the defaults.
+        """Combine the settings of the command line, of a file, and the defaults.
 
         Args:
-            options: values of the command line; None for options that it leaves out.
-            table: values of a file, as `read` returns them.
+            options: the options of the command line; None for an option that is not there.
+            table: the settings of a file, as `read` returns them.
             file: the name of the file.
-            is_whole: whether these are all settings; False for a file that a command line
-                will complete.
+            is_whole: whether to raise if a setting is missing. False for a file, because the
+                command line can add settings later.
 
         Raises:
-            LaunchError: a value is invalid or missing, or values contradict each other.
+            LaunchError: a value is invalid or missing, or settings contradict each other.
         """
         by_name: dict[str, Setting] = {}
         for name, option in OPTIONS.items():
@@ -268,45 +272,45 @@ class Settings:
         return [name for name in names if self[name] is not None]
 
     def _check_exclusive(self) -> None:
-        """Reject settings that contradict each other."""
+        """Raise if both numbered machines and a dynamic rendezvous are set."""
         static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         if static and dynamic:
             msg = (
-                f"{_join_flags(static)} and {_join_flags(dynamic)} exclude each other: machines"
-                " have numbers, or get them where they meet."
+                f"{_join_flags(static)} cannot be used with {_join_flags(dynamic)}: either you"
+                " number the machines, or the rendezvous numbers them."
             )
             raise LaunchError(msg)
 
     def _check_whole(self) -> None:
-        """Reject settings that are incomplete or have no effect."""
+        """Raise if settings are missing, or have no effect."""
         static, dynamic = self._names_set(NUMBERED), self._names_set(DYNAMIC)
         count = self["num_machines"]
         if dynamic:
             self._require(dynamic, ("rdzv_endpoint", "rdzv_id"))
         elif isinstance(count, str):
-            msg = f"--num-machines {count} needs --rdzv-endpoint, where they meet."
+            msg = f"--num-machines {count} also needs --rdzv-endpoint."
             raise LaunchError(msg)
         elif count > 1:
             self._require(static, ("machine_rank", "main_address"))
         elif static and self.by_name["num_machines"].source == DEFAULT:
-            msg = f"{_join_flags(static)} without --num-machines has no effect; add it."
+            msg = f"{_join_flags(static)} needs --num-machines; add it."
             raise LaunchError(msg)
 
     def _check_elastic(self) -> None:
-        """Reject settings that an elastic run cannot have."""
+        """Raise if `--elastic` is set together with settings that exclude it."""
         rivals = ("nproc", "num_machines", "max_restarts", "axes", *NUMBERED, *DYNAMIC)
         names = [name for name in rivals if self[name] != OPTIONS[name].default]
         if self["elastic"] is not None and names:
             msg = (
-                f"--elastic and {_join_flags(names)} exclude each other: ranks that come and go"
-                " are MIN to MAX processes of one machine, without axes; and one that was"
-                " killed is replaced, so that not all start again."
+                f"--elastic cannot be used with {_join_flags(names)}: an elastic run has MIN to"
+                " MAX processes on one machine, without axes, and replaces killed processes"
+                " instead of restarting all ranks."
             )
             raise LaunchError(msg)
 
     @property
     def elastic(self) -> tuple[int | None, int | None]:
-        """The minimum and the maximum number of ranks of an elastic run."""
+        """The minimum and maximum number of ranks of an elastic run; (None, None) without."""
         if self["elastic"] is None:
             return None, None
         least, most = self["elastic"].split(":")
@@ -320,15 +324,14 @@ class Settings:
                 if flags
                 else f"--num-machines {self['num_machines']}"
             )
-            verb = "is" if len(missing) == 1 else "are"
-            msg = f"{why}: {_join_flags(missing)} {verb} missing."
+            msg = f"{why} needs {_join_flags(missing)} too."
             raise LaunchError(msg)
 
     def machines(self) -> Machines:
-        """Return the machines of this launch, and their rendezvous.
+        """Return the machines of this launch, and the address where they connect.
 
         Raises:
-            LaunchError: the machines cannot meet.
+            LaunchError: the machine's number or an address is not valid.
         """
         count = self["num_machines"]
         if self["rdzv_endpoint"] is not None:
@@ -343,7 +346,7 @@ class Settings:
             )
         if (self["machine_rank"] or 0) >= count:
             msg = (
-                f"--machine-rank is {self['machine_rank']}, of {count} machines: expected 0"
+                f"--machine-rank is {self['machine_rank']}; with {count} machines, expected 0"
                 f" to {count - 1}."
             )
             raise LaunchError(msg)
@@ -359,13 +362,13 @@ class Settings:
         )
 
     def axes_of(self, size: int | None) -> str | None:
-        """Return the axes of the ranks, as text.
+        """Return the axes of the ranks as text, such as "dp_shard=4"; None without axes.
 
         Args:
-            size: the number of ranks; None if this machine cannot know the number.
+            size: the number of ranks; None if this machine does not know the number.
 
         Raises:
-            LaunchError: the axes do not multiply to the number of ranks.
+            LaunchError: the product of the axes' sizes is not the number of ranks.
         """
         text, source = self["axes"], self.by_name["axes"].source
         if text is not None:
@@ -373,7 +376,7 @@ class Settings:
         return text
 
     def lines(self) -> list[str]:
-        """Return a line for each setting, with its value and source."""
+        """Return one line of text for each setting: its name, value and source."""
         rows = [
             (name, "" if s.value is None else str(s.value), s.source)
             for name, s in self.by_name.items()
@@ -386,7 +389,7 @@ def _join_flags(names: list[str]) -> str:
     return " and ".join(flag(name) for name in names)
 
 
-# The settings file: `accelfn.toml` in the current directory, or a named file.
+# Read the settings file: `accelfn.toml` in the current directory, or the file of `--config`.
 
 
 FILE = "accelfn.toml"
@@ -396,7 +399,10 @@ _MEETS = ("main_address", "rdzv_endpoint")
 
 
 def find(named: str | None) -> Path | None:
-    """Return the named settings file, or that of the current directory, if any.
+    """Return the path of the settings file; None if there is no settings file.
+
+    Args:
+        named: the file that the user named; None for `accelfn.toml` in the current directory.
 
     Raises:
         LaunchError: the named file does not exist.
@@ -413,11 +419,11 @@ def find(named: str | None) -> Path | None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    """Read the settings of a file.
+    """Read the settings of a file, by name.
 
     Raises:
-        LaunchError: the file is not TOML, or has an unknown name or a wrong value; or the file
-            sets the endpoint and another user can write to it.
+        LaunchError: the file is not valid TOML, or has an unknown name or an invalid value. Or
+            the file sets an address, and another user owns the file or can write to it.
     """
     try:
         with file.open("rb") as stream:
@@ -436,15 +442,15 @@ def read(file: Path) -> dict[str, Any]:
         if name != TABLE:
             hint = f" Write it below [{TABLE}]." if name in OPTIONS else ""
             hint = hint or suggest_name(name, [TABLE])
-            msg = f"{file} has {name!r:.80}, of which nothing is known.{hint}"
+            msg = f"{file} has {name!r:.80}, which accelfn does not know.{hint}"
             raise LaunchError(msg)
     settings: dict[str, Any] = tables.get(TABLE, {})
     named = [name for name in _MEETS if name in settings]
     if named and (about.st_uid != os.getuid() or about.st_mode & stat.S_IWOTH):
         msg = (
-            f"{file} has {named[0]!r}, and another user owns it or can write to it: that"
-            " user would say where this run connects. Read it, copy it, and name your copy:"
-            " accelfn launch --config COPY."
+            f"{file} sets {named[0]!r}, and another user owns the file or can write to it. That"
+            " user could choose where this run connects. Check the file, copy it, and pass your"
+            " copy: accelfn launch --config COPY."
         )
         raise LaunchError(msg)
     return {
@@ -453,19 +459,22 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def _decode_bounded(data: bytes) -> str:
-    """Decode a text of limited length and depth: the parser's memory grows with both."""
+    """Decode a file's bytes; raise if the text is too long or too deeply nested.
+
+    The memory that the TOML parser needs grows with the length and the depth.
+    """
     brackets = data.count(b"[") + data.count(b"{")
     dots = max(line.count(b".") for line in data.split(b"\n"))
     if len(data) > _MOST_BYTES or brackets + dots > _DEEPEST:
         msg = (
-            f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots"
-            " in a key; no settings are so long or deep"
+            f"it has more than {_MOST_BYTES} bytes, or more than {_DEEPEST} brackets and dots,"
+            " which settings never have"
         )
         raise ValueError(msg)
     return data.decode()
 
 
-# `accelfn config`: write the file of settings, from answers or from the command line.
+# `accelfn config`: write the settings file, from the user's answers or from the command line.
 
 
 def configure(
@@ -475,20 +484,20 @@ def configure(
     default: bool,
     ask: Callable[[str], str] | None = None,
 ) -> Path:
-    """Write a file of settings, and return its path.
+    """Write a settings file, and return its path.
 
     An existing file keeps its other settings and its comments.
 
     Args:
-        named: the file; default `accelfn.toml` in the current directory.
+        named: the file to write; default: `accelfn.toml` in the current directory.
         assignments: settings as `name=value`; `name=` removes a setting.
-        default: whether to write the defaults. With defaults or assignments, accelfn asks no
+        default: whether to write the defaults. With `default` or `assignments`, accelfn asks no
             questions.
-        ask: shows a question and returns the answer; default on the terminal.
+        ask: a function that shows a question and returns the answer; default: ask on the
+            terminal.
 
     Raises:
-        LaunchError: a setting is invalid, or settings contradict each other; nothing is
-            written.
+        LaunchError: a setting is invalid, or settings contradict each other. Nothing is written.
     """
     file = Path(FILE if named is None else named)
     table = read(file) if arguments.is_file(file) else {}
@@ -514,7 +523,7 @@ def configure(
 
 
 def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
-    """Return a file's text with new settings; keeps comments, order and blank lines."""
+    """Return a file's text with new settings, and with its comments, order and blank lines."""
     document = tomlkit.parse(text)
     table: Any = document.setdefault(TABLE, tomlkit.table())
     for name in [key for key in table if key not in settings]:
@@ -528,7 +537,7 @@ def edit_settings(text: str, settings: Mapping[str, Any]) -> str:
 def _assign(table: dict[str, Any], text: str) -> None:
     name, equals, value = text.partition("=")
     if not equals:
-        msg = f"--set {text!r}; write it as NAME=VALUE."
+        msg = f"--set {text!r}: expected NAME=VALUE."
         raise LaunchError(msg)
     name = name.strip().replace("-", "_")
     if name in OPTIONS and not value:
@@ -540,21 +549,21 @@ def _assign(table: dict[str, Any], text: str) -> None:
 
 
 def _questions(table: dict[str, Any]) -> Iterator[str]:
-    """Yield the names of settings to ask for, depending on earlier answers."""
+    """Yield the names of the settings to ask about; they depend on earlier answers."""
     yield "nproc"
     yield "num_machines"
     if table.get("num_machines", 1) == 1:
         for name in (*NUMBERED, *DYNAMIC):
             table.pop(name, None)
     else:
-        # each machine has its own number, from its command line
+        # the number of a machine is not in the file: it is on the machine's command line
         is_dynamic = isinstance(table["num_machines"], str) or "rdzv_endpoint" in table
         yield from DYNAMIC if is_dynamic else ("main_address", "main_port")
     yield "max_restarts"
 
 
 def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None:
-    """Ask until the answer is valid; an empty answer keeps the current value."""
+    """Ask for a setting until the answer is valid; an empty answer keeps the current value."""
     option = OPTIONS[name]
     current = table.get(name, option.default)
     default = "none" if current is None else current
@@ -574,8 +583,8 @@ def _answer(table: dict[str, Any], name: str, ask: Callable[[str], str]) -> None
 def _terminal() -> Callable[[str], str]:
     if not sys.stdin.isatty():
         msg = (
-            "there is no terminal to ask on; give --default, or --set NAME=VALUE for what"
-            " is to be written."
+            "accelfn config needs a terminal to ask its questions. Without a terminal, pass"
+            " --default, or --set NAME=VALUE for each setting."
         )
         raise LaunchError(msg)
 
@@ -583,7 +592,7 @@ def _terminal() -> Callable[[str], str]:
         try:
             return input(question)
         except EOFError:
-            msg = "the answers ended; nothing is written."
+            msg = "the input ended before the last answer; nothing was written."
             raise LaunchError(msg) from None
 
     return ask

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run a script as `python` would, and leave a record of how it failed.
+"""Run a script as `python` does, and record its error for the launcher.
 
-`accelfn launch` starts every rank as `python worker.py LAUNCHER script.py args…`, where
-LAUNCHER is its own process: a rank ends with it, however it ends.
-The file is run by its path and imports the standard library only, so that the script
-is the first to import torch: what it sets in the environment before that still counts.
+`accelfn launch` starts every rank as `python worker.py LAUNCHER script.py args…`. LAUNCHER is the
+launcher's process id: the rank ends when the launcher ends, even if the launcher is killed. This
+file runs by its path and imports only the standard library. So the script is the first to import
+torch, and can set environment variables for torch before.
 
-The record goes where torch's launcher asks for it (`TORCHELASTIC_ERROR_FILE`) and has
-the format of its `ErrorHandler`, with a finer time: of ranks that fail within one
-second, the launcher must know the first. Beside it goes this process's stack, when the
-launcher asks where it is.
+The error is recorded in the file that torch's launcher names (`TORCHELASTIC_ERROR_FILE`), in the
+format of torch's `ErrorHandler`, but with an exact time. If several ranks fail within one second,
+the launcher must find the first. When the launcher asks for this process's stack, the stack is
+written to a second file next to the record.
 """
 
 from __future__ import annotations
@@ -34,22 +34,23 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
-# A rank that has raised ends by then, whatever threads it left: its peers wait.
+# A rank that raised an error exits after this time, even if its threads are still running, because
+# other ranks wait for it.
 GRACE_SECONDS = 5
-# The launcher's question; no program uses this signal for itself.
+# The signal by which the launcher asks for a stack. Programs usually do not use it.
 ASKS_WHERE = signal.SIGRTMAX
-# Asks Linux for a signal when the parent of this process ends.
+# prctl option of Linux: send this process a signal when its parent ends.
 _PR_SET_PDEATHSIG = 1
-# What leads to the code of a user: a script, or a function given to `af.launch`.
+# The files whose frames precede the user's script or function in a traceback.
 LEADS = __file__, os.path.join(os.path.dirname(__file__), "rank.py")  # noqa: PTH118, PTH120
 
 
 def main() -> int:
-    """Run what the command line names; see the module's docstring."""
+    """Run the script or module of the command line; return the exit code."""
     launcher, *words = sys.argv[1:]
     end_with(int(launcher))
-    # Whole lines: those of several ranks share one terminal. With PYTHONUNBUFFERED, too, where
-    # Python would write each word by itself.
+    # Write complete lines, because several ranks share one terminal. write_through=False also
+    # does this under PYTHONUNBUFFERED, where Python would write parts of lines.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
     faulthandler.enable()  # a crash in C code shows its Python stack
@@ -66,9 +67,9 @@ def main() -> int:
     except KeyboardInterrupt as error:
         record(error, -signal.SIGINT)
         raise
-    except BaseException as error:  # noqa: BLE001  it is shown as Python shows it
+    except BaseException as error:  # noqa: BLE001  `tell` shows the error as Python does
         report = record(error, 1)
-        sys.last_value = error  # as Python does: functions at its exit may ask
+        sys.last_value = error  # as Python does, for functions that run at exit
         tell(error, report)
         faulthandler.dump_traceback_later(GRACE_SECONDS, exit=True)
         return 1
@@ -76,31 +77,31 @@ def main() -> int:
 
 
 def end_with(launcher: int) -> None:
-    """Have the system send SIGTERM to this process when its launcher is gone.
+    """Let the system send SIGTERM to this process when its launcher has ended.
 
-    A launcher ends its ranks when it exits. A killed launcher cannot: its ranks would continue,
-    hold their GPUs and write to the checkpoints of the next run. SIGTERM, not SIGKILL, lets a
-    rank under `af.stopping` save. Available on Linux only.
+    A launcher ends its ranks before it exits, but a killed launcher cannot. Its ranks would
+    continue, keep their GPUs, and write to the checkpoints of the next run. After SIGTERM, unlike
+    SIGKILL, a rank under `af.stopping` can save. This works only on Linux.
     """
     if sys.platform == "linux":
         ask = ctypes.CDLL(None).prctl
         ask(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGTERM))
-        if os.getppid() != launcher:  # it was gone before it was asked for
+        if os.getppid() != launcher:  # the launcher ended before the call of prctl
             signal.raise_signal(signal.SIGTERM)
 
 
 def run_script(path: str, args: Sequence[str]) -> None:
     """Run a file as `python path args…` does."""
-    # Not by `runpy.run_path`, which gives `sys.argv[0]` and `__file__` one spelling and
-    # takes `__main__` away before the script's threads and exit handlers have ended.
-    file = os.path.abspath(path)  # noqa: PTH100  `Path.resolve` would follow links
+    # `runpy.run_path` would set `sys.argv[0]` and `__file__` to the same path, and would
+    # remove `__main__` before the script's threads and exit handlers have ended.
+    file = os.path.abspath(path)  # noqa: PTH100  `Path.resolve` would follow symbolic links
     loader = SourceFileLoader("__main__", file)
     start(os.path.dirname(os.path.realpath(path)), [path, *args])  # noqa: PTH120
     module = ModuleType("__main__")
     module.__file__ = file
     module.__loader__ = loader
     module.__dict__["__cached__"] = None
-    # Processes that the script spawns import its functions from here, by `__file__`.
+    # Child processes of the script import its functions by `__main__.__file__`.
     sys.modules["__main__"] = module
     code = loader.source_to_code(loader.get_data(file), file)
     exec(code, module.__dict__)  # noqa: S102  running the script is the task
@@ -108,21 +109,21 @@ def run_script(path: str, args: Sequence[str]) -> None:
 
 def run_module(name: str, args: Sequence[str]) -> None:
     """Run a module as `python -m name args…` does."""
-    start(os.getcwd(), [name, *args])  # noqa: PTH109  `sys.path` holds strings
+    start(os.getcwd(), [name, *args])  # noqa: PTH109  entries of `sys.path` are strings
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def start(folder: str, argv: list[str]) -> None:
-    """Put `folder` and `argv` where Python would have put them."""
+    """Set `sys.path[0]` and `sys.argv` as Python sets them for a script."""
     if not sys.flags.safe_path:
-        sys.path[0] = folder  # in place of the folder of this file
+        sys.path[0] = folder  # Python set it to the folder of this file
     sys.argv = argv
 
 
 def exit_status(error: SystemExit) -> int:
-    """Return Python's exit status for a failure; it is never 0.
+    """Return Python's exit status for a `SystemExit` that reports a failure; never 0.
 
-    The system keeps eight bits of a status, so `sys.exit(256)` would look like a success.
+    The system keeps only eight bits of a status, so `sys.exit(256)` would look like a success.
     """
     if isinstance(error.code, int):
         error.code = error.code & 0xFF or 1
@@ -131,9 +132,10 @@ def exit_status(error: SystemExit) -> int:
 
 
 def tell(error: BaseException, report: str) -> None:
-    """Show an error by the program's hook, unless the launcher's report shows it.
+    """Show an error with `sys.excepthook`, unless it only prints the recorded traceback.
 
-    torch's hook, too, shows what Python's does, with the rank before each line.
+    The launcher's report shows that traceback. torch's hook prints the same text as Python's,
+    with the rank before each line.
     """
     stream = io.StringIO()
     with contextlib.redirect_stderr(stream):
@@ -145,10 +147,10 @@ def tell(error: BaseException, report: str) -> None:
 
 
 def record(error: BaseException, status: int) -> str:
-    """Record an error, its place and time for the launcher; return the recorded traceback.
+    """Record an error for the launcher, with its traceback and time; return the traceback.
 
-    Also records Python's exit status: Gloo's threads, for example, can abort a process that is
-    already ending, and then the process seems killed.
+    The record also has Python's exit status. Otherwise a process that, for example, Gloo's
+    threads abort while Python exits would look like a killed process.
     """
     error.__traceback__ = without_leads(error.__traceback__)
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -158,13 +160,13 @@ def record(error: BaseException, status: int) -> str:
     trace = "".join(traceback.format_exception(error))
     details = {
         "py_callstack": trace,
-        "timestamp": str(int(now)),  # torch reads this one,
-        "time": now,  # accelfn.launching these two
+        "timestamp": str(int(now)),  # for torch
+        "time": now,  # for accelfn.launching, like "status"
         "status": status,
     }
     message = {"message": f"{type(error).__name__}: {error}", "extraInfo": details}
-    # Replaced in one go: this process may be ended at any moment, and half a record
-    # would be an error in the launcher.
+    # Written to another file and renamed: this process may be ended at any moment, and the
+    # launcher cannot read an incomplete record.
     with open(f"{file}.part", "w", encoding="utf-8") as part:  # noqa: PTH123
         json.dump({"message": message}, part)
     os.replace(part.name, file)  # noqa: PTH105
@@ -172,23 +174,23 @@ def record(error: BaseException, status: int) -> str:
 
 
 def answer_where() -> None:
-    """Write this process's stack to a file whenever the launcher asks."""
+    """Install a signal handler that writes this process's stack to a file."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file:
-        # faulthandler leaves before Python ends: what comes after it would kill this process
+        # faulthandler removes its handler before Python ends; a later signal must be ignored
         signal.signal(ASKS_WHERE, signal.SIG_IGN)
-        # it stays open: a process that hangs opens nothing
+        # the file stays open, because the handler cannot open a file
         answer = open(where_file(file), "w", encoding="utf-8")  # noqa: PTH123, SIM115
         faulthandler.register(ASKS_WHERE, file=answer, all_threads=False)
 
 
 def where_file(error_file: str) -> str:
-    """Return the file for the stack of a process, from its error file."""
+    """Return the path of the file for a process's stack, given that of its error file."""
     return f"{error_file}.where"
 
 
 def without_leads(frames: TracebackType | None) -> TracebackType | None:
-    """Drop the launcher's frames before the script's."""
+    """Return a traceback without the launcher's frames before the script's frames."""
     while frames is not None:
         file = frames.tb_frame.f_code.co_filename
         if file not in LEADS and not file.startswith("<frozen "):

@@ -135,7 +135,7 @@ def test_the_cause_of_a_failure_comes_first(ends: dict[int, End], others: bool) 
         "exited": "exit code 7",
         "killed": "killed by SIGKILL",
         "stopped": "stopped by SIGSTOP",
-        "went on": "the others waited for it",
+        "went on": "the other ranks waited for it",
     }
     assert said[end.how] in text.partition(",")[0]
     assert end.how != "went on" or f"at {first.rank}" in text

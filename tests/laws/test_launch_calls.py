@@ -126,17 +126,18 @@ def meeting(values: Mapping[str, Any]) -> list[str]:
     if "rdzv_endpoint" in values:
         fewest, _, most = str(count).rpartition(":")
         where = values["rdzv_endpoint"]
-        meets = f"meets {fewest or most} to {most} machines at {where}"
+        meets = f"waits for {fewest or most} to {most} machines at {where}"
         trusts = (
-            f"machines unpickle records at {where}: whoever can reach that port runs"
+            f"machines unpickle data from {where}: anyone who can reach that port can"
         )
-        trusts += " code as you; --machine-rank and --main-address need no pickle"
+        trusts += " run code as you; --machine-rank and --main-address avoid pickle"
         return [*([meets] if int(most) > 1 else []), trusts]
     address, port = values.get("main_address"), values.get("main_port")
     if count == 1 and port is None and address in (None, "127.0.0.1"):
         return []  # as of a launch that was told nothing
     where = f"{address or '127.0.0.1'}:{port or (0 if count == 1 else 29500)}"
-    return [f"meets as {values.get('machine_rank', 0)} of {count} at {where}"]
+    rank = values.get("machine_rank", 0)
+    return [f"connects as machine {rank} of {count} at {where}"]
 
 
 @given(
@@ -185,7 +186,7 @@ def test_a_launch_is_what_its_settings_say(
     least, _, most = values.get("elastic", "").rpartition(":")
     nproc = int(most) if least else nproc
     started = f"starts {nproc} process{'es' if nproc > 1 else ''} on this machine"
-    goes_on = f"goes on where ranks are killed, as long as {least} are left"
+    goes_on = f"continues if ranks are killed, as long as {least} are left"
     more = [row for row in rows[len(OPTIONS) :] if not row.startswith("sets ")]
     assert more == [started, *meeting(values), *([goes_on] if least else [])]
 

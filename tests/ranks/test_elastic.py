@@ -81,7 +81,7 @@ def test_ranks_that_come_and_go_train_what_simulated_ones_do(
         for trained, told in simulated
     ]
     assert sorted(map(str, found)) == sorted(map(str, expected))
-    assert f"the process at place {victim} (pid " in run.stderr
+    assert f"process {victim} (pid " in run.stderr
     assert f"was killed by SIGKILL; {size - 1} continue" in run.stderr
 
 
@@ -89,12 +89,12 @@ def test_ranks_that_come_and_go_train_what_simulated_ones_do(
 @pytest.mark.parametrize(
     ("then", "said"),
     [
-        ("is killed", "was killed by SIGKILL before it had come in; none takes its"),
+        ("is killed", "was killed by SIGKILL before it joined the run; it is not"),
         (
             "is killed as it waits",
-            "was killed by SIGKILL before it had come in; none takes its",
+            "was killed by SIGKILL before it joined the run; it is not",
         ),
-        ("is late", "had not come in when the others were done, and is ended"),
+        ("is late", "had not joined the run when the others finished, and is ended"),
     ],
 )
 def test_who_does_not_come_in_is_done_without(then, said, tmp_path):

@@ -123,10 +123,12 @@ def test_a_rank_that_hangs_is_the_culprit():
     ((code, _, error),) = ended([launched("--nproc", 3, TRAINS, "hang", 1, 4)])
     assert code == 128 + signal.SIGTERM
     report = error.rpartition("accelfn launch: ")[2].splitlines()
-    assert report[0].startswith("rank 1 failed first (the others waited for it, pid ")
+    assert report[0].startswith(
+        "rank 1 failed first (the other ranks waited for it, pid "
+    )
     assert (
         report[1]
-        == "It had not failed; the launcher ended it. It was here, most recent call first:"
+        == "It had not raised an error; the launcher ended it. Its stack, most recent call first:"
     )
     assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in fail', report[2])
     assert re.fullmatch(rf'  File "{TRAINS}", line \d+ in <module>', report[-3])
@@ -239,7 +241,7 @@ def test_a_machine_that_waits_alone_says_so(rank):
     ((code, out, error),) = ended([run])
     assert (code, out) == (2, "")
     said = error.splitlines()[-1]
-    assert f"the machines did not meet at 127.0.0.1:{port} within 1 s" in said
+    assert f"the machines did not connect at 127.0.0.1:{port} within 1 s" in said
     assert "Traceback" not in error
 
 

@@ -62,7 +62,7 @@ def test_a_cable_is_cut(tmp_path):
             own = f"[{2 * rank}{2 * rank + 1}]"
             named = f"PeerFailedError: Rank {own} of 4 waited in '.*' at update 6"
             assert re.search(named, report)
-            assert "the cause is on another machine" in report
+            assert "The cause is on another machine" in report
         assert store.steps == (5,)
 
         hosts[1].mend()

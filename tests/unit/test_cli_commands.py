@@ -102,7 +102,7 @@ def test_ls_tells_what_is_cut_off(tmp_path):
     assert (code, len(rows)) == (0, 4)
     first, second, third, left = rows
     assert [row.split()[5] for row in rows[:3]] == ["no", "no", "yes"]
-    assert "rank-00000.safetensors has 100 bytes, the manifest says" in first
+    assert "rank-00000.safetensors has 100 bytes, but should have" in first
     assert "missing: ['rank-00000.safetensors']" in second
     assert third.startswith("   3 ")
     assert left.startswith(".tmp-step-00000009 is being written, or was left")
@@ -227,7 +227,7 @@ def test_env_tells_no_secret(tmp_path, monkeypatch):
     Path("accelfn.toml").write_text("[launch]\nnproc = 0\n")
     code, rows, _ = answer("env")
     assert code == 0
-    assert any("nproc is 0; give a whole number" in row for row in rows)
+    assert any("nproc is 0; expected a whole number" in row for row in rows)
     assert any("NCCL_DEBUG" in row for row in rows)
 
 

@@ -167,7 +167,7 @@ def test_show_says_what_ranks_get(capsys):
     words = ("--nproc", "2", "--num-machines", "2", "--machine-rank", "1")
     assert main(["launch", "--show", *words, "--main-address", "127.0.0.1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "meets as 1 of 2 at 127.0.0.1:29500" in lines
+    assert "connects as machine 1 of 2 at 127.0.0.1:29500" in lines
     assert any(line.startswith("sets GLOO_SOCKET_IFNAME=lo (") for line in lines)
     assert any(line.startswith("sets OMP_NUM_THREADS=") for line in lines)
 
@@ -177,27 +177,30 @@ def test_show_says_what_ranks_get(capsys):
     [
         (
             "[launch]\nnprocs = 2\n",
-            "'nprocs', which is no setting. Did you mean 'nproc'",
+            "'nprocs', which is not a setting. Did you mean 'nproc'",
         ),
         ("[launch]\nmachine-rank = 0\n", "Did you mean 'machine_rank'"),
-        ("[launch]\nzzz = 0\n", "'zzz', which is no setting. Known: nproc, "),
+        ("[launch]\nzzz = 0\n", "'zzz', which is not a setting. Known: nproc, "),
         (
             "[lunch]\nnproc = 2\n",
-            "'lunch', of which nothing is known. Did you mean 'launch'",
+            "'lunch', which accelfn does not know. Did you mean 'launch'",
         ),
-        ("nproc = 2\n", "'nproc', of which nothing is known. Write it below [launch]"),
+        (
+            "nproc = 2\n",
+            "'nproc', which accelfn does not know. Write it below [launch]",
+        ),
         ("launch = 2\n", "'launch', which must be a table: a line [launch]"),
         ("[[launch]]\nnproc = 2\n", "'launch', which must be a table"),
-        ('[launch]\nnproc = "2"\n', "nproc is '2'; give a whole number, 1 or more, or"),
-        ("[launch]\nnproc = true\n", "nproc is True; give"),
-        ("[launch]\nnproc = 2.0\n", "nproc is 2.0; give"),
-        ("[launch]\nmain_port = 70000\n", "main_port is 70000; give a port"),
-        ("[launch]\nmain_address = 7\n", "main_address is 7; give some text"),
+        ('[launch]\nnproc = "2"\n', "nproc is '2'; expected a whole number from 1 to"),
+        ("[launch]\nnproc = true\n", "nproc is True; expected"),
+        ("[launch]\nnproc = 2.0\n", "nproc is 2.0; expected"),
+        ("[launch]\nmain_port = 70000\n", "main_port is 70000; expected a port"),
+        ("[launch]\nmain_address = 7\n", "main_address is 7; expected some text"),
         (
             "[launch]\njoin_timeout = nan\n",
-            "join_timeout is nan; give a number of seconds",
+            "join_timeout is nan; expected a number of seconds",
         ),
-        ('[launch]\nnum_machines = "2:1"\n', "num_machines is '2:1'; give"),
+        ('[launch]\nnum_machines = "2:1"\n', "num_machines is '2:1'; expected"),
         ("[launch\n", "cannot be read"),
     ],
 )
@@ -217,13 +220,16 @@ def test_a_file_with_a_mistake(capsys, text, words):
         ("launch=" + "{a=" * 5000 + "1" + "}" * 5000, "brackets and dots"),
         (".".join("a" * 20000) + " = 1\n", "brackets and dots"),
         ('."\u2028".'.join("a" * 5000) + " = 1\n", "brackets and dots"),
-        ("[launch]\nnproc = 1000000000\n", "nproc is 1000000000; give"),
-        ("[launch]\nnproc = -1\n", "nproc is -1; give"),
-        ("[launch]\nmain_port = -1\n", "main_port is -1; give a port"),
-        ("[launch]\nmachine_rank = 1000001\n", "machine_rank is 1000001; give"),
-        ("[launch]\nmax_restarts = 1000000000\n", "max_restarts is 1000000000; give"),
+        ("[launch]\nnproc = 1000000000\n", "nproc is 1000000000; expected"),
+        ("[launch]\nnproc = -1\n", "nproc is -1; expected"),
+        ("[launch]\nmain_port = -1\n", "main_port is -1; expected a port"),
+        ("[launch]\nmachine_rank = 1000001\n", "machine_rank is 1000001; expected"),
+        (
+            "[launch]\nmax_restarts = 1000000000\n",
+            "max_restarts is 1000000000; expected",
+        ),
         ("[launch]\nnproc = " + "9" * 5000, "cannot be read"),
-        ("a" * 60000 + " = 1\n", "of which nothing is known"),
+        ("a" * 60000 + " = 1\n", "which accelfn does not know"),
         (f'[launch]\nelastic = "1:{"9" * 5000}"\n', "elastic is '1:9999"),
         (f'[launch]\nnum_machines = "{"9" * 5000}:1"\n', "num_machines is '9"),
         ('[launch]\nrdzv_endpoint = "h:65536"\n', "a port from 1 to 65535"),
@@ -257,7 +263,7 @@ def test_where_machines_meet_is_said_by_no_other_user(
     if whose == "mine":
         assert read(file) == {name: "127.0.0.1:1"}
         return
-    with pytest.raises(LaunchError, match=f"'{name}', and another user owns it or can"):
+    with pytest.raises(LaunchError, match=f"'{name}', and another user owns the file"):
         read(file)
     file.write_text("[launch]\nnproc = 2\n")
     assert read(file) == {"nproc": 2}
@@ -277,23 +283,26 @@ def test_a_launch_says_what_its_file_has_set(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        ("--num-machines 2", "--machine-rank and --main-address are missing"),
-        ("--num-machines 2 --machine-rank 0", "--main-address is missing"),
-        ("--machine-rank 0", "without --num-machines has no effect"),
+        ("--num-machines 2", "needs --machine-rank and --main-address too"),
+        ("--num-machines 2 --machine-rank 0", "needs --main-address too"),
+        ("--machine-rank 0", "--machine-rank needs --num-machines"),
         ("--num-machines 2 --machine-rank 2 --main-address h", "expected 0 to 1"),
         ("--num-machines 1:2", "needs --rdzv-endpoint"),
-        ("--rdzv-endpoint h:1", "--rdzv-id is missing"),
-        ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "exclude each other"),
-        ("--rdzv-endpoint h --rdzv-id a", "give HOST:PORT"),
-        ("--rdzv-endpoint h:99999 --rdzv-id a", "'h:99999'; give HOST:PORT, a port"),
+        ("--rdzv-endpoint h:1", "needs --rdzv-id too"),
+        ("--rdzv-endpoint h:1 --rdzv-id a --machine-rank 0", "cannot be used with"),
+        ("--rdzv-endpoint h --rdzv-id a", "expected HOST:PORT"),
+        (
+            "--rdzv-endpoint h:99999 --rdzv-id a",
+            "'h:99999'; expected HOST:PORT, with a port",
+        ),
         ("--rdzv-endpoint h:0 --rdzv-id a", "a port from 1 to 65535"),
         ("--rdzv-endpoint h:\u00b2 --rdzv-id a", "a port from 1 to 65535"),
         (
             "--num-machines 1 --machine-rank 0 --main-address 192.0.2.1",
-            "which is no address of this machine, and there is no other",
+            "that is not its address",
         ),
-        ("--num-machines 1 --machine-rank 1", "of 1 machines: expected 0 to 0"),
-        ("--max-restarts -1", "--max-restarts is -1; give a whole number, 0 or more"),
+        ("--num-machines 1 --machine-rank 1", "with 1 machines, expected 0 to 0"),
+        ("--max-restarts -1", "--max-restarts is -1; expected a whole number from 0"),
         ("--config none.toml", "no file 'none.toml'"),
         ("", "there is no script"),
     ],
@@ -316,7 +325,8 @@ def test_one_machine_of_a_script_for_many(capsys, words, endpoint):
     """With --num-machines 1 a machine's number and address need not be taken out."""
     words = ("--num-machines 1 --machine-rank 0 " + words).split()
     assert main(["launch", "--show", *words]) == 0
-    assert f"meets as 0 of 1 at {endpoint}" in capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"connects as machine 0 of 1 at {endpoint}" in lines
 
 
 @pytest.mark.parametrize("host", ["[::1]", "::1", "127.0.0.1"])
@@ -324,7 +334,7 @@ def test_an_endpoint_of_ipv6(capsys, host):
     """An address in brackets is one, as torch has it."""
     words = ("--num-machines", "1:2", "--rdzv-endpoint", f"{host}:29700")
     assert main(["launch", "--show", *words, "--rdzv-id", "a"]) == 0
-    assert f"meets 1 to 2 machines at {host}:29700" in capsys.readouterr().out
+    assert f"waits for 1 to 2 machines at {host}:29700" in capsys.readouterr().out
 
 
 def test_config_sets_and_takes_out(capsys):
@@ -339,7 +349,7 @@ def test_config_sets_and_takes_out(capsys):
     assert "nproc is 'two'" in refused(capsys, "config", "--set", "nproc=two")
     assert "NAME=VALUE" in refused(capsys, "config", "--set", "nproc")
     both = ("--set", "rdzv_endpoint=h:1", "--set", "machine_rank=0")
-    assert "exclude each other" in refused(capsys, "config", *both)
+    assert "cannot be used with" in refused(capsys, "config", *both)
     assert read(Path("accelfn.toml")) == {"nproc": 4, "max_restarts": 1}
 
 
@@ -471,7 +481,7 @@ def test_config_whose_answers_end_writes_nothing(monkeypatch):
             return True
 
     monkeypatch.setattr("sys.stdin", Terminal("3\n"))
-    with pytest.raises(LaunchError, match="the answers ended; nothing is written"):
+    with pytest.raises(LaunchError, match="the input ended before the last answer"):
         configure(None, [], default=False)
     assert not Path("accelfn.toml").exists()
     monkeypatch.setattr("sys.stdin", Terminal("3\n\n2\n"))
@@ -533,9 +543,9 @@ def test_text_is_written_as_it_is_read():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[launch]\nnproc = 0\n", "nproc is 0; give a whole number"),
+        ("[launch]\nnproc = 0\n", "nproc is 0; expected a whole number"),
         ("[launch\n", "cannot be read"),
-        ('[launch]\nmachine_rank = 0\nrdzv_id = "a"\n', "exclude each other"),
+        ('[launch]\nmachine_rank = 0\nrdzv_id = "a"\n', "cannot be used with"),
     ],
 )
 def test_env_says_what_is_wrong_with_the_settings(capsys, text, said):

@@ -270,7 +270,7 @@ def test_a_newcomer_that_is_killed_is_not_awaited(run, waits):
     run.end(1, by_signal=signal.SIGTERM)
     assert run.words.num_waiting() == 0
     assert run.words.taken("1.1") is None
-    assert "killed by SIGTERM before it had come in; none takes" in run.said[-1]
+    assert "killed by SIGTERM before it joined the run; it is not" in run.said[-1]
     assert (run.crew.gone, run.running) == ({1}, {0, 2})
     run.come(1, "0.0", "2.0")
     assert run.words.called(1) == ["0.0", "2.0"]
@@ -282,7 +282,7 @@ def test_who_comes_too_late_is_ended(run):
     assert len(run.said) == 2
     run.end(0)
     assert [each.partition(" had")[0] for each in run.said[2:]] == [
-        f"the process at place {place} (pid {200 + place})" for place in (1, 2)
+        f"process {place} (pid {200 + place})" for place in (1, 2)
     ]
-    assert all("not come in when the others were done" in s for s in run.said[2:])
+    assert all("not joined the run when the others" in s for s in run.said[2:])
     assert (run.crew.gone, run.running) == ({1, 2}, {0})

@@ -88,7 +88,7 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
         (
             failure(1, -signal.SIGTERM),
             "killed by SIGTERM",
-            "someone, or a scheduler, end",
+            "a person or a scheduler end",
         ),
         (failure(1, -signal.SIGABRT), "killed by SIGABRT", "Gloo aborts a process"),
         (
@@ -100,22 +100,22 @@ def failure(rank: int, status: int, **told: Any) -> Failure:
         (
             failure(1, -signal.SIGSTOP, was_stopped=True),
             "stopped by SIGSTOP",
-            "someone, or a debugger, stopped this process",
+            "a person or a debugger stopped this process",
         ),
         (
             failure(1, -signal.SIGSTOP, was_stopped=True, did_not_arrive=True),
             "stopped by SIGSTOP",
-            "someone, or a debugger, stopped this process",
+            "a person or a debugger stopped this process",
         ),
         (
             failure(1, -signal.SIGKILL, did_not_arrive=True, stack="  in hang"),
-            "the others waited for it",
-            "It was here, most recent call first:\n  in hang\n",
+            "the other ranks waited for it",
+            "Its stack, most recent call first:\n  in hang\n",
         ),
         (
             failure(1, -signal.SIGKILL, did_not_arrive=True),
-            "the others waited for it",
-            "It had not failed; the launcher ended it.\n",
+            "the other ranks waited for it",
+            "It had not raised an error; the launcher ended it.\n",
         ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -136,7 +136,7 @@ def test_ranks_that_all_left_are_no_failure(name):
     status = 128 + signal.Signals[name]
     left = [failure(r, status, error=f"SystemExit: {status}") for r in (2, 0)]
     told = report(left, ranks=[0, 1, 2], start=1.0)
-    assert told == f"all ranks left on {name}, first rank 2."
+    assert told == f"all ranks exited because of {name}, rank 2 first."
 
 
 def test_ranks_after_the_first_are_told_in_a_line_each():

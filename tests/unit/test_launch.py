@@ -216,8 +216,8 @@ def test_ranks_in_different_collectives(capfd):
     lines = report(capfd)
     assert "failed first (killed by SIGABRT, pid " in lines[0]
     assert "ranks were in different collectives" in lines[1]
-    assert "accelfn.testing.simulate(2, train) names both calls" in lines[1]
-    assert "World.from_env(checked=True) names calls such as af.mean alone" in lines[1]
+    assert "accelfn.testing.simulate(2, train)" in lines[1]
+    assert "World.from_env(checked=True) only finds calls such as" in lines[1]
 
 
 def test_options_behind_the_script_are_the_scripts(capfd):
@@ -257,11 +257,11 @@ def test_exit_code_is_that_of_the_first_to_fail(capfd, way, code, ending, detail
 @pytest.mark.parametrize(
     ("words", "advice"),
     [
-        (["0", __file__], "1 or more"),
-        (["-1", __file__], "1 or more"),
-        (["two", __file__], "'two'; give a whole number, 1 or more, or 'auto'"),
+        (["0", __file__], "from 1 to 4096"),
+        (["-1", __file__], "from 1 to 4096"),
+        (["two", __file__], "'two'; expected a whole number from 1 to 4096, or 'auto'"),
         (["2", "nowhere/train.py"], "no file 'nowhere/train.py'"),
-        (["2", SCRIPTS], "is a directory; name a script in it"),
+        (["2", SCRIPTS], "is a directory; pass a Python script"),
     ],
 )
 def test_mistake_is_one_line_and_starts_nothing(capfd, words, advice):
