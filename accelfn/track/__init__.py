@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trackers: log metrics to TensorBoard, W&B, Comet, MLflow or files.
 
-A tracker is called as `tracker(metrics, step)`, and closed. A backend's package is
-imported when a tracker is made on rank 0, and nowhere else.
+Call a tracker as `tracker(metrics, step)`, and close it at the end. The package of a backend,
+such as wandb, is imported only on rank 0, when you create the tracker.
 """
 
 from accelfn.track.backends import comet as comet

@@ -51,7 +51,7 @@ class _TensorBoard:
             self.backend.add_image(name, image, step, dataformats="HWC")
 
     def _reach(self, step: int) -> None:
-        """Tell readers to drop later steps, if the run went back."""
+        """If the run went back to an earlier step, make TensorBoard drop later steps."""
         if step < self._last:
             event = package("tensorboard.compat.proto.event_pb2", extra="tensorboard")
             log = event.SessionLog(status=event.SessionLog.START)
@@ -67,20 +67,21 @@ class _TensorBoard:
 def tensorboard(
     directory: str | Path, *, world: World, step: int | None = None
 ) -> Tracker:
-    """Return a tracker that writes TensorBoard's event files; `accelfn[tensorboard]`.
+    """Create a tracker that writes TensorBoard's event files; install `accelfn[tensorboard]`.
 
-    Hyperparameters go to its HParams tab, by names with dots. Its files are written by a
-    thread, every 10 seconds and at the end. If the run goes back to an earlier step, the files
-    tell TensorBoard to drop that step and later ones.
+    Hyperparameters are shown in TensorBoard's HParams tab, by names with dots. A thread writes the
+    files, every 10 seconds and at the end. If the run goes back to an earlier step, TensorBoard
+    drops the older records of that step and of later steps.
 
     Args:
-        directory: the run's directory, which the tracker makes. `backends["tensorboard"]` is the
-            `SummaryWriter`.
+        directory: the run's directory; created if it does not exist. `backends["tensorboard"]` is
+            the `SummaryWriter`.
         world: the run's world; rank 0 writes.
-        step: for a run that was loaded: `state.step`. Records of later steps are dropped.
+        step: pass `state.step` if you loaded the state from a checkpoint. TensorBoard then drops
+            older records of later steps.
 
     Raises:
-        TrackingError: the package is missing, or the directory cannot be written.
+        TrackingError: the package tensorboard is missing, or the directory cannot be written.
     """
     if step is not None:
         check_step(step)
@@ -92,18 +93,18 @@ def tensorboard(
     )
 
 
-# `wandb`: a run of Weights & Biases.
+# `wandb`: track to a run of Weights & Biases.
 
 
 class _Wandb:
-    def __init__(self, offline: bool, **options: Any) -> None:  # noqa: FBT001 - ours alone
+    def __init__(self, offline: bool, **options: Any) -> None:  # noqa: FBT001 - private
         self._wandb = package("wandb", extra="wandb")
         self.backend = self._wandb.init(
             mode="offline" if offline else None,
-            reinit="create_new",  # a run that somebody else has open is not this one
+            reinit="create_new",  # do not reuse a run that is already open in this process
             **options,
         )
-        # its own step drops, with a log line, what comes late or twice
+        # W&B's built-in step would drop records of earlier or repeated steps
         self.backend.define_metric("*", step_metric="step")
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -130,22 +131,22 @@ def wandb(
     run_id: str | None = None,
     offline: bool = False,
 ) -> Tracker:
-    """Return a tracker that is a run of Weights & Biases; `accelfn[wandb]`.
+    """Create a tracker that logs to a run of Weights & Biases; install `accelfn[wandb]`.
 
-    Steps are logged as a metric `step`, which is the x axis of the others. So a run that goes
-    back to an earlier step loses nothing: W&B keeps both branches. W&B reads its settings, such
-    as `WANDB_API_KEY`, from the environment.
+    Steps are logged as a metric `step`, the x axis of all other metrics. So if a run goes back to
+    an earlier step, W&B keeps the records from before and after. W&B reads its settings, such as
+    `WANDB_API_KEY`, from environment variables.
 
     Args:
         project: the project's name.
         world: the run's world; rank 0 tracks.
-        directory: the folder of the run's files; W&B's default is `wandb/`.
-        name: the run's name; W&B invents one.
-        run_id: the id of a run to continue, now or later.
-        offline: only write files, which `wandb sync` uploads later.
+        directory: the folder for the run's files; default: W&B's `wandb/`.
+        name: the run's name; default: W&B chooses a name.
+        run_id: the run's id. Pass the same id again to continue the run.
+        offline: whether to write only local files, which `wandb sync` uploads later.
 
     Raises:
-        TrackingError: the package is missing, or the run could not be opened.
+        TrackingError: the package wandb is missing, or the run could not be opened.
     """
     options = {
         "project": project,
@@ -159,7 +160,7 @@ def wandb(
     )
 
 
-# `comet`: an experiment of Comet.
+# `comet`: track to an experiment of Comet.
 
 
 _NOTHING_UNASKED = dict.fromkeys(
@@ -216,9 +217,9 @@ class _Comet:
 
 
 def _check(reply: object, name: str) -> None:
-    """Raise an error if Comet rejected values, because Comet only logs its errors."""
+    """Raise an error if Comet rejected an image; Comet itself only logs such errors."""
     if reply is None:
-        msg = f"Comet did not take {name!r}; its log says why."
+        msg = f"Comet rejected the image {name!r}; Comet's log has the reason."
         raise TrackingError(msg)
 
 
@@ -231,22 +232,23 @@ def comet(
     run_id: str | None = None,
     offline: bool = False,
 ) -> Tracker:
-    """Return a tracker that is an experiment of Comet; `accelfn[comet]`.
+    """Create a tracker that logs to an experiment of Comet; install `accelfn[comet]`.
 
-    Comet's automatic collection (code, output, git, environment) is off; use the experiment in
-    `backends["comet"]` to log more. Comet reads its settings, such as `COMET_API_KEY`, from the
-    environment. If a run goes back, Comet keeps both branches.
+    Comet's automatic collection of code, output, git data and environment is disabled. To log
+    more, use the experiment in `backends["comet"]`. Comet reads its settings, such as
+    `COMET_API_KEY`, from environment variables. If a run goes back to an earlier step, Comet keeps
+    the records from before and after.
 
     Args:
         project: the project's name.
         world: the run's world; rank 0 tracks.
         directory: the folder for the archive of an offline experiment.
-        name: the experiment's name; Comet invents one.
+        name: the experiment's name; default: Comet chooses a name.
         run_id: the key of an experiment to continue: 32 to 50 letters and digits.
-        offline: only write a zip archive, which `comet upload` uploads later.
+        offline: whether to write only a zip archive, which `comet upload` uploads later.
 
     Raises:
-        TrackingError: the package is missing, or the experiment could not be opened.
+        TrackingError: the package comet_ml is missing, or the experiment could not be opened.
     """
     return custom(
         lambda: _Comet(
@@ -258,10 +260,10 @@ def comet(
     )
 
 
-# `mlflow`: a run of MLflow, by its client: no active run, no other global state.
+# `mlflow`: track to a run of MLflow, with MLflow's client, which changes no global state.
 
 
-_AT_ONCE = 100  # MLflow refuses more parameters in one call
+_AT_ONCE = 100  # MLflow rejects more parameters in one call
 
 
 class _MLflow:
@@ -314,22 +316,23 @@ def mlflow(
     name: str | None = None,
     run_id: str | None = None,
 ) -> Tracker:
-    """Return a tracker that is a run of MLflow; `accelfn[mlflow]`.
+    """Create a tracker that logs to a run of MLflow; install `accelfn[mlflow]`.
 
-    A parameter is written once: MLflow rejects another value for it. If a run goes back to an
-    earlier step, MLflow keeps both branches.
+    MLflow does not allow a second value for the same hyperparameter. If a run goes back to an
+    earlier step, MLflow keeps the records from before and after. `backends["mlflow"]` is a tuple
+    of MLflow's client and the run's id.
 
     Args:
-        experiment: the experiment's name; MLflow creates it if it does not exist. A `run_id`
-            has its own.
+        experiment: the experiment's name; created if it does not exist. Ignored with `run_id`,
+            because that run belongs to an experiment already.
         world: the run's world; rank 0 tracks.
-        store: the URI of a server, or of a database such as `sqlite:///runs.db`; else what
-            MLflow's settings say.
-        name: the run's name; MLflow invents one.
-        run_id: the id of a run to continue. `backends["mlflow"]` is the client and this id.
+        store: the URI of a server, or of a database such as `sqlite:///runs.db`; default: the
+            URI of MLflow's settings.
+        name: the run's name; default: MLflow chooses a name.
+        run_id: the id of a run to continue.
 
     Raises:
-        TrackingError: the package is missing, or the run could not be opened.
+        TrackingError: the package mlflow is missing, or the run could not be opened.
     """
     return custom(
         lambda: _MLflow(experiment, store, name, run_id),

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jsonl`: track a run in a text file with one JSON record per line, readable while it grows.
+"""`jsonl`: track a run in a text file with one JSON record per line.
 
-Each line is appended by one write. If the disk takes only a part, the part is removed, so a line
-is complete or absent. Written lines never change: if a run goes back to an earlier step, the
-order of the lines shows it, and `af.track.read` follows this order.
+You can read the file while the run writes to it. Each line is appended by one write. If the disk
+is full after a part of the line, that part is removed, so the file contains only complete lines.
+Written lines never change. If a run goes back to an earlier step, later lines have lower steps,
+and `af.track.read` drops the older records.
 """
 
 import errno
@@ -50,16 +51,16 @@ class _Jsonl:
             raise
 
     def _lock(self) -> None:
-        """Lock the file against other jobs, if the file system supports locks."""
+        """Lock the file, if the file system supports locks, so that no other tracker writes."""
         try:
             system.lock(self._handle)
         except BlockingIOError:
             msg = (
-                f"af.track.jsonl: another tracker writes to {self.backend}; close it, or"
-                " give each run its own file."
+                f"af.track.jsonl: another tracker writes to {self.backend}. Close that tracker,"
+                " or use a separate file for each run."
             )
             raise TrackingError(msg) from None
-        except OSError:  # a file system without locks
+        except OSError:  # the file system does not support locks
             pass
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
@@ -77,13 +78,15 @@ class _Jsonl:
     def _append(self, record: Mapping[str, Any]) -> None:
         line = json.dumps(record, allow_nan=False).encode() + b"\n"
         end = os.fstat(self._handle).st_size
-        number = errno.ENOSPC  # what a part of a line that was taken means
+        number = errno.ENOSPC  # the disk is full if only a part of the line is written
         try:
             if os.write(self._handle, line) == len(line):
                 return
         except OSError as error:
             number = error.errno or errno.EIO
-        with suppress(OSError):  # the next one who opens the file cuts it off
+        with suppress(
+            OSError
+        ):  # otherwise the next tracker removes the incomplete line
             os.ftruncate(self._handle, end)
         raise OSError(number, os.strerror(number), str(self.backend))
 
@@ -95,7 +98,7 @@ class _Jsonl:
 
 
 def _length_of_lines(handle: int) -> int:
-    """Return the number of bytes up to the end of the last complete line."""
+    """Return the length of a file in bytes, up to the end of its last complete line."""
     end = os.fstat(handle).st_size
     while end:
         start = max(0, end - _BLOCK)
@@ -109,22 +112,22 @@ def _length_of_lines(handle: int) -> int:
 
 
 def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker:
-    """Return a tracker that appends to a text file, one line of JSON per record.
+    """Create a tracker that appends records to a text file, one line of JSON per record.
 
-    Makes the file and its folder, or appends to an existing file. When the call returns, the
-    operating system has the record, so a killed process loses nothing; the record is on the
-    disk when you close the tracker. Read the file with `af.track.read`.
+    The file and its folder are created if they do not exist. When a call of the tracker returns,
+    the operating system has the record, so you do not lose the record if the process is killed.
+    The records are on the disk when you close the tracker. Read the file with `af.track.read`.
 
-    If the step of a record is lower than that of the record before, the run went back, by a
-    resume or a rollback. Older records of that step and later steps stay in the file, but do
-    not count. JSON has no infinite numbers or NaN, so these are the texts "NaN", "Infinity" and
+    If a record has a lower step than the record before, the run went back to an earlier step.
+    Older records of that step and of later steps stay in the file, but `af.track.read` drops them.
+    JSON has no NaN and no infinite numbers, so they are written as "NaN", "Infinity" and
     "-Infinity".
 
     Args:
-        path: the file; by convention the name ends in `.jsonl`.
+        path: the file; by convention its name ends in `.jsonl`.
         world: the run's world; rank 0 writes.
-        step: for a run that was loaded: `state.step`. Records of later steps do not count, even
-            if the run's next record has a later step than these.
+        step: pass `state.step` if you loaded the state from a checkpoint. `af.track.read` then
+            drops older records of later steps, even if the run never tracks these steps again.
 
     Raises:
         TrackingError: the file cannot be written, or another tracker writes to it.
@@ -145,27 +148,28 @@ def jsonl(path: str | Path, *, world: World, step: int | None = None) -> Tracker
     return custom(lambda: _Jsonl(Path(path), step), name="jsonl", world=world)
 
 
-# `read`: the final records of a run, after going back and restarting.
+# `read`: read a run's file, without the records that the run has replaced.
 
 
 _LATEST = 1e11
-"""Most seconds since (or before) 1970; larger values are not a valid time."""
+"""The largest valid time: seconds after (or before) 1970."""
 _SHOWN = 200
-"""Characters of a line that an error shows."""
+"""The number of characters of a line that an error message shows."""
 
 
 @attrs.frozen
 class Log:
-    """A run as recorded in a jsonl file.
+    """A run that `af.track.read` read from a file.
 
     Attributes:
         path: the file.
-        hyperparameters: nested; the last tracked value of each name.
-        metrics: values by name, then by step, in order; the last value if a step repeats.
+        hyperparameters: the last tracked value of each hyperparameter; can be nested.
+        metrics: values by name, then by step, sorted; the last value of each step.
         times: the time of each step's last record, in seconds since 1970.
-        resumed: the last step before each time that a tracker opened the file again.
-        superseded: records that do not count because the run went back before them.
-        unfinished: whether the last line is incomplete: being written, or interrupted.
+        resumed: for each time that a tracker opened the file again, the last step before.
+        superseded: the number of records that were dropped because the run went back.
+        unfinished: whether the last line is incomplete, because it is being written, or because
+            its writing was interrupted.
     """
 
     path: Path
@@ -178,10 +182,10 @@ class Log:
 
 
 def read(path: str | Path) -> Log:
-    """Read a file of `af.track.jsonl`, also while the run writes to the file.
+    """Read a file that `af.track.jsonl` wrote; this also works while the run is writing.
 
     Raises:
-        TrackingError: the file is missing, or a line is not a tracker's record.
+        TrackingError: the file cannot be read, or a line is not a record of `af.track.jsonl`.
 
     Example:
         >>> read("no.jsonl")
@@ -217,7 +221,7 @@ def read(path: str | Path) -> Log:
 
 
 class _Story:
-    """The records that count so far; `kept` is in the order of steps."""
+    """The records that are still valid after the lines read so far; `kept` is sorted by step."""
 
     def __init__(self) -> None:
         self.kept: list[tuple[int, float, dict[str, float]]] = []
@@ -225,7 +229,7 @@ class _Story:
         self.resumed: list[int] = []
         self.superseded = 0
         self._began = False
-        self._unheard = 0  # how many of the last openings no record has followed
+        self._unheard = 0  # how often the file was opened since the last record
 
     def hear(self, record: dict[str, Any]) -> None:
         if "hyperparameters" in record:
@@ -254,7 +258,7 @@ class _Story:
             self.superseded += 1
         heard = len(self.resumed) - self._unheard
         before = [at for at in self.resumed[:heard] if at <= step]
-        # who opened the file and then goes back resumes from there
+        # trackers that wrote no record yet resume from the step that the run went back to
         later = [min(at, self._last()) for at in self.resumed[heard:]]
         self.resumed = before + later
 
@@ -273,7 +277,7 @@ def _step(record: dict[str, Any]) -> int:
 
 def _time(record: dict[str, Any]) -> float:
     time = float(record["time"])
-    if not abs(time) < _LATEST:  # nor is it NaN
+    if not abs(time) < _LATEST:  # also True for NaN
         raise ValueError
     return time
 
@@ -283,7 +287,7 @@ def _foreign(path: Path, number: int, record: object) -> TrackingError:
     if len(text) > _SHOWN:
         text = f"{text[:_SHOWN]}…"
     return TrackingError(
-        f"{path}, line {number} is not what af.track.jsonl writes: {text}."
+        f"{path}, line {number} is not a record of af.track.jsonl: {text}."
     )
 
 
@@ -292,12 +296,14 @@ def _records(path: Path, lines: list[bytes]) -> Iterator[tuple[int, dict[str, An
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            msg = f"{path}, line {number} is no JSON: {error}."
+            msg = f"{path}, line {number} is not valid JSON: {error}."
             raise TrackingError(msg) from error
         if not isinstance(record, dict):
             raise _foreign(path, number, cast("object", record))
         row = cast("dict[str, Any]", record)
         if row.get("accelfn", FORMAT) != FORMAT:
-            msg = f"{path} is of format {row['accelfn']}; this accelfn reads {FORMAT}."
+            msg = (
+                f"{path} has format {row['accelfn']}; this accelfn reads only {FORMAT}."
+            )
             raise TrackingError(msg)
         yield number, row

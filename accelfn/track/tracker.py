@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Tracker`: send a run's metrics to any number of backends, from rank 0.
+"""`Tracker`: send a run's metrics from rank 0 to one or several backends.
 
-Every rank checks a call in the same way, so that all ranks reject it or none does. Rank 0 then
-reads the numbers from the device and passes them to each backend. If a backend fails (full disk,
-lost network), a warning names it and the training continues.
+Every rank checks the arguments of a call, so that either all ranks raise an error or no rank does.
+Rank 0 then reads the numbers from the device and passes them to each backend. If a backend fails
+(full disk, lost network), accelfn warns and training continues.
 """
 
 import math
@@ -33,59 +33,59 @@ from accelfn.errors import (
 )
 from accelfn.plug import arguments, devices, system
 
-# Checks of tracked values, and their conversion to plain data for backends.
+# Check tracked values, and convert them to plain data for backends.
 
 
 Number: TypeAlias = float | torch.Tensor | np.generic
-"""A number on any device; converting it waits for the device."""
+"""A number on any device. Reading a number from an accelerator waits for the accelerator."""
 Pixels: TypeAlias = NDArray[np.uint8]
-"""(height, width, channels), with 1, 3 or 4 channels."""
+"""An image of shape (height, width, channels), with 1, 3 or 4 channels."""
 Plain: TypeAlias = "bool | int | float | str | list[Plain] | dict[str, Plain] | None"
 
 MOST_STEPS = 2**63
-"""Exclusive bound of step numbers, the limit of the backends."""
+"""Step numbers must be smaller, because backends store them in 64 bits."""
 
 _NUMBERS = (int, float, np.number, np.bool_)
-_NO_REAL_NUMBERS = (np.complexfloating, np.timedelta64)  # though numpy's class says so
+_NO_REAL_NUMBERS = (np.complexfloating, np.timedelta64)  # subclasses of np.number
 
 
 def check_step(step: object) -> None:
-    """Reject steps that are not a count of updates."""
+    """Raise `ArgumentError` if a step is not an integer from 0 to 2**63 - 1."""
     if not arguments.is_integer(step, 0) or step >= MOST_STEPS:
         msg = f"step={step!r}: expected the number of updates so far, state.step."
         raise ArgumentError(msg)
 
 
 def check_names(subject: str, values: object) -> None:
-    """Reject values that are not a mapping by name.
+    """Check that values are a mapping with valid names.
 
     Raises:
-        ArgumentError: the values are not a mapping, or a name is empty, `step`, or not a text
-            that can be written.
+        ArgumentError: the values are not a mapping, or a name is empty, is `step`, or is not a
+            string that can be encoded.
     """
     if not isinstance(values, Mapping):
-        msg = f"{subject}: expected a mapping by name, got {type(values).__name__}."
+        msg = f"{subject}: expected a dict by name, got {type(values).__name__}."
         raise ArgumentError(msg)
     for name in cast("Mapping[Any, Any]", values):
         if not arguments.is_word(name):
-            msg = f"{subject}: the name {name!r} is not a text; give {subject} by name."
+            msg = f"{subject}: expected a non-empty str as each name, got {name!r}."
             raise ArgumentError(msg)
         if name == "step":
-            msg = f"{subject}: 'step' is the tracker's second argument; take another name."
+            msg = f"{subject}: the name 'step' is reserved for the step; use another name."
             raise ArgumentError(msg)
 
 
 def check_metrics(metrics: object, worlds: tuple[World, ...]) -> None:
-    """Reject values that are not numbers by name, without reading from a device.
+    """Check that metrics are numbers by name, without reading from a device.
 
     Raises:
-        ArgumentError: a value is not a number, or the metrics are not averaged over ranks.
+        ArgumentError: a value is not one real number, or the metrics are not averaged over ranks.
     """
     check_names("metrics", metrics)
     if isinstance(metrics, Metrics) and any(world.loss.size > 1 for world in worlds):
         msg = (
-            "These Metrics are what this rank alone saw: track metrics.all_reduce_mean(world),"
-            " or dict(metrics) if rank 0's part is what you want."
+            "tracker(metrics, step): these Metrics have the values of this rank only. Pass"
+            " metrics.all_reduce_mean(world), or dict(metrics) for the values of rank 0 only."
         )
         raise ArgumentError(msg)
     for name, value in cast("Mapping[str, Any]", metrics).items():
@@ -101,7 +101,7 @@ def _describe_value(value: object) -> str:
     if isinstance(value, np.ndarray):
         array = cast("NDArray[Any]", value)
         return f"an array of shape {array.shape}, {array.dtype}"
-    if isinstance(value, int):  # one that no float holds, and Python may not spell
+    if isinstance(value, int):  # too large for a float, and perhaps for Python's repr
         return f"an integer of {value.bit_length()} bits"
     return repr(value)
 
@@ -121,7 +121,7 @@ def _is_one_number(value: object) -> bool:
 
 
 def floats(metrics: Mapping[str, Number]) -> dict[str, float]:
-    """Return numbers on the host, with one wait for the device."""
+    """Convert numbers to Python floats; wait for the device only once."""
     away = {
         name: value.detach().reshape(()).to(torch.float64)
         for name, value in metrics.items()
@@ -142,11 +142,11 @@ def _float(value: Any) -> float:
 
 
 def check_image(name: str, image: object) -> None:
-    """Reject values that are not images.
+    """Check that a value is an image.
 
     Raises:
-        ArgumentError: the value is not a uint8 or floating-point tensor (channels, height,
-            width).
+        ArgumentError: the value is not a uint8 or floating-point tensor of shape (channels,
+            height, width).
     """
     if (
         not isinstance(image, torch.Tensor)
@@ -167,10 +167,10 @@ def check_image(name: str, image: object) -> None:
 
 
 def pixels(name: str, image: torch.Tensor) -> Pixels:
-    """Return an image as bytes.
+    """Convert an image to a uint8 array of shape (height, width, channels).
 
     Raises:
-        ArgumentError: a floating-point image is not from 0 to 1.
+        ArgumentError: a floating-point image has values below 0 or above 1.
     """
     image = image.detach().cpu()
     if image.is_floating_point():
@@ -178,8 +178,8 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
         low, high = float(image.min()), float(image.max())
         if not (low >= 0 and high <= 1):
             msg = (
-                f"images: {name!r} is from {low:.6g} to {high:.6g}; floating-point images"
-                " are from 0, black, to 1."
+                f"images: {name!r} has values from {low:.6g} to {high:.6g}; floating-point"
+                " images need values from 0 (black) to 1."
             )
             raise ArgumentError(msg)
         image = (image * 255).round().to(torch.uint8)
@@ -187,21 +187,19 @@ def pixels(name: str, image: torch.Tensor) -> Pixels:
 
 
 def settings(values: object) -> dict[str, Plain]:
-    """Return hyperparameters as plain data: nested, by name.
+    """Convert hyperparameters to nested dicts of plain data.
 
     Raises:
-        ArgumentError: the value is not a mapping, contains itself, or has equal names.
+        ArgumentError: the value is not a mapping, contains itself, or has the same name twice.
     """
     if not isinstance(values, Mapping):
-        msg = (
-            f"hyperparameters: expected a mapping by name, got {type(values).__name__}."
-        )
+        msg = f"hyperparameters: expected a dict by name, got {type(values).__name__}."
         raise ArgumentError(msg)
     try:
         table = _plain_mapping(cast("Mapping[Any, Any]", values))
         flat(table)
     except RecursionError:
-        msg = "hyperparameters: they are nested too deeply, or have themselves in them."
+        msg = "hyperparameters: they are nested too deeply, or contain themselves."
         raise ArgumentError(msg) from None
     return table
 
@@ -217,13 +215,13 @@ def _plain_mapping(values: Mapping[Any, Any]) -> dict[str, Plain]:
 
 def _twice(name: str) -> ArgumentError:
     return ArgumentError(
-        f"hyperparameters: two of them are named {name!r}, and one would be lost;"
-        " rename one. Backends write nested names with dots, and numbers as text."
+        f"hyperparameters: two have the same name {name!r}. Rename one of them. Backends join"
+        " nested names with dots, and write a number as a name as text."
     )
 
 
 def plain(value: object) -> Plain:
-    """Return a setting as plain data; other objects than numbers, texts, containers as repr."""
+    """Convert a value to plain data; replace an object of another type by its repr."""
     value = _in_python(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
@@ -235,7 +233,7 @@ def plain(value: object) -> Plain:
 
 
 def _in_python(value: Any) -> Any:
-    """Convert a number of numpy, or a tensor without dimensions, to a Python number."""
+    """Convert a NumPy number, or a tensor without dims, to a Python number."""
     kinds = (np.generic, np.ndarray, torch.Tensor)
     if not isinstance(value, kinds) or value.ndim or not _is_one_number(value):
         return value
@@ -244,10 +242,10 @@ def _in_python(value: Any) -> Any:
 
 
 def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
-    """Flatten nested settings to dotted names; lists become text.
+    """Flatten nested hyperparameters to names with dots; convert lists to text.
 
     Raises:
-        ArgumentError: two settings would have the same name.
+        ArgumentError: two hyperparameters would have the same name.
     """
     table: dict[str, Plain] = {}
     for name, value in values.items():
@@ -264,7 +262,7 @@ def flat(values: Mapping[str, Plain], prefix: str = "") -> dict[str, Plain]:
 
 
 def spelt(value: Plain) -> Any:
-    """Return plain data for JSON, with "NaN", "Infinity" and "-Infinity" as texts."""
+    """Convert plain data for JSON: NaN and infinities become strings such as "NaN"."""
     if isinstance(value, dict):
         return {name: spelt(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -280,105 +278,109 @@ IMAGES = "images"
 
 
 class Sink(Protocol):
-    """The methods of a backend; `af.track.custom` makes a tracker from such an object.
+    """The methods that your own backend needs; pass such an object to `af.track.custom`.
 
-    `backend` is the backend's own object, for its other features. `images` is called if the
-    tracker was made with `accepts=("images",)`. A method may keep and change its arguments.
+    `images` is called only if you passed `accepts=("images",)` to `af.track.custom`. Methods may
+    store and change their arguments, because the arguments are copies.
     """
 
     @property
     def backend(self) -> Any:
-        """The backend's own object."""
+        """The object that users get from `tracker.backends`, such as a writer or a run."""
         ...
 
     def metrics(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the numbers of a step."""
+        """Record the numbers of a step."""
         ...
 
     def hyperparameters(self, hyperparameters: Mapping[str, Plain]) -> None:
-        """Take the run's hyperparameters, nested."""
+        """Record the run's hyperparameters; they can be nested."""
         ...
 
     def images(self, images: Mapping[str, Pixels], step: int) -> None:
-        """Take images (height, width, channels) of uint8."""
+        """Record images: uint8 arrays of shape (height, width, channels)."""
         ...
 
     def close(self, *, failed: bool) -> None:
-        """Store all values durably; `failed` means that the run ended with an exception."""
+        """Write all values to storage; `failed` means that the run ended with an exception."""
         ...
 
 
 class Outlet:
-    """A backend of a tracker; without a sink on ranks other than 0."""
+    """One backend of a tracker, with the count of lost records."""
 
     def __init__(
         self, name: str, sink: Sink | None, world: World, accepts: frozenset[str]
     ) -> None:
-        """Take an open backend."""
+        """Wrap an open backend; `sink` is None on ranks other than 0."""
         self.name, self.sink, self.world, self.accepts = name, sink, world, accepts
         self.is_closed = False
         self._tried = self._lost = 0
         self._first = ""
 
     def attempt(self, topic: str, act: Callable[[Sink], None]) -> Iterator[str]:
-        """Call the backend; yield a warning text on the first failure."""
+        """Call the backend; yield a warning text if this is its first failure."""
         if self.sink is None:
             return
         self._tried += 1
         try:
             act(self.sink)
-        except Exception as error:  # noqa: BLE001 - the training continues after any error
+        except Exception as error:  # noqa: BLE001 - training continues after any error
             self._lost += 1
             if self._lost == 1:
                 self._first = f"{topic}: {type(error).__name__}: {error}"
                 yield (
-                    f"{self.name} did not take {self._first}. The training goes on, and"
-                    " so do the attempts; what is lost in all is said at the end."
+                    f"{self.name} failed to record {self._first}. Training continues, and"
+                    " accelfn still sends later records. At the end it warns how many were lost."
                 )
 
     def close(self, *, failed: bool) -> Iterator[str]:
-        """Close the backend once; yield a warning text after failures."""
+        """Close the backend, only at the first call; yield warning texts about failures."""
         if self.is_closed:
             return
         self.is_closed = True
         num_lost, num_tried, first = self._lost, self._tried, self._first
         if num_lost:
-            yield f"{self.name} did not take {num_lost} of {num_tried} records, first {first}."
+            summary = f"{num_lost} of {num_tried} records"
+            yield f"{self.name} failed to record {summary}; the first failure: {first}."
         if self.sink is not None:
             try:
                 self.sink.close(failed=failed)
-            except Exception as error:  # noqa: BLE001 - an error must not lose the training
-                yield f"{self.name} did not close: {type(error).__name__}: {error}."
+            except Exception as error:  # noqa: BLE001 - the run must not fail at its end
+                yield f"{self.name} failed to close: {type(error).__name__}: {error}."
 
 
 @arguments.hint_attributes()
 class Tracker:
-    """Sends metrics to backends: `tracker(metrics, step)`.
+    """Sends metrics to one or several backends: `tracker(metrics, step)`.
 
-    Create a tracker with the functions of `af.track`. As a context manager, it closes its
-    backends at the end of the block, also after an error. Call it on every rank: ranks other
-    than 0 only check the arguments.
+    Create a tracker with the functions of `af.track`. Use `with tracker:` to close its backends
+    at the end of the block, also after an error. Call the tracker on every rank: ranks other than
+    0 only check the arguments.
 
-    A failing backend does not end the training: an `af.errors.TrackingWarning` names it once, and
-    closing the tracker reports the total loss. `warnings.simplefilter("error",
-    af.errors.TrackingWarning)` turns that into an error. Invalid arguments always raise an error.
+    If a backend fails, training continues. accelfn warns with `af.errors.TrackingWarning` at the
+    first failure of a backend, and again with the number of lost records when you close the
+    tracker. `warnings.simplefilter("error", af.errors.TrackingWarning)` turns these warnings into
+    errors. Invalid arguments always raise an error.
     """
 
     def __init__(self, outlets: tuple[Outlet, ...]) -> None:
-        """Take backends; use the functions of `af.track` instead."""
+        """Combine backends; in your code, call a function of `af.track` instead."""
         self.outlets = outlets
 
     def __call__(self, metrics: Mapping[str, Number], step: int) -> None:
         """Track the numbers of a step: `tracker(metrics.all_reduce_mean(world), state.step)`.
 
         Args:
-            metrics: numbers by name, in Python, numpy or tensors; `af.Metrics` in a world of 1.
+            metrics: numbers by name: Python numbers, NumPy numbers, or tensors with one element.
+                In a world of 1 also `af.Metrics`.
             step: `state.step`, the number of updates so far.
 
-        Cost: on rank 0 one wait for the device if tensors are on it, and what the backends do.
+        Cost: on rank 0 the work of the backends, and one wait for the device if a number is on it.
 
         Raises:
-            ArgumentError: a value is not a number, or the metrics are not averaged over ranks.
+            ArgumentError: a value is not one real number, or the metrics are not averaged over
+                ranks.
         """
         check_step(step)
         check_metrics(metrics, tuple(outlet.world for outlet in self.outlets))
@@ -388,14 +390,14 @@ class Tracker:
             self._tell(topic, read, lambda sink, x: sink.metrics(x, step))
 
     def hyperparameters(self, hyperparameters: Mapping[str, object]) -> None:
-        """Track hyperparameters: numbers, texts, and mappings and lists of them.
+        """Track hyperparameters: a dict of numbers, strings, and nested dicts and lists.
 
-        numpy scalars and tensors without dimensions are numbers. Other objects are tracked as
-        their repr; for a setup, this is the code that makes the setup.
+        NumPy scalars and tensors without dims count as numbers. Any other object is tracked as
+        its repr. The repr of a setup is the code that creates the setup.
 
         Raises:
-            ArgumentError: the value is not a mapping by name, or two names would be equal: `1`
-                and `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
+            ArgumentError: the value is not a dict, or two names would be equal, such as `1` and
+                `"1"`, or `{"a": {"b": ...}}` and `"a.b"`.
         """
         values = settings(hyperparameters)
         if self._goes_on():
@@ -403,12 +405,13 @@ class Tracker:
             self._tell(topic, values, lambda sink, x: sink.hyperparameters(x))
 
     def images(self, images: Mapping[str, torch.Tensor], step: int) -> None:
-        """Track images by name: (channels, height, width), uint8 or floating from 0 to 1.
+        """Track images: by name, tensors of shape (channels, height, width).
 
-        A floating-point image that is not from 0 to 1 is not tracked, and a warning says so.
+        Images are uint8, or floating-point with values from 0 to 1. If a floating-point image has
+        other values, accelfn does not track the image and warns.
 
         Raises:
-            ArgumentError: a value is not such a tensor, or no backend takes images.
+            ArgumentError: a value is not such a tensor, or no backend stores images.
         """
         check_step(step)
         check_names(IMAGES, images)
@@ -421,9 +424,10 @@ class Tracker:
 
     @property
     def backends(self) -> dict[str, Any]:
-        """The backends' own objects, by name; empty on ranks other than 0.
+        """The backends' own objects, such as a `SummaryWriter`, by name; empty on other ranks.
 
-        The second of a kind has the name `"jsonl 2"`, in the order of `together`.
+        Only rank 0 has backends. The second backend of a kind, in the order of `together`, has
+        the number 2 in its name: "jsonl 2".
         """
         table: dict[str, Any] = {}
         for outlet in self.outlets:
@@ -433,10 +437,10 @@ class Tracker:
         return table
 
     def close(self, *, failed: bool = False) -> None:
-        """Close the backends, after they have stored all tracked values.
+        """Close the backends after they have written all tracked values.
 
         Args:
-            failed: whether the run ended with an exception; some backends show this.
+            failed: whether the run ended with an exception. Some backends show this.
         """
         _warn([text for outlet in self.outlets for text in outlet.close(failed=failed)])
 
@@ -454,10 +458,15 @@ class Tracker:
         self.close(failed=kind is not None)
 
     def _goes_on(self, kind: str | None = None) -> bool:
-        """Return whether this rank has a backend; raise if no backend takes this kind."""
+        """Return whether this rank has a backend to call.
+
+        Raises:
+            TrackingError: a backend is closed.
+            ArgumentError: no backend accepts values of this kind.
+        """
         outlets = [outlet.name for outlet in self.outlets if outlet.is_closed]
         if outlets:
-            msg = f"{outlets[0]} is closed; track inside the tracker's `with` block."
+            msg = f"{outlets[0]} is closed; call the tracker inside its `with` block."
             raise TrackingError(msg)
         takers = [
             outlet for outlet in self.outlets if kind is None or kind in outlet.accepts
@@ -465,7 +474,7 @@ class Tracker:
         if self.outlets and not takers:
             names = ", ".join(outlet.name for outlet in self.outlets)
             have = "tensorboard, wandb, comet" + (", mlflow" if kind == IMAGES else "")
-            msg = f"{names} cannot hold {kind}; add one that can ({have})."
+            msg = f"{names} cannot store {kind}. Add a tracker that can: {have}."
             raise ArgumentError(msg)
         return any(taker.sink is not None for taker in takers)
 
@@ -477,9 +486,9 @@ class Tracker:
         kind: str | None = None,
         texts: list[str] | None = None,
     ) -> None:
-        """Call all backends of a kind, and warn about failures after all calls.
+        """Call all backends that accept a kind of value, then warn about their failures.
 
-        Each backend gets its own copy, which shares no memory with the caller's tensors.
+        Each backend gets a copy of the values, which shares no memory with the caller's tensors.
         """
         lines = [*(texts or ())]
         for outlet in self.outlets:
@@ -493,16 +502,16 @@ def _read_tensors(
     tensors: Mapping[str, torch.Tensor],
     step: int,
 ) -> tuple[dict[str, T], list[str]]:
-    """Convert tensors, and return a warning text for each tensor with invalid values.
+    """Convert tensors; return the results, and a warning text for each invalid tensor.
 
-    Runs on rank 0 only, in the middle of a training, so it must not raise.
+    This runs only on rank 0 during training, so it must not raise an error.
     """
     read, texts = dict[str, T](), list[str]()
     for name, tensor in tensors.items():
         try:
             read[name] = convert(name, tensor)
         except ArgumentError as error:
-            texts.append(f"It is not tracked at step {step}: {error}")
+            texts.append(f"An image was not tracked at step {step}: {error}")
     return read, texts
 
 
@@ -512,15 +521,15 @@ def _warn(texts: list[str]) -> None:
 
 
 def together(*trackers: Tracker | None) -> Tracker:
-    """Combine trackers into one tracker; closing it closes all of them.
+    """Combine trackers into one tracker, which also closes all of them.
 
-    Numbers are read from the device once. Images go to the trackers that take images, and
-    raise an error if there is no such tracker. `None` is skipped, so you can create a tracker
-    on a condition; without trackers, calls do nothing. `backends` numbers trackers of one kind:
-    "jsonl" and "jsonl 2".
+    Numbers are read from the device only once. Images are sent to the trackers that store images;
+    without such a tracker, they raise an error. You can pass `None` instead of a tracker, for
+    example from a condition. Without any tracker, calls do nothing. In `backends`, two trackers of
+    the same kind have the names "jsonl" and "jsonl 2".
 
     Raises:
-        ArgumentError: an argument is not a tracker, or appears twice.
+        ArgumentError: an argument is not a tracker, or is passed twice.
 
     Example:
         >>> world = World.single()
@@ -533,14 +542,14 @@ def together(*trackers: Tracker | None) -> Tracker:
     for tracker in trackers:
         if tracker is not None and not isinstance(tracker, Tracker):
             msg = (
-                f"af.track.together: expected trackers, got {tracker!r}; af.track.custom makes"
-                " one of your own."
+                f"af.track.together: expected trackers, got {tracker!r}. For your own backend,"
+                " create a tracker with af.track.custom."
             )
             raise ArgumentError(msg)
     outlets = tuple(o for tracker in trackers if tracker for o in tracker.outlets)
     for i, outlet in enumerate(outlets):
         if outlet in outlets[:i]:
-            msg = f"af.track.together: {outlet.name} is given twice; give each tracker once."
+            msg = f"af.track.together: {outlet.name} is passed twice; pass each tracker once."
             raise ArgumentError(msg)
     return Tracker(outlets)
 
@@ -552,23 +561,24 @@ def custom(
     world: World,
     accepts: tuple[str, ...] = (),
 ) -> Tracker:
-    """Return a tracker for your own backend, which is opened on rank 0 only.
+    """Create a tracker for your own backend; only rank 0 opens the backend.
 
     Args:
-        open_sink: called on rank 0; returns an object with the methods of `af.track.Sink`.
+        open_sink: a function without arguments, called on rank 0. It returns an object with the
+            methods of `af.track.Sink`.
         name: the backend's name in warnings.
         world: the run's world.
-        accepts: `("images",)` if the backend takes images.
+        accepts: `("images",)` if the backend stores images.
 
     Raises:
-        TrackingError: the backend could not be opened; the training has not begun.
+        TrackingError: `open_sink` failed.
     """
     if not isinstance(world, World):
         msg = f"af.track.{name}(world={world!r}): expected the af.World of the run."
         raise ArgumentError(msg)
     wrong = set(accepts) - {IMAGES}
     if wrong:
-        msg = f"accepts={accepts!r}: expected ('{IMAGES}',) or ()."
+        msg = f"af.track.custom(accepts={accepts!r}): expected ('{IMAGES}',) or ()."
         raise ArgumentError(msg)
     sink = None
     if world.is_main:
@@ -577,21 +587,22 @@ def custom(
         except TrackingError:
             raise
         except Exception as error:
-            msg = f"af.track.{name} could not begin: {type(error).__name__}: {error}"
+            msg = f"af.track.{name} could not start: {type(error).__name__}: {error}"
             raise TrackingError(msg) from error
     return Tracker((Outlet(name, sink, world, frozenset(accepts)),))
 
 
-# Memory of a process.
+# `peak_memory_bytes`: the peak memory of a rank.
 
 
 def peak_memory_bytes(world: World) -> int:
-    """Return this rank's peak memory: of its device, or of the process.
+    """Return this rank's peak memory in bytes.
 
-    On an accelerator, torch's peak of allocated memory; on the CPU, the largest resident set.
+    On an accelerator, this is torch's peak of allocated device memory. On the CPU, this is the
+    largest resident set size of the process.
 
     Raises:
-        WorldError: torch does not count the memory of such a device.
+        WorldError: torch does not count the memory of devices of this type.
 
     Example:
         >>> peak_memory_bytes(World.single()) > 1_000_000
@@ -609,41 +620,42 @@ def peak_memory_bytes(world: World) -> int:
     return largest
 
 
-# The packages behind the backends, imported when one is used.
+# Import the packages of backends when a tracker needs them.
 
 
 def package(module: str, *, extra: str) -> Any:
-    """Import a module of an optional extra.
+    """Import a module that an optional extra of accelfn installs.
 
     Raises:
-        TrackingError: the module is missing; the error names the package to install.
+        TrackingError: the module cannot be imported; the message says what to install.
     """
     try:
         return import_module(module)
     except ImportError as error:
         msg = (
-            f"af.track: {module} is not to be had ({error}). Install it:"
+            f"af.track: the module {module} cannot be imported ({error}). Install it:"
             f' python -m pip install "accelfn[{extra}]".'
         )
         raise TrackingError(msg) from error
 
 
 def picture(image: Pixels, *, extra: str) -> Any:
-    """Convert an image to Pillow's, which needs a single channel without its axis.
+    """Convert an image to a Pillow image.
 
     Raises:
-        TrackingError: Pillow is missing; the error names the package to install.
+        TrackingError: Pillow cannot be imported; the message says what to install.
     """
+    # Pillow expects an image with one channel as (height, width)
     pixels = image[:, :, 0] if image.shape[2] == 1 else image
     return package("PIL.Image", extra=extra).fromarray(pixels)
 
 
-# `in_memory`: tracked values as dicts, for notebooks and tests.
+# `in_memory`: keep tracked values in dicts, for notebooks and tests.
 
 
 @attrs.define
 class Kept:
-    """Tracked values by name, then by step."""
+    """The values that `in_memory` keeps: by name, then by step."""
 
     metrics: dict[str, dict[int, float]] = attrs.field(factory=dict)
     hyperparameters: dict[str, Plain] = attrs.field(factory=dict)
@@ -664,7 +676,7 @@ class _InMemory:
         _keep(self.backend.images, images, step)
 
     def close(self, *, failed: bool) -> None:
-        """Keep all."""
+        """Do nothing: the values stay in memory."""
 
 
 def _keep(log: dict[str, dict[int, Any]], values: Mapping[str, Any], step: int) -> None:
@@ -673,7 +685,7 @@ def _keep(log: dict[str, dict[int, Any]], values: Mapping[str, Any], step: int) 
 
 
 def in_memory(*, world: World) -> Tracker:
-    """Return a tracker that keeps values in memory, by name and step.
+    """Create a tracker that keeps values in memory, by name and step.
 
     Example:
         >>> tracker = in_memory(world=World.single())
@@ -689,28 +701,28 @@ def in_memory(*, world: World) -> Tracker:
 
 _TIMES = bars.TimeElapsedColumn(), bars.TimeRemainingColumn()
 _EVERY = 0.1
-"""Seconds between two updates of a bar in a notebook, as in rich on a terminal."""
+"""Seconds between two updates of a bar in a notebook; rich uses the same on a terminal."""
 
 
 def progress(work: Iterable[T], *, world: World, label: str = "") -> Iterator[T]:
-    """Yield the items of `work`, with a bar on rank 0's terminal or in a notebook's cell.
+    """Yield the items of `work`, and show a progress bar on rank 0.
 
-    The bar goes to standard error, below other output; in a notebook it is one output of the
-    cell, which is updated in place. Nothing is written to a file, a pipe or a scheduler's log,
-    or on other ranks. The total is the `len` of the work; without a `len`, the bar shows only
-    the progress.
+    On a terminal, the bar is written to standard error, below other output. In a notebook, the
+    bar is an output of the cell. There is no bar if standard error is a file, a pipe or a
+    scheduler's log, and no bar on other ranks. The bar's total is `len(work)`. Without a `len`,
+    the bar only counts items.
 
     Args:
         work: an iterable, such as `af.batches(state, until_epoch=3)`.
         world: the run's world.
-        label: a text before the bar.
+        label: the text before the bar.
 
     Example:
         >>> list(progress(range(3), world=World.single(), label="training"))
         [0, 1, 2]
     """
     if not isinstance(work, Iterable):
-        msg = f"af.track.progress({work!r}): expected something to iterate over."
+        msg = f"af.track.progress({work!r}): expected an iterable."
         raise ArgumentError(msg)
     return _with_a_bar(work, label) if world.is_main else iter(work)
 
@@ -722,7 +734,7 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
         return
     try:
         total = len(work) if isinstance(work, Sized) else None
-    except (ArgumentError, TypeError):  # batches without an end, a loader of a stream
+    except (ArgumentError, TypeError):  # endless batches, or a DataLoader of a stream
         total = None
     columns = (
         bars.TextColumn("{task.description}"),
@@ -734,14 +746,14 @@ def _with_a_bar(work: Iterable[T], label: str) -> Iterator[T]:
         yield from _in_cell(work, bars.Progress(*columns, disable=True), total, label)
         return
     with bars.Progress(*columns, console=console) as bar:
-        # its iterator, for rich asks anything else for a length
+        # pass an iterator, because rich calls len() on other objects
         yield from bar.track(iter(work), total=total, description=label)
 
 
 def _in_cell(
     work: Iterable[T], bar: bars.Progress, total: int | None, label: str
 ) -> Iterator[T]:
-    """Show a bar as an output of the cell, without the widgets package that rich needs."""
+    """Yield items with a bar in a notebook's cell; rich's own bar needs ipywidgets."""
     task = bar.add_task(label, total=total)
     last, num_done = time.monotonic(), 0
     output = import_module("IPython.display").display(bar, display_id=True)
@@ -760,7 +772,7 @@ def _in_cell(
 
 @contextmanager
 def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
-    """Show a bar of bytes; the block calls the yielded function with each number done."""
+    """Show a progress bar in bytes; call the yielded function with the bytes just done."""
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
@@ -768,7 +780,7 @@ def bar_of_bytes(label: str, total: int) -> Generator[Callable[[int], object]]:
         *_TIMES,
     )
     console = Console(stderr=True)
-    # what has ended leaves its result, and no bar
+    # transient: remove the bar at the end, because the program prints its result
     with bars.Progress(
         *columns, console=console, transient=True, disable=not console.is_terminal
     ) as bar:

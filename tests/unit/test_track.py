@@ -223,7 +223,7 @@ def test_a_full_disk_ends_no_training(tmp_path):
     assert path.stat().st_size == size
     tracker({"loss": 4.0}, 4)
     with pytest.warns(
-        af.errors.TrackingWarning, match="2 of 4 records, first .* step 2"
+        af.errors.TrackingWarning, match="2 of 4 records; the first failure: .* step 2"
     ):
         tracker.close()
     assert af.track.read(path).metrics["loss"] == {1: 1.0, 4: 4.0}
@@ -264,7 +264,7 @@ def test_a_backend_that_fails_keeps_no_other_from_its_records():
     first, last = (str(each.message) for each in said)
     assert "mine did not take the metrics of step 1: OSError" in first
     assert "mine did not take 3 of 4 records" in last
-    assert "mine did not close: ConnectionError: no network" in last
+    assert "mine failed to close: ConnectionError: no network" in last
     assert broken.failed
 
 
@@ -453,12 +453,12 @@ ITSELF["again"] = ITSELF
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({1: "a", "1": "b"}, "two of them are named '1'"),
-        ({"deep": [{1: "a", "1": "b"}]}, "two of them are named '1'"),
-        ({"a": {"b": 1}, "a.b": 2}, r"two of them are named 'a\.b'"),
-        ({"a.b": 2, "a": {"b": {}}}, r"two of them are named 'a\.b'"),
+        ({1: "a", "1": "b"}, "two have the same name '1'"),
+        ({"deep": [{1: "a", "1": "b"}]}, "two have the same name '1'"),
+        ({"a": {"b": 1}, "a.b": 2}, r"two have the same name 'a\.b'"),
+        ({"a.b": 2, "a": {"b": {}}}, r"two have the same name 'a\.b'"),
         (ITSELF, "have themselves in them"),
-        ([1], "mapping by name, got list"),
+        ([1], "dict by name, got list"),
     ],
 )
 def test_no_hyperparameter_is_lost(given, said):
@@ -490,7 +490,7 @@ def test_two_trackers_of_one_file_are_refused(tmp_path):
     ):
         af.track.jsonl(path, world=WORLD)
     af.track.jsonl(path, world=WORLD).close()
-    with pytest.raises(af.errors.TrackingError, match="could not begin: .*run.jsonl"):
+    with pytest.raises(af.errors.TrackingError, match="could not start: .*run.jsonl"):
         af.track.jsonl(path / "run.jsonl", world=WORLD)
 
 
