@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading and writing checkpoints of Accelerate, DeepSpeed and PyTorch."""
+"""Read and write checkpoints of Accelerate, DeepSpeed and PyTorch."""

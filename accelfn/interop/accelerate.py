@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`import_state`: import training states of Accelerate, DeepSpeed and torch."""
+"""`import_state`: import a training state that Accelerate, DeepSpeed or torch saved."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,11 +21,11 @@ MODELS = (
     torch_files.WEIGHTS,
     torch_files.INDEX,
 )
-"""Names of model files; the first that a folder has is read."""
+"""Names of model files. If a folder has several of them, the first in this list is read."""
 
 
 def weights_of(folder: Path) -> dict[str, foreign.Piece]:
-    """Return the tensors of a folder's model."""
+    """Return the tensors of the model that a folder contains, by name."""
     if not any(arguments.exists(folder / name) for name in MODELS[:2]):
         tensors = torch_files.state_dict_of(folder)
         return {name: foreign.Piece.of(tensor) for name, tensor in tensors.items()}
@@ -43,9 +43,10 @@ def entries_of(
 ) -> dict[str, dict[str, Any]]:
     """Read an optimizer's state dict, and return its entries by parameter name.
 
-    A state dict numbers parameters by position. Positions are those of the state's optimizer,
-    group by group; or those of all parameters of the model, frozen ones included, if there is
-    one group of that size.
+    A state dict without parameter names numbers the parameters by position. If its group sizes
+    equal those of the state's optimizer, the positions are those of that optimizer's groups. If it
+    has one group with as many parameters as the model, frozen parameters included, the positions
+    are those of the model's parameters.
 
     Args:
         file: a file that `torch.save(optimizer.state_dict(), file)` wrote.
@@ -53,9 +54,9 @@ def entries_of(
         every: the names of all parameters of the model.
 
     Raises:
-        CheckpointError: the file has other contents, or groups of other sizes.
+        CheckpointError: the file is not such a state dict, or its groups have other sizes.
     """
-    state_dict = torch_files.load_plain(file, "Save optimizer.state_dict() alone.")
+    state_dict = torch_files.load_plain(file, "Save only optimizer.state_dict().")
     try:
         positions = [[*g["params"]] for g in state_dict["param_groups"]]
         group_names = [g.get("param_names") for g in state_dict["param_groups"]]
@@ -68,9 +69,7 @@ def entries_of(
         raise CheckpointCorruptError(msg) from error
     if all(group_names):
         if named != sizes:
-            msg = (
-                f"{file} has groups of {sizes} parameters, and {named} names for them."
-            )
+            msg = f"{file} has parameter groups of sizes {sizes}, but {named} parameter names."
             raise CheckpointCorruptError(msg)
         names = group_names
     elif sizes == own_sizes:
@@ -79,9 +78,9 @@ def entries_of(
         names = [every]
     else:
         msg = (
-            f"{file} has groups of {sizes} parameters, and the state's optimizer of {own_sizes}: it"
-            " goes by positions, which cannot be told. Give the state an optimizer with such"
-            " groups."
+            f"{file} has parameter groups of sizes {sizes}, but the state's optimizer has"
+            f" {own_sizes}. The file numbers parameters by position, so the sizes must be equal."
+            " Create the state with an optimizer that has the groups of the file."
         )
         raise CheckpointError(msg)
     pairs = (
@@ -102,11 +101,11 @@ def entries_of(
     }
 
 
-# `import_state`: import the training state that another library saved.
+# `import_state`: import a training state that another library saved.
 
 
 _FSDP = ("pytorch_model_fsdp_0", "optimizer_0")
-"""Folders of Accelerate with FSDP's sharded checkpoints."""
+"""The folders of FSDP's sharded checkpoints in a folder that Accelerate saved."""
 
 
 def import_state(
@@ -116,47 +115,52 @@ def import_state(
     under: str | None = None,
     strict: bool = True,
 ) -> foreign.Loaded:
-    """Import a model and optimizer that another library saved; call it on all ranks.
+    """Import a model and its optimizer's state that another library saved.
 
-    Reads torch's distributed checkpoints (`torch.distributed.checkpoint.save`, with names of
-    `get_state_dict`); DeepSpeed's `save_checkpoint` at ZeRO stages 1, 2 and 3 (the fp32
-    weights, without DeepSpeed installed); and folders of Accelerate's `save_state`, also with
-    FSDP's sharded checkpoints and with DeepSpeed. No file can run code: pickles may hold
-    tensors, plain data and torch's records of tensors, and anything else raises an error.
+    Call this on all ranks. Three formats are supported:
 
-    Slots of transforms restart from the imported values, as an average does. `step` is the
-    optimizer's count of updates, or `step` of a distributed checkpoint, or DeepSpeed's count if
-    its optimizer does not count. If the counts of parameters differ, `step` is the largest, and
-    an `AccelfnWarning` says so. Without a count, the state keeps its `step`, reported as `missing`.
-    Other libraries do not save a position in the data as accelfn does, so the state keeps its
-    `cursor` and `seed`.
+    - torch's distributed checkpoints: `torch.distributed.checkpoint.save`, with the names of
+      `get_state_dict`.
+    - DeepSpeed's `save_checkpoint` at ZeRO stages 1, 2 and 3. The fp32 weights are read, and
+      DeepSpeed need not be installed.
+    - Folders of Accelerate's `save_state`, also with FSDP's sharded checkpoints or DeepSpeed.
+
+    Files cannot run code: a pickle may contain only tensors, plain data and torch's records of
+    tensors. Any other object raises an error.
+
+    The new state's slots are created again from the imported parameters; for example, an average
+    starts again. Its `step` is the optimizer's count of updates. Without such a count, it is
+    `step` of a distributed checkpoint, or DeepSpeed's own count. If the counts of parameters
+    differ, `step` is the largest, with an `AccelfnWarning`. Without any count, `step` does not
+    change, and is reported as `missing`. `cursor` and `seed` do not change, because the other
+    libraries do not save them.
 
     Args:
-        state: provides model, optimizer, setup and world; it is not changed.
-        directory: the folder of the save; for DeepSpeed, the folder with `latest`, or the
-            folder of a tag.
-        under: for a distributed checkpoint, the key of the model, such as "model"; default:
-            the only key that holds a model.
-        strict: False only warns about names that are missing or unexpected.
+        state: a state with the model, optimizer, setup and world; it is not changed.
+        directory: the folder of the checkpoint. For DeepSpeed, the folder that contains the file
+            `latest`, or the folder of a tag.
+        under: for a distributed checkpoint, the key of the model, such as "model". Default: the
+            only key that contains a model.
+        strict: whether missing and unexpected names raise an error; False only warns.
 
-    Returns: a report with the new `state`, the names that were `loaded` and `cast`, the
-    `missing` names, and the `unexpected` ones, such as schedulers and random generators.
+    Returns: a report with the new `state`, and with the names that were `loaded`, `cast` to
+    another dtype, `missing`, or `unexpected`, such as schedulers and random generators.
 
-    Law: the state continues the saved training under any layout; bitwise if one process saved
-    and one process continues.
+    Law: training continues from the saved state, under any layout. The result is bitwise the same
+    if one process saved the checkpoint and one process continues.
 
-    Cost: each rank reads its own parts, a tensor at a time. Runs of less than 4 KiB, as in a
-    tensor that is sharded in its last dim, are read with the gaps between them. Files that
-    `torch.save` wrote, such as an optimizer or DeepSpeed's files, are memory-mapped.
+    Cost: each rank reads only its own shards, one tensor at a time. Slices of less than 4 KiB, as
+    in a tensor that is sharded in its last dim, are read with the gaps between them. Files of
+    `torch.save`, such as those of an optimizer or of DeepSpeed, are memory-mapped.
 
     Raises:
-        CheckpointError: names, shapes or the optimizer differ (the error gives the nearest
-            names), several keys hold a model, or the folder has no supported files.
+        CheckpointError: names, shapes or the optimizer differ (the message has the most similar
+            names), several keys contain a model, or the folder has no supported files.
         CheckpointCorruptError: a file is missing, truncated, or from another save.
-        ArgumentError: `under` is not a text.
+        ArgumentError: `under` is not a string.
     """
     if under is not None and not isinstance(under, str):
-        msg = f"af.import_state(under={under!r}): expected a key, as 'model', or None."
+        msg = f"af.import_state(under={under!r}): expected a str such as 'model', or None."
         raise ArgumentError(msg)
     call = "af.import_state(state, directory)"
     find = partial(_find_training, state, under=under)
@@ -164,7 +168,7 @@ def import_state(
 
 
 def _find_training(state: TrainState, folder: Path, under: str | None) -> foreign.Found:
-    """Return the tensors of a training in a folder of any supported format.
+    """Find the tensors of a saved training state in a folder of any supported format.
 
     Raises:
         CheckpointError: the folder has no supported files.
@@ -181,8 +185,8 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> foreig
     if any(arguments.exists(folder / name) for name in MODELS):
         return _of_accelerate(state, folder)
     msg = (
-        f"{folder} has neither {torch_files.METADATA}, of torch's distributed checkpoints, nor"
-        f" parts of DeepSpeed's, nor a model as Accelerate saves it.{files.reader_of(folder)}"
+        f"{folder} has no {torch_files.METADATA} of a torch distributed checkpoint, no files of"
+        f" DeepSpeed, and no model that Accelerate saved.{files.reader_of(folder)}"
     )
     raise CheckpointError(msg)
 
@@ -190,7 +194,7 @@ def _find_training(state: TrainState, folder: Path, under: str | None) -> foreig
 def _in_parts(
     state: TrainState, folder: Path, split: Iterable[Path], under: str | None
 ) -> foreign.Found:
-    """Return the tensors of a training in distributed checkpoints."""
+    """Find the tensors of a saved training state in torch distributed checkpoints."""
     pieces, extras = dict[str, foreign.Piece](), list[str]()
     for part in split:
         some, rest = torch_files.pieces_of(part)
@@ -204,7 +208,7 @@ def _in_parts(
 
 
 def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
-    """Return the tensors of a training in a folder of `save_state`."""
+    """Find the tensors of a training state in a folder of Accelerate's `save_state`."""
     weights = weights_of(folder)
     names = {*_params(state), *state.buffers}
     metas = dict(state.definition.skeleton.module.named_parameters())
@@ -225,5 +229,5 @@ def _of_accelerate(state: TrainState, folder: Path) -> foreign.Found:
 
 
 def _params(state: TrainState) -> list[str]:
-    """Return all names of parameters, including names of tied parameters."""
+    """Return the names of all parameters, including all names of tied parameters."""
     return [*state.params, *state.definition.skeleton.aliases]

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read checkpoints of DeepSpeed's ZeRO without DeepSpeed.
+"""Read checkpoints of DeepSpeed's ZeRO; DeepSpeed need not be installed.
 
-A file of the model gives the order and the shapes of the parameters in ZeRO's flat groups.
+Each rank saved its part of ZeRO's flat tensors in an optimizer file. The model file has the order
+and the shapes of the parameters in the flat tensors.
 """
 
 import math
@@ -17,9 +18,10 @@ from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.interop import torch_files
 from accelfn.plug import arguments, foreign
 
-# The optimizer files of ZeRO: each rank wrote a part of every flat group.
+# The optimizer files of ZeRO: each rank saved its part of the flat tensor of each parameter group.
 #
-# DeepSpeed is not needed: inert placeholders replace the few DeepSpeed classes in the files.
+# The files refer to a few classes of DeepSpeed. Inert placeholders replace objects of these
+# classes, so DeepSpeed is not imported.
 
 
 PART_FILE = re.compile(
@@ -31,26 +33,27 @@ _SHUT = (
     "deepspeed.runtime.zero.config.ZeroStageEnum",
     "deepspeed.utils.tensor_fragment.fragment_address",
 )
-"""Classes of objects that are not needed, such as loss scalers and redundant records."""
+"""Classes of DeepSpeed whose objects are replaced by placeholders, such as loss scalers."""
 _ADVICE = (
-    "Save with a client_state and schedulers of plain data; or write the weights alone, with the"
-    " zero_to_fp32.py beside it, for af.import_torch_weights, if you trust who wrote it."
+    "Save with a client_state and schedulers of plain data. Or, if you trust the author of the"
+    " file, convert the weights with the script zero_to_fp32.py in the checkpoint's folder, and"
+    " load them with af.import_torch_weights."
 )
-WHOLE = "Copy the folder as a whole, with the files of all machines."
+WHOLE = "Copy the complete folder, with the files of all machines."
 
 
 @attrs.frozen(eq=False)
 class Part:
-    """A rank's part of an optimizer.
+    """The contents of one rank's optimizer file.
 
     Attributes:
         file: the rank's file.
-        cuts_each: whether every parameter is cut, as in stage 3.
-        counts: the number of parts of each group.
-        masters: the rank's weights, a flat tensor per group.
-        entries: the optimizer's entries for each of the flat tensors.
-        paddings: elements of padding after each parameter of a group; () without padding.
-        is_scaled: whether the training used a dynamic loss scale, which is not read.
+        cuts_each: whether each parameter is sharded separately, as in stage 3.
+        counts: the numbers of ranks that share a parameter group; all should be equal.
+        masters: the rank's fp32 weights: a flat tensor for each parameter group.
+        entries: the optimizer's state for each of these flat tensors.
+        paddings: for each group, the elements of padding after each parameter; () without padding.
+        is_scaled: whether training used a dynamic loss scale, which is not imported.
     """
 
     file: Path
@@ -63,17 +66,17 @@ class Part:
 
 
 def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
-    """Read the parts of all ranks, in the order of ranks.
+    """Read the optimizer files of all ranks, in rank order.
 
     Raises:
-        CheckpointError: the folder has no parts.
-        CheckpointCorruptError: a part is missing, or there is an extra part.
+        CheckpointError: the folder has no optimizer files.
+        CheckpointCorruptError: the file of a rank is missing, or files are from another save.
     """
     by_rank = {int(m["rank"]): m[0] for m in map(PART_FILE.fullmatch, files) if m}
     if not by_rank:
         msg = (
-            f"{tag} has no *_optim_states.pt: it was saved at stage 0, or is cut off. Of ZeRO"
-            " stages 1, 2 and 3 are read; " + WHOLE
+            f"{tag} has no *_optim_states.pt files. It was saved with ZeRO stage 0, or files are"
+            " missing. af.import_state reads ZeRO stages 1, 2 and 3. " + WHOLE
         )
         raise CheckpointError(msg)
     ranks = sorted(by_rank)
@@ -84,16 +87,16 @@ def parts_of(tag: Path, files: Iterable[str]) -> list[Part]:
         if missing:
             name = by_rank[ranks[0]].replace(f"rank_{ranks[0]}_", f"rank_{missing[0]}_")
             msg = (
-                f"{part.file} is one of {count} parts, and those of ranks {ranks} are there:"
+                f"{part.file} is one of {count} files, but only those of ranks {ranks} exist:"
                 f" {name} is missing. {WHOLE}"
             )
             raise CheckpointCorruptError(msg)
         if part.counts != {len(parts)} or part.cuts_each != parts[0].cuts_each:
             counts = sorted(part.counts)
             msg = (
-                f"{part.file} is one of {counts[0] if len(counts) == 1 else counts} parts, and"
-                f" {tag} has {len(parts)}: some are another save's, of another number of"
-                " ranks. Remove these, or take a folder that was written once."
+                f"{part.file} is one of {counts[0] if len(counts) == 1 else counts} files, but"
+                f" {tag} has {len(parts)}: some files are from a save with another number of"
+                " ranks. Remove those files, or use a folder with only one save."
             )
             raise CheckpointCorruptError(msg)
     return parts
@@ -104,7 +107,7 @@ def _part(file: Path) -> Part:
     cuts_each = "fp32_flat_groups" in part
     key = "fp32_flat_groups" if cuts_each else "single_partition_of_fp32_groups"
     if key not in part:
-        msg = f"{file} has no part of the weights: {key!r} is not among {sorted(part)}."
+        msg = f"{file} has no weights: the key {key!r} is missing among {sorted(part)}."
         raise CheckpointCorruptError(msg)
     masters = tuple(part[key])
     inner = part["optimizer_state_dict" if cuts_each else "base_optimizer_state"]
@@ -116,8 +119,8 @@ def _part(file: Path) -> Part:
     )
     if not flat or len(entries) != len(masters) or not counts:
         msg = (
-            f"{file} has {len(masters)} parts of weights, and {len(entries)} of what its"
-            " optimizer keeps: it is not as ZeRO writes it."
+            f"{file} has {len(masters)} flat tensors of weights, and {len(entries)} entries of"
+            " the optimizer: DeepSpeed's ZeRO does not write such a file."
         )
         raise CheckpointCorruptError(msg)
     paddings = part.get("param_alignment_paddings") or ()
@@ -133,8 +136,8 @@ def _part(file: Path) -> Part:
 
 
 def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
-    """Yield an optimizer's entries of each flat tensor; some optimizers count in groups."""
-    if isinstance(inner, list):  # ZeRO calls it elastic
+    """Yield the optimizer's state of each flat tensor; a count in the group is added to it."""
+    if isinstance(inner, list):  # the format of ZeRO's "elastic" checkpoints
         yield from cast("list[dict[str, Any]]", inner)
         return
     for group in inner["param_groups"]:
@@ -145,41 +148,46 @@ def _entries_of_groups(inner: Any) -> Iterator[Mapping[str, Any]]:
 
 
 def load_file(file: Path) -> Mapping[str, Any]:
-    """Read a file of DeepSpeed, with placeholders for classes that are not needed."""
+    """Read a file that DeepSpeed saved, with placeholders for objects of DeepSpeed."""
     return torch_files.load_plain(file, _ADVICE, shut=_SHUT)
 
 
-# Flat groups of ZeRO: assemble parameters from the parts of all ranks.
+# Assemble parameters from the flat tensors of all ranks.
 #
-# Stages 1 and 2 concatenate the parameters of a group with padding, and each rank keeps an equal
-# part of the result. Stage 3 cuts every parameter into one flat part per rank, and a rank
-# concatenates its parts. An optimizer's entries have the layout of its weights.
+# Stages 1 and 2 concatenate the parameters of a group, with padding, and each rank has an equal
+# part of the result. Stage 3 splits each parameter into one flat shard per rank, and each rank
+# concatenates its shards. The optimizer's state has the same layout as the weights.
 
 
 _Place: TypeAlias = tuple[int, int, int]
-"""A run of elements: the rank that has the run, its offset there, and its length."""
+"""Contiguous elements of a parameter: their rank, offset in its flat tensor, and length."""
 
 
 def shapes_of(shapes: Mapping[str, Iterable[int]]) -> dict[str, tuple[int, ...]]:
-    """Convert a file's shapes to tuples of integers, by name."""
+    """Convert the shapes in a model file to tuples of integers, by parameter name."""
     return {str(name): tuple(map(int, shape)) for name, shape in shapes.items()}
 
 
 def put_together(
     tag: Path, parts: Sequence[Part], groups: Sequence[Mapping[str, Iterable[int]]]
 ) -> tuple[dict[str, foreign.Piece], dict[str, dict[str, Any]]]:
-    """Return the weights and the optimizer's entries, by parameter name.
+    """Return the weights and the optimizer's state, by parameter name.
+
+    Args:
+        tag: the checkpoint's folder, for error messages.
+        parts: the optimizer files of all ranks.
+        groups: the shapes of the parameters of each parameter group, from the model file.
 
     Raises:
-        CheckpointCorruptError: the groups or their sizes do not fit the model.
+        CheckpointCorruptError: the groups or their sizes do not match the model.
     """
     weights: dict[str, foreign.Piece] = {}
     entries: dict[str, dict[str, Any]] = {}
     for part in parts:
         if len(part.masters) != len(groups):
             msg = (
-                f"{part.file} has {len(part.masters)} groups, and the model's file names"
-                f" {len(groups)}: they are of different saves."
+                f"{part.file} has {len(part.masters)} parameter groups, but the model file has"
+                f" {len(groups)}: the files are from different saves."
             )
             raise CheckpointCorruptError(msg)
     for index, group in enumerate(groups):
@@ -193,13 +201,14 @@ def put_together(
         else:
             paddings = parts[0].paddings[index] if parts[0].paddings else ()
             places = _cut_across(shapes, sizes, paddings)
-            # the rest after the last parameter is alignment
+            # after the last parameter there may be padding for alignment
             counts = [sum(map(math.prod, shapes.values())) + sum(paddings)]
             fits = 0 <= sum(sizes) - counts[0] < 2 * len(parts)
         if not fits:
             msg = (
-                f"{tag}: ranks have {sizes} elements of group {index}, and its parameters,"
-                f" {[*shapes][:3]} and so on, take {counts[0]}: they are of different saves."
+                f"{tag}: the ranks have {sizes} elements of parameter group {index}, but its"
+                f" parameters ({', '.join([*shapes][:3])}, ...) need {counts[0]}: the files are"
+                " from different saves."
             )
             raise CheckpointCorruptError(msg)
         rank_entries = [part.entries[index] for part in parts]
@@ -216,7 +225,7 @@ def _cut_across(
     sizes: Sequence[int],
     paddings: Sequence[int],
 ) -> dict[str, list[_Place]]:
-    """Return the runs of parameters that are concatenated over all ranks."""
+    """Return the places of parameters at stages 1 and 2: groups split over the ranks."""
     places: dict[str, list[_Place]] = {}
     at = 0
     for index, (name, shape) in enumerate(shapes.items()):
@@ -235,7 +244,7 @@ def _cut_across(
 def _cut_each(
     shapes: Mapping[str, tuple[int, ...]], num_ranks: int
 ) -> dict[str, list[_Place]]:
-    """Return the runs of parameters that are cut into equal, padded parts per rank."""
+    """Return the places of parameters at stage 3: each parameter is split over the ranks."""
     places: dict[str, list[_Place]] = {}
     at = 0
     for name, shape in shapes.items():
@@ -261,22 +270,23 @@ def _entry(
     shape: tuple[int, ...],
     places: Iterable[_Place],
 ) -> dict[str, Any]:
-    """Return an optimizer's entry of a parameter: parts of flat tensors, and numbers.
+    """Return the optimizer's state of one parameter: slices of flat tensors, and numbers.
 
     Raises:
-        CheckpointCorruptError: the entries of ranks differ in kind.
+        CheckpointCorruptError: a rank's flat tensor is missing or too short.
     """
     entry: dict[str, Any] = {}
     for key, first in rank_entries[0].items():
         values = [e.get(key) for e in rank_entries]
         if isinstance(first, torch.Tensor) and first.ndim:
             for value, size in zip(values, sizes, strict=True):
-                # an optimizer also keeps the padding after a group
+                # longer tensors are valid: they have the padding after a group
                 if getattr(value, "ndim", 0) != 1 or len(cast("Any", value)) < size:
                     shapes = [tuple(getattr(value, "shape", ())) for value in values]
                     msg = (
-                        f"{tag}: of {key!r} ranks have {shapes}, and of the weights {sizes}:"
-                        " an optimizer that keeps such is not read."
+                        f"{tag}: the optimizer's {key!r} has the shapes {shapes} on the ranks,"
+                        f" but the weights have the sizes {sizes}. af.import_state cannot read"
+                        " the state of such an optimizer."
                     )
                     raise CheckpointCorruptError(msg)
             entry[key] = _piece(shape, cast("list[torch.Tensor]", values), places)
@@ -301,14 +311,16 @@ _COUNTED = {
     *("global_steps", "skipped_steps", "global_samples", "dp_world_size"),
     *("mp_world_size", "checkpoint_parallel_dimensions"),
 }
-"""Keys of a model file that DeepSpeed needs; other keys are schedulers and users' entries."""
+"""DeepSpeed's own keys of a model file. Other keys, such as schedulers, are unexpected."""
 
 
 def parts_at(folder: Path) -> Path | None:
-    """Return the folder with the parts: this folder, or its newest tag; None if neither.
+    """Return the folder with DeepSpeed's files: this folder, or its newest tag's folder.
+
+    Returns: None if neither this folder nor its subfolders have files of DeepSpeed.
 
     Raises:
-        CheckpointError: no tag is marked as the newest, or the newest is missing.
+        CheckpointError: there are tags, but no file `latest`, or the newest tag is missing.
     """
     if _has_parts(folder):
         return folder
@@ -321,15 +333,15 @@ def parts_at(folder: Path) -> Path | None:
         if name in tags:
             return folder / name
         msg = (
-            f"{latest} says that {name!r} is the newest, and such folders of DeepSpeed there"
-            f" are {tags or 'none'}. Import one of these, or copy the folder as a whole."
+            f"{latest} names {name!r} as the newest checkpoint, but the DeepSpeed folders there"
+            f" are: {', '.join(tags) or 'none'}. Import one of these, or copy all folders."
         )
         raise CheckpointCorruptError(msg)
     if tags:
         newest = str(folder / tags[-1])
         msg = (
-            f"{folder} has folders of DeepSpeed, {tags}, and no file {LATEST!r} that says"
-            f" which is meant. Name it: af.import_state(state, {newest!r})."
+            f"{folder} has DeepSpeed folders ({', '.join(tags)}), but no file {LATEST!r} that"
+            f" names the newest. Choose a folder: af.import_state(state, {newest!r})."
         )
         raise CheckpointError(msg)
     return None
@@ -345,16 +357,16 @@ def _has_parts(folder: Path) -> bool:
 def found_in(
     folder: Path, tag: Path, *, params: Collection[str], names: Collection[str]
 ) -> foreign.Found:
-    """Return the tensors of a training in a folder of DeepSpeed.
+    """Find the tensors of a saved training state in a folder of DeepSpeed.
 
     Args:
         folder: the folder that the user passed.
-        tag: the folder with the parts: the same folder, or a tag in it.
+        tag: the folder with DeepSpeed's files: the same folder, or a tag's folder in it.
         params: the names of the model's parameters.
-        names: the names of parameters and buffers.
+        names: the names of the model's parameters and buffers.
 
     Raises:
-        CheckpointError: the format is not supported.
+        CheckpointError: the checkpoint is of a kind that is not supported.
         CheckpointCorruptError: a rank's file is missing, truncated, or from another save.
     """
     files = sorted(path.name for path in tag.iterdir())
@@ -368,7 +380,7 @@ def found_in(
     except CheckpointError:
         raise
     except Exception as error:  # random bytes can raise any error
-        msg = f"{tag} does not hold what DeepSpeed's ZeRO saves: {error!r}."
+        msg = f"{tag} is not a valid checkpoint of DeepSpeed's ZeRO: {error!r}."
         raise CheckpointCorruptError(msg) from error
     weights |= masters
     weights |= {name: weights[src] for name, src in shared.items() if src in weights}
@@ -388,31 +400,31 @@ def found_in(
 
 
 def _check_kind(tag: Path, files: Sequence[str]) -> None:
-    """Reject models that are cut by more than data parallelism.
+    """Check that the model was split only by ZeRO's data parallelism.
 
     Raises:
-        CheckpointError: names the other kind of parallelism.
+        CheckpointError: the checkpoint has, for example, pipeline or tensor parallelism.
     """
     matches = [PART_FILE.fullmatch(name) or _MODEL.fullmatch(name) for name in files]
     several = {match["mp"] for match in matches if match and int(match["mp"])}
     problem = ""
     if any(file.startswith("expp_rank_") or "_expert_" in file for file in files):
-        problem = "has a mixture of experts, which are cut over other ranks"
+        problem = "has a mixture of experts, which is split over other ranks"
     elif any(file.startswith("layer_") for file in files):
-        problem = "was saved by a pipeline, by the layers of its stages"
+        problem = "was saved by pipeline parallelism, with a file for each layer"
     elif several:
         problem = (
-            f"is of a model that was split over ranks, as mp_rank_{min(several)} says"
+            f"has a model that was split over ranks (it has mp_rank_{min(several)})"
         )
     elif "offloaded_tensors" in files:
         problem = "has an optimizer whose tensors were on NVMe, in other files"
     elif "zero" in files and not any(PART_FILE.fullmatch(file) for file in files):
-        problem = "is a universal checkpoint; the folder it was made from is read"
+        problem = "is a universal checkpoint; import the folder it was made from"
     if problem:
         msg = (
-            f"{tag} {problem}: af.import_state reads what DeepSpeed's ZeRO saves of plain models,"
-            " at its stages 1, 2 and 3. Write the weights with DeepSpeed's own tools, as one"
-            " state dict, for af.import_torch_weights."
+            f"{tag} {problem}. af.import_state reads only plain models, saved at ZeRO stages 1, 2"
+            " and 3. Convert the weights to one state dict with DeepSpeed's own tools, and load"
+            " them with af.import_torch_weights."
         )
         raise CheckpointError(msg)
 
@@ -420,20 +432,18 @@ def _check_kind(tag: Path, files: Sequence[str]) -> None:
 def _model(
     tag: Path, parts: Sequence[Part]
 ) -> tuple[Mapping[str, Any], dict[str, foreign.Piece]]:
-    """Return the model file's contents, and the tensors that are in no optimizer."""
+    """Return the contents of the model file, and its buffers and frozen parameters."""
     cuts_each = parts[0].cuts_each
     pattern = "zero_pp_rank_{}_mp_rank_00_model_states.pt"
     names = [pattern.format(rank) for rank in range(len(parts))]
     names = names if cuts_each else ["mp_rank_00_model_states.pt"]
     for name in names:
         if not arguments.exists(tag / name):
-            msg = f"{tag} has no {name}, which a rank wrote of the model. {WHOLE}"
+            msg = f"{tag} has no {name}, the model file of a rank. {WHOLE}"
             raise CheckpointCorruptError(msg)
     model = load_file(tag / names[0])
     if model.get("param_shapes") is None:
-        msg = (
-            f"{tag / names[0]} does not say how parameters lie; it has {sorted(model)}."
-        )
+        msg = f"{tag / names[0]} has no shapes of parameters; its keys are {sorted(model)}."
         raise CheckpointCorruptError(msg)
     module = cast("Mapping[str, torch.Tensor]", model["module"])
     if not cuts_each:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read files of `torch.save` and torch's distributed checkpoints (DCP), without running code.
 
-A DCP folder has data files and `.metadata`, a pickle with the file and the byte range of each box
-of a tensor. torch unpickles it without restrictions, so it could run code. accelfn's unpickler
-only creates torch's records of tensors.
+A DCP folder has data files, and a pickle `.metadata` with the file and byte range of each piece
+of a tensor. torch unpickles `.metadata` without restrictions, so the file could run code.
+accelfn's unpickler only creates torch's records of tensors.
 """
 
 import io
@@ -25,15 +25,15 @@ from torch import nn
 from accelfn.errors import CheckpointCorruptError, CheckpointError
 from accelfn.plug import arguments, export, files, foreign, importing, slices
 
-# Files of `torch.save`: the only pickles that accelfn reads, with `weights_only=True`, by an
-# unpickler that creates tensors and plain data and calls nothing else.
+# Files of `torch.save`. accelfn reads them with `weights_only=True`: torch's unpickler then only
+# creates tensors and plain data, and calls no other function.
 
 
 M = TypeVar("M", bound=nn.Module)
 WEIGHTS = "pytorch_model.bin"
 INDEX = "pytorch_model.bin.index.json"
 _ONE = threading.Lock()
-"""Lock for reading: torch's list of allowed classes is shared by the whole process."""
+"""Lock for reading, because torch's list of allowed classes is global in the process."""
 
 
 def import_torch_weights(
@@ -44,27 +44,29 @@ def import_torch_weights(
     dtype: torch.dtype | None = None,
     strict: bool = True,
 ) -> M:
-    """Load weights that `torch.save(model.state_dict(), file)` wrote; return the model.
+    """Load weights that `torch.save(model.state_dict(), file)` wrote, and return the model.
 
     Args:
-        model: a module, which is changed; it can be on the meta device. Or a factory, as for
-            `import_model`.
-        file: a file with a state dict only, such as `pytorch_model.bin`. Or a folder with such
-            a file, or with `pytorch_model.bin.index.json` and its files; or such an index.
-            accelfn reads with `weights_only=True`, so the files cannot run code.
-        device_map: as for `import_model`, like `dtype` and `strict`.
-        dtype: the dtype of floating-point tensors; default: the model's.
-        strict: False only warns about names that are missing or unexpected.
+        model: a module, which is changed, and can be on the meta device. Or a function that
+            creates the module, as for `import_model`.
+        file: a file that contains only a state dict, such as `pytorch_model.bin`. Or a folder with
+            such a file, or with the index `pytorch_model.bin.index.json` and its files. Or the
+            index itself. accelfn reads with `weights_only=True`, so the files cannot run code.
+        device_map: the device of each module, as for `import_model`.
+        dtype: the dtype of floating-point tensors; default: that of the model.
+        strict: whether missing and unexpected names raise an error; False only warns.
 
-    Law: the result is that of `import_model` from a safetensors file with the same tensors.
+    Law: the result equals that of `import_model` from a safetensors file with the same tensors.
 
-    Cost: the file is memory-mapped: pages that were read count as memory of this process until
-    the system needs them back. Files of torch before 1.6 are read completely.
+    Cost: the file is memory-mapped. Pages that were read count as memory of this process until
+    the system needs the memory. Files from torch before 1.6 are read completely.
 
     Raises:
-        CheckpointError: the file holds more than tensors by name, or does not fit the model.
-        CheckpointCorruptError: a file is truncated, or has another format, or is missing.
-        ModelError, ArgumentError: as `import_model`.
+        CheckpointError: the file contains other objects than named tensors, or does not match
+            the model.
+        CheckpointCorruptError: a file is truncated, missing, or in another format.
+        ModelError: as for `import_model`.
+        ArgumentError: as for `import_model`.
     """
     path = arguments.as_path(
         "af.import_torch_weights(model, file)", file, "a file or folder"
@@ -85,7 +87,7 @@ def import_torch_weights(
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy in new memory, because a mapped file can change."""
+    """Return a copy of a tensor in new memory, because a memory-mapped file can change."""
     return tensor.detach().clone(memory_format=torch.contiguous_format)
 
 
@@ -93,34 +95,34 @@ def state_dict_of(path: Path) -> dict[str, torch.Tensor]:
     """Read the tensors of a file, a folder or an index, by name.
 
     Raises:
-        CheckpointError: the files have no tensors, or other values too.
+        CheckpointError: a file contains other values than named tensors.
         CheckpointCorruptError: a file or the index is damaged.
     """
     ends = (".safetensors", ".safetensors.index.json")
     if not arguments.is_directory(path) and path.name.endswith(ends):
-        msg = f"{path} is nothing that torch.save wrote.{files.reader_of(path)}"
+        msg = f"{path} is not a file of torch.save.{files.reader_of(path)}"
         raise CheckpointError(msg)
     return export.read_parts(path, WEIGHTS, INDEX, _of_file)
 
 
 class _Shut:
-    """Placeholder for an object of a class that is not imported; accepts any arguments."""
+    """A placeholder for an object in a pickle; the object's class is not imported."""
 
     def __init__(self, *args: object) -> None:
-        """Take and ignore the arguments of the object's class."""
+        """Ignore the arguments for the object's class."""
 
 
 def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
-    """Read tensors and plain data that `torch.save` wrote.
+    """Read tensors and plain data from a file that `torch.save` wrote.
 
     Args:
         file: the file to read.
-        advice: a sentence for the error if the file holds other objects.
-        shut: names of classes that the file may refer to; accelfn neither imports nor calls
-            them, and puts inert placeholders instead of their objects.
+        advice: the last sentence of the error message if the file contains other objects.
+        shut: names of classes that the file may refer to. accelfn does not import or call these
+            classes; placeholders replace their objects.
 
     Raises:
-        CheckpointError: the file holds other objects, or is missing.
+        CheckpointError: the file contains other objects, or does not exist.
         CheckpointCorruptError: the file is damaged.
     """
     stands = torch.serialization.safe_globals([(_Shut, name) for name in shut])
@@ -130,27 +132,27 @@ def load_plain(file: Path, advice: str, *, shut: Collection[str] = ()) -> Any:
         with _ONE, stands:
             return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zip)
     except FileNotFoundError as error:
-        msg = f"{file} is not there."
+        msg = f"{file} does not exist."
         raise CheckpointError(msg) from error
     except pickle.UnpicklingError as error:
         brought = ", ".join(_brought(file) - {*shut})
         msg = (
-            f"{file} holds more than tensors by name, or is no file of torch.save: it is not"
-            f" read, for that would run code that it brings along{brought and f': {brought}'}."
-            f" {advice}"
+            f"{file} was not read: it contains more than tensors and plain data, or is not a file"
+            " of torch.save. Reading it could run code that the file"
+            f" contains{brought and f': {brought}'}. {advice}"
         )
         raise CheckpointError(msg) from error
-    except Exception as error:  # bytes at random end in any of them
+    except Exception as error:  # a damaged file can raise any error
         msg = f"{file} cannot be read: {error}"
         raise CheckpointCorruptError(msg) from error
 
 
 def is_stored_zip(stream: IO[bytes]) -> bool:
-    """Return whether a file is a zip, and check that its parts are not compressed.
+    """Return whether a file is a zip archive; check that its members are not compressed.
 
     Raises:
-        ValueError: a part is compressed. torch never compresses, and 1 MB could expand to
-            gigabytes.
+        ValueError: a member is compressed. torch never compresses, and 1 MB of compressed data
+            could expand to gigabytes.
     """
     stream.seek(0)
     if stream.read(4) != b"PK\3\4":
@@ -158,32 +160,33 @@ def is_stored_zip(stream: IO[bytes]) -> bool:
     for part in zipfile.ZipFile(stream).infolist():
         if part.compress_type != zipfile.ZIP_STORED:
             name = part.filename[:80]
-            msg = f"{name!r} in it is compressed, as torch.save never writes it"
+            msg = f"its part {name!r} is compressed, but torch.save never compresses"
             raise ValueError(msg)
     return True
 
 
 def _brought(file: Path) -> set[str]:
-    """Return the names of objects in a file that torch rejects, as far as readable."""
+    """Return the names of classes and functions in a file that torch refuses to load."""
     try:
         return {*torch.serialization.get_unsafe_globals_in_checkpoint(file)}
-    except Exception:  # noqa: BLE001 - the file was rejected already
+    except Exception:  # noqa: BLE001 - only details of an error that is raised anyway
         return set()
 
 
 def _of_file(file: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file by name."""
-    content = load_plain(file, "Save model.state_dict() alone.")
+    """Read a state dict from a file; raise if it has other values than named tensors."""
+    content = load_plain(file, "Save only model.state_dict().")
     if not isinstance(content, Mapping):
-        msg = f"{file} holds a {type(content).__name__}; expected a state dict."
+        msg = f"{file} contains a {type(content).__name__}; expected a state dict."
         raise CheckpointError(msg)
     tensors = cast("Mapping[Any, Any]", content)
     for name, value in tensors.items():
         if not isinstance(name, str) or not _is_dense(value):
-            kind = value.layout if isinstance(value, torch.Tensor) else type(value)
+            is_tensor = isinstance(value, torch.Tensor)
+            kind = f"{value.layout} tensor" if is_tensor else type(value).__name__
             msg = (
-                f"{file}: {name!r} is no dense tensor with a name, but {kind}. Save"
-                " model.state_dict() alone."
+                f"{file}: the entry {name!r} ({kind}) is not a dense tensor, or its name is not"
+                " a string. Save only the state dict: torch.save(model.state_dict(), file)."
             )
             raise CheckpointError(msg)
     return dict(tensors)
@@ -200,7 +203,7 @@ def _is_dense(value: object) -> bool:
 
 METADATA = ".metadata"
 _LARGEST = 1_000_000_000
-"""Maximum bytes of metadata: a thousand times the size for a large model."""
+"""Maximum size of `.metadata` in bytes: a thousand times the size for a large model."""
 _RECORDS = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
     *(
@@ -222,22 +225,22 @@ _STATE = re.compile(r"(?P<prefix>(?:.*\.)?)state\.(?P<rest>.+)")
 
 
 class _Records(pickle.Unpickler):
-    """Unpickler that creates torch's records of tensors, and calls nothing else."""
+    """An unpickler that only creates torch's records of tensors, and calls no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class or dtype of such records."""
+        """Return a class, function or dtype that torch's records need; reject all others."""
         if (module, name) in _KNOWN:
             return getattr(import_module(module), name)
         value = getattr(torch, name, None) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
-        msg = f"it brings {module}.{name} along, which is not one of torch's records"
+        msg = f"it contains {module}.{name}, which is not one of torch's tensor records"
         raise pickle.UnpicklingError(msg)
 
 
 @attrs.frozen
 class _Chunk:
-    """A box of a tensor, and its byte range in a file."""
+    """A box (hyperrectangle) of a tensor's elements, and its byte range in a file."""
 
     box: slices.Slice
     path: Path
@@ -245,11 +248,13 @@ class _Chunk:
     length: int
 
     def read(self, part: slices.Slice) -> torch.Tensor:
-        """Read a part of the box, given relative to the box."""
+        """Read a slice of the box; `part` is relative to the box."""
         try:
             with files.open_plain(self.path) as stream:
                 window = _Window(stream, self.begin, self.length)
-                meta = _load_storage(window, "meta")  # what it is, and no values
+                meta = _load_storage(
+                    window, "meta"
+                )  # shape, dtype and offset, without values
                 self._check(meta)
                 first = getattr(meta.untyped_storage(), "_checkpoint_offset", None)
                 if first is not None and meta.is_contiguous():
@@ -258,7 +263,7 @@ class _Chunk:
                 return part.of(_load_storage(window, "cpu"))
         except CheckpointCorruptError:
             raise
-        except Exception as error:  # bytes at random end in any of them
+        except Exception as error:  # a damaged file can raise any error
             msg = f"{self.path} cannot be read at byte {self.begin}: {error}"
             raise CheckpointCorruptError(msg) from error
 
@@ -266,8 +271,8 @@ class _Chunk:
         shape = getattr(tensor, "shape", None)
         if shape != torch.Size(self.box.size):
             msg = (
-                f"{self.path} has, at byte {self.begin}, {shape} and no tensor of"
-                f" {self.box.size}."
+                f"{self.path}: expected a tensor of shape {self.box.size} at byte {self.begin},"
+                f" found {shape}."
             )
             raise CheckpointCorruptError(msg)
 
@@ -279,10 +284,10 @@ def _load_storage(window: "_Window", device: str) -> torch.Tensor:
 
 
 class _Window(io.RawIOBase):
-    """A byte range of a file as an unbuffered stream."""
+    """A byte range of a file, as an unbuffered stream."""
 
     def __init__(self, stream: BinaryIO, begin: int, length: int) -> None:
-        """Take the unbuffered file, the first byte and the number of bytes."""
+        """Open a range of an unbuffered file: its first byte, and its length in bytes."""
         super().__init__()
         self._stream, self._begin, self._length, self._at = stream, begin, length, 0
 
@@ -291,17 +296,17 @@ class _Window(io.RawIOBase):
         return True
 
     def seekable(self) -> bool:
-        """Return True: the range supports random access."""
+        """Return True: `seek` is supported."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Set the position; raise for positions before the first byte."""
+        """Set and return the position; a position before the first byte becomes 0."""
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}
         self._at = max(bases[whence] + offset, 0)
         return self._at
 
     def readinto(self, buffer: Any) -> int:
-        """Read into a buffer, up to the end of the range."""
+        """Read bytes into a buffer, up to the end of the range; return their number."""
         view = memoryview(buffer).cast("B")[: max(self._length - self._at, 0)]
         self._stream.seek(self._begin + self._at)
         count = cast("Any", self._stream).readinto(view)
@@ -310,10 +315,11 @@ class _Window(io.RawIOBase):
 
 
 def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
-    """Return a folder's tensors, and the names of its other contents.
+    """Return the tensors of a distributed checkpoint, and the names of its other values.
 
     Raises:
-        CheckpointCorruptError: the metadata are truncated, contain code, or do not fit.
+        CheckpointCorruptError: `.metadata` is truncated, contains code, or does not match the
+            files.
     """
     path = folder / METADATA
     try:
@@ -332,8 +338,8 @@ def pieces_of(folder: Path) -> tuple[dict[str, foreign.Piece], list[str]]:
         }
     except CheckpointCorruptError:
         raise
-    except Exception as error:  # bytes at random end in any of them
-        msg = f"{path} is not read: {error}."
+    except Exception as error:  # a damaged file can raise any error
+        msg = f"{path} cannot be read: {error}."
         raise CheckpointCorruptError(msg) from error
     return pieces, [name for name in kinds if name not in pieces]
 
@@ -351,16 +357,19 @@ def _piece(
         place = places[name, box.offset]
         if place.transform_descriptors:
             msg = (
-                f"{folder}: {name!r} was written through {place.transform_descriptors}."
+                f"{folder}: {name!r} was saved in a form that accelfn cannot read:"
+                f" {place.transform_descriptors}."
             )
             raise CheckpointCorruptError(msg)
         if not _FILE.fullmatch(place.relative_path):
-            msg = f"{folder} says that {name!r} is in {place.relative_path!r}, no file of it."
+            msg = f"{folder}: {name!r} is in {place.relative_path!r}, not a file of the folder."
             raise CheckpointCorruptError(msg)
         path = folder / place.relative_path
         chunks.append(_Chunk(box, path, int(place.offset), int(place.length)))
     if not slices.cover((chunk.box for chunk in chunks), shape):
-        msg = f"{folder}: the boxes of {name!r} are not those of a tensor of {shape}."
+        msg = (
+            f"{folder}: the saved pieces of {name!r} do not cover a tensor of {shape}."
+        )
         raise CheckpointCorruptError(msg)
     dtype = meta.properties.dtype
 
@@ -383,21 +392,21 @@ def found_in(
     names: Collection[str],
     under: str | None,
 ) -> foreign.Found:
-    """Find the tensors of a training among tensors with any prefix.
+    """Find the model's and the optimizer's tensors in a distributed checkpoint.
 
-    Names of the model have one prefix, such as "model."; names of an optimizer are
-    "<prefix>state.<parameter>.<entry>", as in torch's `get_state_dict`.
+    The names of the model's tensors have a common prefix, such as "model.". The names of the
+    optimizer's tensors are "<prefix>state.<parameter>.<entry>", as in torch's `get_state_dict`.
 
     Args:
-        folder: the folder's name in errors.
-        pieces: all tensors.
-        extras: names of other contents.
+        folder: the folder's name in error messages.
+        pieces: all tensors of the checkpoint.
+        extras: the names of values that are not tensors.
         params: the names of the model's parameters.
-        names: the names of parameters and buffers.
-        under: the prefix of the model; None to search for it.
+        names: the names of the model's parameters and buffers.
+        under: the key of the model, without the last dot; None to find the key.
 
     Raises:
-        CheckpointError: several prefixes have a model, and `under` is None.
+        CheckpointError: several keys contain a model, and `under` is None.
     """
     step, pieces = _count(pieces)
     prefix = _prefix(folder, pieces, params, under)
@@ -420,7 +429,7 @@ def found_in(
 def _count(
     pieces: Mapping[str, foreign.Piece],
 ) -> tuple[int | None, dict[str, foreign.Piece]]:
-    """Return the number of updates, if `step` is present, and the other tensors."""
+    """Return the number of updates (None without a tensor `step`), and the other tensors."""
     rest = dict(pieces)
     step = rest.get("step")
     if step is None or step.shape or step.dtype.is_floating_point:
@@ -432,7 +441,7 @@ def _count(
 def _prefix(
     folder: Path, keys: Collection[str], params: Collection[str], under: str | None
 ) -> str:
-    """Return the prefix of the model's names."""
+    """Return the prefix of the names that most parameters have, such as "model."."""
     if under is not None:
         return f"{under}." if under else ""
     counts: dict[str, int] = {}
@@ -445,7 +454,7 @@ def _prefix(
     if len(most) > 1:
         several = ", ".join(repr(prefix.removesuffix(".")) for prefix in sorted(most))
         msg = (
-            f"{folder} has models under {several}. Say which is meant:"
+            f"{folder} has several models, under the keys {several}. Choose one:"
             f" af.import_state(state, directory, under={most[0].removesuffix('.')!r})."
         )
         raise CheckpointError(msg)
@@ -455,7 +464,10 @@ def _prefix(
 def _entries(
     keys: Collection[str], params: Collection[str]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield keys of optimizer entries with parameter and entry; the longest name wins."""
+    """Yield (key, parameter, entry) of each optimizer tensor.
+
+    If several parameter names match a key, the longest is chosen.
+    """
     for key in keys:
         match = _STATE.fullmatch(key)
         name = match["rest"] if match else ""
@@ -466,7 +478,7 @@ def _entries(
                 break
 
 
-# Writing torch's distributed checkpoints (DCP).
+# Write torch's distributed checkpoints (DCP).
 
 
 def write_distributed(
@@ -475,10 +487,10 @@ def write_distributed(
     opt_state: Mapping[str, Mapping[str, Any]],
     step: int,
 ) -> int:
-    """Write a model and its optimizer's entries to a folder; return the bytes of values.
+    """Write a model and its optimizer's state to a folder; return the bytes of all tensors.
 
     Keys are those of torch's `get_state_dict`: `model.<name>`, and
-    `optim.state.<parameter>.<entry>`; `step` counts the updates.
+    `optim.state.<parameter>.<entry>`. The key `step` is the number of updates.
     """
     state = {name: entry for name, entry in opt_state.items() if name in model}
     count = torch.tensor(step)
@@ -491,16 +503,16 @@ def write_distributed(
 
 
 def _save(folder: Path, state: dict[str, Any]) -> None:
-    # slow import (1 s), needed only here
+    # imported here because the import takes 1 s
     import torch.distributed.checkpoint as dcp  # noqa: PLC0415
     from torch.distributed.checkpoint.metadata import StorageMeta  # noqa: PLC0415
 
     writer = dcp.FileSystemWriter(folder)
-    # the defaults contain the folder's current name and a random name
+    # torch's default has the temporary name of the folder and a random id
     writer.storage_meta = StorageMeta
-    with warnings.catch_warnings():  # that it saves in one process, as it is told
+    with warnings.catch_warnings():  # about no_dist=True
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.save(state, storage_writer=writer, no_dist=True)
-        except dcp.CheckpointException as error:  # around what went wrong, Ctrl-C too
+        except dcp.CheckpointException as error:  # wraps the real error, even Ctrl-C
             raise next(iter(error.failures.values()))[0] from error
