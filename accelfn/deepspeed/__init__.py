@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The DeepSpeed ZeRO engine behind `wrap_deepspeed`."""
+"""`wrap_deepspeed`: train with DeepSpeed's ZeRO."""

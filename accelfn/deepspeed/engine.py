@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Zero`: DeepSpeed's engine of a ZeRO stage, with the flat tensors that it steps.
+"""`Zero`: DeepSpeed's engine at a ZeRO stage, with the flat tensors that its optimizer updates.
 
-Stages 1 and 2 keep the whole model on each rank, with one flat tensor per parameter group and a
-float32 shard of it that the optimizer steps. Stage 3 keeps only shards of each parameter,
-concatenated in the flat tensor that is stepped, and gathers a module's parameters when the
-module runs. In all stages a state has the stepped shard, which is bound by pointers; the
-model's weights are computed from it.
+At stages 1 and 2, each rank has the whole model in one flat tensor per parameter group, and a
+float32 shard of that tensor, which the optimizer updates. At stage 3, each rank has only its
+shards of all parameters, concatenated in the flat tensor that the optimizer updates. DeepSpeed
+gathers the parameters of a module when the module runs.
+
+At all stages, a state has the tensors that the optimizer updates. To use another state, accelfn
+makes DeepSpeed's tensors point to the state's memory, and DeepSpeed computes the model's weights
+from them.
 """
 
 import json
@@ -32,19 +35,20 @@ from accelfn.plug import Layout, collectives
 
 # pyright: reportPrivateUsage=false
 
-# `ModuleOrder`: check that ranks reach the same places of a model before they wait there.
+# `ModuleOrder`: at stage 3, check that all ranks run the same modules before they communicate.
 
 
 Ways: TypeAlias = dict[str, "Ways"]
+"""A tree of known orders: the next places that ranks reached after the places before."""
 _LARGEST = 2**16
-"""The maximum number of remembered places, for models with ever new orders."""
+"""The maximum number of remembered places; a model may use a new order in each update."""
 _LOOKS_EVERY = 0.01
 _LABEL = "compare where DeepSpeed is"
 _ADVICE = (
-    "At stage 3 DeepSpeed gathers and adds up what ranks come to at the same time, so they would"
-    " wait for each other, or take one parameter for another. The state is as it was. Let all"
-    " ranks run the same modules in the same order, and use all parameters, if only by 0, as in"
-    " `+ 0 * net.head.weight.sum()`; take stage 2, where the order is free; or"
+    "At stage 3 DeepSpeed gathers parameters and reduces gradients as modules run, so ranks would"
+    " wait for each other, or mix up parameters. The state is unchanged. On all ranks, run the"
+    " same modules in the same order, and use all parameters, at least times 0, as in"
+    " `+ 0 * net.head.weight.sum()`. Or use stage 2, which allows any order, or"
     " af.wrap_fsdp(find_unused_parameters=True)."
 )
 
@@ -52,14 +56,15 @@ _ADVICE = (
 class ModuleOrder:
     """Checks that all ranks reach the same places of a model in the same order.
 
-    If all ranks followed a known order before, nothing is compared. At new or ambiguous places
-    ranks compare. A rank that leaves the only known order cannot use a collective, because
-    other ranks may be in one of DeepSpeed's collectives. It asks through the rendezvous store
-    instead, and gives up after half of the collective timeout.
+    A place is, for example, the forward pass of a module. While ranks follow the only order that
+    they have used before, they do not communicate. At a new place, or if several places can be
+    next, the ranks compare their places. A rank that leaves the only known order cannot use a
+    collective, because other ranks may be in one of DeepSpeed's collectives. So it asks the other
+    ranks through the rendezvous store, and gives up after half of the collective timeout.
     """
 
     def __init__(self, ranks: World) -> None:
-        """Start without a known order, on all ranks."""
+        """Start without a known order; call this on all ranks."""
         self._ranks = ranks
         self._number = self._store.add(f"courses of {ranks.rank}", 1)
         self._root: Ways = {}
@@ -67,17 +72,17 @@ class ModuleOrder:
         self.begin()
 
     def begin(self) -> None:
-        """Begin an update."""
+        """Start an update at the beginning of the known orders."""
         if self._size > _LARGEST:
             self._root, self._size = {}, 0
         self._at, self._depth = self._root, 0
 
     def come(self, place: str) -> None:
-        """Record that this rank reached a place, and compare if needed.
+        """Record that this rank reached a place, and compare the ranks' places if needed.
 
         Raises:
-            LossError: other ranks reached another place; they raise it too, or
-            `PeerFailedError` if they wait in DeepSpeed's own collectives.
+            LossError: other ranks reached another place. They also raise this error, or
+                `PeerFailedError` if they are in one of DeepSpeed's collectives.
         """
         branches = self._at
         if len(branches) != 1 or place not in branches:
@@ -90,7 +95,7 @@ class ModuleOrder:
         """Compare a place with the other ranks' places.
 
         Raises:
-            LossError: as `come`.
+            LossError: other ranks reached another place.
         """
         if len(self._at) == 1:
             self._ask(place)
@@ -100,7 +105,7 @@ class ModuleOrder:
                 _raise_mismatch(dict(enumerate(places)))
 
     def _ask(self, place: str) -> None:
-        """Ask through the store which place the other ranks reached."""
+        """Ask the other ranks through the store which place they reached."""
         store, ranks = self._store, self._ranks
         self._num_asked += 1
         keys = [
@@ -125,7 +130,7 @@ class ModuleOrder:
 
     @property
     def _store(self) -> Any:
-        # not cached: DeepSpeed's engine is never garbage collected, and a store keeps a port
+        # not cached: a store keeps a port, and DeepSpeed's engine is never garbage collected
         group: Any = self._ranks.connection.group
         store = dist.PrefixStore("accelfn DeepSpeed", group.get_group_store())
         store.set_timeout(timedelta(seconds=30))
@@ -147,15 +152,16 @@ def check_module_order(
     stay: Callable[[], bool],
     when_all_came: Callable[[], None],
 ) -> None:
-    """Hook a `ModuleOrder` into DeepSpeed's optimizer of stage 3.
+    """Make DeepSpeed's optimizer of stage 3 call a `ModuleOrder` at each place.
 
     Args:
-        zero: the optimizer.
-        course: the order to check.
-        names: names of parameters by id.
-        modules: names of modules.
-        stay: returns whether the gradients of a pass stay on their rank.
-        when_all_came: called when all gradients are there, before the last reduction.
+        zero: DeepSpeed's optimizer.
+        course: the `ModuleOrder` to call.
+        names: the names of parameters, by `id`.
+        modules: the names of modules.
+        stay: a function that returns whether the gradients of this pass are not reduced.
+        when_all_came: a function to call when all gradients are computed, before the last
+            reduction.
     """
     send = zero.reduce_ready_partitions_and_remove_grads
     end = zero.independent_gradient_partition_epilogue
@@ -164,16 +170,16 @@ def check_module_order(
 
     def come(param: nn.Parameter) -> None:
         if not stay():
-            course.come(f"has the gradient of {names[id(param)]!r}")
+            course.come(f"computed the gradient of {names[id(param)]!r}")
         send(param)
 
     def end_on_course() -> None:
-        course.come("has ended its backward pass")
+        course.come("finished its backward pass")
         when_all_came()
         end()
 
     def fetch_on_course(module: nn.Module, *, forward: bool) -> None:
-        verb = "runs" if forward else "goes back through"
+        verb = "ran" if forward else "ran the backward pass of"
         course.come(f"{verb} {modules[module]}")
         fetch(module, forward=forward)
 
@@ -186,30 +192,31 @@ def check_module_order(
 
 
 def _wrap_gather(gather: Any, course: ModuleOrder, name: str) -> Any:
-    """Wrap a parameter's gather; compare ranks when a loss uses the parameter by name.
+    """Wrap a parameter's `all_gather`: compare the ranks if a loss uses the parameter directly.
 
-    DeepSpeed gathers it at that module from then on, so this place is not in later orders.
+    From then on DeepSpeed gathers the parameter with the module that runs, so this place is not
+    part of later orders.
     """
 
     def call(params: Any = None, **options: Any) -> Any:
         if params is None:
-            course.compare(f"takes {name!r} by name")
+            course.compare(f"used the parameter {name!r} by name")
         return gather(params, **options)
 
     return call
 
 
-# Reducing gradients with Gloo, only to the ranks that own their shards.
+# `reduce_by_gloo`: with Gloo, reduce gradients only to the ranks that own their shards.
 #
-# # DeepSpeed's stages 1 and 2 all-reduce a bucket, although each rank only keeps its shards.
+# DeepSpeed's stages 1 and 2 all-reduce a bucket, although each rank keeps only its shards.
 
 
 def reduce_by_gloo(zero: Any, ranks: World) -> None:
-    """Let DeepSpeed's optimizer of stage 1 or 2 reduce gradients only to their owners.
+    """Make DeepSpeed's optimizer of stage 1 or 2 reduce gradients only to their owners.
 
     Args:
-        zero: the optimizer.
-        ranks: the ranks.
+        zero: DeepSpeed's optimizer.
+        ranks: the ranks that share the optimizer's state.
     """
     everywhere = zero.allreduce_and_copy_with_multiple_ranks
 
@@ -235,46 +242,46 @@ def reduce_by_gloo(zero: Any, ranks: World) -> None:
     zero.allreduce_and_copy_with_multiple_ranks = reduce
 
 
-# `ReduceOrder`: reduce gradients in the same order on all ranks.
-
-
-# DeepSpeed has no types, and no public names for its state
+# `ReduceOrder`: at stages 1 and 2, reduce gradients in the same order on all ranks.
 
 
 class ReduceOrder:
-    """The common order of gradient reductions: a given one, or rank 0's order.
+    """The order of gradient reductions on all ranks: an order that you pass, or rank 0's order.
 
-    DeepSpeed reduces gradients as they come, without names. So an early gradient waits for its
-    turn, and a missing gradient is reduced at the end. In the first pass rank 0 broadcasts the
-    order.
+    DeepSpeed reduces each gradient when it is computed, and does not compare names over ranks. So
+    a gradient that is computed early waits until the gradients before it in the order are
+    reduced. Gradients that are missing are reduced at the end of the pass. If you pass no order,
+    rank 0 broadcasts its order in the first pass.
     """
 
     def __init__(
         self, count: int, ranks: World, order: Sequence[int] | None = None
     ) -> None:
-        """Take the number of parameters, the ranks, and the order if it is known."""
+        """Start with a number of parameters, and with an order if it is known."""
         self._count, self._ranks = count, ranks
         self._order = [] if order is None else [*order]
         self._had, self._waiting = set[int](), set[int]()
 
     def come(self, number: int) -> Iterable[int]:
-        """Return the parameters to reduce, now that a gradient is complete."""
+        """Return the parameters to reduce now, after the gradient of `number` is computed."""
         turn = len(self._had)
         in_turn = turn < len(self._order) and self._order[turn] == number
-        if in_turn and not self._waiting:  # as in nearly every pass
+        if in_turn and not self._waiting:  # the usual case
             self._had.add(number)
             return (number,)
         return self._out_of_turn(number)
 
     def _out_of_turn(self, number: int) -> Iterator[int]:
-        if number in self._had:  # twice in a pass: DeepSpeed raises
+        if (
+            number in self._had
+        ):  # a second gradient in a pass: DeepSpeed raises an error
             yield number
         self._waiting.add(number)
         while self._waiting and (turn := self._turn(number)) in self._waiting:
             yield self._take(turn)
 
     def rest(self) -> Iterator[int]:
-        """Yield the remaining parameters at the end of a pass; then reset."""
+        """Yield the parameters that are not reduced yet at the end of a pass; then reset."""
         while len(self._had) < self._count:
             order = {*self._order}
             untold = (i for i in range(self._count) if i not in order)
@@ -282,7 +289,7 @@ class ReduceOrder:
         self.begin()
 
     def begin(self) -> None:
-        """Begin a pass."""
+        """Start a backward pass."""
         self._had.clear()
         self._waiting.clear()
 
@@ -292,7 +299,7 @@ class ReduceOrder:
         return turn
 
     def _turn(self, turn: int) -> int:
-        """Return the next parameter; if the order is unknown, rank 0 decides."""
+        """Return the next parameter of the order; if it is unknown, rank 0 chooses `turn`."""
         if len(self._had) == len(self._order):
             if len(self._order) == self._count:
                 return -1
@@ -308,18 +315,21 @@ def order_reductions(
     come_listed: Callable[[], bool],
     when_all_came: Callable[[], None],
 ) -> tuple[ReduceOrder, ReduceOrder]:
-    """Let DeepSpeed's optimizer of stage 1 or 2 reduce all gradients in a common order.
+    """Make DeepSpeed's optimizer of stage 1 or 2 reduce all gradients in a common order.
 
     A missing gradient is reduced as 0.
 
     Args:
-        zero: the optimizer.
-        ranks: the ranks.
-        come_listed: returns whether a pass's gradients come in the order of its parameters.
-        when_all_came: called when all gradients are there, before the last reduction.
+        zero: DeepSpeed's optimizer.
+        ranks: the ranks that reduce gradients.
+        come_listed: a function that returns whether DeepSpeed reduces the gradients of this pass
+            in the order of its parameters.
+        when_all_came: a function to call when all gradients are computed, before the last
+            reduction.
 
     Returns:
-        The orders of passes with listed and with unlisted gradients.
+        Two orders: that of the parameters, for passes where `come_listed()` is true, and that of
+        rank 0, for other passes.
     """
     listed_in: list[tuple[nn.Parameter, int]] = [
         (param, group)
@@ -328,7 +338,7 @@ def order_reductions(
         if param.requires_grad
     ]
     params = [param for param, _ in listed_in]
-    # by id, because a tensor's hash is a Python call
+    # by id, because hashing a tensor is a slow Python call
     number_of = {id(param): number for number, param in enumerate(params)}
     static = ReduceOrder(len(params), ranks, range(len(params)))
     learnt = ReduceOrder(len(params), ranks)
@@ -356,11 +366,11 @@ def order_reductions(
     return static, learnt
 
 
-# DeepSpeed has no types, and no public names for its state
+# `Zero`: DeepSpeed's engine. DeepSpeed has no type hints, and its state has only private names.
 
 
 class Zero:
-    """DeepSpeed's engine around a module whose forward is the loss."""
+    """DeepSpeed's engine for a module; the module's forward pass returns the loss."""
 
     def __init__(
         self,
@@ -369,7 +379,14 @@ class Zero:
         config: Mapping[str, Any],
         ranks: World,
     ) -> None:
-        """Let DeepSpeed take over the module's parameters, which have no values yet."""
+        """Create DeepSpeed's engine, which then owns the module's parameters.
+
+        Args:
+            root: the module; its parameters have memory, but no values yet.
+            optimizer: the optimizer of the module's parameters.
+            config: DeepSpeed's complete config.
+            ranks: the ranks that share the model.
+        """
         self.stage: int = config["zero_optimization"]["stage"]
         with use_deepspeed(ranks) as package:
             self._engine, *_ = package.initialize(
@@ -385,7 +402,7 @@ class Zero:
         self._drop_views()
 
     def _drop_views(self) -> None:
-        """Drop views that would keep the memory of replaced flat tensors."""
+        """Drop DeepSpeed's views into flat tensors, which would keep replaced tensors alive."""
         if self.stage == 3:
             self._optimizer.lp_param_buffer = None
         else:
@@ -394,12 +411,12 @@ class Zero:
 
     @property
     def base(self) -> Optimizer:
-        """The optimizer that steps the flat tensors."""
+        """The torch optimizer that updates the flat tensors."""
         return self._optimizer.optimizer
 
     @property
     def flats(self) -> Sequence[torch.Tensor]:
-        """The flat tensors that this rank steps."""
+        """The flat tensors that this rank's optimizer updates."""
         zero = self._optimizer
         if self.stage == 3:
             return zero.fp32_partitioned_groups_flat
@@ -411,13 +428,13 @@ class Zero:
         return self._optimizer._global_grad_norm
 
     def where(self, names: Mapping[int, str], layout: Layout) -> Flats:
-        """Return the places of parameters in flat tensors; `names` are by id."""
+        """Return where parameters are in the flat tensors; `names` has names by `id`."""
         find = self._places_of_parts if self.stage == 3 else self._places_of_groups
         sizes, device = [flat.numel() for flat in self.flats], self.flats[0].device
         return Flats(find(names), sizes, device, layout, self._ranks)
 
     def _places_of_groups(self, names: Mapping[int, str]) -> dict[str, Place]:
-        """Return the places of parameters in groups that are sharded as a whole."""
+        """Return the places at stages 1 and 2, where a group is sharded as one tensor."""
         zero, rank, ranks = self._optimizer, self._ranks.rank, self._ranks.size
         places: dict[str, Place] = {}
         for i, params in enumerate(zero.round_robin_bit16_groups):
@@ -435,7 +452,7 @@ class Zero:
         return places
 
     def _places_of_parts(self, names: Mapping[int, str]) -> dict[str, Place]:
-        """Return the places of parameters that are sharded one by one."""
+        """Return the places at stage 3, where each parameter is sharded."""
         places: dict[str, Place] = {}
         for i, params in enumerate(self._optimizer.fp16_groups):
             offset = 0
@@ -447,7 +464,7 @@ class Zero:
         return places
 
     def point_at(self, flats: Mapping[int, torch.Tensor]) -> None:
-        """Switch to these flat tensors, and update the model's weights; a collective."""
+        """Use these flat tensors, and compute the model's weights from them; a collective."""
         zero = self._optimizer
         with torch.no_grad():
             if self.stage != 3:
@@ -472,18 +489,18 @@ class Zero:
             param.data.copy_(part.view(param.shape))
 
     def runs_of(self, param: nn.Parameter) -> list[tuple[int, int]]:
-        """Return each rank's elements of a frozen parameter."""
+        """Return the range of elements of a frozen parameter that each rank has."""
         tensor: Any = param
         if self.stage == 3:
             return evenly(tensor.ds_numel, tensor.partition_numel(), self._ranks.size)
         return [(0, param.numel())] * self._ranks.size
 
     def forward(self, *inputs: Any, reduces: bool, ends: bool) -> torch.Tensor:
-        """Return the loss.
+        """Run the forward pass and return the loss.
 
         Args:
             inputs: the module's inputs.
-            reduces: whether this pass reduces gradients.
+            reduces: whether the backward pass reduces gradients.
             ends: whether this is the last pass of an update.
         """
         if not reduces:
@@ -496,14 +513,14 @@ class Zero:
     def backward(
         self, loss: torch.Tensor, *, ends: bool, when_all_came: Callable[[], None]
     ) -> None:
-        """Add the gradients of a loss; the last pass of an update reduces them.
+        """Run the backward pass; the last pass of an update reduces the gradients.
 
         Args:
-            loss: the loss from `forward`.
+            loss: the loss that `forward` returned.
             ends: whether this is the last pass of an update.
-            when_all_came: called in the last pass when all gradients are there, before
-            DeepSpeed waits for the last reduction: at the same place in the order of
-            collectives on all ranks.
+            when_all_came: called in the last pass when all gradients are computed, before
+                DeepSpeed waits for the last reduction. All ranks call the function between the
+                same two collectives.
         """
         self._when_all_came = when_all_came if ends else None
         with patch_attributes(self._others):
@@ -513,7 +530,7 @@ class Zero:
         self._tell_all_came()
 
     def _flush(self) -> None:
-        """Reduce the gradients that stayed on their ranks."""
+        """Reduce the gradients that earlier passes kept on their ranks."""
         self._coalesce(on=False)
         self._engine.set_gradient_accumulation_boundary(True)
         self._flushes = True
@@ -524,26 +541,26 @@ class Zero:
         self._flushes = False
 
     def _tell_all_came(self) -> None:
-        """Call `when_all_came`, once per update."""
+        """Call `when_all_came` if this update has not called it yet."""
         tell, self._when_all_came = self._when_all_came, None
         if tell is not None:
             tell()
 
     def _coalesce(self, *, on: bool) -> None:
-        """Keep gradients on their rank, or stop keeping them.
+        """Switch DeepSpeed to keep gradients on their rank instead of reducing them.
 
-        DeepSpeed's context `coalesce_grad_reduction` does the same, but reduces dropped
-        gradients when it exits.
+        DeepSpeed's own context manager `coalesce_grad_reduction` would also reduce, at its exit,
+        gradients that accelfn has dropped.
         """
         self._coalesces = on
         self._engine.inside_no_sync_ctxt = on
         self._optimizer._coalesce_grad_reduction = on
 
     def step(self, divisor: float) -> bool:
-        """Step with gradients divided by `divisor`; return whether they were finite.
+        """Update with gradients divided by `divisor`; return whether gradients were finite.
 
-        DeepSpeed gets the divisor as a loss scale, and divides before it computes the norm and
-        clips.
+        The divisor is passed as DeepSpeed's loss scale, so DeepSpeed divides gradients before it
+        computes their norm and clips.
         """
         scaler, zero = self._optimizer.loss_scaler, self._optimizer
         before, scaler.cur_scale = scaler.cur_scale, divisor
@@ -554,7 +571,7 @@ class Zero:
         return not zero.overflow
 
     def begin(self) -> None:
-        """Begin an update."""
+        """Start an update."""
         if self.stage == 3:
             self._course.begin()
         else:
@@ -562,7 +579,11 @@ class Zero:
                 turns.begin()
 
     def align(self, names: Mapping[int, str]) -> None:
-        """Install the common order of collectives; `names` are parameter names by id."""
+        """Install hooks that keep collectives in the same order on all ranks.
+
+        Args:
+            names: the names of parameters, by `id`.
+        """
         if self.stage == 3:
             named = {"": "the loss", "module": "the model"}
             modules = {
@@ -586,13 +607,13 @@ class Zero:
                 reduce_by_gloo(self._optimizer, self._ranks)
 
     def _come_listed(self) -> bool:
-        """Whether this pass reduces gradients in the order of the parameters."""
+        """Return whether this pass reduces gradients in the order of the parameters."""
         return self._flushes or (self.stage == 1 and not self._optimizer.overlap_comm)
 
     def free(self) -> None:
-        """Free all memory except the states' flat tensors.
+        """Free all of the engine's memory, except flat tensors that belong to states.
 
-        torch's hooks refer to DeepSpeed's engine, so it is not garbage collected.
+        torch's hooks refer to DeepSpeed's engine, so the engine is never garbage collected.
         """
         zero: Any = self._optimizer
         zero.optimizer.state.clear()
@@ -602,7 +623,7 @@ class Zero:
             tensor.grad, tensor.data = None, tensor.data.new_empty(0)
         names = ("bit16_groups_flat", "parallel_partitioned_bit16_groups")
         names += ("averaged_gradients", "all_grad_tensors", "ipg_buckets")
-        # gradient shards, which are views of the buffer dropped below
+        # gradient shards, which are views into `grad_partitions_flat_buffer`
         names += ("_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition",)
         for name in names:
             if hasattr(zero, name):

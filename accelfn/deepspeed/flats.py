@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Convert a state's values to and from ZeRO's sharded flat tensors.
 
-For each parameter group, or a part of it, ZeRO keeps a flat tensor with this rank's elements,
-which the optimizer steps. A state has the same values by name, sharded by rows, as other
-transforms, checkpoints and layouts expect.
+For each parameter group, or a part of a group, ZeRO keeps a flat tensor with this rank's elements,
+which the optimizer updates. Other transforms and checkpoints expect the same values by parameter
+name, sharded by rows.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,21 +16,21 @@ from accelfn import World, all_to_all
 from accelfn.errors import OptimizerError, StateError
 from accelfn.plug import Layout, optimizer, tree
 
-# Redistributing elements of parameters between two shardings.
+# `redistribute`: send elements of parameters between ranks, to change their sharding.
 #
-# # A rank has one run of elements of each flattened parameter: its rows in a state, or its ZeRO
-# shard in DeepSpeed. Both follow from shapes, so each rank knows the runs of all ranks, and
-# only elements are sent.
+# A rank has a contiguous range of the elements of each flattened parameter, called a run: its
+# rows in a state, or its ZeRO shard in DeepSpeed. Runs follow from shapes, so each rank knows the
+# runs of all ranks, and only elements are sent.
 
 
 OptState: TypeAlias = dict[str, dict[str, Any]]
 Run: TypeAlias = tuple[int, int]
-"""The begin and end of a rank's elements of a parameter."""
+"""The start and end of a range of elements of a flattened parameter."""
 Runs: TypeAlias = Mapping[str, Sequence[Run]]
-"""The run of each rank, by parameter."""
+"""By parameter name: the run of each rank."""
 
 _AT_ONCE = 2**25
-"""Bytes of whole tensors to move in one call."""
+"""How many bytes of full tensors to redistribute in one collective."""
 
 
 def cut_of(run: Run, within: Run) -> Run:
@@ -40,7 +40,7 @@ def cut_of(run: Run, within: Run) -> Run:
 
 
 def evenly(count: int, part: int, ranks: int) -> list[Run]:
-    """Return the runs of ranks with `part` elements each, of `count` in total."""
+    """Return the run of each rank if `count` elements are split in parts of `part` elements."""
     return [cut_of((r * part, (r + 1) * part), (0, count)) for r in range(ranks)]
 
 
@@ -52,13 +52,17 @@ def redistribute(
     *,
     label: str,
 ) -> dict[str, torch.Tensor]:
-    """Redistribute elements: return this rank's wanted runs, in new memory.
+    """Send elements between ranks; return the elements that this rank needs, in new memory.
+
+    This is a collective.
 
     Args:
-        pieces: this rank's flat elements by name, with the same dtype on all ranks.
-        have: the runs that each rank has; if several ranks have an element, the first sends it.
+        pieces: by parameter name, the elements that this rank has, flattened. The dtype must be
+            the same on all ranks.
+        have: the runs that each rank has. If several ranks have an element, the first of them
+            sends it.
         want: the runs that each rank needs.
-        among: the ranks; a collective.
+        among: the ranks that exchange elements.
         label: the name of the collective in error messages.
     """
     result: dict[str, torch.Tensor] = {}
@@ -80,9 +84,9 @@ def redistribute(
 def _overlap(
     piece: torch.Tensor, runs: Sequence[Run], rank: int, want: Run
 ) -> torch.Tensor:
-    """Return the elements that this rank sends to a rank that needs a run."""
+    """Return the elements of a parameter that this rank sends to a rank that needs `want`."""
     begin, end = runs[rank]
-    for earlier in runs[:rank]:  # earlier ranks with the same elements send them
+    for earlier in runs[:rank]:  # an earlier rank with the same elements sends them
         if earlier[0] < earlier[1] and begin < end:
             begin = max(begin, min(end, earlier[1]))
     low, high = cut_of(want, (begin, end))
@@ -92,7 +96,7 @@ def _overlap(
 
 
 def _by_calls(pieces: Mapping[str, torch.Tensor], have: Runs) -> Iterator[list[str]]:
-    """Yield names of parameters to move in one call, equal on all ranks."""
+    """Yield lists of parameter names; each list is sent in one collective on all ranks."""
     names: list[str] = []
     total = 0
     for name, piece in pieces.items():
@@ -112,12 +116,12 @@ _TO_ROWS, _TO_FLATS = "ZeRO: read a state", "ZeRO: take over a state"
 
 @attrs.frozen
 class Place:
-    """A parameter's place in ZeRO's flat tensors.
+    """Where a parameter is in ZeRO's flat tensors.
 
     Attributes:
         flat: the index of the flat tensor.
         offset: the offset of this rank's elements in the flat tensor.
-        runs: the elements that each rank has.
+        runs: the elements of the parameter that each rank has.
     """
 
     flat: int
@@ -127,14 +131,14 @@ class Place:
 
 @attrs.frozen(eq=False)
 class Flats:
-    """The places of all trained parameters, and conversions to and from flat tensors.
+    """Where all trained parameters are in flat tensors, and conversions to and from them.
 
     Attributes:
-        places: the places by name.
-        sizes: the number of this rank's elements of each flat tensor, including padding.
+        places: the place of each parameter, by name.
+        sizes: the number of elements, including padding, of each flat tensor on this rank.
         device: the device of flat tensors.
-        layout: the layout of the state's values.
-        ranks: the ranks.
+        layout: how the state shards its parameters by rows.
+        ranks: the ranks that share the flat tensors.
     """
 
     places: Mapping[str, Place]
@@ -149,7 +153,7 @@ class Flats:
         return {name: self._rows_of(name) for name in self.places}
 
     def _rows_of(self, name: str) -> list[Run]:
-        """Return each rank's elements in a state: its rows, or all if not sharded."""
+        """Return the run of each rank in a state: its rows, or all if not sharded."""
         shape, ranks = self.layout.shapes[name], self.ranks.size
         if name not in self.layout.cuts:
             return [(0, shape.numel())] * ranks
@@ -158,11 +162,11 @@ class Flats:
 
     @property
     def cuts(self) -> Runs:
-        """Each rank's elements of each parameter in ZeRO."""
+        """By parameter name: the run of each rank in ZeRO."""
         return {name: place.runs for name, place in self.places.items()}
 
     def names_of(self, flat: int) -> list[str]:
-        """Return the parameters in a flat tensor."""
+        """Return the names of the parameters in a flat tensor."""
         return [name for name, place in self.places.items() if place.flat == flat]
 
     def pieces(self, flat: int, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -175,7 +179,7 @@ class Flats:
         return views
 
     def read(self, flats: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert flat tensors to values of a state; a collective."""
+        """Convert flat tensors to values by parameter name, sharded by rows; a collective."""
         pieces: dict[str, torch.Tensor] = {}
         for flat, tensor in flats.items():
             pieces |= self.pieces(flat, tensor)
@@ -194,7 +198,7 @@ class Flats:
         return self.layout.held(name, full, like)
 
     def to_flats(self, values: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Convert values of a state to flat tensors; a collective."""
+        """Convert values by parameter name, sharded by rows, to flat tensors; a collective."""
         pieces = {
             name: tree.local(v).detach().reshape(-1) for name, v in values.items()
         }
@@ -210,22 +214,22 @@ class Flats:
 
 
 class _Read:
-    """Values read from flat tensors; detects later writes to them."""
+    """Values that were converted from flat tensors; detects later in-place writes to them."""
 
     def __init__(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Take values by name."""
+        """Remember the values, and how often each of them was written."""
         self._values = values
         self._versions = self._count_writes()
 
     def _count_writes(self) -> dict[str, int]:
-        # operators on a DTensor increment its version, and those on its shard the shard's
+        # a write to a DTensor increments its version; a write to its shard, the shard's
         return {n: v._version + tree.local(v)._version for n, v in self._values.items()}
 
     def check(self, field: str) -> None:
-        """Raise if a value was written in place, because flat tensors do not change with it.
+        """Check that no value was written in place: flat tensors do not change with it.
 
         Raises:
-            StateError: a value was written.
+            StateError: a value was written in place.
         """
         now = self._count_writes()
         names = [
@@ -233,11 +237,10 @@ class _Read:
         ]
         if names:
             msg = (
-                f"In state.{field}, {', '.join(names[:5])} were written to in place. Under"
-                " af.wrap_deepspeed what is read of a state is a copy, and DeepSpeed would"
-                " not see the change. Give other values by state.with_params(...), or change"
-                " the state"
-                " before its first step."
+                f"state.{field}: {', '.join(names[:5])} were changed in place. Under"
+                " af.wrap_deepspeed these tensors are copies, so DeepSpeed would not see the"
+                " change. Use state = state.with_params(...), or change the state before its"
+                " first step."
             )
             raise StateError(msg)
 
@@ -257,14 +260,21 @@ class FlatParams(Mapping[str, torch.Tensor]):
         flats: Mapping[int, torch.Tensor],
         frozen: Mapping[str, torch.Tensor],
     ) -> None:
-        """Take the names in the model's order, and the places of elements."""
+        """Create the mapping.
+
+        Args:
+            order: the names of all parameters, in the order of the model.
+            where: where trained parameters are in the flat tensors.
+            flats: the flat tensors, by index.
+            frozen: the frozen parameters, by name.
+        """
         self._order, self.where = tuple(order), where
         self.flats, self.kept = flats, frozen
         self._rows: dict[str, torch.Tensor] | None = None
         self._read = _Read({})
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """Return a value; the first read converts all values, a collective."""
+        """Return a parameter; the first read converts all of them, which is a collective."""
         if name in self.kept:
             return self.kept[name]
         if self._rows is None:
@@ -274,7 +284,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether a parameter has this name, without a conversion."""
+        """Return whether a parameter has this name; this does not convert values."""
         return name in self._order
 
     def __iter__(self) -> Iterator[str]:
@@ -282,7 +292,7 @@ class FlatParams(Mapping[str, torch.Tensor]):
         return iter(self._order)
 
     def __len__(self) -> int:
-        """Return the number of entries."""
+        """Return the number of parameters."""
         return len(self._order)
 
     def mark_changed(self) -> None:
@@ -298,11 +308,12 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
     """A state's optimizer state in flat tensors; see `FlatParams`.
 
     Attributes:
-        held: the optimizer's entries, by flat tensor, by group, and of frozen parameters.
+        held: the optimizer's entries, by the key of a flat tensor or group, or by the name of a
+            frozen parameter.
     """
 
     def __init__(self, where: Flats, state: OptState) -> None:
-        """Take the places and the optimizer's entries."""
+        """Create the mapping; `state` is as `held` of the class."""
         self.where, self.held = where, state
         self._rows: OptState | None = None
         self._read = _Read({})
@@ -316,7 +327,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         self._others = {key: entry for key, entry in state.items() if key not in flats}
 
     def __getitem__(self, name: str) -> dict[str, Any]:
-        """Return an entry; the first read converts all entries, a collective."""
+        """Return an entry; the first read converts all entries, which is a collective."""
         if name in self._others:
             return self._others[name]
         if self._rows is None:
@@ -333,7 +344,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         return self._rows[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether an entry has this name, without a conversion."""
+        """Return whether an entry has this name; this does not convert values."""
         return name in self._names or name in self._others
 
     def __iter__(self) -> Iterator[str]:
@@ -353,7 +364,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
         self._read.check("opt_state")
 
     def _read_entries(self) -> OptState:
-        """Convert the entries of parameters to rows."""
+        """Convert the entries of flat tensors to entries by parameter name."""
         where, rows = self.where, {name: dict[str, Any]() for name in self._names}
         by_key: dict[str, dict[int, torch.Tensor]] = {}
         for i, size in enumerate(where.sizes):
@@ -363,7 +374,7 @@ class FlatOptState(Mapping[str, dict[str, Any]]):
                     continue
                 for name in where.names_of(
                     i
-                ):  # a count; each parameter gets its own copy
+                ):  # not elementwise, such as a count: each parameter gets a copy
                     is_tensor = isinstance(value, torch.Tensor)
                     rows[name][key] = value.clone() if is_tensor else value
         for key in sorted(by_key):
@@ -378,18 +389,18 @@ def flat_key(index: int) -> str:
 
 
 def is_flat(value: Any, size: int) -> bool:
-    """Whether an optimizer's value has one element per element of a flat tensor."""
+    """Return whether an optimizer's value has one element per element of a flat tensor."""
     return isinstance(value, torch.Tensor) and value.ndim == 1 and value.numel() == size
 
 
 def flatten_opt_state(
     where: Flats, opt_state: Mapping[str, Mapping[str, Any]]
 ) -> OptState:
-    """Convert optimizer state by name to state by flat tensor; a collective.
+    """Convert optimizer state by parameter name to state by flat tensor; a collective.
 
     Raises:
-        OptimizerError: parameters of a flat tensor have different counts, or some have no
-        state.
+        OptimizerError: parameters in the same flat tensor have different update counts, or only
+            some of them have optimizer state.
     """
     out: OptState = {k: dict(e) for k, e in opt_state.items() if k not in where.places}
     by_key: dict[str, dict[str, torch.Tensor]] = {}
@@ -400,7 +411,7 @@ def flatten_opt_state(
             continue
         _check_alike(names, entries, where)
         out[flat_key(i)] = {}
-        # prefer a parameter with dims, so that a count has another shape
+        # choose a parameter with dims, because a count has the shape of a scalar parameter
         lead = max(entries, key=lambda name: len(where.layout.shapes[name]))
         for key, value in entries[lead].items():
             if _has_shape(key, value, lead, where):
@@ -417,7 +428,7 @@ def flatten_opt_state(
 
 
 def _has_shape(key: str, value: Any, name: str, where: Flats) -> bool:
-    """Whether a value has its parameter's shape; counts of scalars do not count."""
+    """Return whether a value is elementwise: it has its parameter's shape and is no count."""
     if not isinstance(value, torch.Tensor):
         return False
     return value.shape == where.layout.shapes[name] and not optimizer.is_count(
@@ -442,10 +453,10 @@ def _check_alike(
     ]
     if lacking or differ:
         other = (lacking or differ)[0]
-        reason = "no state yet" if lacking else "counted other updates"
+        reason = "fewer updates" if lacking else "another number of updates"
         msg = (
-            "DeepSpeed keeps one state for all parameters of a group. The optimizer has"
-            f" {reason} of {other!r}, which is in a group with {first!r}. Put what is thawed in"
-            " parameter groups of its own, or use af.wrap_fsdp()."
+            "DeepSpeed keeps one optimizer state for all parameters of a group, but"
+            f" {other!r} has {reason} than {first!r} in the same group. Put parameters"
+            " that you unfreeze later in separate groups, or use af.wrap_fsdp()."
         )
         raise OptimizerError(msg)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ZeroBinding`: bind the tensors of one state at a time to DeepSpeed's."""
+"""`ZeroBinding`: connect the tensors of a state, one state at a time, to DeepSpeed's engine."""
 
 import weakref
 from collections import deque
@@ -35,25 +35,27 @@ from accelfn.plug import (
 )
 
 _HELD = (
-    "DeepSpeed holds these gradients, from the backward pass to the update, and nobody sees them:"
-    " af.clip_grad_norm says how it clips them. Take af.wrap_fsdp() for what looks at gradients."
+    "These gradients cannot be read: under af.wrap_deepspeed, DeepSpeed keeps them from the"
+    " backward pass to the update. To clip them, add af.clip_grad_norm(max_norm) to the setup. To"
+    " read gradients, use af.wrap_fsdp() instead."
 )
 
 
 Lend: TypeAlias = Callable[
     [Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Callable[..., Any]
 ]
-"""Returns a callable that runs functions of a model with these parameters and buffers."""
+"""A function of parameters and buffers. It returns a callable that runs functions `fn(model,
+...)` on a model with these parameters and buffers."""
 LossFunction: TypeAlias = Callable[..., Any]
 Hyper: TypeAlias = dict[tuple[int, str], Any]
-"""Values of hyperparameters by group index and name."""
+"""Values of hyperparameters, by the index of the parameter group and the name."""
 
 
 class HeldGradients(Mapping[str, torch.Tensor]):
-    """A placeholder for gradients that DeepSpeed holds; reading them raises an error."""
+    """A placeholder for gradients that only DeepSpeed has; reading it raises an error."""
 
     def __getitem__(self, name: str) -> NoReturn:
-        """Raise an error.
+        """Raise an error: the gradients cannot be read.
 
         Raises:
             GradsError: always.
@@ -61,19 +63,20 @@ class HeldGradients(Mapping[str, torch.Tensor]):
         raise GradsError(_HELD)
 
     def __iter__(self) -> Iterator[str]:
-        """Raise an error."""
+        """Raise an error: the gradients cannot be read."""
         raise GradsError(_HELD)
 
     def __len__(self) -> int:
-        """Return 0, because no gradient is visible."""
+        """Return 0, because no gradient can be read."""
         return 0
 
 
 class ZeroBinding:
-    """Binds a state to DeepSpeed's module and flat tensors.
+    """Connects a state's tensors to DeepSpeed's module and flat tensors (binds the state).
 
-    A state that an engine of the same definition has stepped is in flat tensors already, and is
-    bound by pointers. Other states are converted, which is a collective.
+    If an engine of the same definition has already updated the state, its values are in flat
+    tensors, and DeepSpeed's tensors only have to point to them. The values of other states are
+    converted to flat tensors, which is a collective.
     """
 
     def __init__(
@@ -83,7 +86,7 @@ class ZeroBinding:
         config: Mapping[str, Any],
         ranks: World,
     ) -> None:
-        """Build the module; its parameters have memory but no values."""
+        """Build the module; its parameters have memory, but no values yet."""
         assert state.definition.layout is not None  # noqa: S101 - the transform has a layout
         self._definition, self._lend = state.definition, lend
         self._layout, self._config, self._ranks = state.definition.layout, config, ranks
@@ -99,32 +102,32 @@ class ZeroBinding:
         self.names = {id(param): name for name, param in self.params.items()}
         self._frozen = {n: p for n, p in self.params.items() if n not in self.trained}
         self._kept: dict[str, torch.Tensor] = {}
-        # their optimizer state, for when they are trained again
+        # the optimizer state of frozen parameters, for when they are trained again
         self._at_rest: OptState = {}
         self._bound: FlatParams | None = None
         self._used: list[torch.Tensor] = []
         self._held: HeldGradients | None = None
 
     def wrap(self, root: nn.Module) -> Zero:
-        """Let DeepSpeed take over a root around this binding's module, and its optimizer."""
+        """Create DeepSpeed's engine for `root`, a wrapper of this binding's module."""
         optimizer = self._definition.optimizer_over(self.params)
         self.zero = Zero(root, optimizer, self._config, self._ranks)
         self.zero.align(self.names)
         self.where = self.zero.where(self.names, self._layout)
         for param in self.trained.values():
-            # the list's own method, because a function would cost a Python call per parameter
+            # `list.append` is a C function: a Python function would cost a call per parameter
             param.register_post_accumulate_grad_hook(self._used.append)
         weakref.finalize(self, self.zero.free)
         return self.zero
 
     @property
     def bound(self) -> FlatParams:
-        """The bound parameters."""
-        assert self._bound is not None  # noqa: S101 - a step binds first
+        """The parameters of the state that is bound now."""
+        assert self._bound is not None  # noqa: S101 - a step binds a state first
         return self._bound
 
     def bind(self, params: Mapping[str, torch.Tensor]) -> None:
-        """Bind a state's flat tensors; convert a state without them."""
+        """Make DeepSpeed use a state's parameters; convert them if they are not flat."""
         with torch.no_grad():
             frozen = {name: params[name] for name in self._frozen}
             if isinstance(params, FlatParams) and self._lies_alike(params):
@@ -137,14 +140,14 @@ class ZeroBinding:
             self.zero.point_at(self._bound.flats)
 
     def _lies_alike(self, params: FlatParams) -> bool:
-        """Whether flat tensors have the places and sizes of this binding."""
+        """Return whether a state's flat tensors have the layout of this binding."""
         return (params.where.places, params.where.sizes) == (
             self.where.places,
             self.where.sizes,
         )
 
     def _keep(self, frozen: Mapping[str, torch.Tensor]) -> None:
-        """Set frozen parameters to a state's values; a collective if they changed."""
+        """Copy a state's frozen parameters to DeepSpeed; a collective if they changed."""
         new = {n: v for n, v in frozen.items() if self._kept.get(n) is not v}
         if not new:
             return
@@ -167,62 +170,62 @@ class ZeroBinding:
 
     @property
     def opt_state_view(self) -> Self:
-        """Converts optimizer state; this binding does."""
+        """The object that converts optimizer state: this binding."""
         return self
 
     @property
     def holder(self) -> Self:
-        """The holder of gradients; this binding is."""
+        """The object that has the gradients: this binding."""
         return self
 
     def reports(self) -> dict[str, float]:
-        """Return the gradient norm, if gradients are clipped."""
+        """Return the metrics of an update: `grad_norm`, if gradients are clipped."""
         clips = self._config["gradient_clipping"] > 0
         return {"grad_norm": float(self.zero.norm)} if clips else {}
 
     def hidden(self) -> HeldGradients:
-        """Return a placeholder for the gradients that DeepSpeed holds now."""
+        """Return a placeholder for the gradients that DeepSpeed has now."""
         self._held = HeldGradients()
         return self._held
 
     def has_gradients(self) -> bool:
-        """Whether a foreign backward pass left gradients; not known here."""
+        """Return False: DeepSpeed hides gradients that a user's own backward pass left."""
         return False
 
     def note_none(self) -> None:
-        """Begin an update, without used parameters."""
+        """Start an update: no parameter has a gradient yet."""
         self._used.clear()
         self.zero.begin()
 
     def take_gradients(self) -> dict[str, torch.Tensor]:
-        """Return the parameters with a gradient in DeepSpeed."""
+        """Return the parameters that have a gradient in DeepSpeed, by name."""
         names = {*self.unused_params()}
         return {n: param for n, param in self.trained.items() if n not in names}
 
     def unused_params(self) -> list[str]:
-        """Return the parameters without a gradient on this rank."""
+        """Return the names of the parameters without a gradient on this rank."""
         ids = {*map(id, self._used)}
-        if len(ids) == len(self.trained):  # as in nearly every pass
+        if len(ids) == len(self.trained):  # the usual case
             return []
         return [name for name, param in self.trained.items() if id(param) not in ids]
 
     def put_gradients(self, grads: Grads) -> None:
-        """Accept the gradients that DeepSpeed holds; do nothing.
+        """Check that `grads` are the gradients that DeepSpeed has now.
 
         Raises:
-            GradsError: DeepSpeed does not hold these gradients.
+            GradsError: DeepSpeed does not have these gradients.
         """
         if grads.as_taken is self._held:
             return
         msg = (
-            "These gradients are not those that DeepSpeed holds: it holds those of the last"
-            " backward pass, and others were taken since, or these were changed. Give each to"
-            " apply_grads, or to into=, before the next are taken."
+            "DeepSpeed no longer has these gradients: it keeps only those of the last backward"
+            " pass. Since then, other gradients were computed, or these were changed. Pass"
+            " gradients to apply_grads, or to into=, before you compute the next ones."
         )
         raise GradsError(msg)
 
     def clear_gradients(self) -> None:
-        """Clear all gradients."""
+        """Drop all gradients in DeepSpeed."""
         self.zero.drop_gradients()
         self._used.clear()
         self._held = None
@@ -230,15 +233,15 @@ class ZeroBinding:
     def lend(
         self, params: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]
     ) -> Callable[..., Any]:
-        """Return a callable that runs functions of a model with these values."""
+        """Return a callable that runs functions on a model with these parameters and buffers."""
         return self._lend(params, buffers)
 
     def to_state(self, opt_state: OptState) -> Any:
-        """Return a lazy view of DeepSpeed's optimizer state as a state's values."""
+        """Return DeepSpeed's optimizer state as a mapping by name, converted when read."""
         return FlatOptState(self.where, {**self._at_rest, **opt_state})
 
     def from_state(self, opt_state: Any) -> OptState:
-        """Return a state's values as DeepSpeed's optimizer state."""
+        """Convert the optimizer state of a `TrainState` for DeepSpeed's optimizer."""
         where = self.where
         self._at_rest = {n: opt_state[n] for n in self._frozen if n in opt_state}
         if isinstance(opt_state, FlatOptState) and (
@@ -249,18 +252,18 @@ class ZeroBinding:
         return flatten_opt_state(where, opt_state)
 
     def flats_by_name(self) -> dict[torch.Tensor, str]:
-        """Return the flat tensors with the keys of their optimizer state."""
+        """Return the key of each flat tensor's optimizer state."""
         return {flat: flat_key(i) for i, flat in enumerate(self.zero.flats)}
 
 
-# `GatherCheck`: reject losses that use parameters that stage 3 has not gathered.
+# `GatherCheck`: raise an error if a loss uses parameters that stage 3 has not gathered.
 
 
 NOT_GATHERED = (
-    "The loss used {which} that DeepSpeed had not gathered, of which this rank has a part and"
-    " no values: at stage 3 it gathers the parameters of a module that is called, and those that"
-    " are taken by name, as model.head.weight. Take them by name, not from model.parameters() or"
-    " state_dict(); a penalty of weights is the optimizer's weight_decay; or take stage 2."
+    "The loss used {which} that DeepSpeed had not gathered. At stage 3 it gathers the parameters"
+    " of a module that you call, and parameters that you access by name, such as"
+    " model.head.weight. Access parameters by name, not from model.parameters() or state_dict();"
+    " use the optimizer's weight_decay to penalize weights; or use stage 2."
 )
 _ASKED = frozenset(
     {
@@ -270,18 +273,19 @@ _ASKED = frozenset(
         *("data_ptr", "type", "__format__", "get_device", "is_contiguous"),
     }
 )
-"""Functions that do not compute: models read dtypes and devices, DeepSpeed's hooks more."""
+"""Functions that do not use values, so that they are allowed; DeepSpeed's hooks call them, too."""
 
 
 class GatherCheck(TorchFunctionMode):
-    """A mode that rejects computing with parameters that are not gathered.
+    """A torch function mode that raises an error for parameters that are not gathered.
 
-    Their sum would silently be 0. The mode costs microseconds per torch call, so it only checks
-    a loss's first pass.
+    Such parameters are empty on the rank, so their sum, for example, would silently be 0. The
+    mode costs microseconds for each torch call, so it is active only in the first pass of a loss
+    function.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        """Take the parameters' names by their ids."""
+        """Create the mode; `names` has the names of parameters by `id`."""
         super().__init__()
         self._names = names
 
@@ -292,10 +296,10 @@ class GatherCheck(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch.
+        """Call a torch function, after checking its arguments.
 
         Raises:
-            LossError: the function uses a parameter that is not gathered.
+            LossError: an argument is a parameter that is not gathered.
         """
         options = kwargs or {}
         if getattr(func, "__name__", "") not in _ASKED:
@@ -308,7 +312,7 @@ class GatherCheck(TorchFunctionMode):
 
 
 def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
-    """Yield arguments and the members of lists."""
+    """Yield the arguments of a call; instead of a list or tuple, yield its items."""
     for value in values:
         if isinstance(value, (list, tuple)):
             yield from value
@@ -316,21 +320,21 @@ def _leaves(values: tuple[Any, ...]) -> Iterator[Any]:
             yield value
 
 
-# The runner: the loss inside DeepSpeed's engine.
+# `ZeroRunner`: run the loss inside DeepSpeed's engine.
 
 
 _UNUSED = (
-    "Some parameters took no part in the loss of some ranks: {lines}. Ranks wait for the gradients"
-    " of all. The state is as it was. Let all ranks use them, if only by 0, as in"
-    " `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False), or take"
-    " af.wrap_fsdp(find_unused_parameters=True)."
+    "The loss did not use the same parameters on all ranks. Unused: {lines}. Every rank needs the"
+    " gradients of all parameters. The state is unchanged. Use the parameters on all ranks, at"
+    " least times 0, as in `+ 0 * net.head.weight.sum()`, freeze them with requires_grad_(False),"
+    " or use af.wrap_fsdp(find_unused_parameters=True)."
 )
 
 
 class _Sums:
-    """All-reduces the weight of the loss, and the number of unused parameters.
+    """All-reduces the weight of the loss and the number of unused parameters.
 
-    The all-reduce overlaps with DeepSpeed's last reduction of gradients.
+    The all-reduce runs at the same time as DeepSpeed's last reduction of gradients.
     """
 
     def __init__(
@@ -339,7 +343,7 @@ class _Sums:
         self._home, self._ranks, self._weight = home, ranks, weight
 
     def start(self) -> None:
-        """Start to sum, when all gradients are complete."""
+        """Start the all-reduce; call this when all gradients are computed."""
         counts, ranks = [0.0, len(self._home.unused_params())], self._ranks
         self._flat = torch.tensor(counts, dtype=torch.float64, device=ranks.device)
         self._flat[0] = self._weight
@@ -348,7 +352,7 @@ class _Sums:
         )
 
     def wait(self) -> torch.Tensor:
-        """Wait, and return both sums."""
+        """Wait for the all-reduce, and return both sums."""
         self._wait()
         return self._flat
 
@@ -363,7 +367,14 @@ class ZeroRunner:
     def __init__(
         self, module: nn.Module, home: ZeroBinding, ranks: World, *, in_parts: bool
     ) -> None:
-        """Let DeepSpeed take over the module, which transforms may have changed."""
+        """Create DeepSpeed's engine for a module, which transforms may have changed.
+
+        Args:
+            module: the module of the state's model.
+            home: the binding, which has the parameters.
+            ranks: the ranks that train together.
+            in_parts: whether each micro-batch reduces its gradients (`keep_grads="sharded"`).
+        """
         self._ranks, self._home, self._in_parts = ranks, home, in_parts
         self._root = RootModule(module)
         with collectives.naming("build DeepSpeed's engine", ranks):
@@ -371,18 +382,20 @@ class ZeroRunner:
         self._forward = collectives.naming("DeepSpeed forward", ranks)
         self._backward = collectives.naming("DeepSpeed backward", ranks)
         self._sync, self._is_over = True, False
-        self._known = deque[LossFunction](maxlen=8)  # losses that had a first pass
+        self._known = deque[LossFunction](
+            maxlen=8
+        )  # losses whose first pass was checked
         ranks.connection.hold(self.let_go)
 
     def forward(
         self, loss_fn: LossFunction, samples: Samples, *, sync: bool
     ) -> ReadLoss:
-        """Return the loss.
+        """Run a loss function and return the loss.
 
-        The first micro-batch of an update begins with rank 0's buffers, as DDP's does.
+        At the first micro-batch of an update, all ranks receive rank 0's buffers, as under DDP.
         """
         if self._is_over:
-            msg = "The world is closed: a step needs its ranks. Step inside its `with` block."
+            msg = "The world is closed. Call the step inside the `with` block of the world."
             raise WorldError(msg)
         if samples.begins:
             self._home.bound.check_read()
@@ -404,7 +417,11 @@ class ZeroRunner:
         scale: arguments.Number | None,
         weight: arguments.Number,
     ) -> torch.Tensor | None:
-        """Add the gradients of `scalar * scale`; with sync, average all and the weight."""
+        """Run the backward pass of `scalar * scale`.
+
+        In the last micro-batch of an update, DeepSpeed reduces all gradients, and this returns
+        the weight of the loss, averaged over the ranks.
+        """
         scalar = self._scalar
         del self._scalar
         if scale is not None:
@@ -427,10 +444,11 @@ class ZeroRunner:
         return total / self._ranks.size
 
     def _check_alike(self, names: list[str]) -> None:
-        """Raise unless the same parameters are unused on all ranks.
+        """Check that the same parameters are unused on all ranks.
 
         Raises:
-            UnusedParametersError: on all ranks, names the parameters of each rank.
+            UnusedParametersError: they differ. All ranks raise an error that names the unused
+                parameters of each rank.
         """
         text = "\n".join(names)
         texts = collectives.gather_text(
@@ -438,11 +456,11 @@ class ZeroRunner:
         )
         if len({*texts}) > 1:
             rows = [", ".join(text.split("\n")[:5]) or "none" for text in texts]
-            lines = "; ".join(f"of rank {rank} {row}" for rank, row in enumerate(rows))
+            lines = "; ".join(f"on rank {rank} {row}" for rank, row in enumerate(rows))
             raise UnusedParametersError(_UNUSED.format(lines=lines))
 
     def _gather_check(self, loss_fn: LossFunction) -> AbstractContextManager[object]:
-        """Return a check of a loss's first pass at stage 3."""
+        """Return a `GatherCheck` for the first pass of a loss at stage 3; else do nothing."""
         if self._zero.stage < 3 or self._is_known(loss_fn):
             return nullcontext()
         return GatherCheck(self._home.names)
@@ -451,27 +469,30 @@ class ZeroRunner:
         return any(fn is loss_fn for fn in self._known)
 
     def let_go(self) -> None:
-        """Let DeepSpeed forget the process group."""
+        """Remove DeepSpeed's references to the process group, before the world is closed."""
         self._is_over = True
         release_group(self._ranks)
 
 
-# `ZeroOptimizer`: updates in DeepSpeed, with a state's hyperparameters and counts.
+# `ZeroOptimizer`: optimizer steps in DeepSpeed, with a state's hyperparameters and update counts.
 
 
 class ZeroOptimizer:
-    """Takes updates in DeepSpeed, which divides, clips, and skips non-finite gradients."""
+    """Runs optimizer steps in DeepSpeed.
+
+    DeepSpeed divides and clips the gradients, and skips an update if gradients are not finite.
+    """
 
     skips = is_untouched = False
 
     def __init__(self, home: ZeroBinding) -> None:
-        """Take the binding; DeepSpeed's engine does not exist yet."""
+        """Store the binding; DeepSpeed's engine does not exist yet."""
         self._home = home
         self._live: LiveOptimizer | None = None
         self._shown: Any = None
 
     def load(self, state: OptState) -> None:
-        """Load a state's entries."""
+        """Load optimizer state into DeepSpeed's optimizer."""
         if self._live is None:
             base, names = self._home.zero.base, self._home.flats_by_name()
             self._live = LiveOptimizer(base, names, self._home)
@@ -479,18 +500,18 @@ class ZeroOptimizer:
         self._shown = state
 
     def expect(self, hyper: Hyper) -> None:
-        """Prepare for an update; raise if it cannot be taken.
+        """Prepare an update, and check that it is possible.
 
         Raises:
             OptimizerError: a schedule-free optimizer is not in training mode.
-            StateError: a value read from the state was written in place.
+            StateError: a value that was read from the state was changed in place.
         """
         self._bound_optimizer.expect(hyper)
         if isinstance(self._shown, FlatOptState):
             self._shown.check_read()
 
     def divides(self, divisor: arguments.Number) -> bool:
-        """Whether DeepSpeed divides gradients: always."""
+        """Return True: DeepSpeed always divides the gradients itself."""
         return True
 
     def update(
@@ -499,7 +520,7 @@ class ZeroOptimizer:
         divisor: arguments.Number | None = None,
         skip: torch.Tensor | None = None,
     ) -> OptState | None:
-        """Step, and return the optimizer's state by name; None for a skipped update."""
+        """Run an optimizer step; return the new optimizer state, or None if it was skipped."""
         live, home = self._bound_optimizer, self._home
         live.begin(hyper)
         home.bound.mark_changed()

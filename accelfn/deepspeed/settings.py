@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's settings: allowed settings, and settings that accelfn makes itself."""
+"""DeepSpeed's settings: those that you can pass, and those that accelfn controls."""
 
 import difflib
 import importlib
@@ -19,27 +19,27 @@ from accelfn import World
 from accelfn.errors import ArgumentError
 
 _OURS: Mapping[str, str] = {
-    "activation_checkpointing": "af.checkpoint_activations() recomputes activations",
-    "amp": 'af.autocast("bf16") says in which precision a loss is computed',
-    "autotuning": "af.Data(global_batch_size=...) says the size of a batch",
-    "bf16": 'af.autocast("bf16") computes in it, and weights stay in float32',
-    "checkpoint": "af.save and af.CheckpointStore save states",
-    "csv_monitor": "af.CSVTracker tracks metrics",
-    "data_types": "gradients are accumulated as they are",
-    "dataloader_drop_last": "af.Data says how an epoch ends",
-    "fp16": 'take af.autocast("bf16"), or af.wrap_fsdp() with af.autocast("fp16")',
-    "gradient_accumulation_steps": "af.accumulate(...) says how many micro-batches there are",
-    "gradient_clipping": "af.clip_grad_norm(max_norm) says the bound",
-    "optimizer": "TrainState.create(optimizer=...) makes it",
-    "scheduler": "TrainState.create(schedule=...) says the rates",
-    "seed": "TrainState.create(seed=...) says it",
-    "tensorboard": "af.TensorBoardTracker tracks metrics",
-    "torch_autocast": 'af.autocast("bf16") says in which precision a loss is computed',
-    "train_batch_size": "af.Data(global_batch_size=...) counts the samples of an update",
-    "train_micro_batch_size_per_gpu": "af.accumulate(micro_batch_size=...) says it",
-    "wandb": "af.WandbTracker tracks metrics",
+    "activation_checkpointing": "use af.checkpoint_activations()",
+    "amp": 'use af.autocast("bf16")',
+    "autotuning": "pass af.Data(global_batch_size=...)",
+    "bf16": 'use af.autocast("bf16"), which keeps the weights in float32',
+    "checkpoint": "use af.save or af.CheckpointStore",
+    "csv_monitor": "use af.track.jsonl",
+    "data_types": "accelfn accumulates gradients in their own dtype",
+    "dataloader_drop_last": "pass af.Data(remainder=...)",
+    "fp16": 'use af.autocast("bf16"), or af.wrap_fsdp() with af.autocast("fp16")',
+    "gradient_accumulation_steps": "use af.accumulate(...)",
+    "gradient_clipping": "use af.clip_grad_norm(max_norm)",
+    "optimizer": "pass TrainState.create(optimizer=...)",
+    "scheduler": "pass TrainState.create(schedule=...)",
+    "seed": "pass TrainState.create(seed=...)",
+    "tensorboard": "use af.track.tensorboard",
+    "torch_autocast": 'use af.autocast("bf16")',
+    "train_batch_size": "pass af.Data(global_batch_size=...)",
+    "train_micro_batch_size_per_gpu": "use af.accumulate(micro_batch_size=...)",
+    "wandb": "use af.track.wandb",
 }
-"""Settings that accelfn makes, with the replacement in accelfn."""
+"""DeepSpeed settings that accelfn controls, each with accelfn's replacement."""
 
 _THEIRS = (
     "comms_logger",
@@ -48,7 +48,7 @@ _THEIRS = (
     "wall_clock_breakdown",
     "zero_optimization",
 )
-"""Settings that are only DeepSpeed's."""
+"""The settings that you can pass."""
 
 _DTYPE = "communication_data_type"
 _FLAGS = "memory_breakdown", "wall_clock_breakdown"
@@ -73,18 +73,20 @@ _OF_ZERO = (
     "sub_group_size",
     "use_multi_rank_bucket_allreduce",
 )
-"""Allowed ZeRO settings; they change results only by rounding."""
+"""The settings of `zero_optimization` that you can pass. They change results only by rounding."""
 
 
 def check_settings(call: str, config: Mapping[str, Any]) -> None:
-    """Reject settings that users may not give.
+    """Check the names of the settings that a user passed.
 
     Raises:
-        ArgumentError: a setting is accelfn's, unknown, or not supported.
+        ArgumentError: accelfn controls a setting, or a setting is unknown or not supported.
     """
     for key in config:
         if key in _OURS:
-            msg = f"{call}: config[{key!r}] is said elsewhere: {_OURS[key]}. Leave it out."
+            msg = (
+                f"{call}: remove config[{key!r}], which accelfn controls: {_OURS[key]}."
+            )
             raise ArgumentError(msg)
         _check_known(call, "config", key, _THEIRS)
     zero = config.get("zero_optimization", {})
@@ -93,16 +95,14 @@ def check_settings(call: str, config: Mapping[str, Any]) -> None:
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", zero):
         if key == "stage":
-            msg = (
-                f'{call}: config["zero_optimization"]["stage"] is stage=. Leave it out.'
-            )
+            msg = f'{call}: remove config["zero_optimization"]["stage"], and pass stage= instead.'
             raise ArgumentError(msg)
         _check_known(call, 'config["zero_optimization"]', key, _OF_ZERO)
     offload: Any = zero.get("offload_optimizer", {"device": "cpu"})
     if not isinstance(offload, Mapping) or offload.get("device") != "cpu":
         msg = (
-            f"{call}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, for what"
-            " lies on a disk alone is in no state."
+            f"{call}: offload_optimizer is {offload!r}; expected {{'device': 'cpu'}}, because"
+            " a state cannot contain values that are only on a disk."
         )
         raise ArgumentError(msg)
     for key in cast("Mapping[str, Any]", offload):
@@ -110,13 +110,13 @@ def check_settings(call: str, config: Mapping[str, Any]) -> None:
 
 
 def check_values(call: str, config: Mapping[str, Any]) -> None:
-    """Check values by DeepSpeed's own validation.
+    """Check the values of settings with DeepSpeed's own validation.
 
     Raises:
-        ArgumentError: names the first invalid value.
+        ArgumentError: a value is invalid; the message names the first invalid value.
     """
     if not config:
-        return  # do not import DeepSpeed
+        return  # DeepSpeed need not be imported
     runtime: Any = importlib.import_module("deepspeed.runtime.config")
     zero: Any = importlib.import_module("deepspeed.runtime.zero.config")
     where = "config"
@@ -137,8 +137,8 @@ def check_values(call: str, config: Mapping[str, Any]) -> None:
         reason = str(error)
         if details:
             where += "".join(f"[{key!r}]" for key in details[0]["loc"])
-            reason = f"{details[0]['msg']}, and was given {details[0]['input']!r}"
-        msg = f"{call}: DeepSpeed refuses {where}: {reason}."
+            reason = f"{details[0]['msg']}, got {details[0]['input']!r}"
+        msg = f"{call}: DeepSpeed rejects {where}: {reason}."
         raise ArgumentError(msg) from error
     for key in _FLAGS:
         if not isinstance(config.get(key, False), bool):
@@ -149,7 +149,7 @@ def check_values(call: str, config: Mapping[str, Any]) -> None:
 def settings_of(
     config: Mapping[str, Any], *, stage: int, max_norm: float | None
 ) -> dict[str, Any]:
-    """Return the complete config for DeepSpeed."""
+    """Return the complete config for DeepSpeed, from the user's settings."""
     return {
         **config,
         "gradient_clipping": 0.0
@@ -169,25 +169,25 @@ def _check_known(call: str, where: str, key: Any, choices: tuple[str, ...]) -> N
         matches = difflib.get_close_matches(str(key), choices, n=1, cutoff=0.7)
         hint = f" Did you mean {matches[0]!r}?" if matches else ""
         msg = (
-            f"{call}: {where}[{key!r}] is not among the settings that can be given"
-            f" ({', '.join(choices)}).{hint}"
+            f"{call}: {where}[{key!r}] is not a setting that you can pass. You can pass"
+            f" {', '.join(choices)}.{hint}"
         )
         raise ArgumentError(msg)
 
 
-# Import and patch the package DeepSpeed, limited to the world's process group.
+# Import and patch the package DeepSpeed, so that it uses only the world's process group.
 
 
 Patch: TypeAlias = tuple[Any, str, Any]
-"""A module or class, an attribute's name, and its temporary value."""
+"""A module or class, the name of its attribute, and a temporary value for the attribute."""
 _MISSING = (
-    "{call}: DeepSpeed is not installed. Install it after torch: pip install setuptools wheel"
-    " ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
+    "{call}: DeepSpeed is not installed. After you installed torch, run: pip install setuptools"
+    " wheel ninja py-cpuinfo, then DS_BUILD_OPS=0 pip install --no-build-isolation deepspeed."
 )
 
 
 def check_installed(call: str) -> None:
-    """Raise unless DeepSpeed is installed.
+    """Raise an error if DeepSpeed is not installed.
 
     Raises:
         ArgumentError: DeepSpeed is not installed.
@@ -198,10 +198,10 @@ def check_installed(call: str) -> None:
 
 @contextmanager
 def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
-    """Import DeepSpeed with the world's process group, and log only errors.
+    """Yield the package DeepSpeed, which uses the world's process group and logs only errors.
 
-    At stage 3 DeepSpeed replaces torch's linear function for all models of the process, to keep
-    no gathered weights; torch's is restored.
+    At stage 3, DeepSpeed replaces `torch.nn.functional.linear` in the whole process, so that
+    autograd does not keep gathered weights. Torch's function is restored afterwards.
     """
     package: Any = importlib.import_module("deepspeed")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
@@ -211,7 +211,7 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
     level = logger.level
     logger.setLevel(
         logging.ERROR
-    )  # it warns about any unknown optimizer, which accelfn has tried
+    )  # DeepSpeed warns about optimizers that it has not tested
     try:
         with _skip_startup():
             yield package
@@ -223,13 +223,13 @@ def use_deepspeed(ranks: World) -> Generator[Any, None, None]:
 
 @contextmanager
 def _skip_startup() -> Generator[None]:
-    """Skip unnecessary work at DeepSpeed's start.
+    """In a `with` block, skip unnecessary work at DeepSpeed's start.
 
-    DeepSpeed would compile C++ for shared memory; a process killed meanwhile leaves a lock that
-    blocks all later processes. It would also broadcast rank 0's parameters, which have no
-    values yet; broadcasting scalars fails.
+    DeepSpeed would compile C++ code for shared memory, and a process that is killed meanwhile
+    leaves a lock that blocks all later processes. DeepSpeed would also broadcast rank 0's
+    parameters, which have no values yet, and this fails for scalars.
     """
-    # the package has an attribute with the submodule's name, which is torch's
+    # import_module, because the attribute `deepspeed.comm.torch` is the package torch
     backend: Any = importlib.import_module("deepspeed.comm.torch")
     engine: Any = importlib.import_module("deepspeed.runtime.engine").DeepSpeedEngine
     parts: Any = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
@@ -243,10 +243,11 @@ def _skip_startup() -> Generator[None]:
 
 
 def running_patches() -> list[Patch]:
-    """Return patches while an engine of stage 3 runs; call inside `use_deepspeed`.
+    """Return the patches that are active while an engine of stage 3 runs.
 
-    They are DeepSpeed's linear function, and a cached list of the host's cores, which DeepSpeed
-    otherwise lists by a process at each reduction.
+    Call this inside `use_deepspeed`. The patches are DeepSpeed's linear function, and a cached
+    list of the host's cores. Otherwise DeepSpeed starts a process that lists the cores at each
+    reduction.
     """
     numa: Any = importlib.import_module("deepspeed.utils.numa")
     cores = numa.get_numa_cores()
@@ -257,9 +258,10 @@ def running_patches() -> list[Patch]:
 
 
 def note_signatures(root: nn.Module) -> None:
-    """Cache the signatures of stage 3's autograd functions around each module.
+    """Cache the signatures of the autograd functions that stage 3 adds to each module.
 
-    torch would read them at each call, which took 1 of the 70 ms of an update of six layers.
+    Otherwise torch inspects the signatures at each call. For six layers, this was 1 of the 70 ms
+    of an update.
     """
     for module in root.modules():
         for name in ("pre_bwd_fn", "post_bwd_fn"):
@@ -270,7 +272,7 @@ def note_signatures(root: nn.Module) -> None:
 
 @contextmanager
 def patch_attributes(patches: Sequence[Patch]) -> Generator[None]:
-    """Patch attributes of modules and classes inside a block."""
+    """Patch attributes of modules and classes inside a `with` block."""
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in patches]
     for owner, name, other in patches:
         setattr(owner, name, other)
@@ -287,7 +289,7 @@ def _part(init: Any, param: Any) -> None:
 
 
 def release_group(ranks: World) -> None:
-    """Let DeepSpeed forget a world's process group before it is closed."""
+    """Remove DeepSpeed's references to a world's process group before the group is closed."""
     comm: Any = importlib.import_module("deepspeed.comm.comm")
     groups: Any = importlib.import_module("deepspeed.utils.groups")
     is_whole = ranks.group is dist.group.WORLD

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Split the optimizer, the gradients and the model over the ranks with DeepSpeed's ZeRO."""
+"""`wrap_deepspeed`: shard optimizer state, gradients and parameters with DeepSpeed's ZeRO."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, cast
@@ -36,8 +36,8 @@ _NOTHING: Mapping[str, Any] = {}
 def _is_stage(_owner: object, _field: object, value: object) -> None:
     if isinstance(value, bool) or value not in (1, 2, 3):
         msg = (
-            f"af.wrap_deepspeed(stage={value!r}): expected 1, which splits the optimizer's"
-            " state, 2, gradients too, or 3, parameters too."
+            f"af.wrap_deepspeed(stage={value!r}): expected 1 (shards the optimizer's state), 2"
+            " (also gradients), or 3 (also parameters)."
         )
         raise ArgumentError(msg)
 
@@ -64,66 +64,70 @@ def _is_way(_owner: object, field: Any, value: object) -> None:
 class wrap_deepspeed:
     """Shard optimizer state, gradients and parameters over the ranks with DeepSpeed's ZeRO.
 
-    DeepSpeed runs the loss, its hooks reduce the gradients, and its optimizer steps a rank's
-    shard of the parameters. A state has the same rows of parameters, optimizer state and slots
-    as under `wrap_fsdp`, so you save, load, average, evaluate and reshard it like any other
-    state, and checkpoints contain nothing of DeepSpeed. Between steps the elements are in
-    DeepSpeed's own order, and are converted to rows when you read them: **reading
+    DeepSpeed runs the loss, its hooks reduce the gradients, and its optimizer updates each rank's
+    shard of the parameters. Parameters, optimizer state and slots are DTensors with the same
+    shards (rows) as under `wrap_fsdp`. So you save, load, average, evaluate and reshard a state
+    like any other, and checkpoints contain nothing of DeepSpeed. Between steps the elements are
+    in DeepSpeed's own order, and accelfn converts them to rows when you read them: **reading
     `state.params` or `state.opt_state` after a step is a collective** that all ranks must run,
-    like every operation on a DTensor. In a world of 1 nothing changes.
+    like every operation on a DTensor. In a world of 1, `wrap_deepspeed` changes nothing.
 
     The weights of the ranks' losses are summed with the gradients, and DeepSpeed divides by the
-    total before it clips, so the result is the mean over all samples (or tokens) of the update,
-    even if the ranks' shares differ in size. All ranks skip an update with gradients that are
-    not finite, and `metrics["skipped"]` reports it. With `skip_nonfinite` the loss may be
-    infinite or NaN too, and too many skips raise an error.
+    total weight before it clips. So gradients are means over all samples (or tokens) of the
+    update, even if the ranks' shares differ in size. If gradients are not finite, all ranks skip
+    the update, and `metrics["skipped"]` counts it. With `skip_nonfinite`, the loss can also be
+    infinite or NaN, and too many skipped updates raise an error.
 
-    DeepSpeed reduces gradients as they come. At stages 1 and 2 accelfn makes each gradient wait
-    for its turn, in rank 0's first order, so ranks may use the model in different orders. At
-    stage 3 modules are gathered as they run, which cannot wait. Ranks therefore compare the
-    order of modules, except along an order that all have followed before. A rank that leaves a
-    known order asks the others, and gives up after half of the world's timeout.
+    DeepSpeed reduces each gradient as soon as it is computed. At stages 1 and 2, accelfn makes
+    gradients wait until all ranks can reduce them in the same order, which is rank 0's order in
+    the first pass. So ranks may run the modules in different orders. At stage 3, DeepSpeed
+    gathers a module's parameters when the module runs, so all ranks must run the modules in the
+    same order. Ranks compare their orders, unless all of them follow an order that they compared
+    before. A rank that leaves a known order asks the other ranks, and raises an error after half
+    of the world's timeout.
 
     Acts on: layout, engine; init (checks the model).
 
     Args:
         stage: 1 shards the optimizer's state, 2 also gradients, 3 also parameters.
-        config: DeepSpeed's own settings: `zero_optimization` and communication. Settings that
-        accelfn makes, such as batch size, rates, clipping or checkpoints, raise an error.
-        keep_grads: with several micro-batches, "whole" keeps full gradients on each rank and
-        reduces only with the last one; "sharded" reduces with each, and at stages 2 and 3 keeps
-        shards.
+        config: DeepSpeed's own settings for `zero_optimization` and communication. Settings that
+            accelfn controls, such as batch size, learning rates, clipping or checkpoints, raise
+            an error.
+        keep_grads: for updates with several micro-batches. "whole" keeps full gradients on each
+            rank, and reduces them with the last micro-batch. "sharded" reduces gradients with
+            each micro-batch, and at stages 2 and 3 keeps only shards.
 
     Law:
-        Parameters and optimizer state are those of one process on the whole batch, up to
-        rounding, for any number of ranks. Stepping other states in between does not change a
-        state, bitwise. A checkpoint loads into any other layout, bitwise.
+        Parameters and optimizer state equal those of one process that trains on the whole batch,
+        up to rounding, for any number of ranks. Steps on other states do not change a state,
+        bitwise. A checkpoint can be loaded into any other layout, bitwise.
 
     Cost:
-        DeepSpeed's own: stages 1 and 2 hold whole parameters on each rank, and a float32 shard;
-        all stages hold 1/n of the optimizer's state. Binding another state swaps pointers, plus
-        one gather at stages 1 and 2. A state that was loaded, or stepped by another engine, is
-        first converted to DeepSpeed's order by an all-to-all of its bytes. Reading a state
-        converts it back, at most once per update. The first step builds DeepSpeed's engine, for
-        which each rank holds the whole model.
+        That of DeepSpeed: stages 1 and 2 keep full parameters and a float32 shard on each rank,
+        and all stages keep 1/n of the optimizer's state. A step on a different state than before
+        swaps pointers, and needs one gather at stages 1 and 2. A state that was loaded, or
+        updated by another engine, is first converted to DeepSpeed's order, with an all-to-all of
+        its bytes. Reading a state converts it back, at most once per update. The first step
+        builds DeepSpeed's engine, and each rank needs memory for the full model at that time.
 
     Raises:
-        ArgumentError: an invalid setting, or one that accelfn makes; DeepSpeed is not installed.
-        CompositionError: when composed or built with a transform that reads gradients (except
-        `clip_grad_norm` and `skip_nonfinite`), reduces gradients, or changes how the model
-        runs.
-        WorldError: when the state is created in a simulated world, in a part of the process's
-        world, or in a world with axes other than "dp_shard".
-        ModelError: when the state is created, a parameter is not float32, or has no elements.
-        OptimizerError: when the state is created, the optimizer is not elementwise, a parameter
-        group trains nothing, or at stage 3 the optimizer counts updates in its groups; at a
-        step, parameters of a group have different counts.
-        UnusedParametersError: at a step, a parameter took no part in the loss on some or all
-        ranks; all ranks raise and name it.
-        LossError: at stage 3, in a loss function's first pass, the loss used a parameter that
-        was not gathered; or at a step, ranks ran modules in different orders. If only one rank
-        left a known order, the other ranks may raise `PeerFailedError`.
-        GradsError: at `apply_grads`, DeepSpeed no longer holds these gradients.
+        ArgumentError: a setting is invalid or controlled by accelfn, or DeepSpeed is not
+            installed.
+        CompositionError: the setup has a transform that reads gradients (except `clip_grad_norm`
+            and `skip_nonfinite`), reduces gradients, or changes how the model runs. Raised when
+            you compose the setup, or create the state.
+        WorldError: when the state is created: the world is simulated, has only some of the job's
+            ranks, or has axes other than "dp_shard".
+        ModelError: when the state is created: a parameter is not float32, or has no elements.
+        OptimizerError: when the state is created: the optimizer is not elementwise, a parameter
+            group has no trained parameter, or at stage 3 the optimizer counts updates per group.
+            At a step: parameters of a group have different update counts.
+        UnusedParametersError: at a step: the loss did not use a parameter on some or all ranks.
+            All ranks raise an error that names the parameter.
+        LossError: at stage 3: in the first pass of a loss function, the loss used a parameter that
+            was not gathered; or ranks ran modules in different orders. If only one rank left a
+            known order, the other ranks may raise `PeerFailedError`.
+        GradsError: at `apply_grads`: DeepSpeed no longer has these gradients.
 
     References:
         Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter
@@ -135,24 +139,24 @@ class wrap_deepspeed:
     """
 
     refuses: ClassVar[Mapping[str, str]] = {
-        "reduce": "has DeepSpeed reduce gradients, and {other!r} says how they cross the ranks."
-        " Leave out one of the two.",
-        "stays": "has DeepSpeed reduce gradients, and under {other!r} they stay on their rank."
-        " Leave out one of the two.",
-        "steps_in_backward": "has DeepSpeed step all parameters at once, and {other!r} steps each"
-        " as soon as its gradient is complete. Leave out one of the two.",
-        "compression": "has DeepSpeed reduce gradients, and {other!r} compresses those that"
-        " af.wrap_ddp() reduces. Leave out one of the two.",
-        "compiles": "has DeepSpeed's hooks between the parts of the model, which {other!r} makes"
-        " one piece. Leave out one of the two.",
-        "loss_scale": "has float32 weights, and no scale of the loss beside its own; {other!r}"
-        ' scales it. Take af.autocast("bf16").',
-        "eight_bits": "has DeepSpeed lend the weights, and {other!r} keeps copies of them in 8"
-        " bits. Leave out one of the two.",
-        "splits_layers": "has DeepSpeed cut parameters, of which {other!r} gives ranks parts."
-        " Take af.wrap_fsdp() with it.",
-        "splits_sequences": "has DeepSpeed average over all ranks, and under {other!r} some have"
-        " parts of the same sample. Take af.wrap_fsdp() with it.",
+        "reduce": "lets DeepSpeed reduce gradients, but {other!r} also reduces them. Remove one"
+        " of the two.",
+        "stays": "lets DeepSpeed reduce gradients, but {other!r} keeps them on their rank. Remove"
+        " one of the two.",
+        "steps_in_backward": "lets DeepSpeed update all parameters at once, but {other!r} updates"
+        " each parameter as soon as its gradient is complete. Remove one of the two.",
+        "compression": "lets DeepSpeed reduce gradients, but {other!r} only compresses gradients"
+        " that af.wrap_ddp() reduces. Remove one of the two.",
+        "compiles": "needs DeepSpeed's hooks between the modules of the model, but {other!r}"
+        " compiles the modules as one. Remove one of the two.",
+        "loss_scale": "keeps weights in float32, and its loss cannot be scaled, but {other!r}"
+        ' scales the loss. Use af.autocast("bf16") instead.',
+        "eight_bits": "lets DeepSpeed manage the weights, but {other!r} keeps copies of them in 8"
+        " bits. Remove one of the two.",
+        "splits_layers": "lets DeepSpeed shard parameters, but {other!r} splits the same"
+        " parameters over ranks. Use af.wrap_fsdp() with {other!r}.",
+        "splits_sequences": "lets DeepSpeed average gradients over all ranks, but under {other!r}"
+        " some ranks have parts of the same sample. Use af.wrap_fsdp() with {other!r}.",
     }
     stage: Literal[1, 2, 3] = attrs.field(validator=_is_stage)
     config: Mapping[str, Any] = attrs.field(
@@ -163,24 +167,24 @@ class wrap_deepspeed:
     )
 
     def __attrs_post_init__(self) -> None:
-        """Raise if DeepSpeed is not installed, or rejects a setting."""
+        """Raise an error if DeepSpeed is not installed, or rejects a setting."""
         check_installed("af.wrap_deepspeed")
         check_values("af.wrap_deepspeed", self.config)
 
     @property
     def tells(self) -> Mapping[str, Any]:
-        """Facts about random numbers and partial gradients."""
+        """Facts: the transform draws no random numbers, and how it keeps gradients."""
         return {"draws_nothing": True, "whole_gradients": self.keep_grads == "whole"}
 
     def layout(
         self, name: str, meta: torch.Tensor, axes: Mapping[str, int]
     ) -> Mapping[str, int] | None:
-        """Shard rows along dp_shard, as af.wrap_fsdp does."""
+        """Shard each parameter by rows along "dp_shard", as `wrap_fsdp` does."""
         del name, axes
         return {"dp_shard": 0} if meta.ndim and meta.numel() else None
 
     def init(self, state: TrainState) -> None:
-        """Reject states that DeepSpeed cannot train, or would train differently."""
+        """Raise an error for a state that DeepSpeed cannot train, or would train differently."""
         self._check_world(state.world)
         self._check_grads(state)
         self._check_model(state)
@@ -188,13 +192,15 @@ class wrap_deepspeed:
         check_elements(state, f"{self!r}", dims=(0,))
 
     def engine(self, state: TrainState) -> object:
-        """Build DeepSpeed's engine, and bind the state's elements."""
+        """Build the engine that trains a state with DeepSpeed."""
         from accelfn.deepspeed.home import ZeroBinding, ZeroOptimizer, ZeroRunner  # noqa: PLC0415
 
         if state.definition.layout is None:
-            msg = f"{self!r}: the model has lone numbers alone, and nothing to split."
+            msg = f"{self!r}: the model has only scalar parameters, which cannot be sharded."
             raise ModelError(msg)
-        self._check_grads(state)  # with_setup and with_trainable do not call init again
+        self._check_grads(
+            state
+        )  # again, because with_setup and with_trainable skip init
         self._check_optimizer(state)
         clips = state.definition.setup.facts.get("clips", ())
         config = settings_of(
@@ -212,77 +218,77 @@ class wrap_deepspeed:
         return build_engine(state, home, runner, optimizer=ZeroOptimizer(home))
 
     def _check_world(self, world: World) -> None:
-        """Reject worlds other than the process's whole group."""
+        """Raise an error for a world that is not the group of all processes."""
         if world.connection.simulated is not None:
             msg = (
-                f"{self!r}: DeepSpeed talks through the one group of a process, and simulated"
-                " ranks share a process: run on processes, as accelfn launch, torchrun or"
-                " accelfn.testing.run_processes start them. af.wrap_fsdp() splits in simulated"
-                " worlds, too."
+                f"{self!r}: DeepSpeed needs a process for each rank, but simulated ranks share"
+                " one process. Start processes with accelfn launch, torchrun or"
+                " accelfn.testing.run_processes. Or use af.wrap_fsdp(), which works in simulated"
+                " worlds."
             )
             raise WorldError(msg)
         axes = {n: s for n, s in world.axes.items() if s > 1 and n != "dp_shard"}
         if axes:
             msg = (
-                f"{self!r}: splits over all ranks, and the world has other axes than dp_shard:"
-                f" {axes}. Take af.wrap_fsdp() there."
+                f"{self!r}: DeepSpeed shards over all ranks, but the world has axes other than"
+                f" dp_shard: {axes}. Use af.wrap_fsdp() instead."
             )
             raise WorldError(msg)
         run = world.whole
         is_own = run.group is dist.group.WORLD or run.connection.is_branch
         if run.size > 1 and not is_own:
             msg = (
-                f"{self!r}: DeepSpeed talks through the process's own group, and this world is"
-                " not all of it. Take the world of World.from_env()."
+                f"{self!r}: DeepSpeed uses the group of all processes, but this world has only"
+                " some of them. Use the world of World.from_env()."
             )
             raise WorldError(msg)
 
     def _check_grads(self, state: TrainState) -> None:
-        """Reject transforms that read gradients, which DeepSpeed holds."""
+        """Raise an error for transforms that read gradients, because DeepSpeed keeps them."""
         for owner in state.setup.owners["grads"]:
             if not {"clips", "skips_alone"} & chain(owner).facts.keys():
                 hint = (
-                    " It clips by the global 2-norm alone: af.clip_grad_norm(max_norm)."
+                    " DeepSpeed only clips by the global 2-norm: af.clip_grad_norm(max_norm)."
                     if type(owner).__name__ == "clip_grad_norm"
-                    else " Take af.wrap_fsdp() with it, which shows them."
+                    else f" Use {owner!r} with af.wrap_fsdp() instead."
                 )
                 msg = (
-                    f"{self!r}: has DeepSpeed hold the gradients until the update, and {owner!r}"
-                    f" looks at them.{hint}"
+                    f"{self!r}: DeepSpeed keeps the gradients to itself, but {owner!r} has to"
+                    f" read them.{hint}"
                 )
                 raise CompositionError(msg)
 
     def _check_model(self, state: TrainState) -> None:
-        """Reject parameters that DeepSpeed would convert or cannot shard."""
+        """Raise an error for parameters that DeepSpeed would convert or cannot shard."""
         metas = dict(state.definition.skeleton.module.named_parameters())
         odd = [n for n, meta in metas.items() if meta.dtype is not torch.float32]
         if odd:
             msg = (
-                f"{self!r}: DeepSpeed keeps and steps parameters in float32;"
-                f" {', '.join(odd[:5])} are {metas[odd[0]].dtype}. Make the model in float32;"
-                ' af.autocast("bf16") computes in 16 bits.'
+                f"{self!r}: DeepSpeed keeps and updates parameters in float32, but"
+                f" {', '.join(odd[:5])} are {metas[odd[0]].dtype}. Create the model in float32. To"
+                ' compute in 16 bits, add af.autocast("bf16").'
             )
             raise ModelError(msg)
         empty = [n for n, meta in metas.items() if not meta.numel()]
         if empty:
-            msg = f"{self!r}: {', '.join(empty[:5])} have no elements, which DeepSpeed cannot cut."
+            msg = f"{self!r}: {', '.join(empty[:5])} have no elements; DeepSpeed cannot shard them."
             raise ModelError(msg)
 
     def _check_optimizer(self, state: TrainState) -> None:
-        """Reject optimizers that DeepSpeed would replace or run differently."""
+        """Raise an error for an optimizer that DeepSpeed would replace or run differently."""
         optimizer, skeleton = state.definition.optimizer, state.definition.skeleton
-        is_of_parts = hasattr(optimizer, "parts")  # as of af.combine_optimizers
+        is_of_parts = hasattr(optimizer, "parts")  # from af.combine_optimizers
         if is_of_parts or isinstance(optimizer, torch.optim.Adagrad):
             msg = (
-                f"{self!r}: DeepSpeed makes another of {type(optimizer).__name__}. Take one"
-                " optimizer, such as AdamW, or af.wrap_fsdp()."
+                f"{self!r}: DeepSpeed would replace {type(optimizer).__name__} or change it. Use"
+                " one optimizer such as AdamW, or use af.wrap_fsdp()."
             )
             raise OptimizerError(msg)
         if self.stage == 3 and counts_by_group(state):
             msg = (
-                f"{self!r}: {type(optimizer).__name__} counts updates in its parameter groups,"
-                " and at stage 3 DeepSpeed steps a group in several parts, each of which would"
-                " count. Take stage 1 or 2, or af.wrap_fsdp()."
+                f"{self!r}: {type(optimizer).__name__} counts updates per parameter group. At"
+                " stage 3 DeepSpeed steps a group in several parts, and each part would count as"
+                " an update. Use stage 1 or 2, or af.wrap_fsdp()."
             )
             raise OptimizerError(msg)
         metas = dict(skeleton.module.named_parameters())
@@ -290,8 +296,8 @@ class wrap_deepspeed:
         for i, group in enumerate(optimizer.param_groups):
             if not any(id(param) in ids for param in group["params"]):
                 msg = (
-                    f"{self!r}: the optimizer's parameter group {i} trains nothing, and"
-                    " DeepSpeed has no flat tensor of nothing. Leave the group out, or train"
+                    f"{self!r}: the optimizer's parameter group {i} has no trained parameter,"
+                    " and DeepSpeed does not support such a group. Remove the group, or train"
                     " one of its parameters."
                 )
                 raise OptimizerError(msg)
